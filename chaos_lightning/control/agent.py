@@ -1,4 +1,4 @@
-"""The member's control stream to the scheduler, in a thread of its own.
+"""Holds the member's control stream to the scheduler, in a thread of its own.
 
 Theory of operation. The thread holds one gRPC stream at a time: Hello first; after the Welcome heartbeats at its
 interval and whatever `send` is given. What the stream says is read by a helper thread into an inbox, and the inbox is
@@ -61,7 +61,7 @@ _INTERVALS_S = (0.001, 3600.0)
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """The stream is over. `reason` is None if the scheduler closed it in good order."""
+    """End of a stream. `reason` is None if the scheduler closed it in good order."""
 
     talk: _Talk
     reason: ChaosError | None
@@ -73,7 +73,7 @@ class _Stop:
 
 
 class _Talk:
-    """One stream: an outbox that gRPC drains, and a thread that reads into the agent's inbox."""
+    """Stream to the scheduler: an outbox that gRPC drains, and a thread that reads into the agent's inbox."""
 
     def __init__(
         self, channel: grpc.Channel, endpoint: str, secret: Credentials, inbox: queue.SimpleQueue[Any]
@@ -94,7 +94,7 @@ class _Talk:
 
     @property
     def clogged(self) -> bool:
-        """The scheduler does not read; heartbeats must not pile up."""
+        """Whether the scheduler does not read its stream, so that heartbeats must not pile up."""
         return self._outbox.qsize() > 16
 
     def goodbye(self) -> None:
@@ -123,7 +123,7 @@ class _Talk:
 
 
 class Agent(threading.Thread):
-    """See the module. `start` it, `send` from any thread, `close` it.
+    """Thread that holds a member's control stream. `start` it, `send` from any thread, `close` it.
 
     Args:
         endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
@@ -251,14 +251,14 @@ class Agent(threading.Thread):
             self._next(left)
 
     def _next(self, timeout_s: float) -> Any:
-        """The next item of the inbox; None after the timeout."""
+        """Returns the next item of the inbox; None after the timeout."""
         try:
             return self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             return None
 
     def _not_revived(self, error: ChaosError) -> None:
-        """In the helper's thread."""
+        """Tells, in the helper's thread, why the scheduler could not be revived."""
         if isinstance(error, RefusedError):  # the job has ended: a newcomer has nothing to wait for
             self._refused = str(error)
         if str(error) != self._revive_error:
@@ -266,7 +266,7 @@ class Agent(threading.Thread):
             self._on_state(f"cannot revive the scheduler: {error}")
 
     def _converse(self) -> ChaosError:
-        """One stream from Hello to its end; returns why it ended."""
+        """Holds one stream from Hello to its end; returns why it ended."""
         with contextlib.ExitStack() as meanwhile:
             try:
                 meanwhile.enter_context(only_here(self._search.endpoint))
@@ -349,7 +349,7 @@ class Agent(threading.Thread):
         return message.heartbeat_interval_s
 
     def _take_leave(self, talk: _Talk) -> None:
-        """Goodbye, and a moment for it to arrive."""
+        """Says goodbye, and gives it a moment to arrive."""
         self._talk = None
         talk.goodbye()
         deadline = time.monotonic() + _GOODBYE_TIMEOUT_S

@@ -28,7 +28,7 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 @dataclass(frozen=True)
 class Service:
-    """Calls that a server offers, and to whom.
+    """Service that a server offers, with the rights to its calls.
 
     Attributes:
         name: Its full name, as in its .proto.
@@ -62,7 +62,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         """Port at which gRPC listens behind the TLS proxy; 0 without one."""
 
     async def open(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
-        """A gRPC server that has its port, behind a TLS proxy if there are keys; and the port that others call.
+        """Opens a gRPC server on its port, behind a TLS proxy if there are keys; returns it, and the port that others
+        call.
 
         Raises:
             ConfigurationError: It is taken, or the address is not this machine's.
@@ -87,7 +88,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
             await self._tls_proxy.close()
 
     def peer(self, context: Any) -> str:
-        """Where a call comes from, and with keys from whom."""
+        """Returns where a call comes from, and with keys from whom."""
         caller = self._tls_proxy.caller(context.peer()) if self._tls_proxy is not None else None
         return str(caller or context.peer())
 
@@ -121,7 +122,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         return handler._replace(response_serializer=serializer, **{kind: guarded})
 
     async def _refuse(self, context: Any, method: str) -> None:
-        """Aborts the call of a stranger; returns to whom it may concern otherwise."""
+        """Aborts the call if its caller may not make it, or shows no right token; returns otherwise."""
         what = method.rpartition("/")[2]
         role, name = (TOKEN if self._credentials else ANYBODY), "whoever calls"
         if self._tls_proxy is not None:
@@ -156,11 +157,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         await context.abort(code, f"{reason}; {advice}")
 
     def note(self, peer: str, reason: str) -> None:
-        """A line for the log, but no more than a few a second: a stranger must not fill the disk."""
+        """Logs a refused call, but no more than a few a second: a stranger must not fill the disk."""
         unlogged = self._few.take()
         if unlogged is not None:
             self._note("refused", peer=peer, reason=reason, unlogged=unlogged)
 
     def note_end(self, peer: str, reason: str) -> None:
-        """A line for every connection that the TLS proxy ends: whoever was in cannot fill the disk by knocking."""
+        """Logs each connection that the TLS proxy ends: callers that were in cannot fill the disk by knocking."""
         self._note("refused", peer=peer, reason=reason, unlogged=0)

@@ -1,4 +1,4 @@
-"""A scheduler's candidacy among several: it waits until it is elected, and opens the chain as the leader.
+"""Runs a scheduler's candidacy among several: it waits until it is elected, and opens the chain as the leader.
 
 Theory of operation. A scheduler without one (embedded store) leads from its start; its store's lock and terms keep
 others out. With one it listens at once, says to whoever comes who leads, and takes the chain when it is elected.
@@ -33,7 +33,7 @@ RULES = "rules"
 
 
 class EtcdCandidacy:
-    """See the module. Methods may be called from any thread.
+    """Candidacy of one scheduler by way of etcd. Methods may be called from any thread.
 
     Args:
         address: Where etcd is.
@@ -106,12 +106,12 @@ class EtcdCandidacy:
         self._election.start()
 
     def asked(self, name: str) -> None:
-        """A member of this name ("": it did not say) looked for the leader here."""
+        """Notes that a member of this name ("" if it gave none) looked for the leader here."""
         if name and self._election is not None:
             self._election.asked(name)
 
     def open_store(self) -> Store:
-        """The chain, for the leader; that of a finished job is emptied first, unless it is to be kept."""
+        """Opens the chain, for the leader; that of a finished job is emptied first, unless it is to be kept."""
         store = EtcdStore(self._client, self._root, guard=self._guard, owned=False)
         tip = JobChain(store).tip()
         told = tip.tells_s(self._finished_s, time.time())
@@ -142,7 +142,7 @@ class EtcdCandidacy:
         return self._differing(given, stored) if stored is not None and not chain.finished else ""
 
     def rules(self, given: Settings) -> Settings:
-        """Those that the job goes by (see the module); for the leader, after `open_store`.
+        """Returns the settings that the job goes by (see the module); for the leader, after `open_store`.
 
         Raises:
             StoreError: etcd does not answer, or this scheduler leads no more.
@@ -180,37 +180,39 @@ class EtcdCandidacy:
         )
 
     def _others(self) -> bool:
-        """Whether other candidates stand by."""
+        """Returns whether other candidates stand by."""
         election = self._election
         return election is not None and any(c.id != election.me.id for c in election.candidates())
 
     def waited(self) -> bool:
-        """Another scheduler led before, or this process: if the job is finished by now, it was so under that one."""
+        """Returns whether another scheduler led before, or this process: a job that is finished by now was finished
+        then.
+        """
         return self._followed or (self._election is not None and self._election.followed)
 
     def watched(self) -> bool:
-        """It saw another one lead by this very chain until it was elected itself."""
+        """Returns whether this candidate saw another one lead by this very chain until it was elected itself."""
         return self._election is not None and self._election.watched
 
     def stands_by(self) -> bool:
-        """Another one leads, and this one would follow it: it is needed, though it has no members."""
+        """Returns whether another one leads and this one would follow it: it is needed, though it has no members."""
         return self._election is not None and self._election.stands_by
 
     def leader(self) -> str:
-        """Where the one listens that leads, as seen last; "" if nobody does."""
+        """Returns where the leader listens, as seen last; "" if nobody leads."""
         leader = self._election.leader if self._election is not None else None
         return leader.endpoint if leader is not None else ""
 
     def trouble(self) -> str:
-        """Why nobody can be elected at the moment, as far as it is known; or ""."""
+        """Returns why nobody can be elected at the moment, as far as it is known; or ""."""
         return self._election.trouble if self._election is not None else ""
 
     def facts(self) -> dict[str, Any]:
-        """For `status`: who leads, since when and why; who stands by; what this candidate waits for."""
+        """Returns facts for `status`: who leads, since when and why; who stands by; what this candidate waits for."""
         return self._election.facts() if self._election is not None else {}
 
     def close(self) -> None:
-        """Gives it up; another candidate leads at once. Idempotent."""
+        """Gives the candidacy up; another candidate leads at once. Idempotent."""
         if self._election is not None:
             self._election.resign()
         self._client.close()

@@ -1,4 +1,4 @@
-"""A job's decisions in a store: a chain of views, kept so that no scheduler can fork it (protocol.md 7, 14a).
+"""Keeps a job's decisions in a store: a chain of views that no scheduler can fork (protocol.md 7, 14a).
 
 Theory of operation. A job's log (control/store.py) has records of five kinds: a number that is reserved, a view that is
 decided, a wish about a link that is granted, the end of the job, and one that takes the place of all before it
@@ -55,7 +55,7 @@ FORM = 2
 
 @dataclass(frozen=True, slots=True)
 class ChainEntry:
-    """One durable decision; `revision` is its record's position."""
+    """Durable decision; `revision` is its record's position."""
 
     revision: int
     kind: EntryKind | Literal["summary"]
@@ -73,7 +73,7 @@ class ChainEntry:
     """The chain that a summary stands for; `view` is the last one of it."""
 
     def same(self, other: ChainEntry) -> bool:
-        """Equal but for the revision."""
+        """Returns whether two entries are equal but for the revision."""
         return replace(self, revision=other.revision) == other
 
 
@@ -98,11 +98,12 @@ class Tip:
 
     @property
     def chain(self) -> str:
-        """The chain's id; "": nobody has taken a term yet."""
+        """Id of the chain; "" if nobody has taken a term yet."""
         return self.end.id
 
     def tells_s(self, finished_s: float, now: float) -> float:
-        """Returns how long (s) newcomers are still told that the job is finished, at this wall time (s); 0: no more.
+        """Returns the seconds for which newcomers are still told, at this wall time (s), that the job is finished; 0:
+        no more.
 
         A clock that was set back since then says nothing: they are told no more.
         """
@@ -111,7 +112,7 @@ class Tip:
 
 
 def entry_of(effect: Persist) -> ChainEntry:
-    """The entry that a Persist effect asks for; a malformed one is a StoreError.
+    """Returns the entry that a Persist effect asks for; a malformed effect is a StoreError.
 
     Of a base it has what a scheduler reads back, and nothing that grows with the job: members keep the header itself.
     """
@@ -134,7 +135,7 @@ def entry_of(effect: Persist) -> ChainEntry:
 
 
 def judge(tip: Tip, term: int, entry: ChainEntry, seen: Tip | None = None) -> Appended:
-    """Whether `entry` of the scheduler with this term may follow `tip`.
+    """Decides whether `entry` of the scheduler with this term may follow `tip`.
 
     Args:
         tip: The end of the chain as it is.
@@ -164,7 +165,7 @@ def _follows(tip: Tip, term: int, entry: ChainEntry) -> Appended:
 
 
 def told(tip: Tip, entry: ChainEntry) -> ChainEntry:
-    """The entry as its record tells it after this tip: a view by what it changes, where that is shorter.
+    """Returns the entry as its record tells it after this tip: a view by what it changes, where that is shorter.
 
     Raises:
         OversizeError: The view would fit into no record as a whole, and some record must have it as a whole.
@@ -192,7 +193,7 @@ def _digest(data: bytes) -> str:
 
 
 def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
-    """The tip after this entry, with which the log ends so."""
+    """Returns the tip after this entry, with which the log ends as `end` says."""
     return Tip(
         end=end,
         highest=max(tip.highest, entry.number),
@@ -206,7 +207,7 @@ def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
 
 
 def chain_of(tip: Tip, term: int, entries: Sequence[ChainEntry]) -> Chain:
-    """Returns what these entries, which end with `tip`, tell a scheduler that starts with this term."""
+    """Returns the chain, from its entries, which end with `tip`, for a scheduler that starts with this term."""
     begun, rest = Chain(0, NO_VIEW), entries
     if entries and entries[0].summed is not None:
         begun, rest = entries[0].summed, entries[1:]
@@ -231,14 +232,14 @@ def chain_of(tip: Tip, term: int, entries: Sequence[ChainEntry]) -> Chain:
 
 
 def summary_of(tip: Tip, entries: Sequence[ChainEntry]) -> ChainEntry:
-    """Returns the entry that takes the place of these, which end with `tip` and have a view."""
+    """Returns the entry that takes the place of all these entries, which end with `tip` and have a view."""
     summed = summing.summed(chain_of(tip, tip.term, entries))
     last = summed.views[-1]
     return ChainEntry(0, SUMMARY, tip.highest, last, digest=_digest(encode(last)), summed=summed)
 
 
 def check_id(tip: Tip, chain: str) -> None:
-    """Whether this chain may become `chain`, which is to be rebuilt.
+    """Checks that this chain may become `chain`, which is to be rebuilt.
 
     Raises:
         StoreError: Decisions of another chain are here.
@@ -248,7 +249,7 @@ def check_id(tip: Tip, chain: str) -> None:
 
 
 def reached(entries: Iterable[ChainEntry], step: int = 0) -> int:
-    """The last optimizer step that a decision names since the job was founded, after `step`; 0 if none does."""
+    """Returns the last optimizer step that a decision names since the job was founded, after `step`; 0 if none does."""
     for base in (e.base for e in entries if e.base is not None):
         step = base.step if base.next_view == NO_VIEW else max(step, base.step)
     return step
@@ -258,7 +259,8 @@ def reached(entries: Iterable[ChainEntry], step: int = 0) -> int:
 
 
 def entry_bytes(entry: ChainEntry) -> bytes:
-    """A record's body: a line of JSON, then view (or what it changes) and base, of the sizes that the line names.
+    """Returns a record's body: a line of JSON, then view (or what it changes) and base, of the sizes that the line
+    names.
 
     A summary has the last views behind its line.
     """
@@ -281,11 +283,11 @@ def _joined(head: dict[str, Any], parts: Sequence[bytes | None]) -> bytes:
 
 
 class _OtherVersionError(ValueError):
-    """A record that another release wrote."""
+    """Error about a record that another release wrote."""
 
 
 def _split(body: bytes) -> tuple[dict[str, Any], list[bytes | None]]:
-    """Back from `_joined`."""
+    """Returns the head and the parts of a record's body: the reverse of `_joined`."""
     line, _, rest = body.partition(b"\n")
     head = json.loads(line)
     if not isinstance(head, dict):
@@ -302,7 +304,7 @@ def _split(body: bytes) -> tuple[dict[str, Any], list[bytes | None]]:
 
 
 def entry_from(record: StoreRecord, before: Tip | None = None) -> ChainEntry:
-    """From its record, which follows this tip.
+    """Returns the entry of a record, which follows this tip.
 
     Raises:
         StoreError: There is something else, or what changes another view.
@@ -364,7 +366,7 @@ def _ending(said: dict[str, object]) -> RecordedEnd:
 
 
 class JobChain:
-    """One job's chain. Methods block; call them from one thread at a time. All raise StoreError if the store fails.
+    """Chain of one job. Methods block; call them from one thread at a time. All raise StoreError if the store fails.
 
     Args:
         store: Its log; closed with the chain.
@@ -385,7 +387,7 @@ class JobChain:
 
     @property
     def place(self) -> str:
-        """Where the chain is, for people."""
+        """Location of the chain, for people."""
         return self.store.place
 
     @property
@@ -394,7 +396,7 @@ class JobChain:
         return self.store.term
 
     def take_term(self, above: int = 0, chain: str = "") -> int:
-        """Durably outranks every scheduler so far, and all up to the term `above`; returns the new term.
+        """Outranks durably every scheduler so far, and all up to the term `above`; returns the new term.
 
         Where a lost chain is rebuilt, `chain` gives its id to one that holds no views.
         """
@@ -408,17 +410,19 @@ class JobChain:
         return self._read()[0]
 
     def entries(self, after: int = 0) -> tuple[ChainEntry, ...]:
-        """Entries with a revision above `after`, oldest first."""
+        """Returns entries with a revision above `after`, oldest first."""
         return tuple(entry for entry in self._read()[1] if entry.revision > after)
 
     def load(self) -> Chain:
-        """The chain as a starting scheduler needs it; call `take_term` first."""
+        """Returns the chain as a starting scheduler needs it; call `take_term` first."""
         tip, entries = self._read()
         self._seen = self._tip = tip
         return chain_of(tip, self.term, entries)
 
     def append(self, effect: Persist) -> Appended:
-        """Compare-and-set: durable when it returns ok. Writing the last entry again succeeds."""
+        """Appends a decision by compare-and-set: it is durable when ok is returned. Writing the last entry again
+        succeeds.
+        """
         entry = entry_of(effect)
         while True:
             fresh = self._tip is None
@@ -437,7 +441,7 @@ class JobChain:
                 return outcome
 
     def cut(self) -> int:
-        """Has one record take the place of all, if there are so many that it is time; returns how many went.
+        """Replaces all records by one, if there are so many that it is time; returns how many went.
 
         Nothing depends on it: what fails is tried again after more decisions.
 
@@ -489,7 +493,7 @@ class JobChain:
             raise StoreError(f"{self.place}: {error}") from error
 
     def close(self) -> None:
-        """Lets go of file or connection. Idempotent."""
+        """Closes the chain's file or connection. Idempotent."""
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -500,7 +504,7 @@ class JobChain:
 
 
 def open_chain(options: SchedulerOptions, *, read_only: bool) -> JobChain | None:
-    """The chain of the store that these options name; None if it is kept nowhere, or its file is not there.
+    """Opens the chain of the store that these options name; None if it is kept nowhere, or its file is not there.
 
     Args:
         options: Of a scheduler.

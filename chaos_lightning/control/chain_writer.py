@@ -1,4 +1,4 @@
-"""The scheduler's writing to its store: in a thread of its own, with patience, and with a memory for what it owes.
+"""Writes the scheduler's decisions to its store, in a thread of its own, and repeats those that it owes.
 
 Theory of operation. A decision is on the disk, or on etcd's majority, before anybody hears of it; streams are read
 meanwhile, for the store has its own thread. A store that takes nothing is asked again for some seconds, then the
@@ -29,7 +29,7 @@ _LONGEST_STORE_PAUSE_S = 5.0
 
 
 class ChainWriter:
-    """See the module. Methods belong to one asyncio loop.
+    """Writer of one scheduler's decisions. Methods belong to one asyncio loop.
 
     Args:
         open_store: Opens the store that decisions go to; called once, in the store's thread.
@@ -49,7 +49,7 @@ class ChainWriter:
 
     @property
     def opened(self) -> JobChain | None:
-        """None as long as this scheduler has not led."""
+        """Chain that is open; None as long as this scheduler has not led."""
         return self._chain
 
     @property
@@ -58,7 +58,7 @@ class ChainWriter:
         return self._chain
 
     async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        """Does this in the store's thread."""
+        """Does this work in the store's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
 
     def take(self, taken: Callable[[], None]) -> fx.Chain:
@@ -77,7 +77,7 @@ class ChainWriter:
         return self._with_owed(self._chain.load())
 
     def _with_owed(self, found: fx.Chain) -> fx.Chain:
-        """The chain with the end that this process could not write down when it led last.
+        """Returns the chain with the end that this process could not write down when it led last.
 
         Where the chain has gone on since, others know better, and it is forgotten.
         """
@@ -134,7 +134,7 @@ class ChainWriter:
         return outcome
 
     def _cut(self) -> None:
-        """Cuts the chain if that is due. In the store's thread, and nobody waits for it but the next decision."""
+        """Cuts the chain if that is due. It runs in the store's thread, and only the next decision waits for it."""
         started = time.monotonic()
         try:
             gone = self.chain.cut()

@@ -1,4 +1,4 @@
-"""gRPC settings that client and server must agree on, and the small synchronous clients of calls that have one answer.
+"""Holds gRPC settings that client and server must agree on, and small synchronous clients of calls with one answer.
 
 Why each option: sockets of ours must not be shared (`so_reuseport`: two schedulers on one port would each get half of
 the members), retried at gRPC's leisure (a fresh subchannel pool per channel, because its own back-off starts at a
@@ -74,7 +74,7 @@ END_OF_STREAM: object = vars(grpc.aio)["EOF"]
 
 
 class StandbyError(SchedulerUnreachableError):
-    """This scheduler waits to lead. `leader` is where the one listens that does, or empty."""
+    """Error of a scheduler that waits to lead. `leader` is where the leader listens, or empty."""
 
     def __init__(self, text: str, leader: str) -> None:
         super().__init__(text)
@@ -82,13 +82,13 @@ class StandbyError(SchedulerUnreachableError):
 
 
 class SilentError(SchedulerUnreachableError):
-    """The scheduler at this address accepts connections and says nothing: it is frozen, or cut off."""
+    """Error of a scheduler that accepts connections and says nothing: it is frozen, or cut off."""
 
 
 def explain(
     error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s: float = 1.0, what: str = "scheduler"
 ) -> ChaosError:
-    """Our exception for a call that failed: refused by the scheduler (or `what` was called), or none reached.
+    """Returns our exception for a call that failed: refused by the scheduler (or `what` was called), or none reached.
 
     If TLS may be the reason, that is looked into for up to `timeout_s` (0: not at all).
     """
@@ -120,7 +120,7 @@ def ask_leader(
     stub: Callable[[grpc.Channel], Any] = SchedulerStub,
     what: str = "scheduler",
 ) -> Any:
-    """The answer of the server at `endpoint`, or of several the one that leads.
+    """Returns the answer of the server at `endpoint`, or of several the answer of the one that leads.
 
     Args:
         endpoint: One, or several with commas.
@@ -160,7 +160,7 @@ def ask_leader(
 def fetch_status(
     endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, follow: bool = True, page: int = 0
 ) -> dict[str, Any]:
-    """The scheduler's status as a dictionary (see SchedulerServer.status).
+    """Returns the scheduler's status as a dictionary (see SchedulerServer.status).
 
     Args:
         endpoint: One, or several with commas: the first one that answers, unless another one leads.
@@ -183,7 +183,9 @@ def fetch_status(
 
 
 def fetch_all(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
-    """As `fetch_status`, with all members and links of a large job, page after page; each may take `timeout_s`."""
+    """Returns the status as `fetch_status` does, with all members and links of a large job, page after page; each page
+    may take `timeout_s`.
+    """
     facts = fetch_status(endpoint, token, timeout_s, follow=follow)
     pages = int(facts.get("machine", {}).get("pages", 0))
     if not pages:

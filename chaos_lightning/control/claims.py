@@ -1,4 +1,4 @@
-"""Numbers of processes that set up and are in no view yet; whoever has number 0 is rank zero meanwhile.
+"""Hands numbers to processes that set up and are in no view yet; the one with number 0 is rank zero meanwhile.
 
 Theory of operation. All go by the lock files of one machine, that of the scheduler which is named last: each process
 holds the lowest number that is free, and its end, however it comes, frees it. On that machine they lock by themselves,
@@ -48,7 +48,7 @@ _END_S = 1.0
 
 @dataclass(frozen=True)
 class Claim:
-    """A number, until `release`, which is called once; in a process forked meanwhile it does nothing."""
+    """Number of a process, until `release`, which is called once; in a process forked meanwhile it does nothing."""
 
     number: int
     release: Callable[[], object]
@@ -58,7 +58,7 @@ class Claim:
 
 
 def lock_lowest(job: str, port: int, held: Container[int] = ()) -> Claim:
-    """The lowest number that no process of this machine holds.
+    """Takes the lowest number that no process of this machine holds.
 
     Args:
         job: Its name.
@@ -96,7 +96,7 @@ def _is(file: int, path: Path) -> bool:
 
 
 def _unlock(file: int, path: Path, owner: int) -> None:
-    """Children have closed the file already."""
+    """Frees a number in the process that took it; its children have closed the file already."""
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -121,7 +121,7 @@ class Claims:
         return len(self._held)
 
     async def hold(self, context: Any, port: int) -> None:
-        """A call, until its end, by one who may make it; `port` is where this scheduler listens."""
+        """Holds a number for a caller that may have one, until the call ends; `port` is where this scheduler listens."""
         peer, job = context.peer(), self._job
         request: Any = END_OF_STREAM
         with contextlib.suppress(TimeoutError):
@@ -153,7 +153,7 @@ class Claims:
 
 
 def ask(endpoint: str, secret: Secret, job: str, timeout_s: float) -> Claim:
-    """A number that the scheduler at `endpoint` holds for this process.
+    """Returns a number that the scheduler at `endpoint` holds for this process.
 
     Raises:
         SchedulerUnreachableError: It did not answer in time.
@@ -166,7 +166,8 @@ def ask(endpoint: str, secret: Secret, job: str, timeout_s: float) -> Claim:
 
 
 class _Stream(threading.Thread):
-    """The call, until `end`.
+    """Call by which a scheduler holds a number, until `end`. Its thread alone knows gRPC's objects: a forked child,
+    where it does not go on, must not end them.
 
     Its thread alone knows gRPC's objects: a forked child, where it does not go on, must not end them.
     """
@@ -192,7 +193,9 @@ class _Stream(threading.Thread):
         return found
 
     def end(self, owner: int) -> None:
-        """Returns when the number is free, so that who takes another place right away may have it."""
+        """Ends the call. Returns when the number is free, so that a process that takes another place may have it right
+        away.
+        """
         if os.getpid() == owner:
             self._over.set()
             if threading.current_thread() is not self:  # a garbage collection may come to any thread

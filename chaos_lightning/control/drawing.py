@@ -35,7 +35,7 @@ Drawn = PlanDrawn | PipelinesFound
 
 
 class Drawing:
-    """See the module. Methods belong to one asyncio loop.
+    """Planner process, one at a time. Methods belong to one asyncio loop.
 
     Args:
         answered: Takes the answer to the last request.
@@ -55,14 +55,14 @@ class Drawing:
         self._task: asyncio.Task[None] | None = None
 
     def draw(self, wish: Request) -> None:
-        """Begins to draw; what was asked for before is given up."""
+        """Starts to draw a plan; the request before is given up."""
         before, self._task = self._task, None
         if before is not None:
             before.cancel()
         self._task = asyncio.get_running_loop().create_task(self._draw(wish, before))
 
     async def close(self) -> None:
-        """Ends the process, if there is one; no answer comes any more."""
+        """Ends the planner's process, if there is one; no answer comes any more."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -106,7 +106,7 @@ def _none(wish: Request, reason: str) -> Drawn:
 
 
 def request(wish: Request) -> bytes:
-    """A request as the process takes it."""
+    """Returns a request in the form in which the process takes it."""
     if isinstance(wish, SearchPipelines):
         return _written({"pipelines": wish})
     return _written({"trees": {**_fields(wish), "links": list(wish.links.items())}})
@@ -126,7 +126,7 @@ def _plan(said: Mapping[str, Any]) -> PlanSpec:
 
 
 def _answer(said: dict[str, Any]) -> Drawn:
-    """Returns the answer to a request, as `request` wrote it."""
+    """Returns the answer to a request that `request` wrote."""
     if (asked := said.get("pipelines")) is not None:
         return searched(SearchPipelines(**asked))
     said = said["trees"]

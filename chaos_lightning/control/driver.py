@@ -50,7 +50,7 @@ def real_machine(settings: Settings, chain: fx.Chain) -> Machine:
 
 
 class Driver:
-    """See the module. Methods belong to one asyncio loop.
+    """Loop that feeds the scheduler's machine. Methods belong to one asyncio loop.
 
     Args:
         writer: Where decisions go to.
@@ -92,7 +92,7 @@ class Driver:
         """They draw trees, and pipelines."""
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        """Takes whatever happens; ticks do not pile up, and a heartbeat of a large job waits for what comes next."""
+        """Takes an event; ticks do not pile up, and a heartbeat of a large job waits for what comes next."""
         if isinstance(event, fx.SchedulerTick):
             if self._tick_waits:
                 return
@@ -102,7 +102,7 @@ class Driver:
             self._fed.set()
 
     async def ask(self, event: Callable[[int], fx.SchedulerEvent]) -> tuple[bool, str]:
-        """Feeds an operator's wish; the machine's answer: whether it will be so, and words."""
+        """Feeds an operator's wish; returns the machine's answer: whether it will be done, and words."""
         self._count += 1
         token = self._count
         waiting = self._answers[token] = asyncio.get_running_loop().create_future()
@@ -115,7 +115,7 @@ class Driver:
             self._answers.pop(token, None)
 
     async def drive(self, streams: Streams) -> None:
-        """Until `stop`, or an error; what the machine says goes to these streams.
+        """Feeds the machine until `stop`, or an error; what the machine says goes to these streams.
 
         Raises:
             StoreError: The store failed.

@@ -51,7 +51,7 @@ _STOPPED_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One process that would lead."""
+    """Process that would lead."""
 
     id: str
     endpoint: str
@@ -66,14 +66,14 @@ class Candidate:
 
     @classmethod
     def here(cls, endpoint: str) -> Candidate:
-        """This process."""
+        """Returns this process as a candidate."""
         pid = os.getpid()
         # A pid alone may come again: in another container, or on a machine that was started again.
         return cls(f"{endpoint}-{pid}-{os.urandom(4).hex()}", endpoint, host_identity(), pid, start_time(pid))
 
     @classmethod
     def read(cls, value: bytes) -> Candidate | None:
-        """From its key; None if there is something else."""
+        """Returns the candidate that the value of its key describes; None if it describes none."""
         try:
             document = json.loads(value)
             found = cls(**document)
@@ -95,7 +95,7 @@ class Candidate:
 
 
 class Election(threading.Thread):
-    """Takes part from `start` on, until `resign`. Callbacks are called in this thread.
+    """Election in which one candidate takes part from `start` on, until `resign`. Callbacks are called in this thread.
 
     Args:
         client: How to reach etcd; not closed here.
@@ -166,25 +166,25 @@ class Election(threading.Thread):
 
     @property
     def me(self) -> Candidate:
-        """This candidate."""
+        """This process as a candidate."""
         return self._me
 
     def candidates(self, deadline_s: float | None = None) -> list[Candidate]:
-        """All that are known to etcd now."""
+        """Returns all candidates that are known to etcd now."""
         found, _ = self._client.get_all(self._root + "candidates/", deadline_s=deadline_s)
         return [c for c in (Candidate.read(kv.value) for kv in found) if c is not None]
 
     @property
     def stands_by(self) -> bool:
-        """Another candidate leads, and this one would follow it: its lease stands."""
+        """Whether another candidate leads and this one would follow it: its lease stands."""
         return self.leader is not None and not self.leads and now() < self._until
 
     def asked(self, name: str) -> None:
-        """This member asked for the leader here."""
+        """Notes that this member asked for the leader here."""
         self._asked.add(name, now())
 
     def waits_for(self) -> str:
-        """Returns in words for what this candidate waits; "" if it leads and may decide."""
+        """Returns in words what this candidate waits for; "" if it leads and may decide."""
         late_s = now() - self._until
         if self.leads:
             if not self.trouble:
@@ -201,7 +201,7 @@ class Election(threading.Thread):
         return "an election" if self._looked else "etcd's first word on who leads"
 
     def facts(self) -> dict[str, Any]:
-        """For `status`: who leads, since when and why; who stands by; what this candidate waits for."""
+        """Returns facts for `status`: who leads, since when and why; who stands by; what this candidate waits for."""
         leader = self.leader
         facts: dict[str, Any] = {
             "leader": leader.endpoint if leader is not None else "",
@@ -259,7 +259,9 @@ class Election(threading.Thread):
         return held
 
     def _watch_over(self, leader: pb.KeyValue | None) -> None:
-        """A leader that lives prolongs its lease; one of a restored snapshot does not."""
+        """Notes for how long this candidate has seen the leader live: one of a restored snapshot does not prolong its
+        lease.
+        """
         if leader is None or leader.lease == self._me.lease:
             return
         who = f"{leader.lease:x}"
@@ -268,7 +270,7 @@ class Election(threading.Thread):
         self.watched = self.watched or now() - self._following[1] > WATCHED_S
 
     def _prolong(self) -> bool:
-        """Once; False if the lease has ended."""
+        """Prolongs the lease once; returns False if it has ended."""
         asked = now()
         granted_s = self._client.keep_alive(self._me.lease, max(1.0, self._until - asked))
         if granted_s <= 0:
@@ -282,7 +284,7 @@ class Election(threading.Thread):
         return self._until - self._granted_s * 2 / 3
 
     def _campaign(self) -> bool:
-        """Until this candidate leads (True), is stopped, or has lost its lease."""
+        """Waits until this candidate leads (True), is stopped, or has lost its lease."""
         key = self._root + "leader"
         while not self._over.is_set():
             found = self._look(key)
@@ -308,7 +310,7 @@ class Election(threading.Thread):
         return False
 
     def _elected(self, key: str, mine: pb.KeyValue) -> bool:
-        """The leader's key is on this candidate's lease."""
+        """Begins to lead, as the leader's key is on this candidate's lease."""
         me = self._me
         self._hang_up()
         self.leads, self.leader = True, Candidate.read(mine.value) or me
@@ -339,7 +341,7 @@ class Election(threading.Thread):
             self._line = None
 
     def _wait_for_change(self, key: str, revision: int) -> bool:
-        """Until the leader's key has changed; False if this candidate's lease has ended meanwhile."""
+        """Waits until the leader's key has changed; returns False if this candidate's lease has ended meanwhile."""
         try:
             for events in self._changes(key, revision):
                 if self._over.is_set() or events:
@@ -366,7 +368,7 @@ class Election(threading.Thread):
         return self._client.watch(key, revision, self._over, every_s=_LOOK_S)
 
     def _replaces(self) -> bool:
-        """Whether the leader is a dead or stopped process of this machine; then its lease is ended for it."""
+        """Returns whether the leader is a dead or stopped process of this machine; then its lease is ended for it."""
         leader = self.leader
         if leader is None:
             return False
@@ -395,7 +397,7 @@ class Election(threading.Thread):
                 self._told = names
 
     def _outreached(self, view: reach.Reach) -> str:
-        """Why another candidate should lead, if members reach that one and not this one."""
+        """Returns why another candidate should lead, if members reach that one and not this one; else ""."""
         if self._present is None or not view.due(now()):
             return ""
         try:
@@ -407,11 +409,11 @@ class Election(threading.Thread):
         return view.judge(now(), self._present(), elsewhere)
 
     def _who_led(self) -> str:
-        """The one that led."""
+        """Returns the endpoint of the candidate that led, or words for one that is not known."""
         return self.leader.endpoint if self.leader is not None else "another candidate"
 
     def _lead(self) -> None:
-        """Prolongs the lease for as long as that works."""
+        """Leads: prolongs the lease for as long as that works."""
         reason, view = "", reach.Reach(now())
         while not self._over.wait(min(_LOOK_S, self._granted_s / 10)):
             try:
@@ -434,7 +436,7 @@ class Election(threading.Thread):
 
 
 def now() -> float:
-    """Seconds, also those in which the machine slept."""
+    """Returns the seconds since boot, also those in which the machine slept."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

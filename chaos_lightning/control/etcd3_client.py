@@ -1,4 +1,4 @@
-"""The package etcd3 (0.12.0) as the connection to one server of etcd: `etcd://...?client=etcd3`.
+"""Makes the package etcd3 (0.12.0) the connection to one server of etcd: `etcd://...?client=etcd3`.
 
 Theory of operation. etcd3 as published does not import with protobuf 4 or newer, because its stubs were generated in
 2020. It imports them by their name, `etcd3.etcdrpc`, while it is imported itself, and offers no other way to be given
@@ -55,7 +55,7 @@ def _stub(service: str) -> type:
 
 
 def load_etcd3() -> ModuleType:
-    """The package etcd3, on stubs of ours.
+    """Returns the package etcd3, on stubs of ours.
 
     Raises:
         ConfigurationError: It is not installed, or was imported before with stubs of its own.
@@ -106,7 +106,7 @@ _ANSWERS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 class Etcd3Connection:
-    """See the module; the same as etcd_client.OwnConnection to who uses it, but for its one time limit.
+    """Connection to one server by the package etcd3; used like etcd_client.OwnConnection, but for its one time limit.
 
     Raises:
         ConfigurationError: The package is not installed, or cannot do what the address asks for.
@@ -125,7 +125,7 @@ class Etcd3Connection:
         self._opening = threading.Lock()
 
     def _open(self) -> Any:
-        """etcd3's client of this server; logs in when it is first needed."""
+        """Returns etcd3's client of this server; logs in when it is first needed."""
         with self._opening:
             if self._closed:
                 raise ValueError("closed")

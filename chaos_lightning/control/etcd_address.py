@@ -1,4 +1,4 @@
-"""Address of etcd and how to get in: `etcd://...`, as users write it."""
+"""Reads the address of etcd and how to get in: `etcd://...`, as users write it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EXPECTED = (
 
 
 def read_address(text: str) -> EtcdAddress:
-    """From `EXPECTED`.
+    """Returns the address that this text, written as `EXPECTED` says, gives.
 
     Raises:
         ConfigurationError: Something else; a password in it is refused, since command lines can be read by others.
@@ -98,7 +98,7 @@ def _server(server: str, text: str) -> str:
 
 
 def read_file(path: str, what: str) -> bytes:
-    """A file that an address names."""
+    """Returns the content of a file that an address names."""
     try:
         with open(path, "rb") as file:
             return file.read()

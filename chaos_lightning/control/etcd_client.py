@@ -44,37 +44,37 @@ PAGE = 500
 
 
 class UnansweredError(StoreError):
-    """No server answered within the deadline; that may pass."""
+    """Error of a call that no server answered within the deadline; that may pass."""
 
 
 class CompactedError(StoreError):
-    """etcd has compacted the revisions that were asked for: read anew, then watch from there."""
+    """Error as etcd has compacted the revisions that were asked for: read anew, then watch from there."""
 
 
 # ------------------------------------------------------------------ one server
 
 
 class Connection(Protocol):
-    """To one server. Methods raise what gRPC raises, ValueError once it is closed."""
+    """Connection to one server. Methods raise what gRPC raises, ValueError once it is closed."""
 
     name: str
     """HOST:PORT."""
 
     def ask(self, request: Any, limit_s: float) -> Any:
-        """etcd's answer to one of its requests; of a keep-alive the first one."""
+        """Returns etcd's answer to one of its requests; of a keep-alive the first one."""
 
     def watch(self, requests: Iterator[Any]) -> Any:
-        """A stream of watch responses, with `cancel`."""
+        """Returns a stream of watch responses, with `cancel`."""
 
     def forget_token(self) -> None:
-        """It is not valid any more: log in anew."""
+        """Forgets the token, which is not valid any more: the connection logs in anew."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the connection. Idempotent."""
 
 
 class OwnConnection:
-    """By gRPC alone; its channel is made when it is first needed.
+    """Connection by gRPC alone; its channel is made when it is first needed.
 
     Args:
         server: HOST:PORT.
@@ -146,7 +146,7 @@ Connect = Callable[[str, EtcdAddress, str, grpc.ChannelCredentials | None], Conn
 
 
 class EtcdClient:
-    """See the module. Any thread may call; `close` ends all.
+    """Client of several servers of etcd. Any thread may call; `close` ends all.
 
     Args:
         address: Where etcd is.
@@ -174,7 +174,7 @@ class EtcdClient:
 
     @property
     def server(self) -> str:
-        """HOST:PORT of the one that is asked first."""
+        """HOST:PORT of the server that is asked first."""
         return self._first.name
 
     @property
@@ -194,7 +194,7 @@ class EtcdClient:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def close(self) -> None:
-        """Idempotent. Calls that are under way end with a StoreError."""
+        """Closes all connections. Idempotent. Calls that are under way end with a StoreError."""
         self._closed = True
         for server in self._servers:
             server.close()
@@ -202,7 +202,7 @@ class EtcdClient:
     # ------------------------------------------------------------------ calls
 
     def call(self, request: Any, *, deadline_s: float | None = None, attempt_s: float = ATTEMPT_S) -> Any:
-        """One call: asks one server after the other until one answers.
+        """Makes one call: asks one server after the other until one answers.
 
         Raises:
             StoreError: No server answered within the deadline, or etcd refused; says which and what to do.
@@ -252,12 +252,12 @@ class EtcdClient:
     # ------------------------------------------------------------------ keys
 
     def get(self, key: str) -> pb.KeyValue | None:
-        """Linearizable: what a majority holds now."""
+        """Returns the key as a majority holds it now (linearizable); None if it is not there."""
         found = self.call(pb.RangeRequest(key=key.encode())).kvs
         return found[0] if found else None
 
     def get_all(self, prefix: str, *, deadline_s: float | None = None) -> tuple[list[pb.KeyValue], int]:
-        """All keys that begin so, in order, as of one revision; and that revision."""
+        """Returns all keys that begin with `prefix`, in order, as of one revision, and that revision."""
         found: list[pb.KeyValue] = []
         start, revision = prefix.encode(), 0
         while True:
@@ -270,12 +270,12 @@ class EtcdClient:
             start = reply.kvs[-1].key + b"\0"
 
     def transact(self, compare: Sequence[pb.Compare], writes: Sequence[pb.RequestOp]) -> tuple[bool, int]:
-        """All writes if all comparisons hold, else nothing; and the revision at which that was so."""
+        """Makes all writes if all comparisons hold, else none; returns whether they held, and at which revision."""
         reply = self.call(pb.TxnRequest(compare=compare, success=writes))
         return bool(reply.succeeded), int(reply.header.revision)
 
     def compact(self, revision: int) -> None:
-        """Forgets what was before; watches from there end."""
+        """Forgets revisions before this one; watches from there end."""
         self.call(pb.CompactionRequest(revision=revision, physical=True))
 
     def status(self) -> pb.StatusResponse:
@@ -285,12 +285,12 @@ class EtcdClient:
     # ------------------------------------------------------------------ leases
 
     def grant(self, ttl_s: int) -> tuple[int, int]:
-        """A lease: (id, seconds as granted; etcd has a minimum)."""
+        """Makes a lease; returns (id, seconds as granted; etcd has a minimum)."""
         reply = self.call(pb.LeaseGrantRequest(TTL=ttl_s))
         return int(reply.ID), int(reply.TTL)
 
     def revoke(self, lease: int) -> None:
-        """Ends it, with all keys that hang on it; one that has ended already is no error."""
+        """Ends a lease, with all keys that hang on it; one that has ended already is no error."""
         try:
             self.call(pb.LeaseRevokeRequest(ID=lease))
         except StoreError as error:
@@ -298,7 +298,7 @@ class EtcdClient:
                 raise
 
     def keep_alive(self, lease: int, deadline_s: float) -> int:
-        """Prolongs it once; the seconds that it has now, 0 if it has ended.
+        """Prolongs a lease once; returns the seconds that it has now, 0 if it has ended.
 
         Raises:
             StoreError: Nobody answered within the deadline.
@@ -310,7 +310,8 @@ class EtcdClient:
     def watch(
         self, prefix: str, revision: int, stop: threading.Event, *, every_s: float = ATTEMPT_S / 4
     ) -> Iterator[list[pb.Event]]:
-        """Changes of keys that begin so, from this revision on, until `stop`; an empty list every `every_s`.
+        """Yields changes of keys that begin with `prefix`, from this revision on, until `stop`; an empty list every
+        `every_s`.
 
         Raises:
             CompactedError: Changes since `revision` are forgotten.
@@ -355,7 +356,7 @@ class EtcdClient:
     def _watching(
         self, server: Connection, prefix: str, revision: int, replies: queue.SimpleQueue[Any]
     ) -> Iterator[None]:
-        """One stream; None in `replies` is its end."""
+        """Holds one watch stream while the block runs; None in `replies` is its end."""
         ended = threading.Event()
         create = pb.WatchCreateRequest(
             key=prefix.encode(), range_end=after_prefix(prefix), start_revision=revision, progress_notify=True
@@ -386,29 +387,29 @@ class EtcdClient:
 
 
 def after_prefix(prefix: str) -> bytes:
-    """The first key after all that begin with `prefix`."""
+    """Returns the first key after all that begin with `prefix`."""
     data = prefix.encode().rstrip(b"\xff")
     return data[:-1] + bytes([data[-1] + 1])
 
 
 def same_revision(key: str, revision: int) -> pb.Compare:
-    """The key was last changed then; 0: it is not there."""
+    """Returns the comparison that the key was last changed at this revision; 0: it is not there."""
     return pb.Compare(target=pb.Compare.MOD, key=key.encode(), mod_revision=revision)
 
 
 def put(key: str, value: bytes, lease: int = 0) -> pb.RequestOp:
-    """A write of a transaction."""
+    """Returns a write of a transaction that sets a key."""
     return pb.RequestOp(request_put=pb.PutRequest(key=key.encode(), value=value, lease=lease))
 
 
 def delete(prefix: str, until: str = "") -> pb.RequestOp:
-    """All keys that begin so, and are before `until` if that is given."""
+    """Returns a write that deletes all keys that begin with `prefix`, and are before `until` if that is given."""
     end = until.encode() if until else after_prefix(prefix)
     return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=prefix.encode(), range_end=end))
 
 
 def open_client(address: EtcdAddress, deadline_s: float = DEADLINE_S) -> EtcdClient:
-    """The client that the address asks for.
+    """Returns the client that the address asks for.
 
     Raises:
         ConfigurationError: A file of the address cannot be read or has expired, or the package etcd3 is not installed.

@@ -1,4 +1,4 @@
-"""Requests to a server of etcd: the method and the reply of each kind, for any client."""
+"""Lists requests to a server of etcd: the method and the reply of each kind, for any client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STREAMED = (pb.LeaseKeepAliveRequest, pb.WatchRequest)
 
 
 def method(channel: grpc.Channel, request: Any) -> Any:
-    """gRPC's callable for requests of this kind."""
+    """Returns gRPC's callable for requests of this kind."""
     path, reply = METHODS[request]
     make = channel.stream_stream if request in STREAMED else channel.unary_unary
     return make(

@@ -1,4 +1,4 @@
-"""etcd servers of one's own, on this machine: for development, demonstrations and tests. Not for production.
+"""Runs etcd servers of one's own on this machine: for development, demonstrations and tests. Not for production.
 
 Theory of operation. Each server is Debian's `etcd` with a folder of its own and ports of its own on loopback. A cluster
 is given all its members' addresses when it begins, and remembers them, so ports are chosen before anything is started,
@@ -44,7 +44,7 @@ ADVICE = (
 
 @dataclass(slots=True)
 class EtcdServer:
-    """One server process."""
+    """Process of one server."""
 
     name: str
     folder: Path
@@ -60,7 +60,7 @@ class EtcdServer:
 
     @property
     def log(self) -> Path:
-        """File of its log."""
+        """Path of the server's log."""
         return self.folder / "etcd.log"
 
     @property
@@ -81,7 +81,7 @@ class EtcdServer:
         return self.process is not None and self.process.poll() is None
 
     def last_words(self, lines: int = 3) -> str:
-        """Why it ended, if it said so since its last start; else the end of what it said since then."""
+        """Returns why the server ended, if it said so since its last start; else the end of what it said since then."""
         try:
             with self.log.open("rb") as log:
                 log.seek(self._log_at)
@@ -94,7 +94,7 @@ class EtcdServer:
 
 @dataclass
 class EtcdServers:
-    """A cluster of one, three or five; end it with `close` or as a context.
+    """Cluster of one, three or five servers; end it with `close` or as a context.
 
     Attributes:
         folder: Data and logs; what lies there is continued.
@@ -119,7 +119,7 @@ class EtcdServers:
             self.servers.append(EtcdServer(name, self.folder / name, ports[2 * number], ports[2 * number + 1]))
 
     def _ports(self) -> list[int]:
-        """Those of the last time, since a cluster remembers where its servers are; else free ones."""
+        """Returns the ports of the last time, since a cluster remembers where its servers are; else free ones."""
         kept = self.folder / "ports.json"
         try:
             ports = json.loads(kept.read_text())
@@ -136,14 +136,14 @@ class EtcdServers:
 
     @property
     def address(self) -> str:
-        """For `--store`."""
+        """Address of the cluster, for `--store`."""
         return f"{ETCD}{','.join(server.endpoint for server in self.servers)}"
 
     def client(self, kind: str = "own") -> EtcdClient:
         return open_client(EtcdAddress(servers=tuple(server.endpoint for server in self.servers), client=kind))
 
     def start(self, timeout_s: float = 30.0) -> Self:
-        """All of them; returns when they answer.
+        """Starts all servers; returns when they answer.
 
         Raises:
             StoreError: One ended, or they did not answer in time; quotes the log.
@@ -154,7 +154,7 @@ class EtcdServers:
         return self
 
     def run(self, server: EtcdServer) -> None:
-        """Starts this one, also again, on its own data."""
+        """Starts this server, also again, on its own data."""
         server.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         cluster = ",".join(f"{s.name}={s.peer_url}" for s in self.servers)
         command = [
@@ -180,7 +180,8 @@ class EtcdServers:
             )
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Each of them answers what a majority holds; a server that is just back may be needed for that very majority.
+        """Waits until each server answers what a majority holds; a server that is just back may be needed for that very
+        majority.
 
         Raises:
             StoreError: One ended, or they did not answer in time; quotes the log.
@@ -200,7 +201,7 @@ class EtcdServers:
             time.sleep(_LOOK_S)
 
     def tend(self, quick_s: float = QUICK_S) -> list[str]:
-        """Starts those again that have ended; returns a line on each. To be called every second or so.
+        """Starts servers again that have ended; returns a line on each. To be called every second or so.
 
         Args:
             quick_s: Who ran for less has ended at once.
@@ -227,7 +228,7 @@ class EtcdServers:
         return told
 
     def leader(self) -> EtcdServer:
-        """The one that leads now."""
+        """Returns the server that leads now."""
         for server in self.servers:
             if server.running():
                 with contextlib.closing(EtcdClient(EtcdAddress(servers=(server.endpoint,)), deadline_s=1.0)) as client:
@@ -237,13 +238,13 @@ class EtcdServers:
         raise StoreError("no etcd server says that it leads")
 
     def kill(self, server: EtcdServer) -> None:
-        """SIGKILL."""
+        """Kills a server with SIGKILL."""
         if server.process is not None:
             server.process.kill()
             server.process.wait()
 
     def close(self) -> None:
-        """Ends all of them. Idempotent."""
+        """Ends all servers. Idempotent."""
         for server in self.servers:
             if server.running() and server.process is not None:
                 server.process.send_signal(signal.SIGCONT)
@@ -267,7 +268,7 @@ class EtcdServers:
 
 
 def _answers(server: EtcdServer) -> bool:
-    """Whether this very server reads what a majority holds."""
+    """Returns whether this very server reads what a majority holds."""
     client = EtcdClient(EtcdAddress(servers=(server.endpoint,)), deadline_s=1.0)
     with contextlib.closing(client), contextlib.suppress(StoreError):
         client.get("ready")
@@ -287,7 +288,7 @@ def _fatal_words(line: str) -> str:
 
 
 def find_etcd() -> str:
-    """The program; Debian puts it where a user's PATH leads.
+    """Returns the path of the program etcd; Debian puts it where a user's PATH leads.
 
     Raises:
         ConfigurationError: It is not installed; says how to.

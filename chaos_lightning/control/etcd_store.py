@@ -1,4 +1,4 @@
-"""A log in etcd: durable on a majority of its servers, so that any writer on any machine can continue it.
+"""Keeps a log in etcd: durable on a majority of its servers, so that any writer on any machine can continue it.
 
 Theory of operation. All keys of a service lie under a root of its own (`service_root`), PREFIX/jobs/JOB/ for a job:
 
@@ -41,14 +41,14 @@ _RACES = 20
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The end, and the revision at which etcd stored it (0: it did not)."""
+    """End of the log, and the revision at which etcd stored it (0: it did not)."""
 
     end: End
     revision: int
 
 
 class EtcdStore(Store):
-    """See the module.
+    """Log in etcd.
 
     Args:
         client: How to reach etcd; closed with the store if `owned`.
@@ -82,7 +82,7 @@ class EtcdStore(Store):
     # ------------------------------------------------------------------ reading
 
     def _look(self) -> _Known:
-        """The end as a majority has it."""
+        """Returns the end of the log as a majority has it."""
         found = self._client.get(self._key("tip"))
         if found is None:
             return _Known(End(), 0)
@@ -152,7 +152,7 @@ class EtcdStore(Store):
         raise StoreError(f"{self.place}: the log changed {_RACES} times in turn while it was to be read")
 
     def wait(self, after: int, timeout_s: float) -> bool:
-        """Watches from the revision of the last look, so that nothing falls between the two."""
+        """Waits for a record: watches from the revision of the last look, so that none falls between the two."""
         deadline = time.monotonic() + timeout_s
         while True:
             _, revision = self._client.get_all(self._key("tip"))
@@ -170,7 +170,9 @@ class EtcdStore(Store):
     # ------------------------------------------------------------------ writing
 
     def _write(self, known: _Known, end: End, *more: pb.RequestOp) -> bool:
-        """The new end and what belongs to it, if the old one is still there; remembers it."""
+        """Writes the new end and what belongs to it, if the old one is still there, and remembers it; returns whether
+        it did.
+        """
         compare = [same_revision(self._key("tip"), known.revision), *self._guard]
         value = json.dumps({"format": FORMAT, **asdict(end)}).encode()
         ok, revision = self._client.transact(compare, [put(self._key("tip"), value), *more])
@@ -222,7 +224,7 @@ class EtcdStore(Store):
         return gone
 
     def _lost_guard(self) -> str:
-        """Why this scheduler may not write at all, if that is so."""
+        """Returns why this scheduler may not write at all; "" if it may."""
         for compare in self._guard:
             ok, _ = self._client.transact([compare], [])
             if not ok:
@@ -237,7 +239,7 @@ class EtcdStore(Store):
 
 
 def service_root(prefix: str, services: str, name: str) -> str:
-    """Before all keys of one service.
+    """Returns the beginning of all keys of one service.
 
     Args:
         prefix: Of the address.
@@ -253,12 +255,12 @@ def service_root(prefix: str, services: str, name: str) -> str:
 
 
 def job_root(prefix: str, job: str) -> str:
-    """Before all keys of a job."""
+    """Returns the beginning of all keys of a job."""
     return service_root(prefix, "jobs", job)
 
 
 def open_job(address: str, job: str) -> EtcdStore:
-    """The log of this job in the etcd at `address`.
+    """Returns the log of this job in the etcd at `address`.
 
     Raises:
         ConfigurationError: The address is none, or a file of it cannot be read.
@@ -268,7 +270,7 @@ def open_job(address: str, job: str) -> EtcdStore:
 
 
 def _record_bytes(record: StoreRecord) -> bytes:
-    """A record as JSON; a large body is compressed."""
+    """Returns a record as JSON; a large body is compressed."""
     packed = len(record.body) > PACKED_NBYTES
     body = base64.b64encode(packed_body(record.body)).decode()
     head = {"format": FORMAT, "kind": record.kind, "term": record.term, "before": record.before, "wall": time.time()}
@@ -276,7 +278,7 @@ def _record_bytes(record: StoreRecord) -> bytes:
 
 
 def _unpacked(body: bytes) -> bytes:
-    """The bytes that were compressed.
+    """Returns the bytes that were compressed.
 
     Raises:
         ValueError: They are damaged, or more than any record has.

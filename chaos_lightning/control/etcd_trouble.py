@@ -30,7 +30,7 @@ _WEB = "a web server answers there, no etcd: look at the port"
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """How a call failed at one server: gRPC's words, and for how long it was silent (0: it was not)."""
+    """Failure of a call at one server: gRPC's words, and for how long (s) it was silent (0: it was not)."""
 
     words: str
     silent_s: float = 0.0
@@ -55,7 +55,9 @@ def check_certificate(file: str, data: bytes) -> None:
 
 
 def _out_of_time(certificate: x509.Certificate) -> str:
-    """The wall clock decides here, as it does for every certificate; nothing else depends on it."""
+    """Returns why this certificate is not valid now; "" if it is. The wall clock decides here, as it does for every
+    certificate; nothing else depends on it.
+    """
     now = datetime.datetime.now(datetime.UTC)
     until, since = certificate.not_valid_after_utc, certificate.not_valid_before_utc
     if now > until:
@@ -74,7 +76,7 @@ def _names(certificate: x509.Certificate) -> list[str]:
 
 
 def _look(address: EtcdAddress, server: str) -> tuple[x509.Certificate | None, str]:
-    """The server's certificate, unverified; and what it said about ours ("": nothing)."""
+    """Returns the server's certificate, unverified, and what it said about ours ("" if nothing)."""
     host, _, port = server.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -124,7 +126,7 @@ def _about_page(address: EtcdAddress, server: str) -> str:
 
 
 def _about_connection(address: EtcdAddress, server: str) -> str:
-    """Returns what is wrong with the connection to this server, as far as one can see; "": nothing."""
+    """Returns what is wrong with the connection to this server, as far as one can see; "" if nothing."""
     certificate, refusal = _look(address, server)
     if certificate is None:
         return _about_page(address, server)
@@ -156,7 +158,7 @@ def _matches(host: str, name: str) -> bool:
 
 
 def explain_silence(address: EtcdAddress, failed: Mapping[str, FailedCall], deadline_s: float) -> str:
-    """No server has answered a call within its deadline."""
+    """Returns words for the user when no server has answered a call within its deadline."""
     each = [f"{server}: {_why(address, server, attempt)}" for server, attempt in sorted(failed.items())]
     unasked = [server for server in address.servers if server not in failed]
     each += [f"{server}: there was no time to ask it" for server in unasked]
@@ -186,7 +188,7 @@ def _secure(address: EtcdAddress) -> bool:
 
 
 def explain_refusal(address: EtcdAddress, server: str, code: str, words: str) -> str:
-    """A server has answered that it will not."""
+    """Returns words for the user when a server has answered that it will not do something."""
     lower = words.lower()
     said = f"etcd at {server} says {words!r}"
     if "space exceeded" in lower:

@@ -65,7 +65,7 @@ port, and may still be starting."""
 
 @dataclass(frozen=True)
 class HostedScheduler:
-    """A scheduler process that this process started. It does not end with it."""
+    """Scheduler process that this process started. It does not end with this process."""
 
     endpoint: str
     pid: int
@@ -74,11 +74,11 @@ class HostedScheduler:
     store: Path | None
 
     def alive(self) -> bool:
-        """Whether that very process still runs."""
+        """Returns whether that very process still runs."""
         return self.pid_start != 0 and still_runs(self.pid, self.pid_start)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Ends it (SIGTERM; members train on). True once it is gone."""
+        """Ends the scheduler (SIGTERM; members train on). Returns True once it is gone."""
         if not self.alive():
             return True
         try:
@@ -95,7 +95,7 @@ class HostedScheduler:
 
 
 def listens(endpoint: str) -> bool:
-    """Whether anybody accepts connections there."""
+    """Returns whether anybody accepts connections at this endpoint."""
     host, port = split_endpoint(endpoint)
     try:
         with socket.create_connection((host, port), timeout=1.0):
@@ -142,7 +142,8 @@ def _check_job(endpoint: str, job: str, status: dict[str, Any]) -> None:
 
 
 def is_over(config: EngineConfig, options: SchedulerOptions, secret: Secret, *, continue_only: bool) -> bool:
-    """Whether a job whose scheduler others start is finished, and tells newcomers nothing: its scheduler says so.
+    """Returns whether a job whose scheduler others start is finished, and its scheduler tells newcomers nothing of that
+    any more.
 
     Where none answers, a chain in etcd says it to those that had a job (`continue_only`). To others it says nothing:
     the next job of that name may be about to begin.
@@ -257,7 +258,7 @@ def ensure_scheduler(
 
 
 def chain_at(endpoint: str, token: Secret) -> str:
-    """Id of the chain whose members the scheduler there leads; "" if it leads none, or tells of none."""
+    """Returns the id of the chain whose members the scheduler there leads; "" if it leads none, or tells of none."""
     from chaos_lightning.control.channel import fetch_status
 
     machine = fetch_status(endpoint, token, timeout_s=2.0).get("machine", {})
@@ -269,13 +270,13 @@ def _lives(started: HostedScheduler | None) -> bool:
 
 
 def named(endpoint: str) -> str:
-    """The process that has the endpoint's port, as far as it can be seen."""
+    """Returns words for the process that has the endpoint's port, as far as it can be seen."""
     who = who_listens(split_endpoint(endpoint)[1])
     return f": {who}" if who else ""
 
 
 def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
-    """Whether it is our own process that answers, and not the winner of a race."""
+    """Returns whether it is our own process that answers, and not the winner of a race."""
     from chaos_lightning.control.channel import fetch_status
 
     try:
@@ -285,7 +286,7 @@ def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
 
 
 def _stored(options: SchedulerOptions) -> Tip:
-    """The tip of the chain in the store, which is only read; that of an empty one if there is none."""
+    """Returns the tip of the chain in the store, which is only read; that of an empty one if there is none."""
     chain = open_chain(options, read_only=True)
     if chain is None:
         return Tip()
@@ -294,7 +295,7 @@ def _stored(options: SchedulerOptions) -> Tip:
 
 
 def _finished(options: SchedulerOptions) -> bool:
-    """Whether the job is finished, and newcomers are told so no more: the next one would begin it anew."""
+    """Returns whether the job is finished, and newcomers are told so no more: the next one would begin it anew."""
     tip = _stored(options)
     return tip.finished and not tip.tells_s(options.settings.finished_s, time.time())
 
@@ -310,7 +311,7 @@ def _end_past(endpoint: str, job: str, secret: Secret) -> None:
 
 
 def _begins_again(options: SchedulerOptions) -> bool:
-    """Whether the scheduler will archive a finished job's chain, and begin the job from nothing."""
+    """Returns whether the scheduler will archive a finished job's chain, and begin the job from nothing."""
     if options.keep_finished:
         return False
     try:
@@ -320,14 +321,16 @@ def _begins_again(options: SchedulerOptions) -> bool:
 
 
 def _log_of(options: SchedulerOptions) -> Path:
-    """Two candidates of one machine may share the folder."""
+    """Returns the path of a hosted scheduler's log. Its name has the port, as two candidates of one machine may share
+    the folder.
+    """
     path = options.store_path
     folder = path.parent if path is not None else options.log_folder or Path(".")
     return (folder / f"scheduler-{re.sub(r'[^0-9A-Za-z.]', '_', options.listen)}.log").absolute()
 
 
 def _gave_way(options: SchedulerOptions) -> bool:
-    """Whether the last scheduler that anybody hosted here gave the endpoint up, and that a moment ago."""
+    """Returns whether the last scheduler that anybody hosted here gave the endpoint up, and that a moment ago."""
     log = _log_of(options)
     try:
         ended_s = time.time() - log.stat().st_mtime
@@ -391,7 +394,7 @@ def start_detached(
 
 
 def last_words(log: Path) -> str:
-    """How the log of a detached process ends, in words."""
+    """Returns in words how the log of a detached process ends."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError as error:
@@ -425,8 +428,11 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
 
 
 def may_host(config: EngineConfig, options: SchedulerOptions) -> bool:
-    """Whether a scheduler may be started for this configuration. Where several are named, each on a chain of its own
-    would lead a job of its own; only with the chain in etcd one of them leads."""
+    """Returns whether a scheduler may be started for this configuration.
+
+    Where several are named, each on a chain of its own would lead a job of its own; only with the chain in etcd one of
+    them leads.
+    """
     return config.host_scheduler and (options.in_etcd or len(config.endpoints) == 1)
 
 
@@ -437,7 +443,7 @@ def host_for_engine(
     given_up: Callable[[], bool] = lambda: False,
     chain: str = "",
 ) -> HostedScheduler | None:
-    """`ensure_scheduler` for a member: at its start, and (continue_only) when its scheduler was lost.
+    """Calls `ensure_scheduler` for a member: at its start, and (continue_only) when its scheduler was lost.
 
     At its start it waits for as long as it would for admission, unless it has `given_up`. A worker that torchrun has
     started again had a job: if that finished since the agent looked, no new one begins.

@@ -1,4 +1,4 @@
-"""A TCP connection to the leader of another machine, which tells when its process is gone while its machine is not.
+"""Holds a TCP connection to the leader of another machine, which tells when its process is gone and its machine is not.
 
 Theory of operation. A lease takes two seconds to end. But when a process dies, its kernel closes what it had open at
 once, and refuses who dials its port then. So a candidate that stands by keeps a connection to the leader; when that is
@@ -24,7 +24,7 @@ _READ_NBYTES = 4096
 
 
 class LeaderLine(threading.Thread):
-    """See the module. `start` it, ask for `gone`, `close` it.
+    """Connection to the leader on another machine. `start` it, ask for `gone`, `close` it.
 
     Args:
         endpoint: HOST:PORT of the leader.
@@ -62,7 +62,7 @@ class LeaderLine(threading.Thread):
             self._over.wait(_AGAIN_S)
 
     def _listen(self, sock: socket.socket) -> None:
-        """Until the other end closes, or `close`."""
+        """Reads until the other end closes, or `close` is called."""
         sock.settimeout(None)
         with contextlib.suppress(OSError):
             while not self._over.is_set() and sock.recv(_READ_NBYTES):

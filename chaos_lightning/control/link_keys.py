@@ -1,4 +1,4 @@
-"""The scheduler's part of protected links: it makes their keys and hands each member those of its own links.
+"""Makes the keys of protected links, in the scheduler, and hands each member those of its own links.
 
 Theory of operation. A key belongs to a pair of member incarnations and a view; it is derived from a random secret of
 this scheduler process, which is kept nowhere else: not in the chain, an event or a status. `KeyIssuer.with_keys` looks
@@ -44,14 +44,14 @@ Messages = list[tuple[int, ToMember]]
 
 
 def levels(rule: str, *, secret_channel: bool) -> tuple[Level, Level]:
-    """The least protection of links between machines, and within one, that the setting `links` asks for."""
+    """Returns the least protection of links between machines, and within one, that the setting `links` asks for."""
     if rule != "auto":
         return Level(rule), Level(rule)
     return (Level.ENCRYPTED if secret_channel else Level.CHECKSUM), Level.CHECKSUM
 
 
 class KeyIssuer:
-    """See the module.
+    """Keys that one scheduler makes for its members' links.
 
     Args:
         settings: The job's rules.
@@ -77,13 +77,13 @@ class KeyIssuer:
         """Members that are gone, oldest first."""
 
     def closed(self, number: int) -> None:
-        """This stream stands no longer."""
+        """Forgets a stream that stands no longer."""
         me = self._members_at.pop(number, "")
         if self._stream_of.get(me) == number:
             del self._stream_of[me]
 
     def with_keys(self, number: int, message: ToMember) -> Messages:
-        """This message, behind the keys of the links that it names.
+        """Returns this message, behind the keys of the links that it names.
 
         Args:
             number: The stream that it goes to.
@@ -111,7 +111,7 @@ class KeyIssuer:
         return [*messages, (number, message)]
 
     def _turn(self, view: View) -> Messages:
-        """Each view has keys of its own; they are made when it is first told of."""
+        """Returns the keys of a new view. Each view has keys of its own, which are made when it is first told of."""
         if view.id <= self._view:
             return []
         self._view = view.id
@@ -125,7 +125,7 @@ class KeyIssuer:
         return [*buried, *self._make([*links_of(view), *newcomers])]
 
     def _make(self, pairs: Iterable[Collection[str]]) -> Messages:
-        """Keys of those of these links that have none of this view, for each end that is here."""
+        """Makes keys of those of these links that have none of this view; returns them for each end that is here."""
         told: dict[str, list[LinkKey]] = {}
         for a, b in pairs:
             if self._made[a].get(b) == self._view:
@@ -154,7 +154,7 @@ class KeyIssuer:
         return LinkKeys(self._rule, str(self._remote), str(self._local), self._keyed, tuple(keys), void)
 
     def _key(self, a: str, b: str, view: ViewId) -> tuple[LinkKey, LinkKey]:
-        """Returns the key of this link as `b` is told it, and as `a` is."""
+        """Returns the key of this link as it is told to `b`, and as it is told to `a`."""
         what = json.dumps([self._job, *sorted((a, b)), str(view)]).encode()
         key = hmac.digest(self._secret, what, "sha256")
         name = f"{view}-{hmac.digest(key, b'name', 'sha256')[:8].hex()}"

@@ -1,4 +1,4 @@
-"""A log in this process's memory: for tests and simulations, and for services that need not outlive their process.
+"""Keeps a log in this process's memory: for tests, simulations, and services that need not outlive their process.
 
 Several `MemoryStore` objects over one `Shelf` behave like several writers over one store.
 """
@@ -23,7 +23,7 @@ class Shelf:
 
 
 class MemoryStore(Store):
-    """See the module."""
+    """Log in memory."""
 
     def __init__(self, name: str = "default", shelf: Shelf | None = None) -> None:
         super().__init__(name)

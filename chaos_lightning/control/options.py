@@ -1,4 +1,4 @@
-"""Options of a scheduler process, and the job's rules as JSON (for command lines, environment, stores).
+"""Declares options of a scheduler process, and the job's rules as JSON (for command lines, environment, stores).
 
 To add an option, write a field into `SchedulerOptions`, and use it: `chaos-lightning scheduler` has it then. One in
 `HOSTED` is also taken by --rdzv-conf and from the environment.
@@ -38,7 +38,7 @@ GAVE_WAY = "it gives the endpoint up"
 
 
 def absolute_store(text: str) -> str:
-    """The same store for a process that may run in another folder."""
+    """Returns the same store, as named by a process that may run in another folder."""
     return text if text.startswith(ETCD) else absolute_path(text, ("", MEMORY))
 
 
@@ -90,22 +90,22 @@ class SchedulerOptions:
         check_each(self)
 
     def arguments(self) -> list[str]:
-        """The command line of scheduler_main.py that says the same."""
+        """Returns the command line of scheduler_main.py that gives these options."""
         return [f"--settings={settings_to_json(self.settings)}", *command_line(self)]
 
     @property
     def in_etcd(self) -> bool:
-        """Other schedulers can stand by for this one."""
+        """Whether the chain is in etcd, so that other schedulers can stand by for this one."""
         return self.store.startswith(ETCD)
 
     @property
     def log_folder(self) -> Path | None:
-        """Folder of its event log; None: it has none."""
+        """Folder of the scheduler's event log; None if it has none."""
         return log_folder(self.log_dir, self.settings.job, split_endpoint(self.listen)[1])
 
     @property
     def store_path(self) -> Path | None:
-        """The chain's file; None in memory and in etcd."""
+        """Path of the chain's file; None in memory and in etcd."""
         if self.store == MEMORY or self.in_etcd:
             return None
         return Path(self.store) if self.store else default_store(self.settings.job, split_endpoint(self.listen)[1])
@@ -118,12 +118,12 @@ HOSTED: Mapping[str, Setting] = {
 
 
 def default_store(job: str, port: int) -> Path:
-    """`$XDG_STATE_HOME/chaos-lightning/<job>-<port>/chain.sqlite` (~/.local/state by default)."""
+    """Returns `$XDG_STATE_HOME/chaos-lightning/<job>-<port>/chain.sqlite` (~/.local/state by default)."""
     return state_folder(job, port) / "chain.sqlite"
 
 
 def state_folder(name: str, port: int) -> Path:
-    """`$XDG_STATE_HOME/chaos-lightning/<name>-<port>`: what a service of this port keeps, unless it is told where.
+    """Returns `$XDG_STATE_HOME/chaos-lightning/<name>-<port>`, where a service of this port keeps its state by default.
 
     Raises:
         ConfigurationError: This user has no home, and the variable is not set.
@@ -158,7 +158,7 @@ def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> P
 
 
 def default_log_folders() -> list[Path]:
-    """Those of this machine's jobs that `log_folder` has chosen.
+    """Returns the event log folders of this machine's jobs that `log_folder` has chosen.
 
     Raises:
         ConfigurationError: This user has no home.
@@ -168,7 +168,7 @@ def default_log_folders() -> list[Path]:
 
 
 def forget_logs(log_dir: str) -> None:
-    """Deletes what jobs of this machine have logged by default and is old; call it once the own log is open.
+    """Deletes old logs that jobs of this machine have written by default; call it once the own log is open.
 
     Each process that logs there does it, for many a machine hosts no scheduler that could.
 
@@ -186,7 +186,7 @@ def forget_logs(log_dir: str) -> None:
 
 
 def check_advertise(text: str, where: str, store: str = ETCD) -> str:
-    """The place at which others reach a candidate, written as everywhere else; "" for the one that it listens at.
+    """Returns the address at which others reach a candidate, in the usual form; "" for the one that it listens at.
 
     Args:
         text: HOST:PORT, or "".
@@ -213,12 +213,12 @@ def check_advertise(text: str, where: str, store: str = ETCD) -> str:
 
 
 def settings_to_json(settings: Settings) -> str:
-    """One line of JSON."""
+    """Returns the settings as one line of JSON."""
     return json.dumps(asdict(settings), separators=(",", ":"), sort_keys=True)
 
 
 def settings_from_json(text: str) -> Settings:
-    """Back from `settings_to_json`; absent keys take their defaults.
+    """Returns settings from what `settings_to_json` wrote; absent keys take their defaults.
 
     Raises:
         ConfigurationError: No JSON object, an unknown key, or a value that cannot work; names it.
@@ -237,7 +237,7 @@ def settings_from_json(text: str) -> Settings:
 
 
 def change_settings(settings: Settings, given: dict[str, Any]) -> Settings:
-    """`settings` with some fields replaced, each converted to the field's type; text is parsed.
+    """Returns `settings` with some fields replaced, each converted to the field's type; text is parsed.
 
     Raises:
         ConfigurationError: An unknown name, or a value of the wrong type.
@@ -252,7 +252,7 @@ def change_settings(settings: Settings, given: dict[str, Any]) -> Settings:
 
 
 def check_settings(settings: Settings) -> Settings:
-    """The settings, if they can work together.
+    """Returns the settings, if they can work together.
 
     Raises:
         ConfigurationError: Names what was given and what is expected.
@@ -268,7 +268,7 @@ FINAL = "final"
 
 
 def folder_beside(store: str, job: str, endpoint: str) -> Path:
-    """Where a job's last state is kept: beside the chain's file, or where that would be by default."""
+    """Returns the folder of a job's last state: beside the chain's file, or where that would be by default."""
     if store and store != MEMORY and not store.startswith(ETCD):
         return Path(f"{store}-kept")
     return default_store(job, split_endpoint(endpoint)[1]).parent / "kept"
@@ -279,7 +279,7 @@ def folder_beside(store: str, job: str, endpoint: str) -> Path:
 
 @dataclass(frozen=True)
 class Owed:
-    """The end of a job that its store has not taken yet.
+    """End of a job that its store has not taken yet.
 
     Attributes:
         effect: What is to be appended.
@@ -296,7 +296,7 @@ class Owed:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerServerConfig:
-    """How the shell behaves; the job's rules are in `settings`.
+    """Behaviour of a scheduler's server; the job's rules are in `settings`.
 
     Attributes:
         host: Address to listen on.

@@ -1,4 +1,4 @@
-"""Which candidate members reach: a leader that fewer of them reach than another one gives its lease back.
+"""Finds out which candidate members reach: a leader that fewer of them reach than another one gives its lease back.
 
 Theory of operation. A lease says that a scheduler reaches etcd, and nothing about members. A member that cannot reach
 the leader asks the others in turn; each of them writes down who asked of late, in a key on its own lease. The leader
@@ -24,7 +24,7 @@ _MOST = 256
 
 
 class Asked:
-    """Names of those that asked this candidate while it did not lead. Methods may be called from any thread."""
+    """Names of members that asked this candidate while it did not lead. Methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,28 +36,28 @@ class Asked:
                 self._at[name] = now
 
     def of_late(self, now: float) -> tuple[str, ...]:
-        """Their names, in order."""
+        """Returns the names of members that asked within the last ASKED_S, in order."""
         with self._lock:
             self._at = {name: at for name, at in self._at.items() if now - at <= ASKED_S}
             return tuple(sorted(self._at))
 
 
 class Reach:
-    """The leader's judgement of it, from the moment on at which it leads."""
+    """Judgement of a leader on which candidate members reach, from the moment on at which it leads."""
 
     def __init__(self, now: float) -> None:
         self._since: dict[str, float] = {}
         self._next = now + LASTING_S
 
     def due(self, now: float) -> bool:
-        """Whether it is time to look at the others' keys."""
+        """Returns whether it is time to look at the others' keys."""
         if now < self._next:
             return False
         self._next = now + LOOK_S
         return True
 
     def judge(self, now: float, present: Collection[str], elsewhere: Mapping[str, Collection[str]]) -> str:
-        """Why to resign; "" to stay.
+        """Returns in words why the leader is to resign; "" if it is to stay.
 
         Args:
             now: Seconds.
@@ -82,7 +82,7 @@ def packed(names: Collection[str]) -> bytes:
 
 
 def read(value: bytes) -> tuple[str, ...]:
-    """Reads the names in a candidate's key; none if there is something else."""
+    """Returns the names in a candidate's key; none if there is something else."""
     try:
         names = json.loads(value)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""A scheduler process: `chaos-lightning scheduler`, or `python -m chaos_lightning.control.scheduler_main`.
+"""Runs a scheduler process: `chaos-lightning scheduler`, or `python -m chaos_lightning.control.scheduler_main`.
 
 Both take the same options; control/hosting.py runs the second one detached, as a grandchild that survives the member
 which needed it. Heavy imports (gRPC) come after the detaching fork. Nothing secret is accepted on
@@ -69,7 +69,9 @@ EXIT_USAGE = 2
 
 
 def open_store(options: SchedulerOptions) -> Store:
-    """The chain to continue; a finished one is archived first, unless it is to be kept or newcomers are told of it."""
+    """Opens the chain to continue; a finished one is archived first, unless it is to be kept or newcomers are told of
+    it.
+    """
     from chaos_lightning.control.chain import JobChain
     from chaos_lightning.control.memory_store import MemoryStore
     from chaos_lightning.control.sqlite_store import SqliteStore, archive
@@ -86,7 +88,7 @@ def open_store(options: SchedulerOptions) -> Store:
 
 
 def _candidacy(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | None:
-    """In etcd several schedulers stand by for each other."""
+    """Returns the candidacy of a scheduler with its chain in etcd, where several stand by for each other; else None."""
     if not options.in_etcd:
         return None
     from chaos_lightning.control.candidacy import EtcdCandidacy
@@ -102,7 +104,8 @@ def _candidacy(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | 
 
 
 def _take_all_descriptors(max_nodes: int, *, keys: bool) -> str:
-    """Takes all that there are: the usual soft limit of 1,024 is no more than a crowd of strangers.
+    """Raises the limit of open files as far as the hard one: the usual soft limit of 1,024 is no more than a crowd of
+    strangers.
 
     Returns:
         Words if they are too few for `max_nodes` members; else "".
@@ -213,7 +216,7 @@ def detach(log: Path) -> None:
 
 
 class HelpFormat(argparse.RawDescriptionHelpFormatter):
-    """As the other commands' help."""
+    """Format of the help, as the other commands have it."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
         super().add_usage(usage, actions, groups, prefix or "Usage: ")
@@ -273,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def scheduler(arguments: Sequence[str]) -> None:
-    """The command `chaos-lightning scheduler`; ends with SystemExit."""
+    """Runs the command `chaos-lightning scheduler`; ends with SystemExit."""
     sys.exit(main(arguments))
 
 

@@ -1,4 +1,4 @@
-"""A scheduler's process: takes its port, is elected or leads at once, serves, and knows when it has no reason to go on.
+"""Runs a scheduler's process: it takes its port, is elected or leads at once, serves, and knows when to end.
 
 Theory of operation. It is put together of parts: the streams of members (streams.py), the driver of the state machine
 (driver.py), the writer to the store (chain_writer.py), the calls (service.py) and what stands before them
@@ -52,7 +52,7 @@ HEARS_EMPTY_S = 0.7
 
 
 class SchedulerServer:
-    """See the module. `start` and `stop` belong to one asyncio loop.
+    """Server of one scheduler. `start` and `stop` belong to one asyncio loop.
 
     Args:
         config: How to behave.
@@ -137,7 +137,7 @@ class SchedulerServer:
         return self.port
 
     def _scheduling(self) -> Service:
-        """Returns the service of a scheduler, with the rights of callers."""
+        """Returns the scheduler's gRPC service, with the rights of callers."""
         calls = service.SchedulerService(
             streams=self._streams,
             driver=self._driver,
@@ -162,7 +162,7 @@ class SchedulerServer:
 
     @property
     def owed(self) -> Owed | None:
-        """The end of a job that its store has not taken yet."""
+        """End of the job that its store has not taken yet."""
         return self._writer.owed
 
     async def stop(self) -> None:
@@ -226,7 +226,7 @@ class SchedulerServer:
         return chain
 
     def _take(self) -> fx.Chain:
-        """In the store's thread."""
+        """Takes the chain, in the store's thread, and adds what the machine must know beside it."""
         found, candidacy = self._writer.take(self._rules), self._candidacy
         # The operator's word was about what lay there then, not about what others have led by since.
         watched = candidacy is not None and candidacy.watched()
@@ -241,12 +241,14 @@ class SchedulerServer:
         )
 
     def _rules(self) -> None:
-        """The job goes by those of whoever began to lead it."""
+        """Takes over the settings of the scheduler that began to lead the job."""
         if self._candidacy is not None:
             self.config = replace(self.config, settings=self._candidacy.rules(self.config.settings))
 
     def _hears_s(self, chain: fx.Chain) -> float:
-        """How long members that know more than this chain may take to find this scheduler (protocol.md 14a)."""
+        """Returns how long (s) members that know more than this chain may take to find this scheduler (protocol.md
+        14a).
+        """
         several = self._candidacy is not None
         if self._candidacy is not None and self._candidacy.watched():
             return 0.0
@@ -262,7 +264,7 @@ class SchedulerServer:
             self.life.end(f"the store failed: {error}", failed=True)
 
     async def _begin_again(self) -> None:
-        """An operator has ended the job: its chain is put away, and whoever is here comes again, to an empty one."""
+        """Puts the chain away, as an operator has ended the job: all members come again, to an empty chain."""
         self._streams.close_all()
         # Messages that come until the streams end are ignored by the next machine.
         place = await self._writer.in_thread(self._writer.chain.begin_again)
@@ -279,7 +281,7 @@ class SchedulerServer:
     # ------------------------------------------------------------------ reasons to end
 
     def asked_to_end(self, reason: str) -> None:
-        """By a signal. One that a member has started stays for members that leave."""
+        """Ends the server by a signal. One that a member has started stays for members that leave."""
         if self.config.outlives:
             self.life.asked(reason, self._leaving)
         else:
@@ -306,7 +308,7 @@ class SchedulerServer:
             self._ending = asyncio.get_running_loop().call_later(lingers_s, self.life.end, reason)
 
     def _noted(self, name: str) -> None:
-        """A member may have come that knows of what this store lacks."""
+        """Prepares to give the endpoint up if an event says that a member knows of what this store lacks."""
         if self.config.gives_way and name in _NOT_THE_JOBS:
             # Members of the store's own chain may take so long to come back.
             returning_s = self.config.settings.reconnect_grace_s if name == "chain_foreign" else 0.0

@@ -1,4 +1,4 @@
-"""A server process's reason to go on: the tasks that it lives by, and why it ends.
+"""Knows a server process's reason to go on: the tasks that it lives by, and why it ends.
 
 Theory of operation. A server is a few tasks in one asyncio loop. One that fails ends the server: without it the others
 would only seem to work. What a machine of ours was told is void after an error of ours; the store is not, and whoever
@@ -19,7 +19,7 @@ _LOOK_S = 0.1
 
 
 class ServerLife:
-    """See the module. Methods belong to one asyncio loop.
+    """Life of one server process. Methods belong to one asyncio loop.
 
     Args:
         emit: Takes (event name, fields) for the event log.
@@ -37,11 +37,11 @@ class ServerLife:
         self._asked = False
 
     def start(self) -> None:
-        """From now on it can end."""
+        """Makes it possible, from now on, that the server ends."""
         self._ended = asyncio.get_running_loop().create_future()
 
     def begin(self, work: Coroutine[Any, Any, None], where: str) -> None:
-        """A task that `stop` ends; `where` names it in the event log."""
+        """Starts a task that `stop` ends; `where` names it in the event log."""
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -65,7 +65,7 @@ class ServerLife:
             self._ended.set_result(reason)
 
     def asked(self, reason: str, leaving: Callable[[], Iterable[bool]]) -> None:
-        """Ends once those have left who were asked to end by the same signal; when called again, at once.
+        """Ends the server once members that were asked to end by the same signal have left; when called again, at once.
 
         A service manager sends a signal to all processes of a unit. Leaving needs a server: somebody must let them go.
 

@@ -1,4 +1,4 @@
-"""The scheduler's calls (control/service.proto), and who may make them.
+"""Answers the scheduler's calls (control/service.proto), and says who may make them.
 
 Theory of operation. Who may call was asked before (control/auth_interceptor.py, by RIGHTS). A scheduler that waits to
 lead answers two calls for itself: *Status*, and *Claim*, whose numbers are its machine's, whoever leads. To all others
@@ -48,7 +48,7 @@ _HELLO_S = 0.5
 
 @dataclass(eq=False, kw_only=True)
 class SchedulerService(SchedulerServicer):  # type: ignore[misc]
-    """See the module.
+    """Handlers of the scheduler's calls.
 
     Attributes:
         streams: Of members.
@@ -81,7 +81,7 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
         await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
 
     async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
-        """One member's stream, from its Hello to its end."""
+        """Holds one member's stream, from its Hello to its end."""
         await self._send_on(context, attends=True)
         await self.streams.attend(context, self.peer(context))
 
@@ -105,20 +105,20 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
         return chaos_pb2.DrainReply(asked=asked, present=names)
 
     async def ChangeLink(self, request: Any, context: Any) -> Any:
-        """Connect-link and disconnect-link by an operator; the machine answers whether it will be so."""
+        """Adds or removes a link for an operator; the machine answers whether it will be done."""
         await self._send_on(context)
         accepted, text = await self.driver.ask(lambda token: fx.ChangeLink(token, request.a, request.b, request.add))
         return chaos_pb2.LinkChangeReply(text=text, accepted=accepted)
 
     async def Reset(self, request: Any, context: Any) -> Any:
-        """An operator ends the job; the machine answers whether it may be."""
+        """Ends the job for an operator; the machine answers whether it may be ended."""
         await self._send_on(context)
         self.emit("reset_asked", by=self.peer(context), force=request.force)
         accepted, text = await self.driver.ask(lambda token: fx.Reset(token, request.force))
         return chaos_pb2.ResetReply(text=text, accepted=accepted)
 
     async def Claim(self, _requests: AsyncIterator[Any], context: Any) -> None:
-        """A number for one that sets up, until its stream ends; whether this scheduler leads does not matter."""
+        """Holds a number for a process that sets up, until its stream ends, whether or not this scheduler leads."""
         await self.claims.hold(context, self.port)
 
 

@@ -1,4 +1,4 @@
-"""A log in one SQLite file on its writer's host: durable, one authority (protocol.md 14a).
+"""Keeps a log in one SQLite file on its writer's host: durable, one authority (protocol.md 14a).
 
 Theory of operation. Every write is one transaction that is on the disk when it returns (`synchronous=FULL`; in WAL mode
 that is one fsync, and the WAL is folded into the file when the last connection closes). Compare-and-set happens inside
@@ -44,7 +44,7 @@ _COLUMNS = "position, kind, term, body, before"
 
 
 class SqliteStore(Store):
-    """See the module.
+    """Log in one SQLite file.
 
     Args:
         path: The file; it and its folder are made if they do not exist (folder mode 0700).
@@ -129,7 +129,7 @@ class SqliteStore(Store):
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """One durable transaction; rolled back if the block raises."""
+        """Holds one durable transaction while the block runs; it is rolled back if the block raises."""
         with self._lock:
             db = self._connection()
             try:
@@ -149,7 +149,7 @@ class SqliteStore(Store):
 
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[sqlite3.Connection]:
-        """One moment of the file, whatever others write meanwhile."""
+        """Holds one moment of the file while the block runs, whatever others write meanwhile."""
         with self._lock:
             db = self._connection()
             try:
@@ -230,7 +230,7 @@ class SqliteStore(Store):
         return f"archived as {archived}"
 
     def leave_wal(self) -> None:
-        """One plain file, from now on also while it is open."""
+        """Makes the store one plain file, from now on also while it is open."""
         with self._lock:
             try:
                 self._connection().execute("PRAGMA journal_mode=DELETE")
@@ -248,7 +248,7 @@ class SqliteStore(Store):
 
 
 def _record(row: tuple[int, str, int, bytes, str]) -> StoreRecord:
-    """From a row; SQLite keeps values of any type in any column."""
+    """Returns the record in a row, after checking types: SQLite keeps values of any type in any column."""
     for value, kind in zip(row, (int, str, int, bytes, str), strict=True):
         if type(value) is not kind:
             raise StoreError(f"record {row[0]!r} is damaged: {value!r} where {kind.__name__} is expected")
@@ -272,7 +272,7 @@ def archive(path: Path) -> Path | None:
 
 
 class FileLock:
-    """An advisory lock on `<path>.lock`: held by the chain's scheduler, freed by the kernel at its death."""
+    """Advisory lock on `<path>.lock`: held by the chain's scheduler, freed by the kernel at its death."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.with_name(path.name + ".lock")
@@ -280,7 +280,7 @@ class FileLock:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def take(self, patience_s: float = 0.0) -> bool:
-        """True if it is ours now; False if another process still holds it after `patience_s` (it may be ending)."""
+        """Takes the lock; returns False if another process still holds it after `patience_s` (it may be ending)."""
         deadline = time.monotonic() + patience_s
         while True:
             try:

@@ -1,4 +1,4 @@
-"""A service's store: a log of typed records that no two writers can fork, and that can be cut.
+"""Defines a service's store: a log of typed records that no two writers can fork, and that can be cut.
 
 Theory of operation. A log is an append-only list of records, at positions that count up from 1. What a record says is
 its writer's affair: a kind, which whoever uses the log chooses, and bytes. What the log says is who wrote it and what
@@ -46,7 +46,7 @@ MAX_BODY_NBYTES = MAX_RECORD_NBYTES * 3 // 4 - 4096
 
 
 def packed_body(body: bytes) -> bytes:
-    """The body, or where it is large, its compressed form: the names of a model's tensors are much alike."""
+    """Returns the body, compressed if it is large: the names of a model's tensors are much alike."""
     return zlib.compress(body, 9) if len(body) > PACKED_NBYTES else body
 
 
@@ -60,7 +60,7 @@ def check_size(record: StoreRecord) -> None:
 
 
 class ReadAnewError(StoreError):
-    """Records behind the reader's position are not there any more: read the log from its start."""
+    """Error as records behind the reader's position are not there any more: read the log from its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class StoreRecord:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a log: what a write is compared with.
+    """End of a log: what a write is compared with.
 
     Attributes:
         term: The last one that was taken.
@@ -109,7 +109,8 @@ class End:
     ended: tuple[str, ...] = ()
 
     def with_term(self, above: int = 0, log_id: str = "", own: int = 0) -> End:
-        """With a term higher than any before, and all up to `above`; with its first one a log gets its id.
+        """Returns this end with a term higher than any before, and all up to `above`; with its first term a log gets
+        its id.
 
         Args:
             above: A term that somebody has heard of.
@@ -126,7 +127,7 @@ class End:
         return replace(self, term=max(self.term, above) + 1, id=log_id or self.id or secrets.token_hex(8))
 
     def then(self, record: StoreRecord, *, cut: bool = False) -> End:
-        """After this record."""
+        """Returns the end of the log after this record."""
         first = record.position if cut else self.first
         return replace(self, position=record.position, hash=record.hash, first=first)
 
@@ -156,7 +157,7 @@ class Appended:
 
 
 def outranked(end: End, term: int, seen: End | None) -> str:
-    """Why a writer may write nothing more to a log that ends so; "" if it may.
+    """Returns why a writer may write nothing more to a log that ends so; "" if it may.
 
     Args:
         end: As it is.
@@ -177,7 +178,7 @@ def outranked(end: End, term: int, seen: End | None) -> str:
 
 
 def judge(end: End, record: StoreRecord, seen: End, *, cut: bool = False) -> Appended:
-    """Whether `record` may be written to a log that ends so; the one rule all stores share.
+    """Decides whether `record` may be written to a log that ends so; the one rule that all stores share.
 
     Args:
         end: As it is.
@@ -195,7 +196,7 @@ def judge(end: End, record: StoreRecord, seen: End, *, cut: bool = False) -> App
 
 
 class Store(abc.ABC):
-    """One log. Methods block; call them from one thread at a time. All raise StoreError if the store fails.
+    """Interface of a log. Methods block; call them from one thread at a time. All raise StoreError if the store fails.
 
     Args:
         name: Of the service that keeps the log, such as a job.
@@ -209,11 +210,11 @@ class Store(abc.ABC):
     @property
     @abc.abstractmethod
     def place(self) -> str:
-        """Where the log is, for people."""
+        """Location of the log, for people."""
 
     @abc.abstractmethod
     def take_term(self, above: int = 0, log_id: str = "") -> End:
-        """Durably outranks every writer so far, and all up to the term `above`.
+        """Outranks durably every writer so far, and all up to the term `above`. The first term draws the log's id.
 
         The first one draws the log's id. Where a lost log is continued, `log_id` gives its id to this one
         (`End.with_term` says when it may).
@@ -224,7 +225,7 @@ class Store(abc.ABC):
         """Returns the end with which the next write is compared."""
 
     def append(self, kind: str, body: bytes, after: End, *, cut: bool = False) -> Appended:
-        """Compare-and-set: durable when it returns ok.
+        """Appends a record by compare-and-set: it is durable when ok is returned.
 
         Args:
             kind: What it is, in a word of whoever uses the log.
@@ -244,7 +245,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def read(self, after: int = 0) -> tuple[End, tuple[StoreRecord, ...]]:
-        """The end of the log, and all records with a position above `after`, oldest first.
+        """Returns the end of the log, and all records with a position above `after`, oldest first.
 
         Raises:
             ReadAnewError: Some of them were cut away, or this is no log that ever had a record at `after`.
@@ -256,7 +257,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def begin_again(self) -> str:
-        """An empty log, which no term of the old one outranks.
+        """Begins an empty log, which no term of the old one outranks.
 
         Returns:
             What became of the old one, in words: "archived as ...".
@@ -267,10 +268,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Lets go of file or connection. Idempotent."""
+        """Closes the log's file or connection. Idempotent."""
 
     def _checked(self, end: End, found: Sequence[StoreRecord], after: int) -> tuple[StoreRecord, ...]:
-        """The records above `after` of those that were found, if that is all of them."""
+        """Returns the records above `after` of those that were found, if that is all of them."""
         if after > end.position:
             raise ReadAnewError(
                 f"{self.place} ends with record {end.position}, before {after}: it was begun again, or is an older "

@@ -1,4 +1,4 @@
-"""Members' control streams: who is at the other end of each, what is read from it, and what waits to be sent.
+"""Holds members' control streams: who is at the other end of each, what is read from it, and what waits to be sent.
 
 Theory of operation. A stream ends in one of three ways. With a goodbye and a half-close: the member meant it. Without:
 its process died or its host cut the connection, and the kernel says so within milliseconds; that is
@@ -31,7 +31,7 @@ _HEARD_S = 0.7
 
 
 class Parcel:
-    """A message on its way to one member or many, encoded once: when it is first written.
+    """Message on its way to one member or many, encoded once: when it is first written.
 
     Args:
         message: What is sent.
@@ -47,7 +47,7 @@ class Parcel:
 
 
 class MemberStream:
-    """One member's, while it stands.
+    """Stream of one member, while it stands.
 
     Args:
         number: By which the machine knows it.
@@ -89,7 +89,7 @@ async def both_ways(
 
 
 class Streams:
-    """All that stand. Methods belong to one asyncio loop, but for `present`.
+    """Streams that stand. Methods belong to one asyncio loop, but for `present`.
 
     Args:
         feed: Takes what happens on them, for the machine.
@@ -121,7 +121,9 @@ class Streams:
         """Message that was sent last: one for many comes once for each of them, one after the other."""
 
     def present(self, heartbeat_timeout_s: float) -> set[str]:
-        """Names of the members that have said something within this time, or 0.7 s if that is longer. Any thread."""
+        """Returns the names of members that have said something within this time, or 0.7 s if that is longer. Any
+        thread.
+        """
         since = time.monotonic() - max(heartbeat_timeout_s, _HEARD_S)
         return {s.name for s in list(self.standing.values()) if s.name and s.heard >= since}
 
@@ -132,7 +134,7 @@ class Streams:
     # ------------------------------------------------------------------ what is sent
 
     def send(self, number: int, message: ToMember) -> None:
-        """Queues it, behind the keys of the links that it names."""
+        """Queues a message, behind the keys of the links that it names."""
         if (stream := self.standing.get(number)) is None:
             return
         if isinstance(message, Welcome):
@@ -144,7 +146,9 @@ class Streams:
             self._put(self.standing[to], self._last)
 
     def _put(self, stream: MemberStream, parcel: Parcel) -> None:
-        """Keys go to both ends of a link, and the one that the message is not for may not read either."""
+        """Queues a message on a stream, or cuts the stream if its member does not read. Keys go to both ends of a link,
+        and the end that the message is not for may not read either.
+        """
         if stream.outbox.qsize() < _MAX_OUTBOX:
             stream.outbox.put_nowait(parcel)
         elif not stream.cut.is_set():
@@ -152,7 +156,7 @@ class Streams:
             stream.cut.set()
 
     def close(self, number: int, reason: str) -> None:
-        """Ends it behind what is queued."""
+        """Ends a stream behind what is queued."""
         if (stream := self.standing.get(number)) is not None:
             self._emit("stream_closed", peer=stream.peer, of=stream.name, reason=reason)
             stream.outbox.put_nowait(None)
@@ -180,7 +184,7 @@ class Streams:
     # ------------------------------------------------------------------ one stream
 
     async def attend(self, context: Any, peer: str) -> None:
-        """One member's stream, from its Hello to its end."""
+        """Holds one member's stream, from its Hello to its end."""
         self._count += 1
         stream = MemberStream(self._count, peer)
         if self._pulses:
@@ -214,7 +218,7 @@ class Streams:
             stream.cut.set()
 
     async def _read(self, stream: MemberStream, context: Any) -> bool:
-        """Feeds what the member says; True if it said goodbye before the stream ended."""
+        """Feeds the machine what the member says; returns True if it said goodbye before the stream ended."""
         goodbye = False
         while True:
             envelope = await context.read()
@@ -230,7 +234,7 @@ class Streams:
             self._feed(fx.MessageIn(stream.number, message))
 
     async def _write(self, stream: MemberStream, context: Any) -> None:
-        """Sends until the machine closes the stream."""
+        """Sends a member what is queued, until the machine closes the stream."""
         while True:
             parcel = await stream.outbox.get()
             if parcel is None:

@@ -24,7 +24,7 @@ EVERY = 128
 
 
 def summed(chain: Chain) -> Chain:
-    """Returns what this chain comes to: of two that differ only in where they were cut it is the same."""
+    """Returns the sum of this chain: the same for two chains that differ only in where they were cut."""
     past, last = chain.past.copy(), chain.views[-LAST_VIEWS:]
     for view in chain.views[:-LAST_VIEWS]:
         past.add(view, carried=view.id in chain.changes)
@@ -42,7 +42,7 @@ def summed(chain: Chain) -> Chain:
 
 
 def as_document(chain: Chain) -> dict[str, Any]:
-    """Returns what a record says of a summed chain, but for its views, as JSON has it."""
+    """Returns the record of a summed chain, but for its views, as JSON has it."""
     past = chain.past
     return {
         "chain": chain.id,
@@ -65,7 +65,7 @@ def as_document(chain: Chain) -> dict[str, Any]:
 
 
 def from_document(said: dict[str, Any], views: Sequence[View]) -> Chain:
-    """Back from `as_document`.
+    """Returns the chain that `as_document` wrote.
 
     Raises:
         KeyError, TypeError, ValueError: It is something else.

@@ -1,4 +1,4 @@
-"""The scheduler's TLS proxy where there are keys: mutual TLS outside, gRPC on loopback inside.
+"""Runs the scheduler's TLS proxy where there are keys: mutual TLS outside, gRPC on loopback inside.
 
 Theory of operation. gRPC for Python can demand certificates, but says nothing about those whom it turns away, and the
 log must name them. So the TLS proxy does the TLS handshake with Python's own ssl, of version 1.3 and with the keys as
@@ -50,7 +50,7 @@ _INSIDE = "127.0.0.1"
 
 @dataclass(eq=False, slots=True)
 class _Inside:
-    """A caller that was let in.
+    """Caller that was let in.
 
     Attributes:
         who: By its certificate.
@@ -68,7 +68,7 @@ class _Inside:
 
 
 class TlsProxy:
-    """See the module. Methods belong to one asyncio loop.
+    """Proxy that lets callers with certificates in. Methods belong to one asyncio loop.
 
     Args:
         keys: Whom to believe, and what to show.
@@ -96,7 +96,7 @@ class TlsProxy:
         self._greeting = 0
 
     async def open(self, host: str, port: int, inner: int) -> int:
-        """Listens; what comes goes to the port `inner` of loopback. Returns the port.
+        """Listens on a port, which is returned; what comes goes to the port `inner` of loopback.
 
         Raises:
             OSError: The port is taken, or the address is not this machine's.
@@ -116,7 +116,7 @@ class TlsProxy:
 
     @property
     def visits(self) -> int:
-        """Connections that stand, or are being made."""
+        """Number of connections that stand, or are being made."""
         return len(self._visits)
 
     def caller(self, peer: str) -> Caller | None:
@@ -150,7 +150,7 @@ class TlsProxy:
             listener.close()
 
     def _gone(self, sock: socket.socket, visit: asyncio.Task[None]) -> None:
-        """Also of a visit that was cancelled before it began."""
+        """Forgets a visit that has ended, also one that was cancelled before it began."""
         self._visits.discard(visit)
         sock.close()
 
@@ -244,7 +244,7 @@ class TlsProxy:
 
 
 class _Outside:
-    """The TLS side of one connection, over asyncio's streams."""
+    """TLS side of one connection, over asyncio's streams."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keys: KeyFolder) -> None:
         self._reader = reader
@@ -256,7 +256,9 @@ class _Outside:
         self.peer = _peer(writer)
 
     async def greet(self) -> _Inside | None:
-        """The handshake; who it is, or None if nobody said a word (whoever looks whether somebody listens here)."""
+        """Makes the TLS handshake; returns the caller, or None if nobody said a word (only looked whether somebody
+        listens here).
+        """
         heard = False
         while True:
             try:
@@ -289,7 +291,7 @@ class _Outside:
         return _Inside(Caller(name, role, self.peer), certificate, until, self._trusted)
 
     def why(self, error: Exception) -> str:
-        """Why it was refused. Whose certificate was refused cannot be told: ssl keeps those to itself."""
+        """Returns why the caller was refused. Whose certificate was refused cannot be told: ssl keeps those to itself."""
         if not isinstance(error, ssl.SSLError):
             return str(error)
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -342,7 +344,9 @@ class _Outside:
 
 
 def _still_believed(inside: _Inside, trusted: bytes) -> bool:
-    """By these authorities (PEM). Where none has left, nobody is out: one may have vouched for another."""
+    """Returns whether these authorities (PEM) still vouch for a caller. Where none has left, nobody is out: one may
+    have vouched for another.
+    """
     believed = each_of(trusted)
     return set(each_of(inside.trusted)) <= set(believed) or any(signed_by(inside.certificate, one) for one in believed)
 
@@ -353,7 +357,7 @@ def _peer(writer: asyncio.StreamWriter) -> str:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A socket that takes connections at once: two that are only bound would not notice each other."""
+    """Returns a socket that takes connections at once: two that are only bound would not notice each other."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -53,7 +53,7 @@ def clean_up(chain: Path, now: float, finished_s: float) -> list[Path]:
 
 
 def _free(final: Path) -> bool:
-    """Whether nobody writes or reads this final state."""
+    """Returns whether nobody writes or reads this final state."""
     lock = FileLock(final)
     try:
         return lock.take()
@@ -62,7 +62,7 @@ def _free(final: Path) -> bool:
 
 
 def _removes(folder: Path, now: float) -> bool:
-    """If its job was finished long ago, and no scheduler works on its chain."""
+    """Removes a folder if its job was finished long ago, and no scheduler works on its chain; returns whether it did."""
     chain = folder / "chain.sqlite"
     if not chain.is_file() or now - max(path.stat().st_mtime for path in folder.rglob("*")) <= FORGOTTEN_S:
         return False

@@ -1,1 +1,1 @@
-"""This machine: processes, locks, sockets, standard streams."""
+"""Parts that deal with this machine: processes, locks, sockets, standard streams."""

@@ -1,4 +1,4 @@
-"""Endpoints as people write them, and what addresses mean on this machine."""
+"""Parses endpoints as people write them, and tells what addresses mean on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _parse(endpoint: str) -> tuple[str, int]:
 
 
 def split_announced(text: str) -> tuple[str, int]:
-    """(host, port) of "HOST" or "HOST:PORT", as an own address is announced; without a port it is 0.
+    """Returns (host, port) of "HOST" or "HOST:PORT", as an own address is announced; without a port it is 0.
 
     Raises:
         ConfigurationError: It is neither, or nobody can call it.
@@ -58,7 +58,7 @@ def split_announced(text: str) -> tuple[str, int]:
 
 
 def split_endpoints(text: str) -> tuple[str, ...]:
-    """Each "HOST:PORT" of a list with commas: the candidates of one job."""
+    """Returns each "HOST:PORT" of a list with commas: the candidates of one job."""
     parts = [split_endpoint(part) for part in text.split(",") if part.strip()]
     found = tuple(join_endpoint(*part) for part in parts)
     if not all(port for _, port in parts):
@@ -69,12 +69,12 @@ def split_endpoints(text: str) -> tuple[str, ...]:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """ "HOST:PORT", with brackets around an IPv6 address."""
+    """Returns "HOST:PORT", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def read_ports(text: str) -> range:
-    """The ports that "29500" or "29500-29599" names; "" is any port, 0.
+    """Returns the ports that "29500" or "29500-29599" names; "" is any port, 0.
 
     Raises:
         ConfigurationError: It is no port and no range.
@@ -89,7 +89,7 @@ def read_ports(text: str) -> range:
 
 
 def addresses(host: str) -> tuple[str, ...]:
-    """The IP addresses that `host` stands for; a name that nobody knows is a ConfigurationError."""
+    """Returns the IP addresses that `host` stands for; a name that nobody knows is a ConfigurationError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -135,12 +135,13 @@ def _beyond_loopback(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every address of `host` is reachable from this machine only."""
+    """Returns whether every address of `host` is reachable from this machine only."""
     return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses(host))
 
 
 def facing(host: str, port: int, advice: str) -> str:
-    """This machine's address that peers near `host` reach: loopback for loopback, else what the routing table says.
+    """Returns this machine's address that peers near `host` reach: loopback for loopback, else as the routing table
+    says.
 
     Args:
         host: Name or address. Of several addresses one of IPv4 counts, which members listen on.
@@ -159,14 +160,14 @@ def facing(host: str, port: int, advice: str) -> str:
 
 
 def _source(address: str, port: int) -> str:
-    """The own address from which packets go there."""
+    """Returns this machine's address from which packets go to that one."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing: the routing table names our address
         return str(probe.getsockname()[0])
 
 
 def is_local(host: str) -> bool:
-    """Whether `host` is this machine: one of its addresses can be bound here."""
+    """Returns whether `host` is this machine: one of its addresses can be bound here."""
     for address in addresses(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -26,7 +26,7 @@ WAITING_LINES = 256
 
 
 class Teller:
-    """See the module. Any thread may tell."""
+    """Queue of lines for the console. Any thread may tell."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[str | None] = queue.Queue(WAITING_LINES)
@@ -36,7 +36,7 @@ class Teller:
         self._thread: threading.Thread | None = None
 
     def tell(self, *said: str) -> None:
-        """Waits for no reader."""
+        """Queues a line, and waits for no reader."""
         with self._lock:
             if said and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="chaos-console", daemon=True)
@@ -81,7 +81,7 @@ def _show(line: str) -> None:
 
 
 def _wanted() -> bool:
-    """Whether the user lets lines of this level through."""
+    """Returns whether the user lets lines of this level through."""
     ruling = console
     while not ruling.level and ruling.parent is not None:
         ruling = ruling.parent
@@ -90,8 +90,10 @@ def _wanted() -> bool:
 
 
 def _write(text: str) -> None:
-    """To stderr as it is now. A file is written to past Python's buffers, without their lock: so the process can end
-    while this waits for a reader. A notebook or a progress bar has put something else in its place, which gets it."""
+    """Writes a line to stderr as it is now. A file is written to past Python's buffers, without their lock: so the
+    process can end while this waits for a reader. A notebook or a progress bar has put something else in its place,
+    which gets the line.
+    """
     stream = sys.stderr
     try:
         if not isinstance(stream, io.TextIOWrapper):

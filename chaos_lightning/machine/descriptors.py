@@ -1,4 +1,4 @@
-"""Number of files and connections that this process may have open."""
+"""Raises the number of files and connections that this process may have open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bound on what strangers can have written to a log."""
+"""Bounds what strangers can have written to a log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_LINES_PER_S = 5
 
 
 class FewLines:
-    """Lets a few lines a second through and counts the others: a stranger must not fill the disk. Any thread."""
+    """Limit of a few lines a second, which counts the others: a stranger must not fill the disk. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -17,7 +17,9 @@ class FewLines:
         self._lines = self._dropped = 0
 
     def take(self) -> int | None:
-        """None: not this line. Else how many were left out since the last one."""
+        """Returns the number of lines that were left out since the last one that was let through; None: leave this one
+        out.
+        """
         with self._lock:
             now = time.monotonic()
             if now - self._since_s > 1.0:

@@ -16,7 +16,7 @@ _over: dict[tuple[object, str, str], int] = {}
 
 
 class Fit:
-    """One fit of a job in this process.
+    """Fit of a job in this process.
 
     Attributes:
         number: 1 for the first fit of the job in its script.
@@ -27,7 +27,7 @@ class Fit:
         self.number = _over.get(self._key, 0) + 1
 
     def over(self) -> None:
-        """The script goes on behind this fit, so its next one has the next number. Idempotent."""
+        """Notes that the script goes on behind this fit, so its next one has the next number. Idempotent."""
         _over[self._key] = max(self.number, _over.get(self._key, 0))
 
 

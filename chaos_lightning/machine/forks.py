@@ -1,4 +1,4 @@
-"""After a fork, children close what is the parent's alone.
+"""Closes in forked children what is the parent's alone.
 
 Theory of operation. A DataLoader worker is a forked child and inherits every socket. As long as one process holds a
 socket, the other end sees no end of file: a SIGKILLed member whose workers live on for seconds would look alive for so
@@ -31,7 +31,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def close_in_children(fd: int) -> None:
-    """Children of this process close `fd`, if it still is the same file or socket by then."""
+    """Makes children of this process close `fd`, if it still is the same file or socket by then."""
     with _lock:
         _descriptors[fd] = _identity(fd)
         _install()
@@ -45,7 +45,7 @@ def keep_in_children(fd: int) -> None:
 
 @contextlib.contextmanager
 def only_here(endpoint: str) -> Iterator[None]:
-    """Children that are forked meanwhile close every TCP connection to this endpoint.
+    """Makes children that are forked while the block runs close every TCP connection to this endpoint.
 
     Args:
         endpoint: HOST:PORT.
@@ -94,7 +94,7 @@ def _in_child() -> None:
 
 
 def _connections() -> list[int]:
-    """Descriptors of TCP connections to the registered peers."""
+    """Returns descriptors of TCP connections to the registered peers."""
     found: list[int] = []
     try:
         names = os.listdir("/proc/self/fd")

@@ -1,4 +1,4 @@
-"""Settings of glibc's allocator for memory that was freed; with another library nothing is set."""
+"""Sets how glibc's allocator handles memory that was freed; with another library nothing is set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _set(*values: tuple[int, int]) -> bool:
 
 
 def keep_heap(nbytes: int) -> bool:
-    """Tells it to keep so much freed memory. False where that cannot be set.
+    """Tells the allocator to keep so much freed memory. Returns False where that cannot be set.
 
     Autograd allocates all gradients anew in each step; if their pages were given back in between, each 4 KiB of them
     would cost a page fault (a tenth of a small step).
@@ -36,7 +36,7 @@ def keep_heap(nbytes: int) -> bool:
 
 
 def give_back_large() -> bool:
-    """Tells it to give back at once what was allocated in one piece of 1 MiB or more, and to keep one heap.
+    """Tells the allocator to give back at once blocks of 1 MiB or more that are freed, and to keep one heap.
 
     False where one of both cannot be set. Left to itself it takes pieces of up to 32 MiB from its heap once one of that
     size was freed. A follower's staged pushes come and go beside what stays, so their memory was not given back: 2 to 4

@@ -18,7 +18,7 @@ Action = Callable[[ModuleType], None]
 
 
 class _Loader(Loader):
-    """The real loader, followed by the action."""
+    """Loader of a module that runs an action after the real loader."""
 
     def __init__(self, real: Loader, action: Action) -> None:
         self._real, self._action = real, action
@@ -36,7 +36,7 @@ class _Loader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Waits for its modules; knows nothing else."""
+    """Finder that waits for its modules; it knows nothing else."""
 
     def __init__(self, names: Collection[str], action: Action) -> None:
         self._names, self.action = names, action

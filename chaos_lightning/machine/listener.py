@@ -60,7 +60,7 @@ def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def is_another_kind(host: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Whether whoever listens there hangs up or says what no gRPC server says; False while it says nothing."""
+    """Returns whether the listener there hangs up or says what no gRPC server says; False while it says nothing."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as sock:
             sock.sendall(_PREFACE)
@@ -73,7 +73,9 @@ def is_another_kind(host: str, port: int, timeout_s: float = 1.0) -> bool:
 
 
 def who_listens(port: int) -> str:
-    """The process that has this port, what it runs and what is wrong with it; "" if that cannot be seen."""
+    """Returns words on the process that has this port, what it runs and what is wrong with it; "" if that cannot be
+    seen.
+    """
     inodes = _inodes(port)
     for folder in Path("/proc").iterdir() if inodes else ():
         if not folder.name.isdigit():
@@ -117,7 +119,7 @@ def _words(pid: int, folder: Path) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody uses, for servers that are started a moment later.
+    """Returns ports of loopback that nobody uses, for servers that are started a moment later.
 
     They lie below those that the kernel gives to outgoing connections, as one of these could take a port before its
     server does. Each process begins to look elsewhere, so that two that look at once find different ones.
@@ -130,7 +132,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One of them."""
+    """Returns one port of loopback that nobody uses."""
     (port,) = free_ports(1)
     return port
 

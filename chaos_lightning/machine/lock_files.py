@@ -1,4 +1,4 @@
-"""Lock files by which processes of one user on one machine agree while nobody serves them.
+"""Opens lock files by which processes of one user on one machine agree while nobody serves them.
 
 They lie where everybody may write: one is never followed as a link, and must belong to this user.
 """
@@ -21,7 +21,7 @@ def lock_path(job: str) -> Path:
 
 
 def open_lock(path: Path) -> int:
-    """The lock file, made if need be; one that somebody else has put there is refused."""
+    """Opens the lock file, which is made if need be; one that another user has put there is refused."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A worker whose torchrun agent is gone ends itself: nobody would stop or restart it any more.
+"""Ends a worker whose torchrun agent is gone: nobody would stop or restart it any more.
 
 Theory of operation. torchrun starts each worker in a session of its own, so that a SIGKILL of the agent leaves the
 workers training, unseen. The rendezvous backend names its agent in the environment (CHAOS_AGENT, "pid:start
@@ -37,7 +37,7 @@ def agent_mark() -> str:
 
 
 def _parse(mark: str) -> tuple[int, int] | None:
-    """(pid, start time) of the agent; None if it is not in our process table or the mark is odd."""
+    """Returns (pid, start time) of the agent; None if it is not in our process table or the mark is odd."""
     pid, _, rest = mark.partition(":")
     started, _, host = rest.partition(":")
     if not pid.isdigit() or not started.isdigit() or host != host_identity():

@@ -47,7 +47,7 @@ SIGHTS = {
 
 
 def rebooted(member: Member) -> str:
-    """Words if the machine of this member was this one before it was started anew, as far as its address tells.
+    """Returns words if this machine was the member's before it was started anew, as far as the member's address tells.
 
     Then all its processes are gone. Another machine may have had that address, so this is no proof by itself.
     """
@@ -62,7 +62,7 @@ def rebooted(member: Member) -> str:
 
 
 def host_identity() -> str:
-    """Names the process table that pids of this process belong to: boot id and pid namespace, and `count_as`."""
+    """Returns the name of the process table of this process's pids: boot id and pid namespace, and `count_as`."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}" + (f"@{_counts_as}" if _counts_as else "")
@@ -71,13 +71,13 @@ def host_identity() -> str:
 
 
 def short_host(identity: str) -> str:
-    """Enough of a `host_identity` for people to see who shares it."""
+    """Returns enough of a `host_identity` for people to see who shares it."""
     boot, slash, space = identity.partition("/")
     return f"{boot[:8]}/{space.rstrip(']')[-4:]}" if slash else boot[:13]
 
 
 def count_as(machine: str) -> str:
-    """This process counts as on a machine of this name from now on; "": on the one that it is on. Returns the former.
+    """Makes this process count as on a machine of this name from now on; "": on its own. Returns the former name.
 
     So one machine can be several for an emulated network (testing/emulation.py): none looks into another's process
     table.
@@ -88,13 +88,15 @@ def count_as(machine: str) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Start time in clock ticks since boot; tells a process from a later one with the same pid. 0 if unknown."""
+    """Returns the start time in clock ticks since boot, which tells a process from a later one with the same pid; 0 if
+    unknown.
+    """
     stat = watcher.stat(pid)
     return stat[1] if stat else 0
 
 
 def still_runs(pid: int, started: int) -> bool:
-    """Whether the process with this pid and start time (clock ticks since boot) has not ended; a zombie has."""
+    """Returns whether the process with this pid and start time (clock ticks since boot) has not ended; a zombie has."""
     return watcher.process_state(pid, started) in ("runs", "stopped")
 
 

@@ -1,4 +1,4 @@
-"""A wish to end, by signal: the first one is served politely, further ones end the process as if nobody served it.
+"""Serves a wish to end, by signal: the first one politely, further ones end the process as if nobody served them.
 
 Theory of operation. A strategy, a plain loop, a callback and an agent of torchrun all want the same: take signals over
 for a while, do something of their own at the first one, let the second one have its usual effect, and put back what
@@ -34,7 +34,7 @@ Handler = Callable[[signal.Signals, FrameType | None], None]
 
 
 class ExitSignals:
-    """Handlers from `install` until `restore`; nothing outside the main thread.
+    """Handlers of signals from `install` until `restore`; none outside the main thread.
 
     Args:
         first: Called within the handler, at the first signal.
@@ -103,13 +103,13 @@ class ExitSignals:
         self._terminals.close()
 
     def stand_down(self) -> None:
-        """The next signal has its default effect: a process that is stuck runs no handler of Python's."""
+        """Gives the next signal its default effect: a process that is stuck runs no handler of Python's."""
         for each in self.before:
             if signal.getsignal(each) == self.receive:
                 signal.signal(each, _after_the_first(each))
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """The handler."""
+        """Handles a signal."""
         came = signal.Signals(number)
         silence_dead_terminals()  # an agent whose terminal was closed asks its workers by SIGTERM
         if self.asked is None:
@@ -149,7 +149,7 @@ def _after_the_first(number: int) -> Any:
 
 
 def _default(number: int) -> Any:
-    """Returns Python's own handler: KeyboardInterrupt at Ctrl+C, death at the others."""
+    """Returns the handler that Python has by default: KeyboardInterrupt at Ctrl+C, death at the others."""
     return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
@@ -159,7 +159,9 @@ def aside(leave: Callable[[str], None], reason: str) -> None:
 
 
 def say(line: str) -> None:
-    """A line on standard error, in one write: a handler may have interrupted a print, and a terminal may be closed."""
+    """Writes a line to standard error, in one write: a handler may have interrupted a print, and a terminal may be
+    closed.
+    """
     try:
         os.write(2, f"{line}\n".encode())
     except OSError:

@@ -1,4 +1,4 @@
-"""Tables and lines for terminals of any width: what matters most stays whole, the rest gives way by whole columns."""
+"""Lays out tables and lines for terminals of any width: the rest gives way, by whole columns, to what matters most."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def console_of_stdout() -> Console:
 
 
 class FittingTable:
-    """A table without lines, for `Console.print`.
+    """Table without lines, for `Console.print`.
 
     Args:
         columns: Names. One of numbers, written as "step>", is flush right. One of words, written as "member~", is cut
@@ -46,7 +46,7 @@ class FittingTable:
         self._rows: list[list[Text]] = []
 
     def add_row(self, *cells: str | Text) -> None:
-        """A cell for each column; a plain str is text, not markup."""
+        """Adds a row with a cell for each column; a plain str is text, not markup."""
         self._rows.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
@@ -64,7 +64,7 @@ class FittingTable:
         yield table
 
     def _shown(self, width: int) -> list[int]:
-        """Which columns fit."""
+        """Returns the indices of the columns that fit."""
         columns = range(len(self._names))
         longest = [max((row[i].cell_len for row in self._rows), default=0) for i in columns]
         if self._head:

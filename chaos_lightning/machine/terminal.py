@@ -1,4 +1,4 @@
-"""Texts from outside, as a terminal may show them; and what is written once the terminal has been closed."""
+"""Makes texts from outside harmless for a terminal, and loses what is written once the terminal has been closed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _COMMANDS = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u206
 
 
 def print_json(facts: Any) -> None:
-    """One JSON object for scripts, the only thing that a command with --json prints on stdout."""
+    """Prints one JSON object for scripts, the only thing that a command with --json prints on stdout."""
     print(json.dumps(facts, indent=2, default=str))
 
 
 def printable(value: Any) -> Any:
-    """A text from outside, for a terminal: what would command it is shown as a mark. Also all texts in a structure."""
+    """Returns a text from outside, for a terminal: a mark stands for what would command it. Also all texts in a
+    structure.
+    """
     if isinstance(value, str):
         return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, dict):
@@ -55,7 +57,7 @@ def _is_hung_up(descriptor: int) -> bool:
 
 
 class _Unbroken(io.FileIO):
-    """A terminal that loses what is written to it once it is closed, in place of an error within a progress bar."""
+    """Terminal that loses what is written to it once it is closed, in place of an error within a progress bar."""
 
     def write(self, data: Any) -> int:
         try:
@@ -67,7 +69,7 @@ class _Unbroken(io.FileIO):
 
 
 class TerminalGuard:
-    """Guards `sys.stdout` and `sys.stderr` against the end of their terminal, from `open` until `close`.
+    """Guard of `sys.stdout` and `sys.stderr` against the end of their terminal, from `open` until `close`.
 
     The kernel closes the terminal before it sends SIGHUP, and a background job gets SIGHUP from its shell later, or
     never: whoever prints meanwhile meets EIO. Streams that are no terminal, or somebody's own, are left alone.
@@ -77,7 +79,7 @@ class TerminalGuard:
         self._replaced: dict[str, tuple[Any, Any]] = {}
 
     def open(self) -> None:
-        """Idempotent."""
+        """Puts guarded streams in the place of `sys.stdout` and `sys.stderr`. Idempotent."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if type(stream) is not io.TextIOWrapper or not stream.isatty():

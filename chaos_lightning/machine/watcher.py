@@ -1,4 +1,4 @@
-"""A small process beside a member that tells other machines whether the member's process runs, is stopped or is gone.
+"""Runs a small process beside a member that tells other machines whether the member's process runs, is stopped or gone.
 
 Theory of operation. A member that holds the interpreter's lock - a collection, a fork, a long call into C - is as
 silent as one that is stopped, and its kernel acknowledges in both cases what it is sent. On the member's own machine
@@ -43,7 +43,7 @@ _MAX_MESSAGE = 4096
 
 
 def stat(pid: int) -> tuple[str, int] | None:
-    """(state letter, start time in ticks) or None if there is no such process."""
+    """Returns (state letter, start time in ticks) of a process; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -53,7 +53,7 @@ def stat(pid: int) -> tuple[str, int] | None:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is such a process, even one that /proc hides from this user."""
+    """Returns whether there is such a process, even one that /proc hides from this user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -76,7 +76,7 @@ def process_state(pid: int, pid_start: int) -> str:
 
 
 class _Neighbour:
-    """One connection to another member's watcher."""
+    """Connection to another member's watcher."""
 
     def __init__(self, peer: bytes, sock: socket.socket, key: bytes, dialled: bool) -> None:
         self.peer = peer
@@ -105,7 +105,7 @@ class _Neighbour:
                 raise ConnectionError("the neighbour's watcher does not read")
 
     def read(self, state: bytes) -> bytes:
-        """Answers questions with this state; returns the answer to the own one, or nothing.
+        """Answers questions with this process state; returns the answer to the own question, or nothing.
 
         Raises:
             OSError: The connection is of no use any more.
@@ -128,7 +128,7 @@ class _Neighbour:
 
 
 class Watcher:
-    """See the module.
+    """Process that watches one member.
 
     Args:
         control: To the member.
@@ -155,7 +155,7 @@ class Watcher:
                     self._hear(self._by_fd[fd])
 
     def _obey(self) -> None:
-        """One order of the member: A(dd), Q(uestion), D(rop) or E(nd)."""
+        """Carries out one order of the member: A(dd), Q(uestion), D(rop) or E(nd)."""
         try:
             message, fds, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, 1)
         except OSError:

@@ -1,1 +1,1 @@
-"""One member of a job."""
+"""Parts of one member of a job."""

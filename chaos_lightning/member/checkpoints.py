@@ -1,4 +1,4 @@
-"""Checkpoints of plain loops: what is in the file, and how a job goes on from it.
+"""Writes and reads checkpoints of plain loops, from which a job goes on.
 
 Theory of operation. The file is a dictionary by `torch.save` that `torch.load(path, weights_only=True)` reads: "model"
 and "optimizer" are their `state_dict()`, "extra" the same of what newcomers receive beside them, and "chaos_lightning"
@@ -50,7 +50,7 @@ class Start:
 
 
 def content(state: ModuleState, loader: ElasticLoader, job: str, step: int, head: str) -> dict[str, Any]:
-    """A checkpoint of the state as it is now.
+    """Returns a checkpoint of the state as it is now.
 
     Args:
         state: Of a loop, between two steps.
@@ -178,7 +178,7 @@ def _groups(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    """The first name whose values differ, with both; "" if there is none."""
+    """Returns the first name whose values differ, with both values; "" if there is none."""
     for name in [*theirs, *mine]:
         values = [values.get(name, "absent") for values in (theirs, mine)]
         if values[0] != values[1]:

@@ -1,4 +1,4 @@
-"""By which ways a member asks its donors (membership/donors.py) for bytes, and by which transfer policy.
+"""Chooses the ways by which a member asks its donors (membership/donors.py) for bytes, and its transfer policy.
 
 Theory of operation. Where every pair of members has a link, all are neighbours. In a sparse graph (View.links) this
 member asks those that it has a link to, as Chaos, section II, does: all hold the same state, so a way over several hops
@@ -77,7 +77,7 @@ class TransferChoice:
         return CheckpointWriter(Path(self.folder)) if self.folder else None
 
     def make(self, now: Situation) -> tuple[TransferPolicy, str]:
-        """The policy of one pull; and why it is another one than was chosen, or "".
+        """Returns the policy of one pull, and why it is another one than was chosen, or "".
 
         Raises:
             ConfigurationError: Estimates that are no rates.
@@ -101,7 +101,9 @@ class TransferChoice:
 
 
 def overlay(now: Situation) -> Links:
-    """Links between this member and those that have the state, as far as they lead; without the others' relaying."""
+    """Returns links between this member and those that have the state, as far as they lead; without the others'
+    relaying.
+    """
     holders = {m.id for m in now.sources}
     own = {m: (e[0], 8 / e[1]) for m, e in now.estimates.items() if e[1]}
     known = [own[m] for m in sorted(holders & set(own))]
@@ -118,7 +120,7 @@ def overlay(now: Situation) -> Links:
 
 
 def endpoint(source: Member, view: View, near: Collection[str]) -> Endpoint:
-    """The way to one source.
+    """Returns the way to one source.
 
     Args:
         source: Who holds something.
@@ -136,13 +138,13 @@ def endpoint(source: Member, view: View, near: Collection[str]) -> Endpoint:
 
 
 def endpoints(sources: Sequence[Member], view: View, near: Collection[str]) -> list[Endpoint]:
-    """The ways to those sources that are to be asked: neighbours, or all if none of them is one."""
+    """Returns the ways to those sources that are to be asked: neighbours, or all if none of them is a neighbour."""
     beside = [s for s in sources if s.id in near] if view.links else []
     return [endpoint(s, view, near) for s in beside or sources]
 
 
 def _route(to: str, view: View, near: Collection[str]) -> tuple[str, ...]:
-    """Hops from a neighbour to `to`, both included; empty if the links do not lead there."""
+    """Returns the hops from a neighbour to `to`, both included; empty if the links do not lead there."""
     graph = neighbours(view.ids(), [(link.a, link.b) for link in view.links])
     ways = breadth_first("", {**graph, "": [m for m in view.ids() if m in near]}, "")
     route: list[str] = []

@@ -1,4 +1,4 @@
-"""Bulk connections that are made before they are needed: connecting takes as long as moving a small state.
+"""Keeps bulk connections that are made before they are needed: connecting takes as long as moving a small state.
 
 Theory of operation. A newcomer knows whom it will get its state from as soon as its links stand, a step or more before
 it is told at which header. Connections that were made then, or that a transfer has left in good order, wait here; who
@@ -21,7 +21,7 @@ links with."""
 
 
 class ConnectionPool:
-    """See the module. Methods may be called by any thread.
+    """Bulk connections that wait for a user. Methods may be called by any thread.
 
     Args:
         dial: Opens an authenticated bulk socket.
@@ -35,7 +35,7 @@ class ConnectionPool:
         self._open = True
 
     def prepare(self, endpoint: Endpoint, count: int) -> None:
-        """Has so many connections made, in a thread of their own; none to further members than `MOST_MEMBERS`."""
+        """Makes `count` connections to a member, in a thread of their own; none to further members than `MOST_MEMBERS`."""
         self._prepared.add(endpoint.member)
         if len(self._prepared) > MOST_MEMBERS:
             return
@@ -57,7 +57,7 @@ class ConnectionPool:
         sock.close()
 
     def take(self, endpoint: Endpoint) -> socket.socket | None:
-        """One that still stands; None if there is none."""
+        """Returns a connection to this endpoint that still stands; None if there is none."""
         while True:
             with self._lock:
                 waiting = self._waiting.get((endpoint.address, endpoint.port))
@@ -67,7 +67,7 @@ class ConnectionPool:
             sock.close()
 
     def close(self) -> None:
-        """Closes all, and those that come."""
+        """Closes all connections, and those that are put here later."""
         with self._lock:
             self._open = False
             socks = [sock for waiting in self._waiting.values() for sock in waiting]

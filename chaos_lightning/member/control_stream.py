@@ -1,4 +1,4 @@
-"""One member's control stream, in both directions, for as long as its process runs.
+"""Holds one member's control stream, in both directions, for as long as its process runs.
 
 Theory of operation. An `Agent` holds one conversation from hello to goodbye; who begins anew has another one, and the
 stream stays the same to all who speak over it. Before it is opened, and between two agents, what is sent is dropped, as
@@ -25,7 +25,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class ControlStream:
-    """See the module.
+    """Control stream of one member.
 
     Args:
         config: Where schedulers are, and how long to look for one.

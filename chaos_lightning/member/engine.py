@@ -1,4 +1,4 @@
-"""The engine: what a strategy or a plain training loop calls. One object, used by one training thread.
+"""Implements the engine, which a strategy or a plain training loop calls: one object, used by one training thread.
 
 Theory of operation. `prepare` lays out gradients and installs hooks; `join` says hello, waits for a view and, for a
 newcomer, fetches the state. Then every optimizer step is `arm` (before the accumulation's last backward pass) and
@@ -109,7 +109,7 @@ class _Made:
 
 
 class Engine:
-    """One member of a job. See the module for the order of calls.
+    """Member of a job. See the module for the order of calls.
 
     Attributes:
         view: The view that rules the coming slot.
@@ -187,7 +187,7 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """Place in the view, 0 is the oldest; -1 before this member is in one."""
+        """Place in the view: 0 is the oldest member, -1 says that this member is in no view yet."""
         ids = self.view.ids() if self.view is not None else ()
         return ids.index(self.member_id) if self.member_id in ids else -1
 
@@ -241,7 +241,7 @@ class Engine:
         self._loop.call(lambda: self._links.chunk(peer, kind, view, seq, start, payload))
 
     def attach(self, units: UnitStep, held: HeldParts) -> None:
-        """Has steps run as units of micro-batches. Call it after `prepare` and before `join`.
+        """Makes steps run as units of micro-batches. Call it after `prepare` and before `join`.
 
         Args:
             units: This member's part of such steps.
@@ -359,7 +359,9 @@ class Engine:
         return header
 
     def _come_late(self, state: StateAccess, deadline: float, end: FinishedJobError) -> Header:
-        """The job is finished: this process goes on with its final state, or not at all."""
+        """Goes on with the final state of a job that is finished; raises FinishedJobError if that state is not on this
+        machine.
+        """
         over, mail = self._mail.job_over, self._mail
         assert over is not None
         assert self._hello is not None
@@ -377,7 +379,7 @@ class Engine:
         return header
 
     def _tell_of_loss(self, founded: View | None) -> None:
-        """A job that begins anew although it was further once says so on each member's terminal."""
+        """Tells on this member's terminal that the job begins anew although it was further once."""
         if self.header == GENESIS and founded is not None and founded.predecessor != NO_VIEW:
             self.events.emit("notice", text=founded.reason, waiting=False)
             _log.warning("%s: the job begins anew, from what it was started with: %s", self.member_id, founded.reason)
@@ -430,7 +432,7 @@ class Engine:
     # ------------------------------------------------------------------ a step
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside are accumulated, not sent."""
+        """Returns a context in which backward passes are accumulated, and not sent."""
         return self._prepared().accumulation.hold()
 
     def arm(self, *, coefficient: float, section: int = 0, empty: bool = False) -> None:
@@ -446,7 +448,7 @@ class Engine:
 
     @property
     def sending(self) -> bool:
-        """Gradients of the armed accumulation are on their way; it cannot be made empty any more."""
+        """Whether gradients of the armed accumulation are on their way; it cannot be made empty any more."""
         return self._prepared().accumulation.sending
 
     def step(
@@ -547,7 +549,8 @@ class Engine:
         return header
 
     def gather_by_units(self, name: str, attempt: Attempt, *, order: str = "") -> Header:
-        """A collective whose payloads are made by units of micro-batches, anew after each recovery (protocol.md P17).
+        """Makes a collective whose payloads are made by units of micro-batches, anew after each recovery (protocol.md
+        P17).
 
         Args:
             name: Which one; equal at all members.
@@ -568,7 +571,7 @@ class Engine:
     def _by_units(
         self, kind: Kind, attempt: Attempt, fields: Callable[[View], Mapping[str, object]]
     ) -> tuple[UnitStep, Header]:
-        """Takes the next slot with what units make in a view, and these fields for it."""
+        """Takes the next slot with the results that units make in a view, and these fields for it."""
         made = self._prepared()
         units = made.shell.units
         if units is None or self._moves is None:
@@ -602,7 +605,9 @@ class Engine:
             raise
 
     def stepped(self) -> None:
-        """The optimizer has stepped on the average that `step_by_units` gave: parts are as at the last header."""
+        """Notes that the optimizer has stepped on the average that `step_by_units` gave: parts are as at the last
+        header.
+        """
         self._unstepped = False
 
     def _refuse_unstepped(self, what: str) -> None:
@@ -615,7 +620,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
-        """Within it, a view may let this member go that no header carries."""
+        """Notes, if the block raises DepartedError, that a view has let this member go that no header carries."""
         try:
             yield
         except DepartedError:
@@ -625,7 +630,7 @@ class Engine:
     def gather(
         self, name: str, payload: bytes, *, yields: bool = False, lets_go: bool = False, line: str = ""
     ) -> list[tuple[str, bytes]]:
-        """A numbered collective: every member's payload, in rank order (protocol.md 28).
+        """Makes a numbered collective: returns every member's payload, in rank order (protocol.md 28).
 
         Args:
             name: Which one; equal at all members.
@@ -663,28 +668,31 @@ class Engine:
         return self._transfer.server
 
     def ways(self, members: Collection[str]) -> list[Endpoint]:
-        """To those of these members that are in the view, for bulk connections. Any thread."""
+        """Returns the ways to those of these members that are in the view, for bulk connections. Any thread."""
         view = self.view
         return self._transfer.ways([m for m in view.members if m.id in members], view) if view is not None else []
 
     def dial(self, donor: Endpoint) -> socket.socket:
-        """An authenticated bulk connection to another member. Any thread."""
+        """Returns an authenticated bulk connection to another member. Any thread."""
         return self._transfer.dial(donor)
 
     def boundary(self, state: StateAccess) -> Header:
-        """The safe point between two accumulations: newcomers enter here, and the state is published for them."""
+        """Takes part in a safe point between two accumulations: newcomers enter here, and the state is published for
+        them.
+        """
         self.admit(header := self._slot(Kind.BOUNDARY, name="boundary"), state)
         return header
 
     def admit(self, header: Header, state: StateAccess) -> None:
-        """Publishes the state for those whom a boundary's header lets in."""
+        """Publishes the state for newcomers that a boundary's header lets in."""
         if header.view_change is not None and header.view_change.joiners and not self.out:
             self.publish(header, state)
         self.events.emit("boundary", seq=header.seq)
 
     def serve(self, state: StateAccess) -> None:
-        """Between two accumulations, when the optimizer has stepped: keeps the state for newcomers that replay, if the
-        last headers name any. Costs nothing otherwise."""
+        """Keeps the state for newcomers that replay, if the last headers name any. To be called between two
+        accumulations, when the optimizer has stepped. Costs nothing otherwise.
+        """
         header, self._unserved = self._unserved, None
         if header is not None and not self.out:
             self._transfer.snapshot(header, self.view, state, self._prepared().accumulation.layout)
@@ -726,7 +734,7 @@ class Engine:
         )
 
     def _take(self, commit: Committed) -> Header:
-        """This member stands on a slot's header from now on."""
+        """Makes this member stand on a slot's header from now on."""
         header, view, shell = commit.header, commit.view, self._prepared().shell
         with self._mail.changed:
             self.view, self._closed_under = self._mail.view, self._mail.closed_under
@@ -756,7 +764,8 @@ class Engine:
             self._mail.post(giving_up=not self.role)
 
     def may_go(self) -> bool:
-        """Whether this member, which leaves and is alone in its view, is let go, or there is nobody who could say so.
+        """Returns whether this member, which leaves and is alone in its view, is let go, or nobody is there who could
+        say so.
 
         Newcomers may be about to come in: then it is needed, for they get its state.
         """
@@ -776,9 +785,9 @@ class Engine:
         counted: int | None = None,
         stuck: bool = False,
     ) -> None:
-        """This member goes, and no header lets it go: others that hold the state may be gone, too. So it keeps its own
-        in a file, from which the job can be founded again (protocol.md 14c). Where each member holds parts of it, one
-        view lets all of them go, and each keeps its parts (P13).
+        """Keeps the training state in a file, from which the job can be founded again, as this member goes (protocol.md
+        14c). No header lets it go: others that hold the state may be gone, too. Where each member holds parts of it,
+        one view lets all of them go, and each keeps its parts (P13).
 
         Args:
             state: It stands on `header`; what forward passes since then did to reduced buffers is undone here.
@@ -806,7 +815,9 @@ class Engine:
             self._control.send(kept)
 
     def _parts_to_keep(self) -> tuple[ViewId, tuple[Span, ...]] | None:
-        """Returns the parts of the state that are here, with a view that all members name; None: it is no pipeline."""
+        """Returns the parts of the state that are here, with a view that all members name; None if the job has no
+        pipelines.
+        """
         if self._moves is None:
             self._prepared().accumulation.restore()
             return None
@@ -817,7 +828,7 @@ class Engine:
 
     @property
     def saved_by(self) -> str:
-        """Words on who saves what this member, which has left the job, does not."""
+        """Words on who saves the state that this member, which has left the job, does not save."""
         gone = self._view_without()
         if gone is not None and gone.members:
             return OTHERS_SAVE
@@ -841,7 +852,7 @@ class Engine:
     def finish(
         self, state: StateAccess | None = None, meanwhile: contextlib.AbstractContextManager[None] | None = None
     ) -> None:
-        """The job's last slot; waits until all members have it (or the linger deadline).
+        """Takes part in the job's last slot; waits until all members have it (or the linger deadline).
 
         Args:
             state: At the end. If others have been in the job, one member of each machine keeps it for those who come
@@ -868,7 +879,7 @@ class Engine:
         self.wait_released()
 
     def wait_released(self, timeout_s: float = 10.0) -> None:
-        """After leaving or finishing: until nobody needs this member any more.
+        """Waits, after leaving or finishing, until nobody needs this member any more.
 
         Args:
             timeout_s: So long at most. One whose parts others may lack waits on as long as a scheduler serves it (P9).
@@ -887,7 +898,7 @@ class Engine:
                         raise
 
     def rejoin(self, state: StateAccess) -> Header:
-        """After FencedError: forget everything and join again in this process (protocol.md 11).
+        """Forgets everything after FencedError, and joins again in this process (protocol.md 11).
 
         Raises:
             DepartedError: It was asked to leave: it has nothing to come back for.
@@ -903,7 +914,7 @@ class Engine:
         return self.join(**whose, state=state, **more)  # type: ignore[arg-type]
 
     def _forget(self) -> None:
-        """Back to before the hello: a fresh machine, no view, no published state (protocol.md 11)."""
+        """Goes back to before the hello: a fresh machine, no view, no published state (protocol.md 11)."""
         self._control.close()  # first: what the scheduler said to who this member was does not concern the next
         made = self._prepared()
         if not self._loop.call_and_wait(made.shell.reset, 10.0):

@@ -1,4 +1,4 @@
-"""How a member gets from its hello into a view: waiting, observing, pulling; always in the training thread.
+"""Brings a member from its hello into a view: waiting, observing, pulling; always in the training thread.
 
 Theory of operation. The I/O thread leaves in the mailbox what was decided about this newcomer: a view it founds, a
 header to observe from, or a header at which it is let in and pulls the state. These come in any order and any number
@@ -32,7 +32,7 @@ from chaos_lightning.settings import EngineConfig
 
 
 def no_replay(config: EngineConfig, replay: Replay | None) -> str:
-    """Why this member cannot come in by replay; "" if it can.
+    """Returns why this member cannot come in by replay; "" if it can.
 
     Raises:
         ConfigurationError: It was told to, and cannot.
@@ -59,7 +59,7 @@ class Arrival:
 
 @dataclass(eq=False)
 class Entrance:
-    """See the module.
+    """Way of one member into a view.
 
     Attributes:
         shell: Hears that the state is here.
@@ -154,7 +154,7 @@ class Entrance:
                 return Arrival("founder", base, view)
 
     def _joined(self, pull: fx.PullState, view: View, state: StateAccess) -> Arrival:
-        """This newcomer has all that it lacked at the header."""
+        """Takes in that this newcomer has all that it lacked at the header."""
         self.transfer.mixed = ""
         self.transfer.arrived()
         if self.moves is None:

@@ -143,7 +143,7 @@ def committed_fields(
     spent: Iterable[Spent] = (),
     mine: Contribution | None = None,
 ) -> dict[str, Any]:
-    """Fields of a `committed` event, from the header that committed the slot.
+    """Returns the fields of a `committed` event, from the header that committed the slot.
 
     Args:
         header: The slot's header.

@@ -1,4 +1,4 @@
-"""Hello of a member: what it says of itself when it comes in."""
+"""Makes the hello of a member: what it says of itself when it comes in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chaos_lightning.settings import EngineConfig
 
 
 def package_version() -> str:
-    """Version of the installed package; members of different versions never meet."""
+    """Returns the version of the installed package; members of different versions never meet."""
     try:
         return version("chaos-lightning")
     except PackageNotFoundError:
@@ -30,7 +30,7 @@ _ADVICE = "set bind to an address of this machine that other members reach"
 
 
 def listening_address(config: EngineConfig) -> str:
-    """Where this member listens: `bind`, or the address that faces the scheduler.
+    """Returns the address at which this member listens: `bind`, or the one that faces the scheduler.
 
     Raises:
         ConfigurationError: No route leads there.
@@ -66,7 +66,7 @@ def _facing_all(config: EngineConfig) -> str:
 
 
 def unheeded(config: EngineConfig, welcome: Welcome) -> list[str]:
-    """Returns a line for each setting of this member's that the job does not go by: its scheduler was started with
+    """Returns a line for each setting of this member that the job does not go by: its scheduler was started with
     another.
 
     A setting that equals the default counts as not set, but for a min_nodes for which a founder has to wait.

@@ -1,4 +1,4 @@
-"""One member's part in a state that the last one keeps in a file (protocol.md 14c): where, when, and whether it fits.
+"""Handles, at one member, a state that the last one keeps in a file: where, when, whether it fits (protocol.md 14c).
 
 Theory of operation. The folder is the job's on this machine: beside the chain's file, or where `on_last_exit` says.
 Each keeper has a folder of its own in there, so that two that go at once do not write over each other. Views compare
@@ -55,7 +55,7 @@ MAX_CHECKPOINTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint that the script has loaded before it joins.
+    """Checkpoint that the script has loaded before it joins.
 
     Attributes:
         step: Its step.
@@ -84,12 +84,12 @@ class SavedCheckpoints:
         self.loaded: LoadedCheckpoint | None = None
 
     def load(self, said: Mapping[str, Any]) -> None:
-        """The script loads a checkpoint that says this of itself."""
+        """Notes that the script loads a checkpoint that says this of itself."""
         self.loaded = LoadedCheckpoint(int(said.get("step", 0)), str(said.get("head", "")))
         self.heads = list(said.get("checkpoints", ()))
 
     def at(self, head: str) -> list[str]:
-        """Returns the hashes with that of the present header, at which a checkpoint may be saved, too."""
+        """Returns these hashes with that of the present header, at which a checkpoint may be saved, too."""
         return remembered(self.heads, head)
 
 
@@ -103,7 +103,7 @@ def folder_of(config: EngineConfig) -> Path | None:
 
 
 class Keeping:
-    """See the module."""
+    """States that one member's machine keeps in files."""
 
     def __init__(self, config: EngineConfig, events: EventLog) -> None:
         self._job = config.job
@@ -163,7 +163,9 @@ class Keeping:
         return kept
 
     def _claimed(self, found: Sequence[tuple[Kept, files.StateOnDisk]]) -> tuple[Kept, files.StateOnDisk] | None:
-        """Returns that one of these which no other process on this machine offers, its own one first; None: all are."""
+        """Returns the first of these states that no other process on this machine offers, its own first; None if all
+        are offered.
+        """
         if self._claim is not None:
             if mine := [f for f in found if f[1].folder == self._claim[0]]:
                 return mine[0]
@@ -183,7 +185,7 @@ class Keeping:
             self._claim = None
 
     def _goes_on_from(self, loaded: LoadedCheckpoint, record: files.StateOnDisk) -> bool:
-        """Whether this state counts: the checkpoint is its ancestor, and the user does not go back on purpose."""
+        """Returns whether this state counts: the checkpoint is its ancestor, and the user does not go back on purpose."""
         if record.folder.name == FINAL:
             return True  # nothing is left to train
         return not self._goes_back and bool(loaded.head) and loaded.head in record.said.get("checkpoints", ())
@@ -201,7 +203,7 @@ class Keeping:
         )
 
     def load(self, header: Header, state: StateAccess) -> None:
-        """This member founds the job from the state that it offered.
+        """Loads the state that this member offered, from which it founds the job.
 
         Raises:
             StateError: It is not there any more, or damaged; the message says what to do.
@@ -307,7 +309,7 @@ class Keeping:
         return Kept(header, member, view.chain, tuple(held))
 
     def clear(self, chain: str) -> None:
-        """The job is finished: nothing of this chain is to be gone on from."""
+        """Removes states of this chain, whose job is finished: nothing of it is to be gone on from."""
         for record in self._records():
             if (record.said.get("job"), record.said.get("chain")) == (self._job, chain):
                 files.remove(record.folder)
@@ -329,7 +331,7 @@ class Keeping:
         return None
 
     def lacks_final(self, step: int, saved: Saved | None, member: str) -> None:
-        """Says that those who come late do not get a final state that members hold in parts.
+        """Says that latecomers do not get a final state that members hold in parts.
 
         Args:
             step: Its step.
@@ -343,7 +345,7 @@ class Keeping:
         _log.warning("%s: %s; who comes late does not get it", member, reason)
 
     def keep_final(self, header: Header, view: View, member: str, hello: Hello, state: StateAccess) -> None:
-        """Writes the state at the job's end down, for those who come late."""
+        """Writes the state at the job's end down, for latecomers."""
         assert self._folder is not None
         said = {
             "job": self._job,
@@ -439,7 +441,7 @@ class Keeping:
                 files.remove(other.folder)
 
     def _say_hashes(self, header: Header, hashes: Mapping[str, str]) -> None:
-        """The audit compares what was kept with what is gone on from.
+        """Logs hashes of a kept state, by which the audit compares it with the state that the job goes on from.
 
         Args:
             header: What is founded on it.
@@ -535,7 +537,9 @@ def _terms(hello: Hello) -> dict[str, Any]:
 
 
 def _older(record: files.StateOnDisk, header: Header) -> bool:
-    """One that another keeper writes at the same moment is not: each would remove the other's."""
+    """Returns whether a record is of before this header. One that another keeper writes at the same moment is not: each
+    would remove the other's.
+    """
     try:
         its = decode(Header, bytes.fromhex(str(record.said.get("header"))))
     except (ValueError, ChaosError):

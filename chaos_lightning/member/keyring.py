@@ -1,4 +1,4 @@
-"""The member's part of protected links: the job's rule, and the keys that it shares with others.
+"""Keeps the member's part of protected links: the job's rule, and the keys that it shares with others.
 
 Theory of operation. The scheduler tells rule and keys over the control channel (control/link_keys.py), right after its
 welcome and before it names a link. Handshakes run in threads of their own; one that comes a moment before its key is
@@ -28,7 +28,7 @@ KEPT = 4
 
 
 class Keyring:
-    """See the module; `transport.handshake.Keys`. Any thread.
+    """Keys of one member's links; implements `transport.handshake.Keys`. Any thread.
 
     Args:
         setting: This member's own `links`; "auto" goes by the job's.
@@ -48,7 +48,7 @@ class Keyring:
             require_library()
 
     def hear(self, message: LinkKeys) -> None:
-        """Takes what the scheduler says; where this member cannot take part, it is put out with the reason."""
+        """Takes rule and keys from the scheduler; a member that cannot take part is put out with the reason."""
         if reason := self._objection(message) or self._weakened(message):
             self._mail.post(ejected=(reason, False))
             return
@@ -77,7 +77,9 @@ class Keyring:
         return ""
 
     def _weakened(self, message: LinkKeys) -> str:
-        """Another scheduler may protect links more than the one before, but never less."""
+        """Returns words if a scheduler protects links less than the one before; it may protect them more, but never
+        less.
+        """
         with self._changed:
             before = self._said
         if before is None:
@@ -91,13 +93,13 @@ class Keyring:
         )
 
     def reset(self) -> None:
-        """This member begins anew, under another id: none of its keys fits any more."""
+        """Forgets rule and keys as this member begins anew, under another id: none of its keys fits any more."""
         with self._changed:
             self._said = None
             self._keys.clear()
 
     def level(self, *, local: bool) -> Level:
-        """The least protection of a connection within this machine, or to another one.
+        """Returns the least protection of a connection within this machine, or to another one.
 
         Raises:
             RefusedError: The scheduler has not said.
@@ -109,7 +111,8 @@ class Keyring:
         return level
 
     def known(self, peer: str) -> Sequence[tuple[str, bytes]]:
-        """(name, key) that this member shares with that one, newest first; (("", b""),) where links have no keys.
+        """Returns (name, key) of all keys that this member shares with that one, newest first; (("", b""),) where links
+        have no keys.
 
         Raises:
             RefusedError: There is none.
@@ -122,7 +125,7 @@ class Keyring:
         return kept
 
     def find(self, peer: str, names: Sequence[str]) -> tuple[str, bytes] | None:
-        """The first of these keys that is known here."""
+        """Returns the first of these keys that is known here."""
         if not self._rule().keyed:
             return ("", b"")
         return self._keys.find(peer, names, PATIENCE_S)

@@ -1,4 +1,4 @@
-"""The loss of a step now and then, for boards and reports.
+"""Logs the loss of a step now and then, for boards and reports.
 
 Theory of operation. To read a loss waits for the device, so it is read once in `EVERY_S`, after a step's commit, where
 the device has just been waited for; and once in `EVERY_STEPS` at most, so that of what slow steps log it is a small
@@ -18,7 +18,7 @@ EVERY_STEPS = 10
 
 
 class Losses:
-    """Logs the losses of one member; for the training thread.
+    """Log of one member's losses; for the training thread.
 
     Args:
         events: The member's log.
@@ -32,13 +32,15 @@ class Losses:
         self._parts: list[tuple[Tensor, float]] = []
 
     def add(self, loss: object, weight: float) -> None:
-        """The mean loss of another micro-batch, of so many samples; what is no number is left out."""
+        """Adds the mean loss of another micro-batch, of `weight` samples; a loss that is no number is left out."""
         due = not self._rest and time.monotonic() >= self._due
         if due and weight and isinstance(loss, Tensor) and loss.numel() == 1:
             self._parts.append((loss.detach(), weight))
 
     def tell(self, step: int) -> None:
-        """The step was committed, or came to nothing (0)."""
+        """Logs the loss of a step, if it is time and the step was committed, and drops it if the step came to nothing
+        (0).
+        """
         parts, self._parts = self._parts, []
         if step:
             self._rest = max(0, self._rest - 1)

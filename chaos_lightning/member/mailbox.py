@@ -24,7 +24,7 @@ from chaos_lightning.protocol.types import Header, Member, Span, ToldEnd, View
 
 @dataclass(slots=True)
 class Mailbox:
-    """Every field is guarded by `changed`."""
+    """Fields that the I/O thread sets for the training thread. Every field is guarded by `changed`."""
 
     name: str
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -96,7 +96,7 @@ class Mailbox:
 
     @property
     def over(self) -> bool:
-        """This member is out of the job, or is to go."""
+        """Whether this member is out of the job, or is to go."""
         return self.ejected is not None or self.crash is not None or self.giving_up or bool(self.left)
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ class Mailbox:
             self.changed.wait(min(left, 1.0))
 
     def pause(self, seconds: float) -> None:
-        """Waits for so long, or until this member is to give up."""
+        """Waits for some seconds, or until this member is to give up."""
         with self.changed:
             self.changed.wait_for(lambda: self.giving_up, seconds)
 

@@ -33,7 +33,7 @@ Held = tuple[Tensor, Tensor | None, int]
 
 
 class MicroBatches:
-    """One accumulation after the other.
+    """Accumulations of micro-batches, one after the other.
 
     Args:
         named: The trained parameters.
@@ -78,7 +78,7 @@ class MicroBatches:
         return self._weighing.total
 
     def begin(self, weight: float, *, last: bool) -> None:
-        """The next micro-batch; `last`: it closes the accumulation."""
+        """Begins the next micro-batch; `last`: it closes the accumulation."""
         self._weighing.add(weight)
         self.weight, self._passed = weight, False
         self._reached.clear()
@@ -89,7 +89,7 @@ class MicroBatches:
             self._note()  # these gradients may have been written to
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """The backward pass of the present micro-batch's mean loss; none if it weighs nothing."""
+        """Runs the backward pass of the present micro-batch's mean loss; none if the micro-batch weighs nothing."""
         self._passed = True
         if not self.weight:
             return
@@ -104,7 +104,7 @@ class MicroBatches:
         self._note()
 
     def end(self, *, last: bool) -> bool:
-        """The present micro-batch is over; what it lacks is refused.
+        """Ends the present micro-batch, and refuses what it lacks.
 
         Returns:
             Whether it was skipped: it had samples and no backward pass, and weighs nothing.
@@ -128,11 +128,11 @@ class MicroBatches:
         return skipped
 
     def stepped(self) -> None:
-        """The optimizer has stepped with the average that `.grad` holds."""
+        """Notes that the optimizer has stepped with the average that `.grad` holds."""
         self._left = self._held()
 
     def forget(self) -> None:
-        """The accumulation was stepped with, or comes to nothing."""
+        """Forgets the accumulation, which was stepped with, or comes to nothing."""
         self._weighing.forget()
         self._any_passed, self._kept = False, []
 
@@ -154,7 +154,9 @@ class MicroBatches:
             self._kept = [held for held in self._held() if held[1] is not None]
 
     def _passed_otherwise(self) -> bool:
-        """Whether the present micro-batch has gradients although `backward` was not called; refuses what cannot be."""
+        """Returns whether the present micro-batch has gradients although `backward` was not called; refuses what cannot
+        be.
+        """
         before = self._kept or self._left
         assigned = any(param.grad is not None and param.grad is not grad for param, grad, _ in before)
         if self._parts > 1 or self._scaler is not None:
@@ -172,8 +174,7 @@ class MicroBatches:
         return bool(self._reached) or assigned
 
     def _refuse_added(self) -> None:
-        """A gradient that only backward passes have written to since the last step was not zeroed. Zeroing through
-        `.data` is not seen."""
+        """Refuses a gradient that only backward passes have written to since the last step, so that it was not zeroed."""
         for (name, _), (param, grad, version) in zip(self._named, self._left, strict=True):
             passes = self._reached.get(id(param), 0)
             if passes and grad is not None and param.grad is grad and grad._version == version + passes:
@@ -183,7 +184,9 @@ class MicroBatches:
                 )
 
     def _refuse_unclear(self) -> None:
-        """Without a backward pass, a gradient that was written to in place may be this batch's or the last step's."""
+        """Refuses a gradient that was written to in place, without a backward pass: it may be this batch's or the last
+        step's.
+        """
         for (name, _), (param, grad, version) in zip(self._named, self._left, strict=True):
             if grad is not None and param.grad is grad and grad._version != version and grad.any():
                 raise ConfigurationError(

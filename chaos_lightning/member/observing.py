@@ -1,4 +1,5 @@
-"""A newcomer observes: it pulls a state that stands still while others train on, and replays what they committed since.
+"""Lets a newcomer observe: it pulls a state that stands still while others train on, and replays what they commit
+since.
 
 Theory of operation (protocol.md 15-19). In the training thread, before the first view: (1) the snapshot at the first
 header that names this newcomer is read out of the memory of a member on this machine, if one lends it, or else pulled
@@ -29,7 +30,7 @@ from chaos_lightning.replication.replay import Replay
 
 
 class Observation:
-    """One attempt to come in by replay.
+    """Attempt to come in by replay.
 
     Args:
         transfer: Pulls.
@@ -94,7 +95,9 @@ class Observation:
     # ------------------------------------------------------------------ the log
 
     def _follow(self, reader: LogReader, at: Header, *, quick: bool) -> Header:
-        """`quick`: the snapshot was here within about a step, so that there may be nothing to apply yet."""
+        """Applies logged steps until something else was decided, or there is no hope; returns the last header. `quick`:
+        the snapshot was here within about a step, so that there may be nothing to apply yet.
+        """
         catching_up, told = self._catching_up, time.monotonic()
         while not self._called():
             entry = reader.take(0.1)
@@ -120,7 +123,9 @@ class Observation:
         return self._finish(reader, at)
 
     def _finish(self, reader: LogReader, at: Header) -> Header:
-        """Let in at a header: apply up to it. What cannot be had in time is pulled with that header."""
+        """Applies the log up to the header at which this newcomer is let in. What cannot be had in time is pulled with
+        that header.
+        """
         mail = self._mail
         with mail.changed:
             target = mail.pull.header if mail.pull is not None else None
@@ -143,7 +148,7 @@ class Observation:
     # ------------------------------------------------------------------ ends
 
     def _called(self) -> bool:
-        """Something was decided about this newcomer, or it was welcomed anew: who it was then observes no more."""
+        """Returns whether something was decided about this newcomer, or it was welcomed anew under another id."""
         mail = self._mail
         return (
             mail.who() != self._me

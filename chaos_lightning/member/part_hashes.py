@@ -22,7 +22,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class PartHashes:
-    """One member's part in the comparison; in the training thread.
+    """One member's part in the comparison of parts; in the training thread.
 
     Args:
         states: Returns the parts of these names that have tensors, as they are.

@@ -1,4 +1,4 @@
-"""Parts of the training state that change hands: served, pulled, and let go (protocol.md P8, P12, P14).
+"""Moves parts of the training state that change hands: served, pulled, and let go (protocol.md P8, P12, P14).
 
 Theory of operation. Each member serves the parts that it holds whenever it begins to stand in a view, or a header names
 parts that have drifted: somebody may lack them then. It does so until the next header is committed, before which the
@@ -45,7 +45,7 @@ RETRY_S = 0.2
 
 
 class HeldParts(Protocol):
-    """The parts of the model in this process: all but the rest."""
+    """Parts of the model in this process: all but the rest."""
 
     def states(self, names: Collection[str]) -> Sequence[PartState]:
         """Returns these parts as they are, without those that have no tensors of their own."""
@@ -58,7 +58,7 @@ class HeldParts(Protocol):
 
 
 class PartReader:
-    """Reads at one header the parts that others hold, until a deadline.
+    """Reader, at one header, of the parts that others hold, until a deadline.
 
     Args:
         moves: This member's.
@@ -70,7 +70,7 @@ class PartReader:
         self._moves, self._header, self._deadline = moves, header, deadline
 
     def manifest(self, part: str) -> Mapping[str, Any]:
-        """Returns what is no tensor of a part: `PartState.manifest` of an owner."""
+        """Returns everything of a part but its tensors: `PartState.manifest` of an owner."""
         return self._moves.read(self._header, part, None, self._deadline)
 
     def tensors(self, part: str) -> list[tuple[str, Tensor]]:
@@ -81,7 +81,7 @@ class PartReader:
 
 
 class PartMoves:
-    """See the module; in the training thread.
+    """Moves of parts at one member; in the training thread.
 
     Args:
         held: The parts here.
@@ -121,7 +121,9 @@ class PartMoves:
         return found
 
     def committed(self, view: View | None) -> None:
-        """A header was committed that was closed under this view: what was served may be written to now."""
+        """Ends serving as a header was committed that was closed under this view: what was served may be written to
+        now.
+        """
         self._server.drop()
         self._before = division(view) if view is not None else None
         with self._mail.changed:
@@ -133,12 +135,12 @@ class PartMoves:
             self._held.forget([names[part] for part in numbers(gone)])
 
     def restart(self) -> None:
-        """This member joins again: nothing is served, and it knows no header."""
+        """Forgets headers and serves nothing, as this member joins again."""
         self._server.drop()
         self._served = self._before = None
 
     def serve(self, header: Header, view: View) -> None:
-        """Serves what is held at the header, if somebody in this view may lack it."""
+        """Serves the parts that are held at the header, if a member of this view may lack them."""
         key = (view.id, header.hash)
         seen, self._served = self._served, key
         if seen is not None and seen[0] == view.id and not header.drifted:
@@ -152,7 +154,7 @@ class PartMoves:
         self._server.hold(header, self.states(here), view.id if first else None, lacking=lacking)
 
     def serve_all(self, header: Header) -> None:
-        """Serves all that is held at the header, for a member that reads the whole state."""
+        """Serves all parts that are held at the header, for a member that reads the whole state."""
         names = division(self._view()).names
         self._server.hold(header, self.states([names[part] for part in numbers(self._holds())]))
 

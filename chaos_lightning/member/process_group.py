@@ -20,7 +20,7 @@ _OURS = ("chaos_lightning", "torch")
 
 
 def warn_who_asks(members: Callable[[], int], instead: str) -> Callable[[], None]:
-    """From here on each line of the user's that asks while others are in the job gets a warning, once.
+    """Warns from now on, once for each line of the user's code, if that line asks while others are in the job.
 
     Args:
         members: How many are in the job, as far as this one knows.
@@ -56,7 +56,7 @@ def warn_who_asks(members: Callable[[], int], instead: str) -> Callable[[], None
 
 
 def _line_of(frame: FrameType) -> str:
-    """File and line of the user's code; "" of a library's."""
+    """Returns file and line of the user's code; "" for a library's."""
     path = frame.f_code.co_filename
     room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     if room in _OURS or any(part in path for part in _INSTALLED):

@@ -1,4 +1,4 @@
-"""The member machine's shell: events in, effects out, in the I/O thread.
+"""Runs the member machine, in the I/O thread: events in, effects out.
 
 Theory of operation. `Shell` owns the loop, the links, the reducer, the state server and the only reference to the
 `MemberMachine`. Whatever happens - a frame, a control message, a contribution of the training thread - becomes an
@@ -66,7 +66,7 @@ VIEW_PATIENCE_S = 2.0
 
 
 class Shell:
-    """See the module. Methods belong to the loop's thread unless said otherwise.
+    """Shell of one member's machine. Methods belong to the loop's thread unless said otherwise.
 
     Args:
         loop: Serves everything here.
@@ -121,7 +121,7 @@ class Shell:
     # ------------------------------------------------------------------ set-up
 
     def listen(self, bind: str, ports: Sequence[int]) -> None:
-        """Any thread, before the loop runs: from now on others can make links with this member.
+        """Listens, so that others can make links with this member. Any thread, before the loop runs.
 
         Raises:
             ConfigurationError: `bind` is no address of this machine, or none of these ports is free.
@@ -131,11 +131,11 @@ class Shell:
         self.loop.call(self.beat)
 
     def offered(self, kept: Kept | None) -> None:
-        """The hello that is said now offers this state in a file."""
+        """Notes that the hello that is said now offers this state in a file."""
         self.machine.parts.kept = kept
 
     def reset(self) -> None:
-        """A fresh machine: the member joins again with nothing (protocol.md 11)."""
+        """Replaces the machine by a fresh one: the member joins again with nothing (protocol.md 11)."""
         self.machine = self.machine.anew()
         self._shown = None
         self.reducer.restart("")
@@ -164,7 +164,7 @@ class Shell:
             self.events.emit("links", **facts)
 
     def heartbeat(self) -> Heartbeat:
-        """For the agent's thread: values may be one slot old."""
+        """Returns the heartbeat, for the agent's thread: values may be one slot old."""
         heartbeat, units = self.machine.heartbeat(), self.units
         if units is None:
             return replace(heartbeat, step_time_s=self.server.pace.usual_s)
@@ -174,12 +174,12 @@ class Shell:
     # ------------------------------------------------------------------ events
 
     def contribute(self, contribution: Contribution) -> None:
-        """The training thread's part of the next slot."""
+        """Takes the training thread's part of the next slot."""
         self._contribution, self._contributed_at = contribution, time.monotonic()
         self.feed(fx.Contribute(contribution))
 
     def control(self, message: ToMember) -> None:
-        """A message of the scheduler."""
+        """Handles a message of the scheduler."""
         held: tuple[Span, ...] = ()
         if isinstance(message, Welcome):
             self._welcome(message)
@@ -224,13 +224,15 @@ class Shell:
         self.events.emit("welcomed", id=me, role=message.role, reason=message.reason, chain=message.chain)
 
     def _offer_partial(self, base: Header) -> None:
-        """Others may need the ranges of the handed-on slot that this member holds in part (protocol.md 9)."""
+        """Offers the ranges of the handed-on slot that this member holds in part, which others may need (protocol.md
+        9).
+        """
         held = self.reducer.held((base.view, base.seq))
         if held and needs_bytes(base):
             self.server.publish_result(base.seq, base.hash, self.memory.result_bytes[base.seq % 2], held)
 
     def _probe(self, probe: Probe) -> None:
-        """Answers as a newcomer in no view, too."""
+        """Answers a probe, as a newcomer in no view, too."""
         suspect, now = probe.suspect, time.monotonic()
         silence_s = self.links.silence_s(suspect, now)
         # A member that was frozen itself has heard nothing; its peers were not silent (protocol.md 12).
@@ -276,7 +278,7 @@ class Shell:
     # ------------------------------------------------------------------ effects
 
     def feed(self, event: fx.MemberEvent) -> None:
-        """One event through the machine; its effects are carried out in order."""
+        """Feeds one event to the machine, and carries its effects out in order."""
         for effect in self.machine.on(time.monotonic(), event):
             self._apply(effect)
 
@@ -322,7 +324,7 @@ class Shell:
                 self.events.emit(name, **dict(fields))
 
     def _ask(self, effect: fx.PullParts | fx.DropParts | fx.Observe) -> None:
-        """Something for the training thread to do."""
+        """Posts an effect that the training thread is to carry out."""
         match effect:
             case fx.PullParts():
                 self.mailbox.post(parts=effect)
@@ -403,7 +405,7 @@ class Shell:
             self._viewed(commit.view, carried=True)
 
     def _log(self, header: Header) -> None:
-        """Slots after the first header that names a learner are kept for it (protocol.md 18)."""
+        """Keeps slots after the first header that names a learner, for that learner (protocol.md 18)."""
         if self._observed:
             machine, reduced = self.machine, needs_bytes(header)
             self.server.keep(
@@ -426,7 +428,7 @@ class Shell:
         self._observed = self.machine.serving.keeps and not self._abandoned
 
     def dial(self, member_id: str) -> socket.socket:
-        """A bulk connection to a member that this one may know, for others (replication/forward.py).
+        """Returns a bulk connection to a member that this one may know, for others (replication/forward.py).
 
         In a thread of the state server. Who asks may have entered the view in which both are a moment earlier.
 

@@ -1,4 +1,4 @@
-"""Console lines of a member about its job: who joins, dies and leaves, its rank, and how far a newcomer is.
+"""Makes console lines of a member about its job: who joins, dies and leaves, its rank, and how far a newcomer is.
 
 `lines` compares two views; `Teller` (machine/console.py) says what it gives.
 """
@@ -59,7 +59,7 @@ def global_batch(view: View) -> int:
 
 
 def batch_line(before: View | None, after: View) -> str:
-    """Returns what becomes of batch and learning rate if this change of views changes the batch; "" if not.
+    """Returns words on batch and learning rate if this change of views changes the batch; "" if not.
 
     Each member takes batches of the size that its loader has (protocol.md 10, 25), so that a step has all of theirs.
     """
@@ -83,7 +83,7 @@ def _lost(member: str, reason: str) -> str:
 
 
 def progress_line(now: Progress) -> str:
-    """How far a newcomer is."""
+    """Returns the line about how far a newcomer is with the state."""
     if now.phase == "replay":
         return f"replaying what the others train: {now.lag} step{'s' if now.lag != 1 else ''} behind"
     sources = ", ".join(s.member for s in now.sources)
@@ -94,7 +94,7 @@ def progress_line(now: Progress) -> str:
 
 
 def fetched_line(by_source: Mapping[str, int], skipped: int, seconds: float) -> str:
-    """A newcomer has the state."""
+    """Returns the line about the state that a newcomer has got."""
     here = f", {amount(skipped)} were here" if skipped else ""
     sources = ", ".join(source for source, nbytes in by_source.items() if nbytes)
     came = f"{amount(sum(by_source.values()))}{' from ' + sources if sources else ''}"
@@ -111,7 +111,7 @@ def batch_once(before: View | None, after: View) -> list[str]:
 
 
 class ProgressLines:
-    """Gives lines of a newcomer's transfer, one every few seconds."""
+    """Lines about a newcomer's transfer, one every few seconds."""
 
     def __init__(self) -> None:
         self._told_at = 0.0

@@ -1,4 +1,4 @@
-"""State and raw results between members, as the engine uses replication/: over authenticated bulk connections."""
+"""Moves state and raw results between members, as the engine uses replication/: over authenticated bulk connections."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ POOLED_CONNECTIONS = 2
 
 
 class _Watched:
-    """A training state that tells when a pull begins to change it; else it is the other one."""
+    """Training state that tells when a pull begins to change it; else it is the other state."""
 
     def __init__(self, state: StateAccess, begun: Callable[[], None]) -> None:
         self._state = state
@@ -73,7 +73,7 @@ class _Watched:
 
 
 class Transfer:
-    """One member's transfers, in both directions.
+    """Transfers of one member, in both directions.
 
     Args:
         job: Job name, checked in every handshake.
@@ -121,29 +121,29 @@ class Transfer:
         self._events = events
 
     def ways(self, sources: Sequence[Member], view: View) -> list[Endpoint]:
-        """To those of these members that are to be asked for something (see choice.py)."""
+        """Returns the ways to those of these members that are to be asked for something (see choice.py)."""
         return endpoints(sources, view, self._links.near())
 
     def dial(self, donor: Endpoint) -> socket.socket:
-        """An authenticated bulk connection; one that was made before, if there is any."""
+        """Returns an authenticated bulk connection; one that was made before, if there is any."""
         return self._pool.take(donor) or self._connect(donor)
 
     def expect(self, donor: Member) -> None:
-        """This member is new, and may soon ask that one for its state: connections are made beforehand."""
+        """Makes connections beforehand to a member that this new one may soon ask for its state."""
         self._pool.prepare(Endpoint(donor.id, donor.address, donor.port), POOLED_CONNECTIONS)
 
     def arrived(self) -> None:
-        """This member is in, or another one by now: connections that were made in advance are of no use any more."""
+        """Closes connections that were made in advance, as this member is in, or another one by now."""
         before, self._pool = self._pool, ConnectionPool(self._connect)
         before.close()
 
     def forget(self) -> None:
-        """This member begins anew, as another one."""
+        """Forgets keys and states as this member begins anew, as another one."""
         self._keys.reset()
         self.server.forget()
 
     def close(self) -> None:
-        """Serves nothing any more."""
+        """Stops serving anything."""
         self._pool.close()
         self.server.close()
         self.teller.close()
@@ -196,7 +196,7 @@ class Transfer:
         self._events.emit("snapshot", seq=header.seq, head=header.hash, nbytes=self._copying.nbytes)
 
     def settle(self) -> None:
-        """The optimizer is about to write: waits for the rest of a snapshot that is being copied."""
+        """Waits for the rest of a snapshot that is being copied, before the optimizer writes."""
         if self._copying is not None:
             self._copying.settle()
             self._copying = None
@@ -255,7 +255,7 @@ class Transfer:
         *,
         proves: bool,
     ) -> PullReport:
-        """One attempt of `fetch`, with these sources."""
+        """Makes one attempt of `fetch`, with these sources."""
         near, watched, kind = self._links.near(), self._watched(header, state), POLICIES[self._choice.policy]
         donors, joiners = endpoints(sources, view, near), frozenset(view.joiners)
         config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=kind.in_place)
@@ -291,12 +291,14 @@ class Transfer:
         return policy
 
     def _await_estimates(self, sources: set[str], deadline: float, given_up: Callable[[], bool]) -> None:
-        """A plan that is not corrected is as good as what is known of the links; those of a newcomer are just made."""
+        """Waits for estimates of a newcomer's links, which are just made: a plan that is not corrected is only as good
+        as they are.
+        """
         timeout_s = min(deadline - time.monotonic(), ESTIMATES_TIMEOUT_S)
         self._await(lambda: given_up() or not sources & self._links.unmeasured(), timeout_s)
 
     def _await(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits for what the I/O thread learns; whether it came."""
+        """Waits until the I/O thread has learnt something; returns whether it has."""
         until = time.monotonic() + timeout_s
         with self._mail.changed:
             while not condition() and time.monotonic() < until:
@@ -383,7 +385,7 @@ class Transfer:
         return tell
 
     def _superseded(self) -> bool:
-        """Whether a newer decision (or this member's end) has made the present pull pointless."""
+        """Returns whether a newer decision (or this member's end) has made the present pull pointless."""
         return self._mail.pull is not None or self._mail.over
 
     def hand_on(

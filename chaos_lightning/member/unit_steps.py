@@ -1,4 +1,4 @@
-"""Slots that run as units of micro-batches: what the I/O thread tells of attempts, and the loop over them.
+"""Runs slots as units of micro-batches: what the I/O thread tells of attempts, and the loop over them.
 
 Theory of operation (protocol.md P4, P7). A unit waits for tensors of other members, so a recovery ends an attempt in
 its middle, and the step runs again under the recovery's view. The I/O thread posts each attempt that it opens. It ends
@@ -37,27 +37,27 @@ class StepTime(NamedTuple):
 
 
 class UnitStep(Protocol):
-    """A member's part of such slots (pipeline/step.py)."""
+    """Interface of a member's part of slots that run as units of micro-batches (pipeline/step.py)."""
 
     @property
     def borders(self) -> Chunks:
-        """Takes frames with border tensors; in the loop's thread."""
+        """Receiver of frames with border tensors; in the loop's thread."""
 
     @property
     def speed(self) -> float:
-        """How fast this member computes, as `Heartbeat.speed`; any thread."""
+        """Speed at which this member computes, as `Heartbeat.speed`; any thread."""
 
     def step_time(self, view: ViewId) -> StepTime:
-        """Medians of the latest steps by the plan of this view; any thread."""
+        """Returns medians of the latest steps by the plan of this view; any thread."""
 
     def reduced(self, view: ViewId, seq: int) -> None:
-        """All that this member owns is reduced; in the loop's thread."""
+        """Notes that all that this member owns is reduced; in the loop's thread."""
 
     def end(self, view: ViewId) -> None:
-        """Attempts of this and older views are over; in the loop's thread."""
+        """Ends attempts of this and older views; in the loop's thread."""
 
     def remember_base(self) -> None:
-        """The model is what the last header has committed."""
+        """Notes that the model is now as the last header has committed it."""
 
     def drop(self) -> None:
         """Undoes what an attempt has done here."""
@@ -66,7 +66,7 @@ class UnitStep(Protocol):
         """Puts averages of a committed step into `.grad`."""
 
     def restart(self) -> None:
-        """This member joins again, maybe another chain: no attempt is known; in the loop's thread."""
+        """Forgets all attempts, as this member joins again, maybe another chain; in the loop's thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ Attempt = Callable[[View, int], UnitsDone]
 
 
 def owned_spans(layout: Layout, view: View) -> Sequence[OwnedSpans] | None:
-    """Returns who owns which bytes of the layout in a view; None: it has no pipelines, and all own all of them."""
+    """Returns who owns which bytes of the layout in a view; None if it has no pipelines, so that all own all of them."""
     if not view.pipelines:
         return None
     parts = division(view)
@@ -103,10 +103,10 @@ def owned_spans(layout: Layout, view: View) -> Sequence[OwnedSpans] | None:
 
 
 class MovesParts(Protocol):
-    """Moves parts of the state between members (member/part_moves.py)."""
+    """Interface of what moves parts of the state between members (member/part_moves.py)."""
 
     def serve(self, header: Header, view: View) -> None:
-        """Serves what is held at the header, if somebody in this view may lack it."""
+        """Serves the parts that are held at the header, if a member of this view may lack them."""
 
     def pull(self, wanted: PullParts, deadline: float) -> bool:
         """Pulls parts until the deadline, by `time.monotonic()`; False if something else is wanted meanwhile."""

@@ -1,4 +1,4 @@
-"""Words of a member that waits, on its terminal, and how it gives up waiting.
+"""Tells on its terminal what a member waits for, and how it gives up waiting.
 
 Theory of operation. The scheduler tells whoever waits what for, in Notices, and in refusals of a member that may knock
 again. Each text is shown once, by the logger "chaos_lightning" at WARNING, which is shown unless the user turned it
@@ -40,7 +40,7 @@ ADVICE = "start the members that are missing, with this endpoint, or set min_nod
 
 
 class Waiting:
-    """See the module.
+    """Words about one member's waits.
 
     Args:
         mail: Where the training thread waits.
@@ -92,7 +92,7 @@ class Waiting:
             self._mail.post(lost=state.removeprefix("waits: "))
 
     def _lost(self, what: str, waited_s: float, left_s: float) -> None:
-        """The training thread waits, and no scheduler serves this member."""
+        """Tells that the training thread waits and no scheduler serves this member."""
         if self._unheard_at is not None:
             self._unheard(what, waited_s, left_s, self._unheard_at)
             return
@@ -124,7 +124,7 @@ class Waiting:
         )
 
     def _say(self, text: str) -> None:
-        """A word of its own on why it waits."""
+        """Shows and logs this member's own words on why it waits."""
         self._events.emit("notice", text=text, waiting=True)
         self._shown.add(text)
         _log.warning("%s: %s", self._mail.who(), text)
@@ -140,7 +140,7 @@ class Waiting:
             _log.warning("%s: %s", self._mail.who(), printable(text))
 
     def over(self, words: str) -> None:
-        """Training begins, or goes on."""
+        """Tells that waiting is over, as training begins, or goes on."""
         self._told_severed = False
         if self._shown:
             self._shown = set()

@@ -36,7 +36,7 @@ _Look = tuple[list[Tensor], list[int], list[int]]
 
 @dataclass(frozen=True)
 class _Place:
-    """One name of the model under which a tensor stands.
+    """Name of the model under which a tensor stands.
 
     Attributes:
         name: Dotted, as in `named_parameters`.
@@ -90,14 +90,14 @@ class Watch:
         self._begun = 0
 
     def begin(self) -> None:
-        """User code is about to see a batch."""
+        """Looks at all tensors before user code sees a batch."""
         self._begun += 1
         self.closely = self._begun & (self._begun - 1) == 0
         self._before = self._look()
         self._digested = self._digests() if self.closely else None
 
     def check(self, where: str) -> None:
-        """The code ran.
+        """Checks, after the code ran, that it changed no tensor that no step averages.
 
         Args:
             where: Name of the code, for the message.
@@ -123,8 +123,9 @@ class Watch:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Backward passes are over: averaged buffers that were assigned anew are the tensors of before again, with
-        their new values."""
+        """Puts averaged tensors back, after backward passes, whose buffers were assigned anew, and gives them the new
+        values.
+        """
         for averaged, holder, key in self._averaged:
             now = holder.get(key)
             if now is not None and now is not averaged:
@@ -142,7 +143,7 @@ class Watch:
         )
 
     def _is_served(self, place: _Place, tensor: Tensor, now: Tensor) -> bool:
-        """Whether members stay equal although `now` stands where `tensor` stood, or is another version of it."""
+        """Returns whether members stay equal although `now` stands where `tensor` stood, or is another version of it."""
         if now is tensor:
             return place.averaged is not None
         if place.trained or tensor is _NOTHING or now is _NOTHING:
@@ -157,7 +158,9 @@ class Watch:
         return tensors, list(map(_version, tensors)), list(map(_address, tensors))
 
     def _moved(self) -> Iterator[tuple[_Place, Tensor, Tensor]]:
-        """Places where something else stands than before, or the same with another version or memory; both tensors."""
+        """Yields places where another tensor stands than before, or the same with another version or memory, with both
+        tensors.
+        """
         before, now = self._before, self._look()
         if not before[0] or (before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))):
             return

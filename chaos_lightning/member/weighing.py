@@ -1,4 +1,4 @@
-"""Weights of the micro-batches of an accumulation, as far as they are known (protocol.md 6).
+"""Weighs the micro-batches of an accumulation, as far as their weights are known (protocol.md 6).
 
 Theory of operation. The average of a step is the sum of n_m times the gradient of micro-batch m's mean loss, over the
 sum of n_m, and the members' coefficients are these sums. While an accumulation runs, the sum is not known yet. So each
@@ -17,7 +17,7 @@ from chaos_lightning.errors import UnsupportedError
 
 
 class Weighing:
-    """The weights of one accumulation after the other.
+    """Weights of one accumulation after the other.
 
     Args:
         parts: Micro-batches per step: each loss counts as divided by it.
@@ -36,7 +36,7 @@ class Weighing:
         return sum(self._weights)
 
     def add(self, weight: float) -> None:
-        """Another micro-batch, of so many samples."""
+        """Adds the weight of another micro-batch, in samples."""
         self._weights.append(weight)
         self._unit = self._unit or weight
 
@@ -45,7 +45,7 @@ class Weighing:
         return self._weights[-1] / self._unit if self._unit else 1.0
 
     def close(self, params: Iterable[Tensor]) -> float:
-        """Before the last backward pass: earlier gradients get the factor that was not known then.
+        """Gives earlier gradients, before the last backward pass, the factor that was not known when they were made.
 
         Args:
             params: Whose gradients these are.
@@ -63,7 +63,7 @@ class Weighing:
         return self._parts * self._weights[-1] / total if total else 1.0
 
     def skip(self, params: Iterable[Tensor], *, closed: bool) -> None:
-        """The newest micro-batch has no gradient: it weighs nothing.
+        """Gives the newest micro-batch the weight 0, as it has no gradient.
 
         Args:
             params: Whose gradients these are.
@@ -77,13 +77,13 @@ class Weighing:
                         param.grad.mul_(before / self.total)
 
     def forget(self) -> None:
-        """The next micro-batch begins a new accumulation."""
+        """Forgets the weights: the next micro-batch begins a new accumulation."""
         self._weights, self._unit = [], 0.0
 
 
 def refuse_kept(named: Iterable[tuple[str, Tensor]], what_to_do: str) -> None:
-    """Before an accumulation's first pass: what the last step left must have been put away or zeroed. A newcomer would
-    not have it, so the others' part of the coming average would shrink.
+    """Refuses gradients of the last step, before an accumulation's first pass, that were neither put away nor zeroed. A
+    newcomer would not have them, so the others' part of the coming average would shrink.
 
     Args:
         named: The trained parameters.

@@ -50,7 +50,7 @@ from chaos_lightning.protocol.types import (
 
 @dataclass(eq=False)
 class Admission:
-    """Reception of processes that open a control stream, say hello, or ask to leave. Fields are the parts that it uses."""
+    """Reception of processes that open a control stream, say hello, or ask to leave. Fields: the parts that it uses."""
 
     desk: Desk
     book: Book
@@ -135,7 +135,7 @@ class Admission:
             self.identity.welcomed(conn)
 
     def _resume(self, conn: int, hello: Hello) -> None:
-        """Attaches a known member to its new stream, and repeats to it whatever may have been lost on the old stream."""
+        """Attaches a known member to its new stream, and repeats to it whatever may have been lost on the old one."""
         peer = self.roster.peers.get(hello.resume)
         if peer is None and (let_go := self._let_go_by(hello)) is not None:
             self.desk.note("left", member=hello.resume, reason=f"view {let_go} rules without it")

@@ -64,7 +64,7 @@ class Book:
         return next((v for v in self.views if v.id == number), None)
 
     def persist(self, entry: Persist, then: Callable[[], None]) -> None:
-        """Has the store write this entry, under a token of its own; calls `then` once it is written."""
+        """Asks the store to write this entry, under a token of its own; calls `then` once it is written."""
         self.token += 1
         self.persisting, self.writing = (self.token, then), entry.view
         self.numbers.add(entry.number)

@@ -116,7 +116,7 @@ def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str
 
 
 def named_more(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
-    """Returns learners that the new list names more often than the one before: they begin at the first header with it."""
+    """Returns learners that the new list names more often than the old one: they begin at the first header with it."""
     return tuple(Counter(now) - Counter(before))
 
 

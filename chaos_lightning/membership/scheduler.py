@@ -219,7 +219,7 @@ class SchedulerMachine:
     def _write(
         self, view: View, then: Callable[[], None], base: Header | None = None, *, hand_on: bool = False
     ) -> bool:
-        """Has a view written down; returns False if it is known that no store takes it."""
+        """Asks the store to write a view; returns False if it is known that no store takes it."""
         if self.book.refuses(view):
             return False
         self.book.persist(Persist(0, "view", view.id, view, base, hand_on), then)
@@ -277,7 +277,7 @@ class SchedulerMachine:
             assert not self.roster.living(), "somebody holds the state"
 
     def _change_view(self, latest: View, change: Change, net: Net, found: tuple[str | None, str] | None = None) -> bool:
-        """Has a view of this change written down; `found`: with these pipelines, for this reason."""
+        """Asks the store to write a view of this change; `found`: with these pipelines, for this reason."""
         going = tuple(m for m in latest.members if m not in change.members)
         pipelines, why = found or self.pipelining.of(change.members, net.pairs, going)
         if pipelines is None and change.members:
@@ -797,7 +797,7 @@ class SchedulerMachine:
         return self._write(view, lambda: self._decided(view, ruling), base, hand_on=ruling.hand_on)
 
     def _hold(self, text: str) -> bool:
-        """Has all that are here wait, and tells them why; returns True if they do so from now on."""
+        """Makes all that are here wait, and tells them why; returns True if they do so from now on."""
         self.roster.tell(text, [*self.roster.party(), *self.graph.ready()])
         if self.desk.phase is SchedulerPhase.HOLDING:
             return False

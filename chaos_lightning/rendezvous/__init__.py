@@ -1,4 +1,4 @@
-"""The torchrun rendezvous backend "chaos": workers that come and go without anybody being restarted.
+"""Provides the torchrun rendezvous backend "chaos": workers come and go, and none is restarted for that.
 
 torchrun finds `factory` through the entry-point group `torchrun.handlers`.
 """

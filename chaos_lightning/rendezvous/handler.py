@@ -1,4 +1,4 @@
-"""The handler that torchrun's agent talks to.
+"""Implements the handler that torchrun's agent talks to.
 
 Theory of operation. A torchrun agent thinks in rendezvous rounds: all agents meet, get ranks, start their workers; when
 anybody comes or goes, all workers are restarted. Here an agent meets nobody. `next_rendezvous` returns at once with a
@@ -52,7 +52,7 @@ _LOOK_INTERVAL_S = 2.0
 
 
 class ChaosRendezvousHandler(RendezvousHandler):
-    """See the module.
+    """Rendezvous handler of one torchrun agent.
 
     Args:
         run_id: torchrun's --rdzv-id.
@@ -76,7 +76,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
 
     @property
     def patience_s(self) -> float:
-        """How long workers may take to leave, s."""
+        """Seconds that workers may take to leave."""
         return self._options.config.step_timeout_s
 
     def get_backend(self) -> str:
@@ -90,7 +90,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """At once: this agent's workers may start.
+        """Returns at once: this agent's workers may start.
 
         Raises:
             RendezvousClosedError: The job is finished.
@@ -148,13 +148,13 @@ class ChaosRendezvousHandler(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Always 0: nobody is ever restarted because somebody came."""
+        """Returns 0, always: nobody is ever restarted because somebody came."""
         self._polite.watch()
         self.look_after_scheduler()
         return 0
 
     def look_after_scheduler(self) -> None:
-        """Now and then: whether the one that is this machine's to host is still there. Returns at once."""
+        """Looks now and then whether the scheduler, if this machine hosts it, is still there. Returns at once."""
         now = time.monotonic()
         looking = self._looking is not None and self._looking.is_alive()
         if self._may_host and now - self._looked > min(self._pause_s, 30 * _LOOK_INTERVAL_S) and not looking:
@@ -163,7 +163,9 @@ class ChaosRendezvousHandler(RendezvousHandler):
             self._looking.start()
 
     def _look(self) -> None:
-        """Starts the scheduler again if it is gone and the job is not finished. Its members waited for that."""
+        """Starts the scheduler again if it is gone and the job is not finished, after a time in which its members could
+        do so.
+        """
         options = options_for_engine(self._options.config)
         try:
             hosted = ensure_scheduler(options, self._secret, continue_only=True, serves_end=False, chain=self._chain)
@@ -181,7 +183,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
             logger.warning("the scheduler was gone; started another one on its chain (pid %d)", hosted.pid)
 
     def shutdown(self) -> bool:
-        """This agent is done. The scheduler stays: others may use it, and it ends by itself."""
+        """Ends this agent's part. The scheduler stays: others may use it, and it ends by itself."""
         self._closed = True
         return True
 

@@ -1,4 +1,4 @@
-"""`--rdzv-conf` of the backend "chaos": names, meanings, and what becomes of them (no torch here).
+"""Reads `--rdzv-conf` of the backend "chaos": names, meanings, and what becomes of them (no torch here).
 
 Theory of operation. What a worker needs is declared in EngineConfig, the rules of a scheduler in Settings, and what a
 scheduler process needs in SchedulerOptions; `OPTIONS` collects all that can be given here. The agent merges torchrun's
@@ -73,7 +73,7 @@ class RendezvousOptions:
     )
 
     def environment(self) -> dict[str, str]:
-        """Variables for the workers: EngineConfig.build and hosting.host_for_engine read them.
+        """Returns variables for the workers: EngineConfig.build and hosting.host_for_engine read them.
 
         All settings are told, defaults too: what was given explicitly goes before a variable that was set already.
         """
@@ -96,7 +96,7 @@ OPTIONS: Mapping[str, Setting] = {**MEMBER_OPTIONS, **SETTING_OPTIONS, **declare
 
 
 def conf_help() -> str:
-    """A line for each option."""
+    """Returns a line for each option."""
     lines = (f"  {name:24}{made.short}" + f" ({made.shown})" * bool(made.shown) for name, made in OPTIONS.items())
     return "\n".join(("--rdzv-conf NAME=VALUE,... takes (docs/settings.md):", *lines))
 
@@ -178,7 +178,7 @@ def _values(options: Mapping[str, Setting], conf: Mapping[str, str], environ: Ma
 
 
 def _rules(config: EngineConfig, conf: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
-    """The environment's, with what --rdzv-conf says, and what this node's members go by."""
+    """Returns the environment's settings, with what --rdzv-conf says, and what this node's members go by."""
     base = settings_from_json(environ.get("CHAOS_SETTINGS") or "{}")
     return replace(
         base,

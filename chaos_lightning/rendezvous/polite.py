@@ -1,4 +1,4 @@
-"""Ctrl+C, SIGTERM and SIGHUP at a torchrun agent: its workers leave the job, and then the agent ends well.
+"""Handles Ctrl+C, SIGTERM and SIGHUP at a torchrun agent: its workers leave the job, and then the agent ends well.
 
 Theory of operation. torch's own handler turns the first signal into an exception that takes the agent down: it signals
 the workers, waits, and exits with an error, although all of them may have left as politely as can be. So once torch has
@@ -53,7 +53,7 @@ class PoliteExit:
 
     @property
     def asked(self) -> signal.Signals | None:
-        """The signal that workers were asked to leave with; None before."""
+        """Signal that workers were asked to leave with; None before."""
         return self._signals.asked
 
     def watch(self) -> None:
@@ -71,7 +71,7 @@ class PoliteExit:
             self.resort()
 
     def resort(self) -> None:
-        """Torch's own way from here on.
+        """Resorts to torch's own way from here on.
 
         Raises:
             SignalException: Torch's own.
@@ -109,7 +109,7 @@ def pass_on(number: int, pids: Iterable[int]) -> None:
 
 
 def workers_of(mark: str, parent: int | None = None) -> list[int]:
-    """Process ids of the children of `parent` (this process) that have this mark in their environment."""
+    """Returns process ids of the children of `parent` (this process) that have this mark in their environment."""
     parent = os.getpid() if parent is None else parent
     wanted = f"{VARIABLE}={mark}".encode()
     found = []

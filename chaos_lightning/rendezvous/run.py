@@ -76,7 +76,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's, with this command's name, words and defaults."""
+    """Returns torchrun's parser, with this command's name, words and defaults."""
     made: argparse.ArgumentParser = get_args_parser()
     made.prog, made.description = "chaos-lightning run", HELP
     made.formatter_class, made.epilog = HelpFormat, conf_help()
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """The command.
+    """Runs the command.
 
     Raises:
         SystemExit: Always; see the module for the code.
@@ -111,7 +111,7 @@ def run(arguments: Sequence[str]) -> None:
 
 @dataclass
 class Worker:
-    """One worker of this node, over all its lives.
+    """Worker of this node, over all its lives.
 
     Attributes:
         rank: Its LOCAL_RANK.
@@ -133,7 +133,7 @@ class Worker:
 
 
 class NodeWorkers:
-    """All workers of this node. See the module."""
+    """All workers of this node."""
 
     def __init__(self, config: LaunchConfig, given: argparse.Namespace, entrypoint: Any, command: list[str]) -> None:
         self._config = config
@@ -160,7 +160,7 @@ class NodeWorkers:
         """Worker that is about to be started, once a scheduler is found."""
 
     def run(self) -> int:
-        """Until all workers have ended for good; the exit code."""
+        """Runs until all workers have ended for good; returns the exit code."""
         self._signals.install()
         try:
             while any(w.code is None for w in self._workers):
@@ -206,7 +206,7 @@ class NodeWorkers:
         self._failed(worker, worker.last)
 
     def _failed(self, worker: Worker, code: int, error: str = "") -> None:
-        """It has ended with this exit code, or could not be started because of this error."""
+        """Deals with a worker that has ended with this exit code, or could not be started because of this error."""
         words = error or _words(code)
         if self._asked is None and worker.restarts < self._config.max_restarts:
             self._put_off(worker, f"{'could not be started' if error else 'ended'} ({words})")
@@ -242,7 +242,7 @@ class NodeWorkers:
         return outcome
 
     def _start(self, worker: Worker) -> None:
-        """Begins to start it, or ends to; one at a time, as all share one environment."""
+        """Begins to start a worker, or ends to; one at a time, as all share one environment."""
         if self._seeking is None:
             worker.began = time.monotonic()
             self._seeking = worker, self._seek()
@@ -300,7 +300,7 @@ class NodeWorkers:
             self._ask(worker)  # it was not there yet
 
     def _logs(self, rank: int) -> Any:
-        """torchrun's log settings for one worker, which is local rank 0 of its own group."""
+        """Returns torchrun's log settings for one worker, which is local rank 0 of its own group."""
         given = self._given
         shown = {int(r) for r in given.local_ranks_filter.split(",")} if given.local_ranks_filter else {rank}
         make: Any = type(self._config.logs_specs)
@@ -315,7 +315,7 @@ class NodeWorkers:
 
     @property
     def _asked(self) -> signal.Signals | None:
-        """The signal that workers were asked to leave with; None before."""
+        """Signal that workers were asked to leave with; None before."""
         return self._signals.asked
 
     def _ask_all(self, number: signal.Signals, frame: FrameType | None) -> None:
@@ -350,7 +350,7 @@ def _of(given: Std | dict[int, Std], rank: int) -> Std:
 
 
 def _exit_code(code: int) -> int:
-    """As a shell has it."""
+    """Returns the exit code as a shell has it."""
     return 128 - code if code < 0 else code
 
 

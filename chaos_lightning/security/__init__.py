@@ -1,1 +1,1 @@
-"""Access: credentials, keys, roles, certificates."""
+"""Parts that control access: credentials, keys, roles, certificates."""

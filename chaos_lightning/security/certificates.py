@@ -1,4 +1,4 @@
-"""The certificates of a cluster: its authority's and its nodes', and what they say.
+"""Makes and reads the certificates of a cluster: its authority's and its nodes'.
 
 Theory of operation. Keys are on the curve P-256, which everything that speaks TLS knows. A node's certificate carries
 its role and name (security/roles.py), and for roles that serve the hosts where it is reached: only their certificates
@@ -34,7 +34,7 @@ _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\.?")
 
 
 def host_name(host: str) -> x509.GeneralName:
-    """As it stands in a certificate."""
+    """Returns a host's name or address in the form in which a certificate has it."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -102,7 +102,7 @@ def _authority(
 
 
 def new_authority(cluster: str) -> tuple[str, str]:
-    """Certificate and key (PEM) of an authority that signs itself."""
+    """Returns certificate and key (PEM) of an authority that signs itself."""
     key = _key()
     # Each authority has a name of its own: during a rotation two are believed, and verifiers look them up by name.
     mark = secrets.token_hex(4)
@@ -117,7 +117,7 @@ def _load_key(pem: str) -> ec.EllipticCurvePrivateKey:
 
 
 def bridge(authority: tuple[str, str], old: tuple[str, str]) -> str:
-    """The certificate of an authority, signed by the one before it: who believes that one, believes this one."""
+    """Returns an authority's certificate, signed by the authority before: who believes that one, believes this one."""
     made, signer = x509.load_pem_x509_certificate(old[0].encode()), _load_key(old[1])
     ours = x509.load_pem_x509_certificate(authority[0].encode())
     return _text(_authority(ours.subject, _load_key(authority[1]).public_key(), made.subject, signer))
@@ -126,7 +126,7 @@ def bridge(authority: tuple[str, str], old: tuple[str, str]) -> str:
 def certify(
     authority: tuple[str, str], cluster: str, name: str, role: str, hosts: Iterable[str] = (), days: float = NODE_DAYS
 ) -> tuple[str, str]:
-    """Certificate and key (PEM) for a node.
+    """Returns certificate and key (PEM) for a node.
 
     Args:
         authority: Certificate and key (PEM).
@@ -156,7 +156,7 @@ def certify(
 
 
 def signed_by(certificate: str, authority: str) -> bool:
-    """Whether this authority (PEM) has signed the certificate (PEM) itself."""
+    """Returns whether this authority (PEM) has signed the certificate (PEM) itself."""
     try:
         x509.load_pem_x509_certificate(certificate.encode()).verify_directly_issued_by(
             x509.load_pem_x509_certificate(authority.encode())
@@ -167,12 +167,12 @@ def signed_by(certificate: str, authority: str) -> bool:
 
 
 def each_of(bundle: bytes) -> tuple[str, ...]:
-    """The certificates (PEM) of a file, each written alike; what is none is a ValueError."""
+    """Returns the certificates (PEM) of a file, each written alike; what is none is a ValueError."""
     return tuple(_text(certificate) for certificate in x509.load_pem_x509_certificates(bundle))
 
 
 def first_of(chain: bytes) -> str:
-    """The first certificate (PEM) of a file; what is none is a ValueError."""
+    """Returns the first certificate (PEM) of a file; what is none is a ValueError."""
     return _text(x509.load_pem_x509_certificates(chain)[0])
 
 
@@ -191,7 +191,7 @@ class Facts:
 
     @property
     def trouble(self) -> str:
-        """Why it does not count now; "" if it does."""
+        """Reason why the certificate does not count now; "" if it does."""
         now = datetime.now(UTC)
         if now > self.until:
             return f"it expired on {when(self.until)}"
@@ -199,7 +199,7 @@ class Facts:
 
 
 def when(moment: datetime) -> str:
-    """To the minute, in UTC."""
+    """Returns a time in words, to the minute, in UTC."""
     return f"{moment:%Y-%m-%d %H:%M} UTC"
 
 

@@ -1,4 +1,4 @@
-"""Credentials of this process, to show to others and to judge them by: a bare token, or a folder of keys.
+"""Holds credentials of this process, to show to others and to judge them by: a bare token, or a folder of keys.
 
 Theory of operation. Everything that talks to a scheduler is given `Credentials`, or just a token. With a folder of keys
 (security/keyfiles.py) control channels are mutual TLS and the token travels inside; without, the token is all there is,
@@ -42,7 +42,7 @@ _WARN_AGAIN_S = 86400.0
 
 @dataclass(frozen=True)
 class Keys:
-    """One reading of a folder. What is secret stays out of `repr`.
+    """Keys as one reading of a folder gave them. What is secret stays out of `repr`.
 
     Attributes:
         facts: Of this node's certificate.
@@ -66,7 +66,7 @@ class Keys:
 
 
 class KeyFolder:
-    """A node's folder. Methods may be called from any thread.
+    """Folder of a node's keys. Methods may be called from any thread.
 
     Args:
         folder: With ca.crt, node.crt, node.key and, where its role shows it, token.
@@ -105,7 +105,7 @@ class KeyFolder:
         return f"KeyFolder({str(self.folder)!r})"
 
     def current(self) -> Keys:
-        """The keys as they are now, or as they were when they last fitted together."""
+        """Returns the keys as they are now, or as they were when they last fitted together."""
         with self._lock:
             signature = self._signature()
             if signature not in (self._seen, self._complained):
@@ -147,7 +147,7 @@ class KeyFolder:
         return Keys(facts, contents[TRUSTED], contents[CHAIN], contents[KEY], tokens, server, client, curious)
 
     def _warn_of_end(self, facts: Facts) -> None:
-        """When the certificate is another one, or ends, and then once a day."""
+        """Warns if the certificate does not count or soon ends: when it is another one, or ends, and then once a day."""
         found = (facts, facts.trouble)
         if found == self._warned_of and time.monotonic() - self._warned_at < _WARN_AGAIN_S:
             return
@@ -206,7 +206,7 @@ class KeyFolder:
 
 
 class Credentials:
-    """See the module.
+    """Token or folder of keys of this process.
 
     Args:
         token: A bare cluster token, b"" for none.
@@ -219,7 +219,7 @@ class Credentials:
 
     @classmethod
     def of(cls, secret: Secret) -> Credentials:
-        """Credentials as they are; of a bare token, some."""
+        """Returns credentials as they are; of a bare token, credentials with it."""
         return cls(secret) if isinstance(secret, bytes) else secret
 
     @classmethod
@@ -237,7 +237,7 @@ class Credentials:
         return cls(keys=KeyFolder(folder)) if folder else cls(load_token(token_file, environ))
 
     def __bool__(self) -> bool:
-        """Whether they keep anybody out."""
+        """Returns whether these credentials keep anybody out."""
         return bool(self._token) or self.keys is not None
 
     def __repr__(self) -> str:
@@ -250,12 +250,12 @@ class Credentials:
 
     @property
     def keys_dir(self) -> str:
-        """The folder of keys; "" if there is none."""
+        """Path of the folder of keys; "" if there is none."""
         return str(self.keys.folder) if self.keys is not None else ""
 
     @property
     def bare_token(self) -> bytes:
-        """The token that came without a folder."""
+        """Token that came without a folder."""
         return self._token
 
     def tokens(self) -> tuple[bytes, ...]:
@@ -265,7 +265,9 @@ class Credentials:
         return (self._token,) if self._token else ()
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """gRPC metadata that shows the token; during a rotation also the old one, which a scheduler may know only."""
+        """Returns gRPC metadata that shows the token; during a rotation also the old one, as a scheduler may know only
+        that.
+        """
         return tuple((TOKEN_KEY, token) for token in self.tokens())
 
 
@@ -274,13 +276,13 @@ Secret = bytes | Credentials
 
 
 def known(shown: Sequence[bytes], accepted: Sequence[bytes]) -> bool:
-    """Whether one of the tokens shown is accepted, told in a time that does not depend on where they differ."""
+    """Returns whether one of the tokens shown is accepted, in a time that does not depend on where they differ."""
     matches = [hmac.compare_digest(one, other) for one in shown for other in accepted]
     return any(matches)
 
 
 def open_channel(endpoint: str, secret: Secret, options: list[tuple[str, Any]]) -> Any:
-    """A gRPC channel to `endpoint`: mutual TLS with keys, read anew; plain without.
+    """Returns a gRPC channel to `endpoint`: mutual TLS with keys, read anew; plain without.
 
     Raises:
         RefusedError: This process's certificate does not count (any more).

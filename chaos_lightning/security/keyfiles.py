@@ -1,4 +1,4 @@
-"""A cluster's keys: an authority, a token, and a folder of keys for each node; what `chaos-lightning keys` does.
+"""Makes a cluster's keys: an authority, a token, and a folder of keys for each node; what `chaos-lightning keys` does.
 
 Theory of operation. The owner's folder holds `cluster.json` with everything secret (the authority's key, the token, who
 was given what) and `nodes/NAME/`, one folder per node, to be copied there: `ca.crt` (whom to believe), `node.crt` and
@@ -112,7 +112,7 @@ class Cluster:
 
     @property
     def rotating(self) -> bool:
-        """The first half of a rotation is done, the second is not."""
+        """Whether the first half of a rotation is done, and the second is not."""
         return bool(self.old_authority) or len(self.tokens) > 1
 
     def node(self, name: str) -> KeyHolder | None:
@@ -120,7 +120,7 @@ class Cluster:
 
 
 def issue(cluster: Cluster, node: KeyHolder, days: float = NODE_DAYS) -> dict[str, str]:
-    """The files of a node's folder, with a new key."""
+    """Returns the files of a node's folder, with a new key."""
     certificate, key = certify(cluster.authority, cluster.name, node.name, node.role, node.hosts, days)
     files = {TRUSTED: cluster.authority[0] + cluster.old_authority, CHAIN: certificate + cluster.bridge, KEY: key}
     if shows_token(node.role):
@@ -132,7 +132,7 @@ def issue(cluster: Cluster, node: KeyHolder, days: float = NODE_DAYS) -> dict[st
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all; nobody else can ever read it."""
+    """Writes a file whole or not at all; nobody else can ever read it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -166,7 +166,7 @@ def save(folder: Path, cluster: Cluster) -> None:
 
 
 def load(folder: Path) -> Cluster:
-    """Loads what `init` has made.
+    """Loads a cluster from the folder that `init` has made.
 
     Raises:
         ConfigurationError: There is no such folder, or `cluster.json` is damaged.
@@ -229,7 +229,7 @@ def init(folder: Path, nodes: Iterable[KeyHolder], *, name: str = "cluster", day
 
 
 def add(folder: Path, node: KeyHolder, *, days: float = NODE_DAYS, renew: bool = False) -> Path:
-    """Keys for one more node; with `renew`, new ones for a node that has some. Returns their folder.
+    """Makes keys for one more node; with `renew`, new ones for a node that has some. Returns their folder.
 
     Raises:
         ConfigurationError: There is such a node and it is not to be renewed, or there is none and it is.
@@ -256,7 +256,8 @@ def add(folder: Path, node: KeyHolder, *, days: float = NODE_DAYS, renew: bool =
 
 
 def rotate(folder: Path, *, without: Iterable[str] = (), days: float = NODE_DAYS) -> Cluster:
-    """First half: a new authority, token and certificates; the old ones are believed until `finish`.
+    """Makes a new authority, token and certificates: the first half of a rotation. The old ones are believed until
+    `finish`.
 
     Args:
         folder: The owner's.
@@ -295,7 +296,7 @@ def rotate(folder: Path, *, without: Iterable[str] = (), days: float = NODE_DAYS
 
 
 def finish(folder: Path) -> Cluster:
-    """Second half: the old authority and token leave all folders. Certificates stay.
+    """Takes the old authority and token out of all folders: the second half of a rotation. Certificates stay.
 
     Raises:
         ConfigurationError: No rotation is under way, or a node's folder is not complete.

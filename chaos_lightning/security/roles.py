@@ -1,4 +1,4 @@
-"""Roles of certificates, and who may make which call.
+"""Registers roles of certificates, and says who may make which call.
 
 Theory of operation. A role stands in the caller's certificate (security/keyfiles.py), as
 `chaos-lightning://CLUSTER/ROLE/NAME` among its names. Which roles there are is not written here: whoever needs one
@@ -27,7 +27,7 @@ _SHOW_TOKEN: set[str] = set()
 
 
 def register_role(name: str, *, serves: bool = False, token: bool = False) -> str:
-    """A role that certificates may name from now on; returns its name.
+    """Registers a role that certificates may name from now on; returns its name.
 
     Args:
         name: A plain word in lower case.
@@ -47,17 +47,17 @@ def register_role(name: str, *, serves: bool = False, token: bool = False) -> st
 
 
 def certified() -> tuple[str, ...]:
-    """Roles that a certificate may name."""
+    """Returns the roles that a certificate may name."""
     return tuple(_SERVES)
 
 
 def serves(role: str) -> bool:
-    """Whether others call who has this role."""
+    """Returns whether nodes of this role serve: others call them."""
     return _SERVES.get(role, False)
 
 
 def shows_token(role: str) -> bool:
-    """Whether the cluster's token lies beside the certificates of this role."""
+    """Returns whether the cluster's token lies beside the certificates of this role."""
     return serves(role) or role in _SHOW_TOKEN
 
 
@@ -90,7 +90,7 @@ class Rights:
         self._rights: dict[str, Right] = {}
 
     def register(self, service: str, calls: Mapping[str, Right]) -> None:
-        """A service says who may make its calls.
+        """Registers who may make the calls of a service.
 
         Args:
             service: Its full name, as in its .proto.
@@ -107,17 +107,17 @@ class Rights:
             self._rights[f"/{service}/{call}"] = right
 
     def may(self, role: str, method: str) -> bool:
-        """Whether `role` may make the call with this path (/SERVICE/CALL)."""
+        """Returns whether `role` may make the call with this path (/SERVICE/CALL)."""
         right = self._rights.get(method)
         return right is not None and (role in right.roles or role in (TOKEN, ANYBODY))
 
     def must_show_token(self, role: str, method: str) -> bool:
-        """Whether `role` must show the cluster token for that."""
+        """Returns whether `role` must show the cluster token for the call with this path."""
         right = self._rights.get(method)
         return role == TOKEN or (right is not None and role in right.with_token)
 
     def who_may(self, method: str) -> str:
-        """The certified roles that may, in words."""
+        """Returns in words the certified roles that may make this call."""
         return " or ".join(role for role in _SERVES if self.may(role, method)) or "nobody"
 
 
@@ -145,7 +145,7 @@ def uri(cluster: str, role: str, name: str) -> str:
 
 
 def read_uris(uris: list[str]) -> tuple[str, str]:
-    """(role, name) of a certificate with these URIs.
+    """Returns (role, name) of a certificate with these URIs.
 
     Raises:
         WireError: There is none of ours, more than one, or a role that nobody knows.

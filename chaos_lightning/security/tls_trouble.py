@@ -1,4 +1,4 @@
-"""Why TLS to a server fails, in words: gRPC only says that a handshake did.
+"""Explains in words why TLS to a server fails: gRPC only says that a handshake did.
 
 Theory of operation. After a call that failed without an answer, the endpoint is tried once with Python's own ssl and
 the same keys: the certificate at the other end, the names it is made for, and what the other end thinks of ours. The
@@ -103,7 +103,7 @@ def _until(said: Facts) -> str:
 
 
 def _names(found: Facts, host: str) -> bool:
-    """Whether a certificate is made for this host."""
+    """Returns whether a certificate is made for this host."""
     if not serves(found.role):
         return False
     try:
