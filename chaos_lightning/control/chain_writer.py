@@ -58,7 +58,7 @@ class ChainWriter:
         return self._chain
 
     async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        """Does this work in the store's thread."""
+        """Calls a function in the store's thread, and returns what it returns."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
 
     def take(self, taken: Callable[[], None]) -> fx.Chain:

@@ -121,7 +121,9 @@ class Claims:
         return len(self._held)
 
     async def hold(self, context: Any, port: int) -> None:
-        """Holds a number for a caller that may have one, until the call ends; `port` is where this scheduler listens."""
+        """Holds a number for a caller that may have one, until the call ends; `port` is where this scheduler
+        listens.
+        """
         peer, job = context.peer(), self._job
         request: Any = END_OF_STREAM
         with contextlib.suppress(TimeoutError):

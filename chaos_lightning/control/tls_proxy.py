@@ -291,7 +291,9 @@ class _Outside:
         return _Inside(Caller(name, role, self.peer), certificate, until, self._trusted)
 
     def why(self, error: Exception) -> str:
-        """Returns why the caller was refused. Whose certificate was refused cannot be told: ssl keeps those to itself."""
+        """Returns why the caller was refused. Whose certificate was refused cannot be told: ssl keeps those to
+        itself.
+        """
         if not isinstance(error, ssl.SSLError):
             return str(error)
         if isinstance(error, ssl.SSLCertVerificationError):

@@ -62,7 +62,9 @@ def _free(final: Path) -> bool:
 
 
 def _removes(folder: Path, now: float) -> bool:
-    """Removes a folder if its job was finished long ago, and no scheduler works on its chain; returns whether it did."""
+    """Removes a folder if its job was finished long ago, and no scheduler works on its chain; returns whether it
+    did.
+    """
     chain = folder / "chain.sqlite"
     if not chain.is_file() or now - max(path.stat().st_mtime for path in folder.rglob("*")) <= FORGOTTEN_S:
         return False

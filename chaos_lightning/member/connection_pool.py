@@ -35,7 +35,9 @@ class ConnectionPool:
         self._open = True
 
     def prepare(self, endpoint: Endpoint, count: int) -> None:
-        """Makes `count` connections to a member, in a thread of their own; none to further members than `MOST_MEMBERS`."""
+        """Makes `count` connections to a member, in a thread of their own; none to further members than
+        `MOST_MEMBERS`.
+        """
         self._prepared.add(endpoint.member)
         if len(self._prepared) > MOST_MEMBERS:
             return

@@ -185,7 +185,9 @@ class Keeping:
             self._claim = None
 
     def _goes_on_from(self, loaded: LoadedCheckpoint, record: files.StateOnDisk) -> bool:
-        """Returns whether this state counts: the checkpoint is its ancestor, and the user does not go back on purpose."""
+        """Returns whether this state counts: the checkpoint is its ancestor, and the user does not go back on
+        purpose.
+        """
         if record.folder.name == FINAL:
             return True  # nothing is left to train
         return not self._goes_back and bool(loaded.head) and loaded.head in record.said.get("checkpoints", ())

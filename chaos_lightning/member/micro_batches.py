@@ -174,7 +174,9 @@ class MicroBatches:
         return bool(self._reached) or assigned
 
     def _refuse_added(self) -> None:
-        """Refuses a gradient that only backward passes have written to since the last step, so that it was not zeroed."""
+        """Refuses a gradient that only backward passes have written to since the last step, so that it was not
+        zeroed.
+        """
         for (name, _), (param, grad, version) in zip(self._named, self._left, strict=True):
             passes = self._reached.get(id(param), 0)
             if passes and grad is not None and param.grad is grad and grad._version == version + passes:

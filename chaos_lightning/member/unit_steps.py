@@ -95,7 +95,9 @@ Attempt = Callable[[View, int], UnitsDone]
 
 
 def owned_spans(layout: Layout, view: View) -> Sequence[OwnedSpans] | None:
-    """Returns who owns which bytes of the layout in a view; None if it has no pipelines, so that all own all of them."""
+    """Returns who owns which bytes of the layout in a view; None if it has no pipelines, so that all own all of
+    them.
+    """
     if not view.pipelines:
         return None
     parts = division(view)

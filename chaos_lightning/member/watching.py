@@ -143,7 +143,9 @@ class Watch:
         )
 
     def _is_served(self, place: _Place, tensor: Tensor, now: Tensor) -> bool:
-        """Returns whether members stay equal although `now` stands where `tensor` stood, or is another version of it."""
+        """Returns whether members stay equal although `now` stands where `tensor` stood, or is another version of
+        it.
+        """
         if now is tensor:
             return place.averaged is not None
         if place.trained or tensor is _NOTHING or now is _NOTHING:

@@ -123,7 +123,9 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class OpenAttempt:
-    """Order to start to reduce slot `seq` under `view`, with whatever gradients are ready; others follow as they fill."""
+    """Order to start to reduce slot `seq` under `view`, with whatever gradients are ready; others follow as they
+    fill.
+    """
 
     view: View
     seq: int
@@ -148,7 +150,9 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """Order to fetch the raw reduced bytes of header.seq from these sources, verbatim, and then to feed ResultPulled."""
+    """Order to fetch the raw reduced bytes of header.seq from these sources, verbatim, and then to feed
+    ResultPulled.
+    """
 
     header: Header
     sources: tuple[Source, ...]
@@ -211,7 +215,9 @@ class Observe:
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """News for training that may be inside a wait: the view changed without a commit (rank and world size may differ)."""
+    """News for training that may be inside a wait: the view changed without a commit (rank and world size may
+    differ).
+    """
 
     view: View
 

@@ -132,7 +132,9 @@ class Graph:
         return removable(neighbours(members, links), leaving) or list(leaving)
 
     def thin(self, view: View) -> bool:
-        """Makes later views use fewer links than this one, which no store takes; returns False if it has few already."""
+        """Makes later views use fewer links than this one, which no store takes; returns False if it has few
+        already.
+        """
         many = len(view.links) > (THIN_DEGREE + 1) * len(view.members)
         self.thins = self.thins or many
         return many

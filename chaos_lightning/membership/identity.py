@@ -103,7 +103,9 @@ class Identity:
         return f"it has just started, and listens for {left_s:.1f} s more whether members know more than its store"
 
     def _is_another(self, chain: str) -> bool:
-        """Returns whether this is the id of another chain. Members that tell no id are older than chains' ids: False."""
+        """Returns whether this is the id of another chain. Members that tell no id are older than chains' ids:
+        False.
+        """
         return bool(chain and self._book.chain_id and chain != self._book.chain_id)
 
     def _lacking(self, message: Hello | Entered | Heartbeat) -> str:

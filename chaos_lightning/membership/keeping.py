@@ -103,7 +103,9 @@ class Keeper:
         return peer.id in self._parted
 
     def all_told(self, leavers: Sequence[Peer]) -> bool:
-        """Returns whether all living members that part have written their parts down, or were waited for long enough."""
+        """Returns whether all living members that part have written their parts down, or were waited for long
+        enough.
+        """
         if self._parting_since is None:
             self._parting_since = self._desk.now
         over = self._desk.now - self._parting_since > self._settings.last_holder_timeout_s
@@ -118,7 +120,9 @@ class Keeper:
         ]
 
     def holders(self, founders: Sequence[Peer], base: Header) -> tuple[str, ...]:
-        """Returns the founders that have parts of the state at this header in files; the others get theirs from them."""
+        """Returns the founders that have parts of the state at this header in files; the others get theirs from
+        them.
+        """
         at = base.prev_hash
         return tuple(p.id for p in founders if at and p.kept is not None and p.kept.header.prev_hash == at)
 
@@ -159,7 +163,9 @@ class Keeper:
         ]
 
     def wait_for_kept(self) -> str | None:
-        """Returns in words what keeps newcomers from founding the job: "" if only for a moment, None if nothing does."""
+        """Returns in words what keeps newcomers from founding the job: "" if only for a moment, None if nothing
+        does.
+        """
         if writing := self.writing():
             return f"the job waits for {', '.join(p.id for p in writing)}, which may be writing its training state down"
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]

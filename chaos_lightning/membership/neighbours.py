@@ -30,7 +30,9 @@ class Neighbours:
         """Why the others do not stand."""
 
     def asked(self, me: str, told: OpenLinks) -> None:
-        """Takes the scheduler's list of the members that this one is to have links with, or the changes of that list."""
+        """Takes the scheduler's list of the members that this one is to have links with, or the changes of that
+        list.
+        """
         before = {p.id: p for p in self.wanted or ()} if told.changes else {}
         named = {**before, **{p.id: p for p in told.peers}}
         self.wanted = tuple(p for p in named.values() if p.id != me and p.id not in told.gone)

@@ -393,7 +393,9 @@ class Pipelining:
         return self._pipeliner.wish(latest.members)
 
     def better(self, latest: View, plan: str) -> tuple[str, str] | None:
-        """Returns pipelines by a plan that was found for the members of this view, and why; None if the pipelines stay."""
+        """Returns pipelines by a plan that was found for the members of this view, and why; None if the pipelines
+        stay.
+        """
         pairs, speeds = self._graph.of_view(latest), self.speeds(latest)
         self._look_at_steps()
         choice = self._pipeliner.better(latest.pipelines, latest.members, plan, pairs)

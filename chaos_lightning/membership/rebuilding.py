@@ -111,7 +111,9 @@ class Rebuild:
         self.greeted(peer)
 
     def _is_of_another(self, hello: Hello) -> str:
-        """Returns words if this is another program than that of the members here; newcomers' words count for nothing."""
+        """Returns words if this is another program than that of the members here; newcomers' words count for
+        nothing.
+        """
         inside = (Standing.REPORTER, Standing.MEMBER)
         here = [
             p for p in self._roster.peers.values() if p.standing in inside and p.conn is not None and p.said is None

@@ -65,7 +65,9 @@ def needs_bytes(header: Header) -> bool:
 
 
 def with_scope(held: Iterable[Span], scope: Iterable[Span]) -> tuple[Span, ...]:
-    """Returns the spans that a shell reports: the reduced ranges, and the borders of the slot's scope as empty spans."""
+    """Returns the spans that a shell reports: the reduced ranges, and the borders of the slot's scope as empty
+    spans.
+    """
     return (*held, *((border, border) for span in union(scope) for border in span))
 
 

@@ -93,7 +93,9 @@ class Redrawing:
             self.drop()
 
     def drop(self) -> None:
-        """Gives up the request for a plan of another view, answered or not; the next request takes the planner's place."""
+        """Gives up the request for a plan of another view, answered or not; the next request takes the planner's
+        place.
+        """
         self._out = self._answer = None
 
     def _due(self, latest: View) -> bool:

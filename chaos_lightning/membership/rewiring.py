@@ -153,7 +153,9 @@ class Rewiring:
         return [p.id for p in self._roster.living() if not p.known or p.entered != NO_VIEW]
 
     def _due(self) -> bool:
-        """Returns whether to look at links: something was said about them, or some are unsettled and it is time again."""
+        """Returns whether to look at links: something was said about them, or some are unsettled and it is time
+        again.
+        """
         news = self._topology.news or self._news
         if news:
             self._ailing, self._news = bool(self._topology.ailing), False
@@ -232,7 +234,9 @@ class Rewiring:
         return True
 
     def able(self, ruling: Ruling) -> int:
-        """Returns the number of nodes that can go on by this ruling, with the newcomers that links lead to from them."""
+        """Returns the number of nodes that can go on by this ruling, with the newcomers that links lead to from
+        them.
+        """
         here = [*(m for m in ruling.members if not self._roster.peers[m].leaving), *ruling.waiting]
         coming = (p.member for p in self._graph.reachable(ruling.members))
         return nodes.count([*(self._roster.peers[m].member for m in here), *coming])

@@ -68,7 +68,9 @@ class Scene:
         return found
 
     def is_unheard(self, peer: Peer) -> bool:
-        """Returns whether most other members have no stream: a scheduler that nearly all have left was silent itself."""
+        """Returns whether most other members have no stream: a scheduler that nearly all have left was silent
+        itself.
+        """
         return 2 * (self._left - (peer.conn is None)) > len(self.watched) - 1
 
     def closed_link(self, member: str, ends: tuple[str, ...] = ("",), *, newcomers: bool = True) -> str:

@@ -226,7 +226,9 @@ class SchedulerMachine:
         return True
 
     def snapshot(self, page: int = 0) -> dict[str, object]:
-        """Returns plain values for `chaos-lightning status`; of a large job a page, or what is odd (`Showing.facts`)."""
+        """Returns plain values for `chaos-lightning status`; of a large job a page, or what is odd
+        (`Showing.facts`).
+        """
         latest = self.book.latest
         usual = self.recovery.why if self.desk.reserving else latest.reason if latest is not None else ""
         return {
@@ -823,7 +825,9 @@ class SchedulerMachine:
         )
 
     def _decided(self, view: View, ruling: Ruling) -> None:
-        """Tells a founding or recovered view, which is in the chain, to its members; all others of the old one are out."""
+        """Tells a founding or recovered view, which is in the chain, to its members; all others of the old one are
+        out.
+        """
         assert ruling.base is not None
         old = [*self.roster.members(), *self.roster.needed_leavers()]
         self.roster.vouched = True  # who is in this view says what the job is

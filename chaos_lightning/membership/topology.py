@@ -294,7 +294,9 @@ class Topology:
         assert {ends for ends, fact in self.facts.items() if fact.down or fact.idle} == self.ailing.keys()
 
     def measured(self, ids: Sequence[str], pairs: Collection[Pair]) -> Measured:
-        """Returns rates and latencies of these pairs; those that nobody measured are usual, or as the other end says."""
+        """Returns rates and latencies of these pairs; those that nobody measured are usual, or as the other end
+        says.
+        """
         found: dict[tuple[str, str], tuple[float, float, float]] = {}
         for a, b in in_rank_order(ids, pairs):
             fact = self.known(a, b)

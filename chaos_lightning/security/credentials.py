@@ -147,7 +147,9 @@ class KeyFolder:
         return Keys(facts, contents[TRUSTED], contents[CHAIN], contents[KEY], tokens, server, client, curious)
 
     def _warn_of_end(self, facts: Facts) -> None:
-        """Warns if the certificate does not count or soon ends: when it is another one, or ends, and then once a day."""
+        """Warns if the certificate does not count or soon ends: when it is another one, or ends, and then once a
+        day.
+        """
         found = (facts, facts.trouble)
         if found == self._warned_of and time.monotonic() - self._warned_at < _WARN_AGAIN_S:
             return
