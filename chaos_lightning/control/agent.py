@@ -239,7 +239,7 @@ class Agent(threading.Thread):
         return Conversation(self._answered, isinstance(reason, SilentError), standby, leader)
 
     def _tell(self, state: str, told: str) -> str:
-        """Tells a state unless it was the last one told; returns it."""
+        """Tells `on_state` a state of the stream, unless it was the last one told; returns the state."""
         if state != told:
             self._on_state(state)
         return state

@@ -44,7 +44,7 @@ class Service:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, misc]
-    """Refuses calls of those who may not make them, whichever service they are for.
+    """Interceptor that refuses calls of those who may not make them, whichever service they are for.
 
     Args:
         secret: Token or credentials; b"" lets everybody in (loopback only).
@@ -101,7 +101,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Puts the look at the caller before the call itself (gRPC's interface)."""
+        """Wraps a call, so that its caller is checked before the call is handled (gRPC's interface)."""
         handler, method = await continuation(details), str(details.method)
         if handler is None:  # there is no such call
             return None

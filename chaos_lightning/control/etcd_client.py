@@ -48,7 +48,7 @@ class UnansweredError(StoreError):
 
 
 class CompactedError(StoreError):
-    """Error as etcd has compacted the revisions that were asked for: read anew, then watch from there."""
+    """Error of a watch from revisions that etcd has compacted: read anew, then watch from there."""
 
 
 # ------------------------------------------------------------------ one server

@@ -1,4 +1,4 @@
-"""Has a scheduler run at an endpoint of this machine if nobody serves it yet.
+"""Starts a scheduler at an endpoint of this machine if nobody serves it yet.
 
 Theory of operation. Whoever needs a scheduler looks at the endpoint. If it is another machine's, that is that machine's
 affair. If somebody serves this job there, fine. If nobody listens, a scheduler process is started, detached, so that it

@@ -359,7 +359,7 @@ class SchedulerServer:
             await asyncio.sleep(self._streams.pulse())
 
     def status(self, page: int = 0) -> dict[str, Any]:
-        """Facts of this server, and the machine's snapshot under "machine"; of a large job this page of it."""
+        """Returns facts of this server, and the machine's snapshot under "machine"; of a large job this page of it."""
         settings, chain, machine, owed = self.config.settings, self._writer.opened, self._driver.machine, self.owed
         streams = self._streams.standing.values()
         return {

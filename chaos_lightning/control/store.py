@@ -60,7 +60,7 @@ def check_size(record: StoreRecord) -> None:
 
 
 class ReadAnewError(StoreError):
-    """Error as records behind the reader's position are not there any more: read the log from its start."""
+    """Error of a read behind a position where records are not there any more: read the log from its start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ async def both_ways(
 
 
 class Streams:
-    """Streams that stand. Methods belong to one asyncio loop, but for `present`.
+    """Control streams that stand. Methods belong to one asyncio loop, but for `present`.
 
     Args:
         feed: Takes what happens on them, for the machine.

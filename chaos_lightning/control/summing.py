@@ -24,7 +24,7 @@ EVERY = 128
 
 
 def summed(chain: Chain) -> Chain:
-    """Returns the sum of this chain: the same for two chains that differ only in where they were cut."""
+    """Returns this chain summed up: the same result for two chains that differ only in where they were cut."""
     past, last = chain.past.copy(), chain.views[-LAST_VIEWS:]
     for view in chain.views[:-LAST_VIEWS]:
         past.add(view, carried=view.id in chain.changes)

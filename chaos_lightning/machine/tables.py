@@ -81,7 +81,7 @@ class FittingTable:
 
 
 class Figures:
-    """(what, value) in a row, broken between two of them where the line is full; for `Console.print`."""
+    """Row of (what, value), broken between two of them where the line is full; for `Console.print`."""
 
     def __init__(self, figures: Sequence[tuple[str, str]]) -> None:
         self._figures = figures

@@ -100,7 +100,9 @@ class TerminalGuard:
             setattr(sys, name, ours)
 
     def close(self) -> None:
-        """Puts back what was there, unless somebody else has replaced it meanwhile. Idempotent."""
+        """Puts the streams back that stood there before, unless somebody else has replaced them meanwhile.
+        Idempotent.
+        """
         silence_dead_terminals()  # what was there would not survive it
         for name, (stream, ours) in self._replaced.items():
             ours.flush()

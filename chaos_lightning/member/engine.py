@@ -664,7 +664,7 @@ class Engine:
 
     @property
     def server(self) -> StateServer:
-        """Serves this member's states to others; further ones can be held there under names of their own."""
+        """Server of this member's states to others; further states can be held there under names of their own."""
         return self._transfer.server
 
     def ways(self, members: Collection[str]) -> list[Endpoint]:

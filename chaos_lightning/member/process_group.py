@@ -20,7 +20,8 @@ _OURS = ("chaos_lightning", "torch")
 
 
 def warn_who_asks(members: Callable[[], int], instead: str) -> Callable[[], None]:
-    """Warns from now on, once for each line of the user's code, if that line asks while others are in the job.
+    """Warns from now on, once for each line of the user's code, if it calls `is_initialized` while others are in the
+    job.
 
     Args:
         members: How many are in the job, as far as this one knows.

@@ -52,7 +52,7 @@ POOLED_CONNECTIONS = 2
 
 
 class _Watched:
-    """Training state that tells when a pull begins to change it; else it is the other state."""
+    """Training state that behaves as the one in it, and tells when a pull begins to change that."""
 
     def __init__(self, state: StateAccess, begun: Callable[[], None]) -> None:
         self._state = state
@@ -149,7 +149,7 @@ class Transfer:
         self.teller.close()
 
     def tell_progress(self, now: Progress) -> None:
-        """Says on the console how far the state is, every few seconds."""
+        """Says on the console how far the transfer of the state is, every few seconds."""
         self.teller.tell(*self._progress_lines.due(now))
 
     def _connect(self, donor: Endpoint) -> socket.socket:

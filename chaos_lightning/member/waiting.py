@@ -1,4 +1,4 @@
-"""Tells on its terminal what a member waits for, and how it gives up waiting.
+"""Tells on the terminal what a member waits for, and how it gives up waiting.
 
 Theory of operation. The scheduler tells whoever waits what for, in Notices, and in refusals of a member that may knock
 again. Each text is shown once, by the logger "chaos_lightning" at WARNING, which is shown unless the user turned it

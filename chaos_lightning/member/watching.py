@@ -123,8 +123,8 @@ class Watch:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Puts averaged tensors back, after backward passes, whose buffers were assigned anew, and gives them the new
-        values.
+        """Puts averaged buffers back where user code has assigned new ones, and gives them the new values, once
+        backward passes are over.
         """
         for averaged, holder, key in self._averaged:
             now = holder.get(key)

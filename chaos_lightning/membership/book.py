@@ -119,7 +119,7 @@ class Book:
             self.entered_at = now
 
     def loads(self, member: str, now: float) -> None:
-        """Notes that a member gets the state, and when it began to.
+        """Restarts the clock for joiners, as a joiner now gets the state from another member.
 
         Where most do, the first copies take as long as those that are sent at the same time, and all others wait for
         them.
@@ -134,7 +134,7 @@ class Book:
 
     @property
     def saved_words(self) -> str:
-        """The newest checkpoint for people."""
+        """Words for people on the newest checkpoint that a member told of."""
         return f"the newest checkpoint is {self.saved}" if self.saved else "no member has told of a checkpoint"
 
     def restart(self, past: Past, views: Sequence[View]) -> None:

@@ -57,7 +57,8 @@ class CatchingUp:
         return True
 
     def hopeless(self, lag: int, now: float) -> str:
-        """Takes in how many slots the newcomer is behind after one more entry of the log.
+        """Returns why catching up has no end in sight, if so, given how far the newcomer is behind after one more log
+        entry.
 
         The window holds at least `JUDGED_AFTER` entries and `JUDGED_OVER_S`, so that neither a hiccup nor a burst is
         taken for the trend; a newcomer that is only a window behind is never judged, nor one that has caught up.

@@ -42,7 +42,7 @@ ENDS = ("end of stream", "middle of a frame", "reset", "pipe")
 
 @dataclass(slots=True)
 class Suspicion:
-    """One member under suspicion."""
+    """Suspicion that one member is dead."""
 
     since: float
     why: str
@@ -76,7 +76,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A last holder that is waited for."""
+    """Last holder, a member that alone may hold a part of the state, which is waited for."""
 
     member: str
     why: str

@@ -121,7 +121,7 @@ def named_more(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
 
 
 class Serving:
-    """Whether this member keeps the state and the log for the present learners (protocol.md 15, 18).
+    """Role of this member as a donor: whether it keeps state and log for the present learners (protocol.md 15, 18).
 
     Attributes:
         keeps: Whether it keeps the log.

@@ -204,7 +204,7 @@ class Graph:
         return [p for p in here if p.id in part]
 
     def strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
-        """Takes their places from newcomers that no link leads to, and gives one to whom a link leads again."""
+        """Takes places from newcomers that no link leads to, and gives places to those that a link leads to again."""
         if not newcomers:
             return
         anchors, peers = frozenset(self._anchors(newcomers, members)), self._roster.peers
@@ -219,7 +219,7 @@ class Graph:
                 peer.stranded = True
 
     def _anchors(self, newcomers: list[Peer], members: list[Peer]) -> Sequence[str]:
-        """Returns the ids of those to one of which a newcomer must have a link.
+        """Returns the ids of processes of which a newcomer must have a link to at least one.
 
         That is a member; where fewer than min_nodes are in, also another newcomer that is linked to one, over others if
         need be. Who has no place holds nobody together.
@@ -236,7 +236,7 @@ class Graph:
         return [m for g in components([p.id for p in here], self._linked(here)) if set(ids).intersection(g) for m in g]
 
     def _best_part(self, newcomers: list[Peer]) -> tuple[str, ...]:
-        """Returns the largest part of the newcomers to found the job that links hold together."""
+        """Returns the largest part of these newcomers that links hold together, to found the job."""
         ids = [p.id for p in newcomers]
         return next(iter(ranked(components(ids, self._linked(newcomers)), ids)), ())
 

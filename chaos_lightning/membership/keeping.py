@@ -127,9 +127,7 @@ class Keeper:
         return tuple(p.id for p in founders if at and p.kept is not None and p.kept.header.prev_hash == at)
 
     def _missing(self, header: Header, offers: Iterable[tuple[Peer, Kept]]) -> tuple[Span, ...]:
-        """Returns the parts of the state at the header that this one follows which none of these founders has in a
-        file.
-        """
+        """Returns the parts that none of these founders has in a file, of the state at the header before this one."""
         assert self._book.latest is not None
         held = (k.parts for _, k in offers if k.header.prev_hash == header.prev_hash)
         return subtract(division(self._book.latest).everything, union(span for parts in held for span in parts))

@@ -66,7 +66,7 @@ def hears_s(members: int, *, several: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """How one conversation with a scheduler ended, or why none came about.
+    """Outcome of a conversation with a scheduler, or the reason why none came about.
 
     Attributes:
         answered: The scheduler said something for this member.

@@ -221,7 +221,7 @@ class Partners:
         return bool(fresh)
 
     def lose(self, pairs: frozenset[Pair]) -> None:
-        """Takes the links of these pairs, and no others, for ones that stay down though both ends live.
+        """Sets the pairs, and no others, whose links count as staying down though both ends live.
 
         They are no paths, and a member that was given such a partner is given another one.
         """

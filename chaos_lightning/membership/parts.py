@@ -110,9 +110,7 @@ class Division:
         return self._spans(range(min(1, len(owners))) for owners in self.owners)
 
     def _spans(self, ranks: Iterable[range]) -> dict[str, tuple[Span, ...]]:
-        """Returns, by member, the parts for which the member is, among their owners, in the range of ranks of that
-        part.
-        """
+        """Returns each member's parts: those in whose range the member's rank among the owners lies."""
         found: dict[str, list[Span]] = {}
         for part, (owners, these) in enumerate(zip(self.owners, ranks, strict=True)):
             for rank in these:

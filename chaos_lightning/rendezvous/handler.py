@@ -163,9 +163,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
             self._looking.start()
 
     def _look(self) -> None:
-        """Starts the scheduler again if it is gone and the job is not finished, after a time in which its members could
-        do so.
-        """
+        """Starts the scheduler again, for which its members wait, if it is gone and the job is not finished."""
         options = options_for_engine(self._options.config)
         try:
             hosted = ensure_scheduler(options, self._secret, continue_only=True, serves_end=False, chain=self._chain)
