@@ -84,7 +84,7 @@ class _Talk:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.welcomed = False
         self.patience_s = math.inf
-        """Silence after which a scheduler is left that says all the time that it lives."""
+        """Silence (s) after which a scheduler is left that says all the time that it lives."""
         self.call = SchedulerStub(channel).Attend(iter(self._outbox.get, None), metadata=secret.metadata())
         threading.Thread(target=self._read, name="chaos-agent-reader", daemon=True).start()
 
@@ -160,7 +160,7 @@ class Agent(threading.Thread):
         self._reviver = Reviver(revive, self._not_revived)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._talk: _Talk | None = None
-        """The stream that `send` uses: set once it is welcomed."""
+        """Stream that `send` uses: set once it is welcomed."""
         self._stopping = False
         self._over = False
         self._answered = False

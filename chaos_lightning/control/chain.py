@@ -66,11 +66,11 @@ class ChainEntry:
     wish: LinkWish | None = None
     ending: RecordedEnd | None = None
     change: PackedChange | None = field(default=None, compare=False, repr=False)
-    """Change that its record holds instead of the whole view; None: it holds the view."""
+    """Change that the entry's record holds instead of the whole view; None: it holds the view."""
     digest: str = field(default="", compare=False, repr=False)
-    """Digest of what its record says of the view; with changes it covers all back to a whole view."""
+    """Digest of what the entry's record says of the view; with changes it covers all back to a whole view."""
     summed: Chain | None = field(default=None, repr=False)
-    """The chain that a summary stands for; `view` is the last one of it."""
+    """Chain that a summary stands for; `view` is the last one of it."""
 
     def same(self, other: ChainEntry) -> bool:
         """Returns whether two entries are equal but for the revision."""
@@ -88,9 +88,9 @@ class Tip:
     ending: RecordedEnd | None = None
     last: ChainEntry | None = None
     view: View | None = None
-    """The last one."""
+    """Last view of the chain."""
     digest: str = ""
-    """Digest of its record, for the next one that changes it."""
+    """Digest of the last view's record, for the next record that changes it."""
 
     @property
     def term(self) -> int:
@@ -375,9 +375,9 @@ class JobChain:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._tip: Tip | None = None
-        """As this scheduler left it; None: to be read."""
+        """Tip as this scheduler left it; None: to be read."""
         self._seen: Tip | None = None
-        """As this scheduler saw it last, its own writes included."""
+        """Tip as this scheduler saw it last, its own writes included."""
         self._whole_until = 0
         """Position up to which no record had room for what sums up the chain."""
 

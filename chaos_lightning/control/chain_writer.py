@@ -24,7 +24,9 @@ from chaos_lightning.membership import effects as fx
 T = TypeVar("T")
 
 _STORE_PATIENCE_S = 5.0
-"""A store that takes nothing for so long ends the scheduler; the end of a job alone is owed for as long as it lives."""
+"""Seconds: a store that takes nothing for so long ends the scheduler; the end of a job alone is owed for as long as
+it lives.
+"""
 _LONGEST_STORE_PAUSE_S = 5.0
 
 
@@ -39,7 +41,7 @@ class ChainWriter:
 
     def __init__(self, open_store: StoreFactory, emit: Callable[..., None], owed: Owed | None = None) -> None:
         self.owed = owed
-        """The end of a job that its store has not taken yet."""
+        """End of the job that its store has not taken yet."""
         self._open_store = open_store
         self._emit = emit
         self._chain: JobChain | None = None

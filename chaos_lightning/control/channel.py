@@ -53,7 +53,7 @@ RECONNECT_SOON: Options = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
-"""For servers that others stand in for: etcd's."""
+"""Options for servers that others stand in for: etcd's."""
 SERVER_OPTIONS: Options = [
     *_SIZES,
     ("grpc.so_reuseport", 0),

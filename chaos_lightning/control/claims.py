@@ -39,11 +39,11 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 MOST = 4096
 """Largest number; those that come when all below are held share it."""
 WORD_S = 5.0
-"""Interval, s, at which the holder of a number says that it holds it."""
+"""Interval (s) at which the holder of a number says that it holds it."""
 SILENCE_S = 20.0
 """Seconds of silence after which a number is free: a collection, say, may hold the interpreter's lock for a while."""
 _END_S = 1.0
-"""A scheduler may take so long to confirm the end of a claim."""
+"""Seconds that a scheduler may take to confirm the end of a claim."""
 
 
 @dataclass(frozen=True)

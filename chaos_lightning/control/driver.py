@@ -27,9 +27,9 @@ from chaos_lightning.membership.batches import next_batch
 from chaos_lightning.protocol.types import Heartbeat, Member, Settings
 
 _ANSWER_TIMEOUT_S = 4.0
-"""A request waits so long for the machine, which may be writing to its store."""
+"""Seconds that a request waits for the machine, which may be writing to its store."""
 _LONG_S, _LONGEST_PAUSE_S = 0.005, 0.05
-"""A batch that took longer is followed by a pause, of so long at most."""
+"""Seconds: a batch that took longer is followed by a pause; and the longest such pause."""
 
 
 class Machine(Protocol):
@@ -78,18 +78,18 @@ class Driver:
         self._refused = refused
         self._large = large
         self.machine: Machine | None = None
-        """None while this scheduler does not lead."""
+        """State machine that is driven; None while this scheduler does not lead."""
         self._inbox: deque[fx.SchedulerEvent] = deque()
         self._fed = asyncio.Event()
-        """Something lies there that is not to wait."""
+        """Event that is set when something lies there that is not to wait."""
         self._tick_waits = False
         self._took_s = 0.0
-        """CPU time that the machine took for the last batch."""
+        """CPU time (s) that the machine took for the last batch."""
         self._answers: dict[int, asyncio.Future[tuple[bool, str]]] = {}
         self._count = 0
         self._over = False
         self._drawing, self._search = Drawing(self.feed), Drawing(self.feed)
-        """They draw trees, and pipelines."""
+        """Processes that draw trees, and pipelines."""
 
     def feed(self, event: fx.SchedulerEvent) -> None:
         """Takes an event; ticks do not pile up, and a heartbeat of a large job waits for what comes next."""

@@ -37,16 +37,18 @@ from chaos_lightning.machine.process_table import host_identity, process_state, 
 
 LEASE_S = 2
 PATIENCE_S = 3.0
-"""A leader that cannot prolong its lease stands by so long after the lease may have ended."""
+"""Seconds after the lease may have ended at which a leader that cannot prolong it stands by."""
 WATCHED_S = 3.0
-"""etcd renews all leases when it has been restored from a snapshot, also that of a leader that is no more."""
+"""Seconds for which a leader must be seen on one lease to count as living: etcd renews all leases when it has been restored
+from a snapshot, also that of a leader that is no more.
+"""
 _LOOK_S = 0.1
 _FACTS_DEADLINE_S = 0.5
-"""`status` must answer also where etcd does not."""
+"""Deadline (s) of `status`, which must answer also where etcd does not."""
 _ASK_S = 0.3
-"""For looking at the others' keys, which must not keep the leader from prolonging its lease."""
+"""Deadline (s) for looking at the others' keys, which must not keep the leader from prolonging its lease."""
 _STOPPED_S = 0.3
-"""A leader of this machine that is stopped for so long is replaced; a debugger's stop is shorter."""
+"""Seconds: a leader of this machine that is stopped for so long is replaced; a debugger's stop is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,9 @@ class Candidate:
     pid_start: int
     lease: int = 0
     since: float = 0.0
-    """When it came to lead, Unix time by its own clock; 0 of who does not lead."""
+    """Time at which the candidate came to lead, Unix time by its own clock; 0 if it does not lead."""
     because: str = ""
-    """Why it was elected, in words."""
+    """Reason for which the candidate was elected, in words."""
 
     @classmethod
     def here(cls, endpoint: str) -> Candidate:
@@ -131,30 +133,32 @@ class Election(threading.Thread):
         self._lease_s = lease_s
         self._granted_s = float(lease_s)
         self._until = 0.0
-        """The lease stands at least until then, by `now`."""
+        """Time, by `now`, until which the lease stands at least."""
         self._over = threading.Event()
         self._stopped_since = 0.0
         self._line: LeaderLine | None = None
         self._because = "nobody led"
-        """Why there is to be another leader."""
+        """Reason why there is to be another leader."""
         self.trouble = ""
-        """Why etcd could not be asked; "" if it answers."""
+        """Reason why etcd could not be asked; "" if it answers."""
         self._asked = reach.Asked()
         self._told: tuple[str, ...] = ()
-        """Names in its key of the processes that asked it."""
+        """Names in this candidate's key of the processes that asked it."""
         self.leader: Candidate | None = None
-        """As seen last; None before anything was seen, and while nobody leads."""
+        """Leader as seen last; None before anything was seen, and while nobody leads."""
         self._looked = False
-        """It has seen who leads, or that nobody does, since it began or led itself."""
+        """Whether this candidate has seen who leads, or that nobody does, since it began or led itself."""
         self.leads = False
         self.followed = False
-        """Another candidate led while this one waited."""
+        """Whether another candidate led while this one waited."""
         self.watched = False
-        """It waited for longer than the lease of a dead leader can stand, in one history of etcd: no older snapshot."""
+        """Whether this candidate waited for longer than the lease of a dead leader can stand, in one history of etcd:
+        no older snapshot.
+        """
         self._revision = 0
-        """The highest that etcd has told."""
+        """Highest revision that etcd has told."""
         self._following: tuple[str, float] = ("", 0.0)
-        """Leader that it has followed, and since when, all the while on its present lease."""
+        """Leader that this candidate has followed, and since when, all the while on its present lease."""
 
     # ------------------------------------------------------------------ any thread
 

@@ -39,7 +39,7 @@ from chaos_lightning.errors import ConfigurationError, StoreError
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 _SERVICES = ("KV", "Watch", "Lease", "Auth", "Cluster", "Maintenance")
-"""etcd3 makes a stub of each, also of one that nothing is asked of."""
+"""Services of which etcd3 makes a stub each, also of one that nothing is asked of."""
 
 
 def _stub(service: str) -> type:
@@ -102,7 +102,7 @@ _ANSWERS: dict[Any, Callable[[Any, Any], Any]] = {
     pb.LeaseRevokeRequest: lambda c, r: c.revoke_lease(r.ID),
     pb.LeaseKeepAliveRequest: lambda c, r: next(c.refresh_lease(r.ID)),
 }
-"""How etcd3's client answers each request."""
+"""Functions by which etcd3's client answers each request."""
 
 
 class Etcd3Connection:

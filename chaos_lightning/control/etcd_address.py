@@ -51,7 +51,7 @@ GIVEN = {
 EXPECTED = (
     "etcd://[USER@]HOST:PORT[,HOST:PORT...][/PREFIX][?ca=FILE&cert=FILE&key=FILE&password-file=FILE&client=own|etcd3]"
 )
-"""In --rdzv-conf, which is split at commas, write + between the servers."""
+"""Form of an address. In --rdzv-conf, which is split at commas, write + between the servers."""
 
 
 def read_address(text: str) -> EtcdAddress:

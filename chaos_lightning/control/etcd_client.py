@@ -38,7 +38,7 @@ DEADLINE_S = 5.0
 _PAUSE_S = 0.05
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _OWN_DEADLINE = "context deadline exceeded"
-"""So a server says, as UNKNOWN, that a call ended while it waited for the others."""
+"""Words by which a server says, as UNKNOWN, that a call ended while it waited for the others."""
 _NO_SPACE = "space exceeded"
 PAGE = 500
 
@@ -58,7 +58,7 @@ class Connection(Protocol):
     """Connection to one server. Methods raise what gRPC raises, ValueError once it is closed."""
 
     name: str
-    """HOST:PORT."""
+    """HOST:PORT of the server."""
 
     def ask(self, request: Any, limit_s: float) -> Any:
         """Returns etcd's answer to one of its requests; of a keep-alive the first one."""

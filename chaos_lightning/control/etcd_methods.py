@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # who calls imports it, after channel.py has set its environm
     import grpc
 
 ATTEMPT_S = 1.0
-"""A server that does not answer within this time is left for the next one."""
+"""Seconds after which a server that does not answer is left for the next one."""
 METHODS: dict[Any, tuple[str, Any]] = {
     pb.RangeRequest: ("KV/Range", pb.RangeResponse),
     pb.TxnRequest: ("KV/Txn", pb.TxnResponse),
@@ -22,9 +22,9 @@ METHODS: dict[Any, tuple[str, Any]] = {
     pb.WatchRequest: ("Watch/Watch", pb.WatchResponse),
     pb.AuthenticateRequest: ("Auth/Authenticate", pb.AuthenticateResponse),
 }
-"""By kind of request: the method's path, and its reply."""
+"""Path of the method, and its reply, by kind of request."""
 STREAMED = (pb.LeaseKeepAliveRequest, pb.WatchRequest)
-"""Their methods stream both ways."""
+"""Requests whose methods stream both ways."""
 
 
 def method(channel: grpc.Channel, request: Any) -> Any:

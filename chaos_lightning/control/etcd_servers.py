@@ -30,13 +30,15 @@ from chaos_lightning.machine.listener import free_ports
 
 HEARTBEAT_MS, ELECTION_MS = 50, 500
 _POLITE_S = 1.0
-"""The leader of servers that all end looks for a successor for some seconds; what it answered is on the disk."""
+"""Seconds that servers get to end by themselves. The leader of servers that all end looks for a successor for some
+seconds; what it answered is on the disk.
+"""
 _LOOK_S = 0.05
-"""Between two rounds of asking servers whether they are ready."""
+"""Seconds between two rounds of asking servers whether they are ready."""
 QUICK_S, MOST_QUICK = 10.0, 3
-"""A server that ends within this time, so many times in a row, is not started again."""
+"""Seconds, and number of times in a row: a server that ends within this time, so many times, is not started again."""
 _FATAL = re.compile(r"^[-0-9: .]+ C \| (?:\S+: )?(?P<plain>.+)$|^panic: (?P<panic>.+)$")
-"""How etcd says why it ends, in its old format; in the newer one lines are JSON."""
+"""Pattern of lines by which etcd says why it ends, in its old format; in the newer one lines are JSON."""
 ADVICE = (
     "install etcd (Debian: apt-get install etcd-server), or name the servers that you have: --store etcd://HOST:PORT"
 )
@@ -52,11 +54,11 @@ class EtcdServer:
     peer_port: int
     process: subprocess.Popen[bytes] | None = None
     began: float = 0.0
-    """When it was started last, time.monotonic()."""
+    """Time at which the server was started last, by time.monotonic()."""
     quick: int = 0
-    """How often in a row it has ended within QUICK_S."""
+    """Number of times in a row that the server has ended within QUICK_S."""
     _log_at: int = 0
-    """Where its log begins of the last start, bytes."""
+    """Position (bytes) at which its log of the last start begins."""
 
     @property
     def log(self) -> Path:

@@ -33,10 +33,10 @@ from chaos_lightning.control.store import PACKED_NBYTES, Appended, End, Store, S
 from chaos_lightning.errors import ConfigurationError, StoreError
 
 FORMAT = 3
-"""Up to 2 there were entries of a job's chain, with fields of their own."""
+"""Version of what lies in etcd. Up to 2 there were entries of a job's chain, with fields of their own."""
 MAX_UNPACKED_NBYTES = 64 << 20
 _RACES = 20
-"""So often a write is tried anew because somebody else wrote in between; then something is wrong."""
+"""Number of times that a write is tried anew because somebody else wrote in between; then something is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from chaos_lightning.control.etcd_address import EtcdAddress
 from chaos_lightning.errors import ConfigurationError
 
 _LOOK_S = 0.5
-"""For each look at a server."""
+"""Seconds for each look at a server."""
 _PAGE_NBYTES = 4096
 _PLAIN = "it does not speak TLS: leave ca=, cert= and key= out of the address, or have etcd use TLS"
 _WEB = "a web server answers there, no etcd: look at the port"

@@ -53,14 +53,15 @@ from chaos_lightning.settings import EngineConfig, absolute_log_dir, from_enviro
 logger = logging.getLogger("chaos_lightning.control")
 
 IDLE_TIMEOUT_S = 300.0
-"""A hosted scheduler ends after so long without members; its chain stays."""
+"""Seconds without members after which a hosted scheduler ends; its chain stays."""
 _LOOK_INTERVAL_S = 0.05
 _ODD_LISTENER_PATIENCE_S = 6.0
 TELL_S = 5.0
-"""Between two lines of who waits for a scheduler."""
+"""Seconds between two lines of a process that waits for a scheduler."""
 GAVE_WAY_PAUSE_S = 15.0
-"""Where a hosted scheduler gave the endpoint up, none is hosted for so long: the one that it gave way to needs the
-port, and may still be starting."""
+"""Seconds for which no scheduler is hosted where a hosted one gave the endpoint up: the one that it gave way to needs
+the port, and may still be starting.
+"""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class LeaderLine(threading.Thread):
         super().__init__(name="chaos-leader-line", daemon=True)
         self.endpoint = endpoint
         self.gone = False
-        """Its process has ended, as its machine says."""
+        """Whether the leader's process has ended, as its machine says."""
         self._over = threading.Event()
         self._sock: socket.socket | None = None
         self._found = False

@@ -66,11 +66,11 @@ class KeyIssuer:
         self._keyed = secret_channel or self._local is not Level.CHECKSUM
         self._secret = os.urandom(KEY_NBYTES)
         self._members_at: dict[int, str] = {}
-        """Member by stream."""
+        """Member of each stream."""
         self._stream_of: dict[str, int] = {}
         self._view = NO_VIEW
         self._made: defaultdict[str, dict[str, ViewId]] = defaultdict(dict)
-        """By member and peer, both ways: the view for which the key of their link was made last."""
+        """View for which the key of a link was made last, by member and peer, both ways."""
         self._members = set(members)
         """Members whose keys others may have, besides those that were made here."""
         self._void: dict[str, None] = {}

@@ -30,11 +30,13 @@ from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig, absolute_pa
 _log = logging.getLogger("chaos_lightning")
 
 ETCD = "etcd://"
-"""How the address of a store in etcd begins."""
+"""Beginning of the address of a store in etcd."""
 MEMORY = ":memory:"
-"""As a store: keep the chain in memory only. For tests; the job dies with the scheduler."""
+"""Store that keeps the chain in memory only. For tests; the job dies with the scheduler."""
 GAVE_WAY = "it gives the endpoint up"
-"""Begins the reason with which a scheduler ends that a member has started, where members know what its store lacks."""
+"""Beginning of the reason with which a scheduler ends that a member has started, where members know what its store
+lacks.
+"""
 
 
 def absolute_store(text: str) -> str:

@@ -14,13 +14,14 @@ import threading
 from collections.abc import Collection, Mapping
 
 ASKED_S = 1.5
-"""A member that is turned away asks again several times within this time."""
+"""Seconds within which a member that is turned away asks again several times."""
 LOOK_S = 0.5
 LASTING_S = 3.0
-"""So long the others must have been asked by more: longer than it takes members to find a new leader, which they may
-not ask for two seconds if it was silent (control/agent.py), and a second more."""
+"""Seconds for which the others must have been asked by more: longer than it takes members to find a new leader, which
+they may not ask for two seconds if it was silent (control/agent.py), and a second more.
+"""
 _MOST = 256
-"""Names that one candidate writes down; a number of this size decides as well as a larger one."""
+"""Number of names that one candidate writes down; a number of this size decides as well as a larger one."""
 
 
 class Asked:

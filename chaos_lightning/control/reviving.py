@@ -14,9 +14,11 @@ from collections.abc import Callable
 from chaos_lightning.errors import ChaosError
 
 AFTER = 3
-"""Failed attempts in a row after which it is tried."""
+"""Number of failed attempts in a row after which a server is started."""
 FIRST_PAUSE_S = 1.0
-"""After the first time; twice as long after each further one, up to `MOST_PAUSE_S`, until the server answers."""
+"""Pause (s) after the first start; twice as long after each further one, up to `MOST_PAUSE_S`, until the server
+answers.
+"""
 MOST_PAUSE_S = 30.0
 
 

@@ -56,13 +56,13 @@ OPTIONS: Mapping[str, Setting] = {
     "plan": declared(EngineConfig)["plan"],
     **declared(SchedulerOptions),
 }
-"""Those of the command, by the fields' names; other rules are given by --set."""
+"""Options of the command, by the fields' names; other rules are given by --set."""
 _AGAIN_S = 0.2
 _ALL_DESCRIPTORS = 1 << 30
 _PER_MEMBER_WITH_KEYS = 3
-"""Connections per member: to the TLS proxy, and both ends of the one between it and gRPC."""
+"""Number of connections per member: to the TLS proxy, and both ends of the one between it and gRPC."""
 _OTHER_DESCRIPTORS = 64
-"""Descriptors of the store, the log and gRPC, and of those who are about to be refused."""
+"""Number of descriptors of the store, the log and gRPC, and of callers that are about to be refused."""
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2

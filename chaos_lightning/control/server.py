@@ -48,7 +48,9 @@ CANNOT_LEAD = "it was elected and cannot lead"
 _NOT_THE_JOBS = ("chain_lost", "chain_foreign", "chain_stale")
 """Events of the machine when a member knows more than the store (membership/identity.py)."""
 HEARS_EMPTY_S = 0.7
-"""Where there is no chain: newcomers wait for it, and members of another one lose nothing if a job is founded here."""
+"""Seconds that a scheduler listens where there is no chain: newcomers wait for it, and members of another one lose
+nothing if a job is founded here.
+"""
 
 
 class SchedulerServer:
@@ -84,7 +86,7 @@ class SchedulerServer:
         self._ending: asyncio.TimerHandle | None = None
         """Timer that ends this process once its job is finished."""
         self._gives_way_at = math.inf
-        """When (monotonic, s) this one ends, unless members of its own chain are here by then."""
+        """Time (monotonic, s) at which this scheduler ends, unless members of its own chain are here by then."""
         self._stays = False
         """Whether a finished scheduler answers for `linger_timeout_s` also while nobody is connected."""
         self.life = ServerLife(

@@ -31,7 +31,7 @@ from chaos_lightning.security.roles import MEMBER, OBSERVER, OPERATOR, Right
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 NAME = "chaos_lightning.v1.Scheduler"
-"""In control/service.proto."""
+"""Full name of the service, as in control/service.proto."""
 RIGHTS = {
     "Attend": Right((MEMBER,), with_token=(MEMBER,)),
     "Status": Right((MEMBER, OBSERVER, OPERATOR)),
@@ -40,7 +40,9 @@ RIGHTS = {
     "Reset": Right((OPERATOR,)),
     "Claim": Right((MEMBER,), with_token=(MEMBER,)),
 }
-"""Members prove the token to each other, so who attends must know it; observers and operators are not given it."""
+"""Rights to the calls. Members prove the token to each other, so a caller that attends must know it; observers and
+operators are not given it.
+"""
 ENCODED = ("Attend",)
 """Calls whose answers are encoded before gRPC gets them (streams.py)."""
 _HELLO_S = 0.5

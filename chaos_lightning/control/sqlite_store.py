@@ -23,7 +23,7 @@ from chaos_lightning.control.store import Appended, End, Store, StoreRecord, jud
 from chaos_lightning.errors import ConfigurationError, StoreError
 
 FORMAT = 4
-"""Up to 3 there were entries of a job's chain, with columns of their own."""
+"""Version of the file. Up to 3 there were entries of a job's chain, with columns of their own."""
 _WATCH_INTERVAL_S = 0.05
 _BUSY_TIMEOUT_S = 5.0
 _LOCK_PATIENCE_S = 3.0
@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS record (
 );
 CREATE TABLE IF NOT EXISTS ended (id TEXT NOT NULL);
 """
-"""`job` is the log's own row: versions before this one look there for the format, and refuse it."""
+"""Tables of the file. `job` is the log's own row: versions before this one look there for the format, and refuse it."""
 _COLUMNS = "position, kind, term, body, before"
 
 

@@ -35,14 +35,16 @@ from chaos_lightning.errors import OversizeError, StoreError
 from chaos_lightning.membership.peers import short
 
 MAX_ENDED = 16
-"""So many logs that were put away are remembered: who knew an older one is long gone."""
+"""Number of logs that were put away that are remembered: members that knew an older one are long gone."""
 _HASH_NBYTES = 16
 MAX_RECORD_NBYTES = 1 << 20
-"""Limit of a record as etcd holds it, which takes requests of up to 1.5 MiB. All stores keep to it: a job may move."""
+"""Limit (bytes) of a record as etcd holds it, which takes requests of up to 1.5 MiB. All stores keep to it: a job may
+move.
+"""
 PACKED_NBYTES = 1 << 16
 """Body (bytes) above which a record counts as compressed, as it is in etcd."""
 MAX_BODY_NBYTES = MAX_RECORD_NBYTES * 3 // 4 - 4096
-"""Limit of a body that fits whatever it holds: base64 takes a third more, and a few words stand around it."""
+"""Limit (bytes) of a body that fits whatever it holds: base64 takes a third more, and a few words stand around it."""
 
 
 def packed_body(body: bytes) -> bytes:
@@ -205,7 +207,7 @@ class Store(abc.ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.term = 0
-        """The term taken by `take_term`; 0 for a store that is only read."""
+        """Term that was taken by `take_term`; 0 for a store that is only read."""
 
     @property
     @abc.abstractmethod

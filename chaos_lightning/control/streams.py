@@ -25,9 +25,11 @@ from chaos_lightning.protocol.types import Hello, Pulse, ToMember, Welcome
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 _MAX_OUTBOX = 4096
-"""Messages that wait for one member; more means that it has not read for a long time, and its stream is cut."""
+"""Number of messages that may wait for one member; more means that it has not read for a long time, and its stream is
+cut.
+"""
 _HEARD_S = 0.7
-"""A busy machine may keep a member from speaking for so long."""
+"""Seconds for which a busy machine may keep a member from speaking."""
 
 
 class Parcel:
@@ -58,11 +60,11 @@ class MemberStream:
         self.number = number
         self.peer = peer
         self.name = ""
-        """The member's, once it has said hello."""
+        """Name of the member, once it has said hello."""
         self.outbox: asyncio.Queue[Parcel | None] = asyncio.Queue()
         self.cut = asyncio.Event()
         self.heard = time.monotonic()
-        """When it said something last: a stream whose packets vanish is still there."""
+        """Time at which the member said something last: a stream whose packets vanish is still there."""
 
 
 async def both_ways(

@@ -38,13 +38,13 @@ from chaos_lightning.security.roles import Caller, read_uris
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_HANDSHAKES = 64
 LOOK_S = 1.0
-"""Between two looks at the certificates of those who are in."""
+"""Seconds between two looks at the certificates of callers that are in."""
 TURN_S = 0.2
-"""Between the ends of two connections, when an authority is believed no longer."""
+"""Seconds between the ends of two connections, when an authority is believed no longer."""
 _PIECE_NBYTES = 1 << 16
 _BACKLOG = 128
 _FULL_PAUSE_S = 0.2
-"""Before the next attempt where this process has too many files open."""
+"""Seconds before the next attempt where this process has too many files open."""
 _INSIDE = "127.0.0.1"
 
 

@@ -32,7 +32,7 @@ class Teller:
         self._queue: queue.Queue[str | None] = queue.Queue(WAITING_LINES)
         self._dropped = 0
         self._lock = threading.Lock()
-        """Guards the start of the thread."""
+        """Lock that guards the start of the thread."""
         self._thread: threading.Thread | None = None
 
     def tell(self, *said: str) -> None:

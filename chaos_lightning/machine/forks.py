@@ -21,7 +21,7 @@ from chaos_lightning.machine.addresses import addresses, split_endpoint
 _lock = threading.Lock()
 _descriptors: dict[int, tuple[int, int]] = {}
 _peers: Counter[tuple[str, int]] = Counter()
-"""By address and port: how many talk to it."""
+"""Number of connections that talk to each address and port."""
 _installed = False
 
 

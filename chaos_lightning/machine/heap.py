@@ -11,9 +11,9 @@ _NAMES = {
     _M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",
     _M_ARENA_MAX: "MALLOC_ARENA_MAX",
 }
-"""Environment variables by which users set them."""
+"""Environment variables by which users set the allocator's values."""
 _MOST_MMAP_THRESHOLD_NBYTES = 32 << 20
-"""The most that glibc takes."""
+"""Largest value that glibc takes (bytes)."""
 _LARGE_NBYTES = 1 << 20
 
 

@@ -19,11 +19,11 @@ from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.machine.process_table import process_state
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""How a client begins HTTP/2, with empty settings; a server of gRPC answers with its own."""
+"""Bytes with which a client begins HTTP/2, with empty settings; a server of gRPC answers with its own."""
 _SETTINGS = 4
 _LISTENING = "0A"
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Ports that the kernel gives to connections, and to whoever asks for any."""
+"""File with the range of ports that the kernel gives to connections, and to processes that ask for any."""
 _FIRST = 10_000
 _NAMED = 3
 """Largest number of taken ports of which an error names the owners."""

@@ -26,7 +26,7 @@ logger = logging.getLogger("chaos_lightning.machine")
 
 VARIABLE = "CHAOS_AGENT"
 GRACE_S = 30.0
-"""From SIGTERM to SIGKILL, as torchrun's own --shutdown-timeout by default."""
+"""Seconds from SIGTERM to SIGKILL, as torchrun's own --shutdown-timeout by default."""
 _POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1
 

@@ -19,7 +19,7 @@ from chaos_lightning.protocol.types import Member
 
 _BOOT_ID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UNKNOWN = "unknown-"
-"""Begins the name of a machine that has no process table to look into."""
+"""Beginning of the name of a machine that has no process table to look into."""
 _counts_as = ""
 
 

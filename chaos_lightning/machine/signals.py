@@ -24,11 +24,11 @@ from typing import Any
 from chaos_lightning.machine.terminal import TerminalGuard, silence_dead_terminals
 
 POLITE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""By these a user, a terminal or a batch system asks a process to end."""
+"""Signals by which a user, a terminal or a batch system asks a process to end."""
 STAY, END = signal.SIGUSR1, signal.SIGUSR2
-"""A supervisor asks a child to end once those have left who leave at this moment; and at once."""
+"""Signals by which a supervisor asks a child to end: once those have left who leave at this moment; and at once."""
 HANGUP_S = 2.0
-"""Signals that follow SIGHUP within this time, in seconds, are the same wish."""
+"""Seconds: signals that follow SIGHUP within this time are the same wish."""
 
 Handler = Callable[[signal.Signals, FrameType | None], None]
 

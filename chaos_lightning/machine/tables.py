@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 _LEAST = 12
-"""Cells that are left of a column that is cut."""
+"""Number of cells that are left of a column that is cut."""
 _ENDLESS = 10_000
-"""Cells of a line in a pipe or file."""
+"""Number of cells of a line in a pipe or file."""
 
 
 def console_of_stdout() -> Console:

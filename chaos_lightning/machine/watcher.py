@@ -29,15 +29,17 @@ from hashlib import blake2b
 from pathlib import Path
 
 LINGER_S = 30.0
-"""After its member's end: until then whoever waits for proof of it gets it."""
+"""Seconds after its member's end until which the watcher gives proof of it to those that wait for that."""
 KEY_NBYTES = 32
 _FRAME = struct.Struct("<c8sc16s")
-"""Question or answer, number of the question, state, keyed hash."""
+"""Layout of a frame: question or answer, number of the question, state, keyed hash."""
 _STATES = {"runs": b"R", "stopped": b"S", "gone": b"G", "": b"?"}
 LOST = b"L"
-"""Told to the member: the connection to this neighbour's watcher is broken."""
+"""Word to the member: the connection to this neighbour's watcher is broken."""
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
-"""It may carry nothing for hours (s, s, probes): firewalls forget idle ones, and dead ones must show."""
+"""Keepalive of a connection (s, s, probes), which may carry nothing for hours: firewalls forget idle ones, and dead
+ones must show.
+"""
 STATES = {code: state for state, code in _STATES.items()}
 _MAX_MESSAGE = 4096
 
@@ -144,7 +146,7 @@ class Watcher:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._until = float("inf")
-        """Monotonic; the member's end has set it."""
+        """Time (monotonic) at which the watcher ends, once the member's end has set it."""
 
     def run(self) -> None:
         while time.monotonic() < self._until and (self._neighbours or self._until == float("inf")):

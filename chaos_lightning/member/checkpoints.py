@@ -23,7 +23,7 @@ from chaos_lightning.member.keeping import LoadedCheckpoint, remembered
 from chaos_lightning.replication.access import ModuleState
 
 KEY = "chaos_lightning"
-"""In the file, and of `Start` among the extra state."""
+"""Key of our part of a checkpoint's file, and of `Start` among the extra state."""
 _VERSION = 1
 _PARTS = {KEY, "model", "optimizer", "extra"}
 

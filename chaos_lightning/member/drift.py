@@ -38,7 +38,7 @@ class StateComparison:
         self._engine = engine
         self._table: StateTable | None = None
         self._drifted: set[str] = set()
-        """Tensors in which this process has drifted so far."""
+        """Names of tensors in which this process has drifted so far."""
 
     @property
     def hash(self) -> str:

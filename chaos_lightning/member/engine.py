@@ -88,15 +88,15 @@ from chaos_lightning.transport.reference import Generation
 _log = logging.getLogger("chaos_lightning")
 OTHERS_SAVE = "the others go on, and their writer saves"
 MAY_GO_S = 0.5
-"""How long the only member, which leaves, waits for the scheduler to let it go, before it takes another step."""
+"""Seconds that the only member, which leaves, waits for the scheduler to let it go, before it takes another step."""
 NOT_NOW_PAUSE_S = 1.0
-"""Until a newcomer that cannot begin where it was let in comes again (s)."""
+"""Seconds until a newcomer that cannot begin where it was let in comes again."""
 NO_DONOR_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""Between attempts of a newcomer that reached no donor (s); each attempt may make the others wait."""
+"""Seconds between attempts of a newcomer that reached no donor; each attempt may make the others wait."""
 READING_SHARE = 0.75
 """Share of a slot's time in which parts are read for a file: those that wait for its outcome are told of a failure."""
 LOG_PATIENCE_S = 0.25
-"""How long a slot that reduces nothing waits for the copy of the step before it, while somebody observes."""
+"""Seconds that a slot that reduces nothing waits for the copy of the step before it, while a newcomer observes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Engine:
         self._closed_under: View | None = None
         """View in which the last header was closed, if it has pipelines."""
         self._unstepped = False
-        """A step's header is here, and the optimizer has not stepped on it: no part is as at that header."""
+        """Whether a step's header is here, and the optimizer has not stepped on it: no part is as at that header."""
         self._hello: Hello | None = None
         self._replay: Replay | None = None
         self._loaded: LoadedCheckpoint | None = None

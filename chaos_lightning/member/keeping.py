@@ -118,7 +118,7 @@ class Keeping:
         self._claim: tuple[Path, FileLock] | None = None
         """Folder with parts that this process offers, and the lock on it: others on this machine offer other ones."""
         self.held: HeldParts | None = None
-        """The parts in this process, if it is of a pipeline."""
+        """Parts of the state in this process, if it is of a pipeline."""
 
     # ------------------------------------------------------------------ coming
 

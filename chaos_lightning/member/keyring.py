@@ -22,9 +22,11 @@ from chaos_lightning.transport.sealing import Level, require_library
 _log = logging.getLogger("chaos_lightning")
 
 PATIENCE_S = 2.0
-"""A key that the other end knows is waited for so long: the scheduler tells both ends, one a moment earlier."""
+"""Seconds for which a key that the other end knows is waited for: the scheduler tells both ends, one a moment
+earlier.
+"""
 KEPT = 4
-"""Keys per peer."""
+"""Number of keys that are kept per peer."""
 
 
 class Keyring:

@@ -28,7 +28,7 @@ class Losses:
         self._events = events
         self._due = 0.0
         self._rest = 0
-        """Steps before the next one that is told, unless it is not due by then."""
+        """Number of steps before the next one whose loss is told, unless it is not due by then."""
         self._parts: list[tuple[Tensor, float]] = []
 
     def add(self, loss: object, weight: float) -> None:

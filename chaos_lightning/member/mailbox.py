@@ -45,26 +45,30 @@ class Mailbox:
     """View that goes on without this member, which serves its parts until it is released."""
     ejected: tuple[str, bool] | None = None
     ended: bool = False
-    """It is out since the whole job has ended without being finished."""
+    """Whether this member is out since the whole job has ended without being finished."""
     left: str = ""
     keeps: bool = True
-    """The same as `Left.keeps`."""
+    """Whether the job may go on from this member's state: `Left.keeps`."""
     job_over: ToldEnd | None = None
-    """This newcomer came too late: its job is finished."""
+    """Word of the scheduler that this newcomer came too late: its job is finished."""
     together: bool = False
-    """Two members or more were in one of the views that this member has seen."""
+    """Whether two members or more were in one of the views that this member has seen."""
     crash: BaseException | None = None
     notice: str = ""
     step: int = 0
     endpoint: str = ""
     lost: str = ""
-    """Why no scheduler serves this member, while that is so."""
+    """Reason why no scheduler serves this member, while that is so."""
     on_lost: Callable[[str, float, float], None] = lambda what, waited_s, left_s: None
-    """Told by whoever waits while no scheduler serves it: for what, how long it has, how long it will."""
+    """Function that is told by a thread that waits while no scheduler serves it: for what, how long it has, how long
+    it will.
+    """
     greeting: str = ""
     """Role and reason of the scheduler's last welcome."""
     giving_up: bool = False
-    """This member is to leave, by its user's wish or the operator's: if it is not in the job yet, it waits no more."""
+    """Whether this member is to leave, by its user's wish or the operator's: if it is not in the job yet, it waits no
+    more.
+    """
 
     def post(self, **values: object) -> None:
         """Sets fields and wakes the training thread."""

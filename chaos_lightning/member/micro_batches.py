@@ -59,7 +59,7 @@ class MicroBatches:
         """Weight of the present micro-batch."""
         self._factor = 1.0
         self._passed = False
-        """The present micro-batch had its backward pass."""
+        """Whether the present micro-batch had its backward pass."""
         self._any_passed = False
         self._kept: list[Held] = []
         """Gradients after the pass before."""

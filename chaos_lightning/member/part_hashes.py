@@ -33,7 +33,7 @@ class PartHashes:
     def __init__(self, states: Callable[[Collection[str]], Sequence[PartAccess]], events: EventLog, every: int) -> None:
         self._states, self._events, self._every = states, events, every
         self._head = ""
-        """Hash of the header at which these were taken."""
+        """Hash of the header at which these hashes of parts were taken."""
         self._found: dict[str, str] = {}
         self._drifted: set[int] = set()
         """Parts that have drifted here so far."""

@@ -60,9 +60,9 @@ from chaos_lightning.transport.links import PING_INTERVAL_S, Links, Takers
 from chaos_lightning.transport.loop import IoLoop
 
 LINKS_EVERY_S, LINKS_EVERY_STEPS = 2.0, 10
-"""Traffic of links is logged once in so many seconds and so many steps, so that it is a small part of the log."""
+"""Seconds, and steps, in which traffic of links is logged once, so that it is a small part of the log."""
 VIEW_PATIENCE_S = 2.0
-"""A request to pass bytes on may come before the view in which its sender and its target are."""
+"""Seconds that a request to pass bytes on waits for a view with its sender and its target, as it may come before that."""
 
 
 class Shell:
@@ -102,7 +102,7 @@ class Shell:
         """View that the console was told of last."""
         self.reducer = Reducer(memory, links.chunk, self._ranges_done, lambda view: owned_spans(memory.layout, view))
         self.units: UnitStep | None = None
-        """Set before `listen` if this job has pipelines."""
+        """Member's part of steps that run as units; set before `listen` if this job has pipelines."""
         self.welcome: Welcome | None = None
         self.to_scheduler = to_scheduler
         self._keys = keys
@@ -110,7 +110,7 @@ class Shell:
         self._abandoned: tuple[str, ...] = ()
         """Learners whose lease ran out while headers went on naming them."""
         self._left_out = 0
-        """Entries that were left out of earlier logs."""
+        """Number of entries that were left out of earlier logs."""
         self._contribution: Contribution | None = None
         self._said: tuple[Contribution | Header | None, bytes] = (None, b"")
         self._beat_at = self._links_at = 0.0

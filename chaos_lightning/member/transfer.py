@@ -46,9 +46,9 @@ HAND_ON_DEADLINE_S = 30.0
 TOLD_EVERY_S = 1.0
 ESTIMATES_TIMEOUT_S = 3.0
 DECISION_S = 1.0
-"""Donors that died are replaced by a decision of the scheduler: how long after the last one was lost it may come."""
+"""Seconds after the last donor was lost within which the scheduler's decision about dead donors may come."""
 POOLED_CONNECTIONS = 2
-"""To each neighbour of a newcomer: one for the state, one for the log."""
+"""Number of connections to each neighbour of a newcomer: one for the state, one for the log."""
 
 
 class _Watched:
@@ -110,11 +110,11 @@ class Transfer:
         self._tell = tell
         self._pool = ConnectionPool(self._connect)
         self._observed = False
-        """The last state that was pulled was a learner's."""
+        """Whether the last state that was pulled was a learner's."""
         self._copying: Snapshot | None = None
         self._choice = choice
         self._said = ""
-        """Why another policy than the chosen one is used, if that was told."""
+        """Reason why another policy than the chosen one is used, if that was told."""
         self._job = job
         self._secret = Credentials.of(token)
         self._mail = mail

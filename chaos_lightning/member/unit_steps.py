@@ -91,7 +91,9 @@ class UnitsDone:
 
 
 Attempt = Callable[[View, int], UnitsDone]
-"""Runs the units of this member in a view, for a slot; raises `AttemptOverError` if the attempt ends meanwhile."""
+"""Function that runs the units of this member in a view, for a slot; raises `AttemptOverError` if the attempt ends
+meanwhile.
+"""
 
 
 def owned_spans(layout: Layout, view: View) -> Sequence[OwnedSpans] | None:

@@ -31,11 +31,11 @@ _log = logging.getLogger("chaos_lightning")
 _RELEASE_TIMEOUT_S = 2.0
 _RESET = "`chaos-lightning reset"
 SEVERED_S, SLOW_S = 2.0, 10.0
-"""So long a slot may take without the scheduler until something is said: if a link is down, and if all stand."""
+"""Seconds that a slot may take without the scheduler until something is said: if a link is down, and if all stand."""
 UNHEARD_S = 5.0
-"""Between two lines of a newcomer that no scheduler answers."""
+"""Seconds between two lines of a newcomer that no scheduler answers."""
 STARTS_S = 10.0
-"""How long a scheduler may take to start, before a newcomer says what to do about it."""
+"""Seconds that a scheduler may take to start, before a newcomer says what to do about it."""
 ADVICE = "start the members that are missing, with this endpoint, or set min_nodes lower or join_timeout_s higher"
 
 
@@ -57,7 +57,7 @@ class Waiting:
         self._shown: set[str] = set()
         self._refused = False
         self._unheard_at: float | None = None
-        """When (s of a wait) a newcomer that no scheduler has answered said so last; None: one has."""
+        """Time (s of a wait) at which a newcomer that no scheduler has answered said so last; None: one has."""
 
     def hear(self, message: ToMember) -> None:
         """Takes a message of the scheduler (agent's thread)."""

@@ -25,9 +25,9 @@ from chaos_lightning.replication.table import hash_region
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHOWN = 5
-"""Names in a message."""
+"""Number of names in a message."""
 _NOTHING = torch.empty(0)
-"""Stands where there is no tensor."""
+"""Tensor that stands where there is no tensor."""
 _version = operator.attrgetter("_version")
 _address = Tensor.data_ptr
 _Look = tuple[list[Tensor], list[int], list[int]]

@@ -11,7 +11,7 @@ that can happen only as often as there are members.
 from __future__ import annotations
 
 FREE = 4
-"""So many attempts in a row begin at once: deaths come in groups."""
+"""Number of attempts in a row that begin at once: deaths come in groups."""
 FIRST_S = 0.25
 LONGEST_S = 5.0
 
@@ -21,10 +21,10 @@ class Backoff:
 
     def __init__(self) -> None:
         self.fruitless = 0
-        """Attempts since the last slot was committed."""
+        """Number of attempts since the last slot was committed."""
         self._not_before = float("-inf")
         self._slot = -1
-        """The highest slot that was known to be committed when the last attempt began."""
+        """Highest slot that was known to be committed when the last attempt began."""
 
     def left_s(self, now: float, slot: int) -> float:
         """Returns the seconds that the next recovery has to wait.

@@ -9,7 +9,7 @@ from chaos_lightning.membership.effects import ChangeLink, Drain, Reset, Schedul
 MOST = 256
 """Number of events in a batch at most: what the machine says meanwhile waits until it is through."""
 _ALONE = (Drain, ChangeLink, Reset, Stored)
-"""An operator's wish, and the store's answer, on which all else waits."""
+"""Events that are a batch of their own: an operator's wish, and the store's answer, on which all else waits."""
 
 
 def next_batch(waiting: deque[SchedulerEvent]) -> list[SchedulerEvent]:

@@ -26,30 +26,34 @@ class Book:
         self.chain_id = chain.id
         self.highest = chain.highest
         self.numbers = chain.numbers.copy()
-        """All that the store holds."""
+        """All numbers that the store holds."""
         for number in (NO_VIEW, chain.highest, *(v.id for v in chain.views)):
             self.numbers.add(number)
         self.past = chain.past.copy()
         """All decided views, as far as anybody may ask for one."""
         self.views: list[View] = []
-        """The last two of them."""
+        """The last two decided views."""
         self.spreads = False
-        """Most members of a large job get the state at once, as when it is founded. A recovery does not end this."""
+        """Whether most members of a large job get the state at once, as when it is founded. A recovery does not end
+        this.
+        """
         for view in chain.views:
             self._add(view, carried=view.id in chain.changes)
         self.ended = chain.ended
         self.reached = chain.step
-        """Optimizer steps that the job is known to have committed."""
+        """Number of optimizer steps that the job is known to have committed."""
         self.saved: Saved | None = None
         """The newest checkpoint that a member told of."""
         self.decision: Decide | None = None
         self.announced: NextView | None = None
         self.entered_at: float | None = None
-        """When the first member stood in the latest view, or in a large job the last one loaded (of) the state (s)."""
+        """Time (s) at which the first member stood in the latest view, or in a large job the last one loaded the
+        state.
+        """
         self.persisting: tuple[int, Callable[[], None]] | None = None
         """Token of the write that is out, and what follows from it."""
         self.writing: View | None = None
-        """The view that is being written, if it is one."""
+        """View that is being written, if the write is one of a view."""
         self.token = 0
         self._refused: deque[View] = deque(maxlen=8)
         """The last views that no store took, without their numbers and reasons."""

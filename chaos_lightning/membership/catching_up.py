@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections import deque
 
 JUDGED_AFTER, JUDGED_OVER_S = 16, 3.0
-"""Entries applied, and time passed, before it is judged whether catching up will end."""
+"""Number of applied entries, and seconds, before it is judged whether catching up will end."""
 PROJECTED_LIMIT_S = 60.0
-"""Catching up that is projected to last longer than this has no end in sight. Newcomers that come later wait
-meanwhile, and a pause costs everybody a few seconds; the scheduler's observe_timeout_s is only the last resort."""
+"""Seconds: catching up that is projected to last longer has no end in sight. Newcomers that come later wait
+meanwhile, and a pause costs everybody a few seconds; the scheduler's observe_timeout_s is only the last resort.
+"""
 NEAR_SLOTS = 2.0
-"""A newcomer that is less far behind has caught up: one slot that is under way, and a part of the next one."""
+"""Slots: a newcomer that is less far behind has caught up. One slot is under way, and a part of the next one."""
 FINAL_WAIT_S = 2.0
-"""How long the last entries are waited for, while nobody trains, once a newcomer that has caught up is let in."""
+"""Seconds that the last entries are waited for, while nobody trains, once a newcomer that has caught up is let in."""
 
 
 class CatchingUp:

@@ -30,7 +30,7 @@ class Desk:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.pacing = Pacing(settings)
-        """How often members say that they live, and after what silence they are suspected."""
+        """Interval at which members say that they live, and the silence after which they are suspected."""
         self.phase = SchedulerPhase.FOUNDING
         self.clock: float | None = None
         """Time of the last event (s); None before the first."""
@@ -39,7 +39,7 @@ class Desk:
         self.waits = ""
         """Reason for which the job waits, in words; "" if it does not wait."""
         self.lost = ""
-        """Why nobody holds the training state any more, until others found the job again; "" otherwise."""
+        """Reason why nobody holds the training state any more, until others found the job again; "" otherwise."""
 
     @property
     def now(self) -> float:

@@ -35,7 +35,7 @@ from chaos_lightning.protocol.spans import subtract, union
 from chaos_lightning.protocol.types import Settings, Span, Verdict
 
 UNHEARD_S = 1.0
-"""A scheduler that was frozen has heard after this time of all streams that were closed meanwhile."""
+"""Seconds after which a scheduler that was frozen has heard of all streams that were closed meanwhile."""
 ENDS = ("end of stream", "middle of a frame", "reset", "pipe")
 """Evidence of a closed link that only the kernel at its other end gives; a network that fell silent times out."""
 
@@ -47,23 +47,26 @@ class Suspicion:
     since: float
     why: str
     overdue: bool = False
-    """It owes a report; mere heartbeats do not clear it."""
+    """Whether the member owes a report; mere heartbeats do not clear the suspicion then."""
     asked_at: float = float("-inf")
     asked: tuple[str, ...] = ()
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     ended_at: float | None = None
-    """Since when its stream and a link have both been closed by its own machine."""
+    """Time since which the member's stream and a link have both been closed by its own machine."""
     held: bool = False
-    """It would be dead by now if it were not the last holder."""
+    """Whether the member would be dead by now if it were not the last holder."""
     last: bool = False
-    """It is one, as far as the last look told."""
+    """Whether the member is the last holder, as far as the last look told."""
     unheard: bool = False
-    """The scheduler itself was silent, so that others have left it as well: that this one's stream is closed says
-    nothing about it, and a neighbour must confirm."""
+    """Whether the scheduler itself was silent, so that others have left it as well: that this one's stream is closed
+    says nothing about the member, and a neighbour must confirm.
+    """
     stopped: bool = False
-    """A process table has said so: it was not busy."""
+    """Whether a process table has said that the process is stopped: it was not busy."""
     strangers: set[str] = field(default_factory=set)
-    """Those of the asked that never had a link to it: what they deny is enough to hold a last holder, and no death."""
+    """Those of the asked that never had a link to the suspect: their denial is enough to hold a last holder, and no
+    death.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class Death:
     member: str
     evidence: str
     proven: bool
-    """Nothing that it still does can matter: it may be the last holder, and is dead all the same."""
+    """Whether nothing that the member still does can matter: it may be the last holder, and is dead all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class Findings:
     """Deaths and questions that one look at all members brings."""
 
     probes: tuple[tuple[str, str], ...] = ()
-    """(whom to ask, about whom)"""
+    """Questions: (whom to ask, about whom)."""
     looks: tuple[str, ...] = ()
     """Last holders to look for in the process table of this very machine, too."""
     deaths: tuple[Death, ...] = ()
@@ -111,9 +114,9 @@ class Detector:
         self.silences = Silences(settings, pacing)
         self.suspicions: dict[str, Suspicion] = {}
         self.grace_until = 0.0
-        """After a scheduler's restart: until then an absent member is expected back, not suspected."""
+        """Time, after a scheduler's restart, until which an absent member is expected back, not suspected."""
         self.unheard_until = 0.0
-        """After the scheduler was frozen: until then it learns, one by one, who has left it for that."""
+        """Time, after the scheduler was frozen, until which it learns, one by one, who has left it for that."""
 
     def shift(self, now: float, gap: float) -> None:
         """Forgives all members the `gap` seconds until now for which the scheduler itself was frozen."""

@@ -16,13 +16,13 @@ from chaos_lightning.membership.routing import Router
 from chaos_lightning.protocol.types import Member
 
 AGAIN_S = 0.05
-"""From the end of a link to the next attempt."""
+"""Seconds from the end of a link to the next attempt."""
 AFTER_GOODBYE_S = 0.5
-"""The same, if the peer closed it: as a rule it is about to be forgotten here, too."""
+"""Seconds to the next attempt if the peer closed the link: as a rule it is about to be forgotten here, too."""
 LONGEST_S = 2.0
-"""The longest pause between two attempts."""
+"""Longest pause between two attempts, in seconds."""
 BYE = "bye"
-"""How a link ends that its peer closed in good order."""
+"""Evidence of a link that its peer closed in good order."""
 
 
 @dataclass(frozen=True, slots=True)

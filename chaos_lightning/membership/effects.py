@@ -76,7 +76,7 @@ class StateLoaded:
     head: str
     parts: tuple[Span, ...] = WHOLE
     view: ViewId = NO_VIEW
-    """View of the PullState or PullParts; with pipelines alone: GENESIS does not tell one state from another."""
+    """View of the PullState or PullParts; only with pipelines, where GENESIS does not tell one state from another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class Ejected:
     reason: str
     rejoin: bool
     over: bool = False
-    """The whole job has ended so, and may be started again from a checkpoint."""
+    """Whether the whole job has ended so, and may be started again from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +240,11 @@ class Left:
 
     reason: str
     asked: bool = False
-    """It was to leave, by its own wish or by the operator's; else the job is finished."""
+    """Whether the member was to leave, by its own wish or by the operator's; else the job is finished."""
     keeps: bool = True
-    """Its parts of the state may be gone on from; else the others go on, or an operator has ended the job."""
+    """Whether the job may go on from this member's parts of the state; else the others go on, or an operator has
+    ended the job.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +348,9 @@ class Gone:
     member: str
     evidence: str
     rebooted: bool = False
-    """Its machine seems to have been started anew, by its address: that counts if it is away besides."""
+    """Whether the member's machine seems to have been started anew, by its address: that counts if the member is away
+    besides.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +433,7 @@ class RecordedEnd:
     """Record of a job's end in the store, of which newcomers are told (protocol.md 14d)."""
 
     terms: str
-    """Digest of what the job is (peers.JobTerms)."""
+    """Digest of the job's terms (peers.JobTerms)."""
     step: int
     at: float = 0.0
     """Wall time (s) of the end; the shell knows it."""
@@ -452,9 +456,9 @@ class Persist:
     hand_on: bool = False
     wish: LinkWish | None = None
     ending: RecordedEnd | None = None
-    """With kind "finish": who comes now is told of it."""
+    """Record of the end, with kind "finish": newcomers are told of it."""
     again: bool = False
-    """With kind "finish": members are not done, so that it can be decided again if it is not written."""
+    """Whether, with kind "finish", members are not done, so that it can be decided again if it is not written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +469,7 @@ class TakeTerm:
 
     above: int
     chain: str = ""
-    """The id of the chain that is rebuilt: an empty store takes it over."""
+    """Id of the chain that is rebuilt: an empty store takes it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,11 +496,11 @@ class SchedulerDone:
 
     reason: str
     deposed: bool = False
-    """Another scheduler leads; the shell ends at once, or stands by."""
+    """Whether another scheduler leads; the shell ends at once, or stands by."""
     again: bool = False
-    """The job is over for good, by an operator's word or a newcomer's coming: the shell puts its chain away."""
+    """Whether the job is over for good, by an operator's word or a newcomer's coming: the shell puts its chain away."""
     tells_s: float = 0.0
-    """For so long (s) the shell goes on answering newcomers on other machines."""
+    """Seconds for which the shell goes on answering newcomers on other machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,13 +513,13 @@ class DrawPlan:
 
     token: int
     spec: PlanSpec
-    """As configured."""
+    """Plan as configured."""
     present: PlanSpec
     members: tuple[Member, ...]
     links: Mapping[tuple[str, str], tuple[float, float, float]]
-    """By (earlier, later) in rank order: latency in seconds, bps there, bps back."""
+    """Latency in seconds, bps there and bps back, by (earlier, later) in rank order."""
     hasty: bool = False
-    """The present plan was drawn in a hurry, whatever planner is configured."""
+    """Whether the present plan was drawn in a hurry, whatever planner is configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,7 +532,7 @@ class SearchPipelines:
 
     token: int
     wish: str
-    """As JSON (planning/pipelines/pipeliner.py, PlanWish)."""
+    """Request as JSON (planning/pipelines/pipeliner.py, PlanWish)."""
 
 
 SchedulerEffect = Send | Close | Persist | TakeTerm | Look | DrawPlan | SearchPipelines | Answer | SchedulerDone | Note
@@ -547,24 +551,30 @@ class Chain:
     finished: bool = False
     wishes: tuple[LinkWish, ...] = ()
     changes: tuple[ViewId, ...] = ()
-    """Those of the views that a header was to carry: whom such a one lacks had asked to leave, or was drained."""
+    """Numbers of the views that a header was to carry: a member that such a view lacks had asked to leave, or was
+    drained.
+    """
     rebuild: bool = False
-    """The chain is lost, or this store lacks its end: rebuild it from what members report (protocol.md 14a)."""
+    """Whether to rebuild the chain, or the end that this store lacks, from what members report (protocol.md 14a)."""
     id: str = ""
-    """Drawn with the chain's first record, and kept by every copy of it (protocol.md 7)."""
+    """Id that was drawn with the chain's first record, and is kept by every copy of it (protocol.md 7)."""
     numbers: Numbers = field(default_factory=Numbers)
-    """All that were ever reserved or decided. What a member knows beyond them this store lacks (14a)."""
+    """All numbers that were ever reserved or decided. A number that a member knows beyond them this store lacks
+    (14a).
+    """
     hears_s: float = 0.0
-    """For so long after its start the scheduler listens who may know more, before it decides anything (14a)."""
+    """Seconds after its start for which the scheduler listens for members that may know more, before it decides
+    anything (14a).
+    """
     step: int = 0
-    """The last optimizer step that a decision in it names: the job had come so far, or further."""
+    """Last optimizer step that a decision in the chain names: the job had come so far, or further."""
     ending: RecordedEnd | None = None
-    """The job is finished, and newcomers are told of it."""
+    """Record of the end of a finished job, of which newcomers are told."""
     tells_s: float = 0.0
-    """For how long (s) they still are."""
+    """Seconds for which newcomers are still told of the end."""
     for_good: bool = False
-    """A finished job never begins anew here."""
+    """Whether a finished job never begins anew here."""
     ended: tuple[str, ...] = ()
-    """Chains that lay here before, the last few: who stands in one of them is let go (14a)."""
+    """Ids of the last few chains that lay here before: members that stand in one of them are let go (14a)."""
     past: Past = field(default_factory=Past)
     """Views before those of `views`, of which the store has only what is still asked (past.py)."""

@@ -36,7 +36,7 @@ class JobEnd:
         self._tells_s = chain.tells_s
         self._for_good = chain.for_good
         self._until: float | None = None
-        """When (s) newcomers begin the job anew; None: not known yet."""
+        """Time (s) from which on newcomers begin the job anew; None: not known yet."""
 
     @property
     def tells(self) -> bool:

@@ -18,7 +18,7 @@ from chaos_lightning.membership.desk import Desk
 from chaos_lightning.membership.peers import Peer
 
 PATIENCE = 4
-"""How many times as long as half of the joiners took the last ones may take to load the state."""
+"""Factor: the last joiners may take this many times as long to load the state as half of them took."""
 
 
 class Founders:
@@ -31,13 +31,13 @@ class Founders:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._since: dict[str, float] = {}
-        """When (s) workers of each node were ready first."""
+        """Times (s) at which workers of each node were ready first."""
         self._joiners: frozenset[str] = frozenset()
-        """Those that get the state at once, some of whom lack it still."""
+        """Joiners that get the state at once, some of whom lack it still."""
         self._began = 0.0
-        """When (s) they began."""
+        """Time (s) at which these joiners began to get the state."""
         self._half_s = 0.0
-        """Time that half of them took to load the state; the time so far, while they do."""
+        """Seconds that half of the joiners took to load the state; the time so far, while they do."""
 
     def waits(self, ready: Sequence[Peer]) -> str:
         """Returns why these founders wait, in words; "" if they need not."""

@@ -32,7 +32,7 @@ from chaos_lightning.protocol import nodes
 from chaos_lightning.protocol.types import NO_VIEW, View, ViewId
 
 _NO_LINK = "no link"
-"""Under this word a newcomer's `asked` tells since when no link has led to it; no id looks like this."""
+"""Key under which a newcomer's `asked` tells since when no link has led to it; no id looks like this."""
 
 
 class Graph:
@@ -49,7 +49,7 @@ class Graph:
         self._known: dict[ViewId, frozenset[Pair]] = {}
         self._near: tuple[ViewId, dict[str, frozenset[str]]] = (NO_VIEW, {})
         self.thins = False
-        """No store takes a view with all links: views have a few of them (`thinned`)."""
+        """Whether views have only a few of the links (`thinned`), as no store takes a view with all."""
 
     def of_view(self, view: View) -> frozenset[Pair]:
         """Returns the pairs of members that this view links."""

@@ -44,7 +44,7 @@ from chaos_lightning.protocol.types import (
 )
 
 KNOCKS_S = 3.0
-"""A member that is sent away comes back within this time, as long as it lives."""
+"""Seconds within which a member that is sent away comes back, as long as it lives."""
 
 
 class Identity:
@@ -70,17 +70,19 @@ class Identity:
         self._hears_s = chain.hears_s
         self._hears_until: float | None = None
         self._knocked: dict[str, tuple[float, ViewId, str]] = {}
-        """When (s) members of other chains were heard of last, the views that they stand in, and these chains."""
+        """Members of other chains, each with the time (s) of its last word, the view that it stands in, and its
+        chain.
+        """
         self._greeted: set[Process] = set()
         """Processes that have said hello to this very scheduler: host, pid and start."""
         self._own: dict[str, Member] = {}
         """Newcomers that this very scheduler has welcomed: no view of a lost chain names them."""
         self._patient_until = float("-inf")
-        """A newcomer knows a scheduler that the store does not: members may knock until then (s)."""
+        """Time (s) until which members may knock, as a newcomer knows a scheduler that the store does not."""
         self._held: list[tuple[int, Hello]] = []
-        """Hellos that wait until everybody was heard who may know more."""
+        """Hellos that wait until all who may know more were heard."""
         self._stale = ""
-        """Facts that the store lacks and what can be done, in words; "": it lacks nothing."""
+        """Facts that the store lacks and what can be done, in words; "" if it lacks nothing."""
 
     def begin(self) -> None:
         """Starts the time for which a scheduler that has just started only listens."""

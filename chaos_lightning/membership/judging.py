@@ -40,7 +40,7 @@ class Deaths:
         self.waited_for: tuple[str, ...] = ()
         """The last holders of the state."""
         self._waiters: set[str] = set()
-        """Members and newcomers that were told so."""
+        """Members and newcomers that were told that the last holders are waited for."""
 
     def revive(self, peer: Peer) -> None:
         """Takes back the death of a member that speaks, until a view is decided without it."""

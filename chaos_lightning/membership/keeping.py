@@ -47,19 +47,21 @@ class Keeper:
         self._roster = roster
         self._graph = graph
         self._told: tuple[Kept, str, float] | None = None
-        """The newest state that a member said it kept, on which machine, and when."""
+        """Newest state that a member said it kept, on which machine, and when."""
         self._said_anew: set[Process] = set()
-        """Processes of that machine that said hello anew since then: machine, pid and start."""
+        """Processes of the newest state's machine that said hello anew since it was kept: machine, pid and start."""
         self._unready: dict[Process, float | None] = {}
-        """Since when (s) such processes with a kept state have not been ready; None: they were sent away for it."""
+        """Time (s) since which each such process with a kept state has not been ready; None: it was sent away for
+        that.
+        """
         self._without = ""
-        """Processes on that machine that do not go on from it, in words."""
+        """Words on processes of that machine that do not go on from the newest state."""
         self._parted: dict[str, Kept] = {}
-        """Parts that each member wrote down when all parted, as it told; no parts: nothing."""
+        """Parts that each member wrote down when all parted, as it told; no parts if it wrote nothing."""
         self._parting_since: float | None = None
-        """Since when (s) all have been parting."""
+        """Time (s) since which all have been parting."""
         self._parts_since: dict[str, float] = {}
-        """Since when (s) parts of the state at each header have been waited for, by the header's hash."""
+        """Times (s) since which parts of the state at each header have been waited for, by the header's hash."""
 
     def founded(self) -> None:
         """Forgets whom the founding waited for: the job goes on from what its founders have."""

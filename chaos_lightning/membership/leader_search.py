@@ -15,32 +15,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PULSE_S = 0.2
-"""A scheduler that others stand by for says so often on each stream that it lives; in large jobs more seldom."""
+"""Seconds between pulses, by which a scheduler that others stand by for says on each stream that it lives; longer in
+large jobs.
+"""
 _LONGEST_PULSE_S = 0.5
 PULSE_TIMEOUT_S = 0.7
-"""One that says so, and then does not for so long, is frozen or cut off. In large jobs it is more: at most 1.75 s, less
-than the lease of one that is cut off."""
+"""Silence (s) after which a scheduler that sends pulses is frozen or cut off. In large jobs it is more: at most 1.75
+s, less than the lease of one that is cut off.
+"""
 _PULSE_COST_S = 120e-6
 """CPU time of the scheduler for one pulse (s), TLS included."""
 _PULSE_SHARE = 0.05
-"""Part of one core that pulses may take."""
+"""Share of one core that pulses may take."""
 LONGEST_PAUSE_S = 0.5
 HEARS_S = 1.2
-"""A member that looks for its only scheduler comes within LONGEST_PAUSE_S, and the time that a call takes. A scheduler
-that has just started listens so long for members that know more than its store."""
+"""Seconds that a scheduler that has just started listens for members that know more than its store. A member that
+looks for its only scheduler comes within LONGEST_PAUSE_S, and the time that a call takes.
+"""
 HEARS_SEVERAL_S = 1.5
-"""One of several is asked more often, but another one that is silent may be asked first; and members that are held back
-leave a scheduler that says nothing for two seconds (`LeaderSearch.answer_timeout_s`), not even that it lives."""
+"""Seconds that one of several schedulers listens. It is asked more often, but another one that is silent may be asked
+first; and members that are held back leave a scheduler that says nothing for two seconds
+(`LeaderSearch.answer_timeout_s`), not even that it lives.
+"""
 HANDSHAKES_PER_S = 200
 """Number of members that come to a scheduler in a second: a core does 480 handshakes of mutual TLS with a call each
 (1,500 with a token instead), and has hellos to read meanwhile."""
 LONGEST_HEARS_S = 8.0
 _FIRST_PAUSE_S = 0.05
 ANSWER_TIMEOUT_S = 10.0
-"""How long the scheduler may take to answer a Hello; one of several a fifth of it or less, since another may lead."""
+"""Seconds that the scheduler may take to answer a Hello; one of several a fifth of it or less, since another may
+lead.
+"""
 _FIRST_SHUN_S, _SHUN_S = 0.3, 2.0
-"""One of several that was silent is not asked again for so long; until its lease ends, the others name it. It may have
-been busy for a moment, so the first time is short; and who waits for a frozen one does not hear of the next one."""
+"""Seconds for which one of several schedulers that was silent is not asked again; until its lease ends, the others
+name it. It may have been busy for a moment, so the first time is short; and a member that waits for a frozen one does
+not hear of the next one.
+"""
 
 
 def pulse_s(count: int) -> float:
@@ -90,15 +100,15 @@ class LeaderSearch:
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         self.failures = 0
-        """Attempts in a row that nobody answered."""
+        """Number of attempts in a row that nobody answered."""
         self._endpoints = tuple(endpoints)
         self._at = 0
         self._leader = ""
         """Endpoint of the leader, as a standby named it; "": none has."""
         self._shunned: dict[str, float] = {}
-        """Schedulers that were silent, and until when they are not asked."""
+        """Times until which schedulers that were silent are not asked."""
         self._silences: dict[str, int] = {}
-        """How often in a row each of them was silent; the second time it gets less time to answer."""
+        """Number of times in a row that each scheduler was silent; the second time it gets less time to answer."""
 
     @property
     def endpoint(self) -> str:

@@ -45,9 +45,9 @@ class Learners:
         self._donors: dict[str, tuple[str, ...]] = {}
         """Members that keep the state and the log for each learner; those that are missing are served by all."""
         self._again: Counter[str] = Counter()
-        """How often each of them had to begin again, with other donors."""
+        """Number of times that each learner had to begin again, with other donors."""
         self._telling = True
-        """Members may have to be told of learners, or that there are none."""
+        """Whether members may have to be told of learners, or that there are none."""
 
     def admissible(self, latest: View, ready: list[Peer]) -> list[Peer]:
         """Returns newcomers that the next view may hold; none while they wait for others that will soon be as far."""

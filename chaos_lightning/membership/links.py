@@ -48,7 +48,9 @@ from chaos_lightning.protocol.types import (
 )
 
 _LOOK_S, _LOOKS = 5.0, 3
-"""A wanted link that does not stand at three looks in a row, 5 s apart, is one that stays down."""
+"""Seconds between two looks, and the number of looks in a row after which a wanted link that does not stand is one
+that stays down.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +104,12 @@ class LinkRegistry:
         self._topology = topology
         self._detector = detector
         self._asked: deque[_Asked] = deque()
-        """Not answered yet, oldest first; the first may be on its way to the store."""
+        """Requests that are not answered yet, oldest first; the first may be on its way to the store."""
         self._look_at = float("-inf")
         self._absent: dict[Pair, int] = {}
-        """At how many looks in a row a wanted link did not stand, of those that the view lacks."""
+        """Number of looks in a row at which a wanted link did not stand, of those that the view lacks."""
         self._seen: object = None
-        """The facts that decide whom members are told of, as they were at the last look."""
+        """Facts that decide whom members are told of, as they were at the last look."""
 
     def follow(self, before: View | None, view: View) -> None:
         """Takes in a decided view: links that it gave up are no sign of anybody's death any more, and count as failed

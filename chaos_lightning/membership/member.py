@@ -115,12 +115,14 @@ from chaos_lightning.protocol.types import (
 )
 
 LINGER_TIMEOUT_S = 5.0
-"""How long a member that may go waits to be released."""
+"""Seconds that a member that may go waits to be released."""
 LOG_LENGTH = 256
-"""How many of the latest events `stimulus_log` keeps."""
+"""Number of the latest events that `stimulus_log` keeps."""
 MIN_EARLY = 4096
-"""Contributions kept, those of attempts that this member has not entered included: two of each member of the largest
-view that it knows, but at least these, since a view that it has not heard of may be larger."""
+"""Number of contributions that are kept at least, those of attempts that this member has not entered included: two of
+each member of the largest view that it knows, but at least these, since a view that it has not heard of may be
+larger.
+"""
 
 
 class MemberPhase(enum.StrEnum):
@@ -185,7 +187,7 @@ class MemberMachine:
         self._entering: Decide | None = None
         self._complete: tuple[ViewId, int] | None = None
         self._differing: tuple[Differs, ...] = ()
-        """At the root: told to the scheduler of the open slot."""
+        """Members that differ in the open slot, as the root has told the scheduler."""
         self._pulled = ""
         self._inbox: dict[tuple[ViewId, int], dict[str, Contribution]] = {}
         self._ready_sent = False

@@ -17,17 +17,19 @@ class Neighbours:
 
     def __init__(self) -> None:
         self.links: dict[str, bool] = {}
-        """Whether they stand, by member."""
+        """Whether each link stands, by member."""
         self.wanted: tuple[Member, ...] | None = None
         """Members that the scheduler named; None before it did."""
         self.former: View | None = None
         """The view before, while links of it stay."""
         self._settled = False
-        """A slot was committed in this view: all have their parts, and whom it lets go serves nobody any more."""
+        """Whether a slot was committed in this view: all have their parts, and members that it lets go serve nobody
+        any more.
+        """
         self._remade: set[str] = set()
-        """Made anew since this member entered its view."""
+        """Members whose links were made anew since this member entered its view."""
         self._parted: dict[str, str] = {}
-        """Why the others do not stand."""
+        """Reasons why the other links do not stand."""
 
     def asked(self, me: str, told: OpenLinks) -> None:
         """Takes the scheduler's list of the members that this one is to have links with, or the changes of that

@@ -29,11 +29,11 @@ Pair = frozenset[str]
 NEAR = 3
 """Number of a newcomer's partners that are near by address; the others keep the ways short."""
 _LOOKED_AT = 32
-"""Places from its own, in the order of addresses, within which these are looked for."""
+"""Number of places from its own, in the order of addresses, within which a newcomer's near partners are looked for."""
 _BRIDGES = 2
 """Number of pairs that are given between two parts of a graph."""
 _TRIED = 16
-"""Number of pairs that are looked at for these."""
+"""Number of pairs that are looked at for these bridges."""
 
 
 def pair(one: str, other: str) -> Pair:
@@ -76,7 +76,7 @@ class Partners:
     def __init__(self, degree: int = 0) -> None:
         self._degree = degree
         self.version = 0
-        """Grows when wanted pairs, or those whose links stay down, change."""
+        """Counter that grows when wanted pairs, or those whose links stay down, change."""
         self._secured = -1
         """Version at which no node's loss parted the others, as far as that can be had."""
         self.removed: dict[Pair, str] = {}
@@ -102,7 +102,7 @@ class Partners:
         self._missed: set[Pair] = set()
         """Given pairs whose ends did not reach each other; they are given again only where no others are left."""
         self._replaced: set[str] = set()
-        """Newcomers that were given others for them, once."""
+        """Newcomers that were given others for partners that they missed, once."""
         self._lost: frozenset[Pair] = frozenset()
         """Wanted pairs whose links stay down: they are no paths."""
 

@@ -25,7 +25,7 @@ LAST_VIEWS = 2
 MOST_GONE = 4096
 """Number of members that have gone of which it is known when: about 40 bytes of a record for each."""
 REBUILT = "rebuilt"
-"""How the reason of a rebuilt chain's first view begins."""
+"""Beginning of the reason of a rebuilt chain's first view."""
 
 
 @dataclass(slots=True)

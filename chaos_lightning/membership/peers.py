@@ -35,7 +35,7 @@ from chaos_lightning.protocol.types import (
 
 INCARNATIONS_PER_TERM = 1_000_000
 NAMED_DIFFERENCES = 3
-"""A refusal names so many at most."""
+"""Largest number of differences that a refusal names."""
 _MISSING = "(missing)"
 _HASH = re.compile("[0-9a-f]{16,}")
 
@@ -85,65 +85,71 @@ class Peer:
     conn: int | None = None
     heard: float = 0.0
     closed_at: float = 0.0
-    """When its control stream closed; meaningful while `conn` is None."""
+    """Time at which the member's control stream closed; meaningful while `conn` is None."""
     known: bool = False
-    """It told its position to this scheduler (False only after a scheduler's restart)."""
+    """Whether the member told its position to this scheduler (False only after a scheduler's restart)."""
     entered: ViewId = NO_VIEW
     chain: str = ""
     """Chain of a reporter."""
     workers: int = 1
-    """Number of workers of its node."""
+    """Number of workers of the member's node."""
     seq: int = 0
     step: int = 0
     tempo: Tempo = Tempo()
-    """As it says."""
+    """Speed of the member, as it says."""
     head: str = ""
     parts: tuple[Span, ...] = ()
-    """Parts of the training state that it holds, as it said last."""
+    """Parts of the training state that the member holds, as it said last."""
     leaving: str = ""
     finished: bool = False
     dead: str = ""
-    """Why it is taken for dead; a word from it clears this until a view excludes it."""
+    """Reason why the member is taken for dead; a word from it clears this until a view excludes it."""
     proven: bool = False
-    """It is dead beyond doubt, or was waited for long enough: its state counts no more (protocol.md 12a)."""
+    """Whether the member is dead beyond doubt, or was waited for long enough: its state counts no more (protocol.md
+    12a).
+    """
     condemned: str = ""
-    """Why it must go although it may live; nothing clears this."""
+    """Reason why the member must go although it may live; nothing clears this."""
     report: Report | None = None
     said: JobTerms | None = None
-    """Terms that it said of itself as a newcomer."""
+    """Terms that the member said of itself as a newcomer."""
     differs: str = ""
-    """In what it is of another program than the job, none of whose members answers: it waits for these to be found."""
+    """Words on how this newcomer's program differs from the job, none of whose members answers: it waits for these to
+    be found.
+    """
     down: dict[str, str] = field(default_factory=dict)
-    """Peers to which it says its link is closed, with the evidence."""
+    """Peers to which the member says its link is closed, with the evidence."""
     silent: dict[str, str] = field(default_factory=dict)
-    """Peers whose link it gave up because nothing came any more, with the evidence: no sign of the peer's death."""
+    """Peers whose link the member gave up because nothing came any more, with the evidence: no sign of the peer's
+    death.
+    """
     up: set[str] = field(default_factory=set)
     linked: tuple[str, ...] | None = None
     """Ids in the OpenLinks last sent on this stream; None: none was sent."""
     neighbours: tuple[str, ...] = ()
     asked: dict[str, float] = field(default_factory=dict)
-    """Since when (s) this newcomer has been asked for a link to each of these."""
+    """Times (s) since which this newcomer has been asked for a link to each of these."""
     misses: set[str] = field(default_factory=set)
     """Peers that were told that this newcomer does not reach them."""
     stranded: bool = False
-    """A newcomer that no link leads to: it takes no place until one does, and there is one."""
+    """Whether no link leads to this newcomer: it takes no place until one does, and there is one."""
     no_replay: str = ""
-    """Why it cannot come in by replay."""
+    """Reason why the newcomer cannot come in by replay."""
     way: str = ""
-    """"replay" or "pause", once chosen."""
+    """Way by which the newcomer comes in, "replay" or "pause", once chosen."""
     caught_up: bool = False
     observes_since: float = 0.0
     learners: tuple[int, tuple[str, ...]] = (-1, ())
-    """The list of learners that it was told last, and on which stream."""
+    """List of learners that the member was told last, and on which stream."""
     progress: Progress | None = None
-    """Progress of its transfer, as it told last."""
+    """Progress of the newcomer's transfer, as it told last."""
     kept: Kept | None = None
-    """The newest state of the job that lies on its machine, as it said in its hello."""
+    """Newest state of the job that lies on the member's machine, as it said in its hello."""
     told_of_kept: bool = False
     keeps_since: float | None = None
-    """When (s) it was let go as one of the last: it may be writing the state down."""
+    """Time (s) at which the member was let go as one of the last: it may be writing the state down."""
     told: tuple[int, str] = (-1, "")
-    """Stream and text by which it was told last for what it waits."""
+    """Stream and text by which the peer was told last for what it waits."""
 
     @property
     def id(self) -> str:
@@ -174,7 +180,7 @@ class JobTerms:
     accumulate: int
     fingerprint: tuple[tuple[str, str], ...]
     pipelines: str = ""
-    """As the hello asks for them; members must agree in the terms of that."""
+    """Pipelines as the hello asks for them; members must agree in the terms of that."""
 
     @classmethod
     def of(cls, hello: Hello) -> JobTerms:

@@ -40,9 +40,9 @@ from chaos_lightning.protocol.spans import subtract
 from chaos_lightning.protocol.types import NO_VIEW, Hello, Kind, Member, Span, View
 
 LEAVES_TOGETHER_S = 1.0
-"""A leave that moves parts waits so long for the leaves of others, which may make another move of it (P13)."""
+"""Seconds that a leave that moves parts waits for the leaves of others, which may make another move of it (P13)."""
 LEAST_S = 1e-6
-"""Costs of less count as none."""
+"""Cost (s): lower ones count as none."""
 _ANSWERS = 8
 """Number of answers that are kept: a decision that waits asks again and again."""
 
@@ -94,11 +94,11 @@ class ViewPipeliner(ABC):
     """Interface of what makes the pipelines of views."""
 
     speeds: Mapping[str, float] = MappingProxyType({})
-    """By id: how fast members compute beside their devices, 1 if absent (speeds.py); it changes as they tell."""
+    """Speeds of members beside their devices, by id, 1 if absent (speeds.py); this changes as they tell."""
     link: LinkRate | None = None
-    """The link between members on different machines as they measure it (rates.py); None: as their profile says."""
+    """Link between members on different machines as they measure it (rates.py); None: as their profile says."""
     overheads: Overheads | None = None
-    """The costs of units and steps beyond their layers, as the job measures them; None: as their profile says."""
+    """Costs of units and steps beyond their layers, as the job measures them; None: as their profile says."""
 
     @abstractmethod
     def reroute(
@@ -158,7 +158,9 @@ class ViewPipeliner(ABC):
 
 
 PipelinerFactory = Callable[[Mapping[str, PipelineRequest]], ViewPipeliner]
-"""Makes a ViewPipeliner; given what members ask of pipelines, by id, which changes as members come and go."""
+"""Function that makes a ViewPipeliner; given what members ask of pipelines, by id, which changes as members come and
+go.
+"""
 
 
 def unreadable(text: str) -> str:
@@ -233,17 +235,17 @@ class Pipelining:
         self._known: dict[tuple[object, ...], PipelineChoice] = {}
         """The last answers."""
         self._lack = ""
-        """Why no pipelines fit, as it was told last."""
+        """Reason why no pipelines fit, as it was told last."""
         self._speeds = Speeds(roster.peers, roster.requests)
         self._link = MeasuredLink(topology)
         self._links_at = float("-inf")
-        """When (s) links are looked at again."""
+        """Time (s) at which links are looked at again."""
         self._foreseen: Mapping[str, float] = {}
         """Factors of members' speeds by which the last view's pipelines were made, as far as they are known."""
         self._foreseen_link: LinkRate | None = None
-        """The link by which they were made; None: not known."""
+        """Link by which these pipelines were made; None: not known."""
         self._step_s: object = None
-        """Estimate of a step of the last view, if it is known (s)."""
+        """Estimate of a step of the last view (s), if it is known."""
 
     @property
     def _pipeliner(self) -> ViewPipeliner:

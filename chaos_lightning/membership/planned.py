@@ -42,7 +42,7 @@ class PlannedPipeliner(ViewPipeliner):
         self._history = LossHistory()
         self._last: tuple[PipelineRequest, LinkRate | None, Pipeliner] | None = None
         self._since: float | None = None
-        """Since when (s) the members have been those of the last view."""
+        """Time (s) since which the members have been those of the last view."""
 
     def reroute(
         self,

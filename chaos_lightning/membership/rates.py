@@ -21,7 +21,7 @@ NOTICED = 0.25
 LOOK_PAUSE_S = 2.0
 """Seconds between two looks at what members have measured."""
 _LITTLE_S = 0.0005
-"""Latencies that differ by less count as equal (s)."""
+"""Seconds: latencies that differ by less count as equal."""
 _FEW = 32
 """Number of members, the first by rank, whose links are looked at: 496 pairs are enough for a median."""
 
@@ -36,7 +36,7 @@ class MeasuredLink:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self.usual: LinkRate | None = None
-        """The link between members on different machines; None: none was measured."""
+        """Link between members on different machines; None: none was measured."""
 
     def look(self, members: Sequence[Member]) -> None:
         """Takes in what these members, in rank order, have reported of their links since the last look."""

@@ -52,20 +52,22 @@ class Rebuild:
         if chain.rebuild and desk.phase is SchedulerPhase.FOUNDING:
             desk.phase = SchedulerPhase.REBUILDING
         self.may_rebuild = chain.rebuild
-        """The operator's word: it is used up as soon as the job goes on by the chain, as it is or rebuilt."""
+        """Whether the operator allows a rebuilding: the word is used up as soon as the job goes on by the chain, as
+        it is or rebuilt.
+        """
         self._prefix: tuple[Past, list[View]] | None = None
-        """The past and the last views of an older copy; the rebuilt view follows them."""
+        """Past and last views of an older copy; the rebuilt view follows them."""
         self._recalled: dict[str, RebuildReport] = {}
         self._recalled_at: dict[str, float] = {}
-        """Since when (s) these owe an answer to `Recall`, on whichever stream."""
+        """Times (s) since which members owe an answer to `Recall`, on whichever stream."""
         self._terms = 0
-        """The highest term that a reporter has heard of."""
+        """Highest term that a reporter has heard of."""
         self._asked_term = 0
         self._asked_chain = ""
-        """The chain that is rebuilt goes on under its id, so that terms and views go on comparing."""
+        """Id of the chain that is rebuilt, which goes on under it, so that terms and views go on comparing."""
         self._first_at: float | None = None
         self.before: View | None = None
-        """The view that the chain is being rebuilt from."""
+        """View that the chain is being rebuilt from."""
 
     @property
     def rebuilds(self) -> bool:

@@ -23,7 +23,7 @@ class Recovery:
         self._book = book
         self._roster = roster
         self.again = ""
-        """Why another recovery is due; "" if none is."""
+        """Reason why another recovery is due; "" if none is."""
         self.why = ""
         self.number: ViewId = NO_VIEW
         self.expected: frozenset[str] = frozenset()
@@ -37,10 +37,10 @@ class Recovery:
         self._briefly: Counter[str] = Counter()
         """Number of questions for a brief report that a member has not answered."""
         self._questions = (Prepare(NO_VIEW, ""),) * 2
-        """For a brief report, and for a whole one."""
+        """Question for a brief report, and question for a whole one."""
         self.prepared_at = 0.0
         self.returning = desk.phase is SchedulerPhase.RUNNING
-        """After a restart, until all members of the last view are back."""
+        """Whether members of the last view are still to come back after a scheduler's restart."""
         # A number beyond the last view: members may have promised it and wait for its decision.
         self.promised = bool(book.views) and book.highest.number > book.views[-1].id.number
         self.backoff = Backoff()

@@ -37,12 +37,12 @@ class Ruling:
     """Outcome of a recovery, before a view is made of it."""
 
     base: Header | None
-    """None: no reporter holds the training state."""
+    """Header from which the job goes on; None: no reporter holds the training state."""
     hand_on: bool = False
     sources: tuple[Source, ...] = ()
     """Members that hold reduced bytes of the base; empty spans mean all of them."""
     members: tuple[str, ...] = ()
-    """In rank order, joiners included."""
+    """Members that go on, in rank order, joiners included."""
     joiners: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
     """Newcomers of a view that no header carried: they hold nothing and get into a later view."""

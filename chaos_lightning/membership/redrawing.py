@@ -22,7 +22,9 @@ from chaos_lightning.protocol.types import SMALL_JOB, LinkSpec, PlanSpec, View, 
 REPLAN_PAUSE_S = 2.0
 """Least seconds between two requests for a plan."""
 _REST = 4.0
-"""Least time between requests because of measurements alone, in times of how long the last plan took to draw."""
+"""Least time between requests because of measurements alone, as a multiple of the time that the last plan took to
+draw.
+"""
 
 
 class Redrawing:
@@ -33,10 +35,10 @@ class Redrawing:
         self._graph = graph
         self._topology = topology
         self._out: DrawPlan | None = None
-        """The request that is not answered yet."""
+        """Request that is not answered yet."""
         self._count = 0
         self._answer: tuple[PlanSpec, str] | None = None
-        """A plan that was drawn for the view that was seen last."""
+        """Plan that was drawn for the view that was seen last."""
         self._asked_at = float("-inf")
         self._rest_s = REPLAN_PAUSE_S
         self._version = 0
@@ -49,7 +51,7 @@ class Redrawing:
         self._first = False
         """Whether the last request was the first one for its view."""
         self._taken: PlanSpec | None = None
-        """The last plan that was an answer."""
+        """Last plan that was an answer."""
 
     def on_drawn(self, event: PlanDrawn) -> None:
         """Takes a plan that was drawn; it counts only if it answers the last request."""

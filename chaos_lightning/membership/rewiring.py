@@ -46,8 +46,9 @@ from chaos_lightning.protocol.types import NO_VIEW, SMALL_JOB, Kind, Report, Vie
 
 Rule = Callable[[Mapping[str, Report]], Ruling]
 _PAUSE_S = 0.02
-"""Links are looked at again after so long while time alone may change something about them; where more than
-`SMALL_JOB` members have links, after as many times longer."""
+"""Seconds after which links are looked at again while time alone may change something about them; where more than
+`SMALL_JOB` members have links, as many times more.
+"""
 
 
 class Rewiring:
@@ -73,17 +74,17 @@ class Rewiring:
         self._detector = detector
         self._look_at = self._failed_at = float("-inf")
         self._cut_at: float | None = None
-        """Since when the living members have been in parts, ..."""
+        """Time since which the living members have been in parts, ..."""
         self._parts = 1
-        """... and in how many at most."""
+        """... and the largest number of these parts."""
         self.cut: Mapping[str, str] = MappingProxyType({})
         """Members that are put out because no link leads to the side that goes on, with the reason."""
         self._ailing = False
-        """Some link is down, or carries nothing."""
+        """Whether some link is down, or carries nothing."""
         self._news = True
-        """Something was said about links since they were looked at for that."""
+        """Whether anything was said about links since they were looked at."""
         self._unsettled = True
-        """The latest view's graph may have to change."""
+        """Whether the latest view's graph may have to change."""
 
     def seen(self) -> None:
         """Notes after each event whether it brought news of links."""

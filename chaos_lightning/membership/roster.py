@@ -56,7 +56,7 @@ class Roster:
         self._topology = topology
         self.peers: dict[str, Peer] = {}
         self.conns: dict[int, str] = {}
-        """Member ids by stream; "" of who has not said hello."""
+        """Member ids by stream; "" of one that has not said hello."""
         self.incarnation = first_incarnation(chain.term, book.past.incarnation)
         self.dismissed: dict[str, Released] = {}
         """Last words to members that were released on their own or the operator's wish: they may not have heard
@@ -71,7 +71,9 @@ class Roster:
         self.requests: dict[str, PipelineRequest] = {}
         """Requests of members for pipelines, by id."""
         self.vouched = not chain.views
-        """The reference is that of somebody who holds the state, or nobody does: a newcomer's is only for now."""
+        """Whether the reference is that of a member that holds the state, or nobody does: a newcomer's is only for
+        now.
+        """
         if chain.views and not chain.finished:
             last = chain.views[-1]
             if last.pipelines:

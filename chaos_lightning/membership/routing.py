@@ -26,11 +26,14 @@ from chaos_lightning.planning.graph import breadth_first, neighbours
 from chaos_lightning.protocol.types import MAX_MEMBERS, NO_VIEW, LinkSpec, View, ViewId
 
 MAX_HOPS = MAX_MEMBERS - 1
-"""A routed message starts with as many hops as its view has members, and with no more than fit into its head."""
+"""Limit of hops: a routed message starts with as many as its view has members, and with no more than fit into its
+head.
+"""
 
 MIN_WAITING = 4096
-"""Messages that wait for a link or for a view: two of each member of the largest view that is known, but at least room
-for these, since a view that is not known yet may be larger."""
+"""Number of messages that may wait for a link or for a view: two of each member of the largest view that is known,
+but at least these, since a view that is not known yet may be larger.
+"""
 
 _HEAD = struct.Struct("<HHHQQI")
 _MAX_ID_NBYTES = 1024
@@ -68,7 +71,7 @@ class RoutedMessage:
     hops_left: int
     payload: bytes | memoryview
     view: ViewId = NO_VIEW
-    """View by whose ways it goes; NO_VIEW: by those of the view that rules where it is."""
+    """View by whose ways the message goes; NO_VIEW: by those of the view that rules where it is."""
 
     def packed(self) -> bytes:
         """Returns this message's bytes in a ROUTED frame, which may carry several messages."""
@@ -148,7 +151,7 @@ class Router:
         self.up = up
         self.wanted = wanted
         self._waiting: deque[tuple[RoutedMessage, str]] = deque()
-        """With the neighbour that each came from."""
+        """Messages that wait, each with the neighbour that it came from."""
         self._ruling: tuple[View | None, dict[str, str]] = (None, {})
         self._coming: list[tuple[View, dict[str, str]]] = []
         self._former: tuple[View | None, dict[str, str]] = (None, {})

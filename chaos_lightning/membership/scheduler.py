@@ -135,9 +135,9 @@ class SchedulerMachine:
         self.stimulus_log: deque[tuple[float, SchedulerEvent | MessageDigest]] = deque(maxlen=512)
         self.tick_interval_s = settings.heartbeat_interval_s / 2
         self._bridges_since: float | None = None
-        """Since when members that would part the others by leaving have been kept for that."""
+        """Time since which members that would part the others by leaving have been kept for that."""
         self._leaves_since: float | None = None
-        """Since when a leave that moves parts of the training state has waited for the leaves of others."""
+        """Time since which a leave that moves parts of the training state has waited for the leaves of others."""
         self.settings = settings
         self.desk = desk = Desk(settings)
         desk.phase = (

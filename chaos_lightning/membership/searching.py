@@ -26,7 +26,7 @@ from chaos_lightning.protocol.types import View
 LONGEST_PAUSE_S = 512.0
 """Most seconds between two requests for the same members whose speeds have changed."""
 _QUIET = 8
-"""After so many pauses without a request the next pause is the shortest again."""
+"""Number of pauses without a request after which the next pause is the shortest again."""
 
 
 class PipelineSearch:
@@ -41,14 +41,14 @@ class PipelineSearch:
         self._asked_for: tuple[str, ...] = ()
         """Members that the last request was for."""
         self._speeds: Mapping[str, float] = {}
-        """Their speeds then, ..."""
+        """Speeds of these members then, ..."""
         self._link: LinkRate | None = None
         """... and the link between their machines."""
         self._pause_s = REPLAN_PAUSE_S
         """Seconds from the last request to the next one for these members."""
         self._asked_at = float("-inf")
         self._found = ""
-        """The plan that was found for them."""
+        """Plan that was found for these members."""
 
     def on_found(self, event: PipelinesFound) -> None:
         """Takes a plan that was found; it counts only if it answers the last request."""

@@ -16,11 +16,13 @@ from chaos_lightning.protocol.pace import Pacing
 from chaos_lightning.protocol.types import Member, Settings
 
 MOST_PATIENCE = 4.0
-"""Times `silence_timeout_s`. Who was silent for longer and came back was stopped or cut off, rather than busy."""
+"""Longest patience, in times of `silence_timeout_s`. A process that was silent for longer and came back was stopped
+or cut off, rather than busy.
+"""
 LEARNED_TWICE = 2.0
-"""A silence of this many times the longest one that was harmless is none of that kind."""
+"""Factor: a silence of this many times the longest one that was harmless is none of that kind."""
 FORGOTTEN_IN_S = 60.0
-"""After so long the longest silence counts for half."""
+"""Seconds after which the longest silence counts for half."""
 
 
 class Silences:
@@ -35,9 +37,9 @@ class Silences:
         self._settings = settings
         self._pacing = pacing
         self._gaps: dict[Process, tuple[float, float]] = {}
-        """Holds how long a process was silent (s) before it spoke again, and when that was."""
+        """Longest silence (s) that each process has broken, and the time at which it did."""
         self._doubted: dict[Process, float] = {}
-        """Processes that were taken for dead for their silence alone, and since when they were silent."""
+        """Processes that were taken for dead for their silence alone, with the time since which they were silent."""
 
     def shift(self, gap: float) -> None:
         """Forgives silent members the `gap` seconds for which the scheduler itself was frozen."""

@@ -24,7 +24,7 @@ from chaos_lightning.membership.effects import (
 from chaos_lightning.protocol.types import Contribution, Decide, Header, Hello, Report, Span
 
 _FEW = 8
-"""So many spans of parts are remembered of a report."""
+"""Number of spans of parts that are remembered of a report."""
 
 
 @dataclass(frozen=True, slots=True)

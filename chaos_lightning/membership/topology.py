@@ -39,16 +39,18 @@ Measured = Mapping[tuple[str, str], tuple[float, float, float]]
 """(latency in seconds, bits per second there, bits per second back) by (earlier, later) in rank order."""
 
 FIRST_STAND_S = 0.5
-"""A link that failed once stands for so long before a view uses it again; twice as long after each further failure."""
+"""Seconds for which a link that failed once stands before a view uses it again; twice as long after each further
+failure.
+"""
 LONGEST_STAND_S = 60.0
 FORGIVEN_S = 60.0
-"""A link that stood for so long has never failed."""
+"""Seconds: a link that stood for so long has never failed."""
 PROBE_PATIENCE_S = 1.0
-"""A new link is used unmeasured after so long."""
+"""Seconds after which a new link is used unmeasured."""
 CUT_PATIENCE_S = 3.0
-"""Parts of a graph wait for so long for a link between them before one of them goes on alone."""
+"""Seconds that parts of a graph wait for a link between them before one of them goes on alone."""
 NEIGHBOUR_PATIENCE_S = 2.0
-"""A newcomer comes in without a neighbour that it could not reach for so long, if it reached another one."""
+"""Seconds: a newcomer comes in without a neighbour that it could not reach for so long, if it reached another one."""
 THIN_DEGREE = 16
 """Number of links that a member keeps to members behind it in rank where no store takes a view with all links."""
 USUAL = (0.0005, 1e9, 1e9)
@@ -138,12 +140,12 @@ class Fact:
     """Facts about one pair of members (by id)."""
 
     words: dict[str, str] = field(default_factory=dict)
-    """By end: its last word; "" that the link stands, else why it does not."""
+    """Last word of each end: "" that the link stands, else why it does not."""
     since: float = 0.0
-    """When it began to stand, or to be down."""
+    """Time at which the link began to stand, or to be down."""
     failures: int = 0
     reports: dict[str, LinkReport] = field(default_factory=dict)
-    """By end: what it measured last."""
+    """Last measurement of each end."""
 
     @property
     def down(self) -> str:
@@ -200,13 +202,13 @@ class Topology:
         self.partners = Partners(degree)
         self.facts: dict[Pair, Fact] = {}
         self._of: dict[str, dict[str, Fact]] = {}
-        """The same by member."""
+        """Facts by member and peer."""
         self.ailing: dict[Pair, Fact] = {}
-        """Those that are down, or carry nothing."""
+        """Facts of links that are down, or carry nothing."""
         self.version = 0
-        """Grows with every measurement."""
+        """Counter that grows with every measurement."""
         self.news = True
-        """Something about links changed since they were looked at."""
+        """Whether something about links changed since they were looked at."""
         for wish in wishes:
             self.wished(wish)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from chaos_lightning.protocol.types import Verdict
 
 Sight = tuple[bool, str, bool]
-"""Word of a process table: it lives; in which words, "" if it cannot tell; it will never speak again."""
+"""Word of a process table: whether the process lives; in which words, "" if it cannot tell; whether it will never
+speak again.
+"""
 UNSEEN: Sight = (False, "", False)
 
 

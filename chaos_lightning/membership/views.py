@@ -82,7 +82,7 @@ class Change:
     joiners: tuple[str, ...]
     reason: str
     plan: PlanSpec | None = None
-    """Given: this one, whatever is configured."""
+    """Plan of the new view, whatever is configured; None: as configured."""
 
 
 def intended_change(

@@ -69,7 +69,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
         self._looking: threading.Thread | None = None
         self._may_host = False
         self._chain = ""
-        """By which the job goes, as its scheduler said last."""
+        """Id of the chain by which the job goes, as its scheduler said last."""
         self._told, self._pause_s = "", _LOOK_INTERVAL_S
         self._polite = PoliteExit(agent_mark(), options.config.step_timeout_s)
         check_bind(options.config.bind, self._secret)

@@ -68,7 +68,7 @@ The second line, on as many machines as you like: the job begins with two of the
 """
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""Before a worker that failed is started again; doubled with each failure in a row."""
+"""Seconds before a worker that failed is started again; doubled with each failure in a row."""
 STEADY_S = 60.0
 """Seconds after which a worker that runs does not count as failing in a row any more."""
 _TURN_S = 0.1

@@ -22,7 +22,7 @@ logger = logging.getLogger("chaos_lightning.security")
 TOKEN_KEY = "chaos-token-bin"
 """gRPC metadata key of the token; "-bin" keys may hold any bytes."""
 LEADER_KEY = "chaos-leader"
-"""gRPC metadata key: a scheduler that waits to lead says who does."""
+"""gRPC metadata key by which a scheduler that waits to lead says who does."""
 MIN_TOKEN_NBYTES = 8
 
 

@@ -27,9 +27,9 @@ from chaos_lightning.security.roles import read_uris, serves, uri
 AUTHORITY_DAYS = 3650
 NODE_DAYS = 365
 CLOCK_SLACK = timedelta(minutes=5)
-"""Certificates count from so long ago, for clocks of nodes that are behind."""
+"""Time before now from which on certificates count, for clocks of nodes that are behind."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Every member may also be called by these, for jobs on one machine."""
+"""Names by which every member may also be called, for jobs on one machine."""
 _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\.?")
 
 

@@ -33,11 +33,11 @@ logger = logging.getLogger("chaos_lightning.security")
 
 _FILES = (TRUSTED, CHAIN, KEY, TOKEN)
 _PATIENCE_S = 2.0
-"""Files that are being replaced fit together again within this time."""
+"""Seconds within which files that are being replaced fit together again."""
 _RETRY_S = 0.05
 _SOON = timedelta(days=14)
 _WARN_AGAIN_S = 86400.0
-"""A process that runs for weeks says once a day that its certificate is about to end."""
+"""Seconds after which a process that runs for weeks says again that its certificate is about to end."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class KeyFolder:
         self._complained: object = None
         self._warned_at = 0.0
         self._warned_of: tuple[Facts, str] | None = None
-        """The certificate that was looked at then, and what was wrong with it."""
+        """Certificate that was looked at then, and what was wrong with it."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             self._seen = self._signature()
@@ -274,7 +274,7 @@ class Credentials:
 
 
 Secret = bytes | Credentials
-"""A bare token, or credentials."""
+"""Bare token, or credentials."""
 
 
 def known(shown: Sequence[bytes], accepted: Sequence[bytes]) -> bool:

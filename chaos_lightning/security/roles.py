@@ -16,14 +16,14 @@ from chaos_lightning.errors import WireError
 
 SCHEME = "chaos-lightning"
 TOKEN = "token"
-"""Not a certificate's role: shows the token of a cluster without certificates."""
+"""Role of a caller that shows the token of a cluster without certificates; no certificate has it."""
 ANYBODY = "anybody"
-"""Not a certificate's role: a cluster without credentials, on loopback only."""
+"""Role of any caller in a cluster without credentials, on loopback only; no certificate has it."""
 
 _SERVES: dict[str, bool] = {}
-"""The roles that there are."""
+"""Roles that there are, and whether others call nodes of each."""
 _SHOW_TOKEN: set[str] = set()
-"""Those of them that others do not call, and that prove the token all the same."""
+"""Roles that others do not call, and that prove the token all the same."""
 
 
 def register_role(name: str, *, serves: bool = False, token: bool = False) -> str:
@@ -65,9 +65,9 @@ MEMBER = register_role("member", serves=True)
 OBSERVER = register_role("observer")
 OPERATOR = register_role("operator")
 FOLLOWER = register_role("follower", serves=True)
-"""Runs a parameter server, or a part of one."""
+"""Role of a node that runs a parameter server, or a part of one."""
 CLUSTER = register_role("cluster", token=True)
-"""Trains with a parameter server, and only dials: it cannot pass for one."""
+"""Role of a node that trains with a parameter server, and only dials: it cannot pass for one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from chaos_lightning.security.roles import serves
 
 _TIMEOUT_S = 1.0
 _LISTEN_S = 0.3
-"""A refusal of our certificate follows the handshake within a round trip."""
+"""Seconds to listen: a refusal of our certificate follows the handshake within a round trip."""
 
 
 def tls_trouble(endpoint: str, secret: Secret, timeout_s: float = _TIMEOUT_S, what: str = "scheduler") -> str:
