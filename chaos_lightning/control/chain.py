@@ -249,7 +249,7 @@ def check_id(tip: Tip, chain: str) -> None:
 
 
 def reached(entries: Iterable[ChainEntry], step: int = 0) -> int:
-    """Returns the last optimizer step that a decision names since the job was founded, after `step`; 0 if none does."""
+    """Returns the last optimizer step, from `step` on, that decisions name since the job was founded; 0 if none do."""
     for base in (e.base for e in entries if e.base is not None):
         step = base.step if base.next_view == NO_VIEW else max(step, base.step)
     return step

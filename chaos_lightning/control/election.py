@@ -39,8 +39,8 @@ LEASE_S = 2
 PATIENCE_S = 3.0
 """Seconds after the lease may have ended at which a leader that cannot prolong it stands by."""
 WATCHED_S = 3.0
-"""Seconds for which a leader must be seen on one lease to count as living: etcd renews all leases when it has been restored
-from a snapshot, also that of a leader that is no more.
+"""Seconds for which a leader must be seen on one lease to count as living: etcd renews all leases when it has been
+restored from a snapshot, also that of a leader that is no more.
 """
 _LOOK_S = 0.1
 _FACTS_DEADLINE_S = 0.5

@@ -398,12 +398,12 @@ def same_revision(key: str, revision: int) -> pb.Compare:
 
 
 def put(key: str, value: bytes, lease: int = 0) -> pb.RequestOp:
-    """Returns a write of a transaction that sets a key."""
+    """Returns the operation that sets a key in a transaction."""
     return pb.RequestOp(request_put=pb.PutRequest(key=key.encode(), value=value, lease=lease))
 
 
 def delete(prefix: str, until: str = "") -> pb.RequestOp:
-    """Returns a write that deletes all keys that begin with `prefix`, and are before `until` if that is given."""
+    """Returns the operation that deletes all keys that begin with `prefix`, and are before `until` if that is given."""
     end = until.encode() if until else after_prefix(prefix)
     return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=prefix.encode(), range_end=end))
 

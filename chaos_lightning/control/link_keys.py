@@ -125,7 +125,7 @@ class KeyIssuer:
         return [*buried, *self._make([*links_of(view), *newcomers])]
 
     def _make(self, pairs: Iterable[Collection[str]]) -> Messages:
-        """Makes keys of those of these links that have none of this view; returns them for each end that is here."""
+        """Makes keys for links that have none of this view; returns messages with them, for each end that is here."""
         told: dict[str, list[LinkKey]] = {}
         for a, b in pairs:
             if self._made[a].get(b) == self._view:

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class StateComparison:
-    """This process's part in the comparison of states.
+    """Part of this process in the comparison of members' states, every so many steps.
 
     Args:
         engine: Of this member.

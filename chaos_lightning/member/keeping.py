@@ -419,7 +419,7 @@ class Keeping:
         return {state.part: state for state in self.held.states([name for name in names if name != REST])}
 
     def _load_parts(self, record: files.StateOnDisk) -> dict[str, PartAccess]:
-        """Fills the parts here that this record has, and returns them.
+        """Loads the parts that this record has into this process's parts of the state, and returns them.
 
         Raises:
             StateError: They do not fit.

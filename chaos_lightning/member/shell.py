@@ -62,7 +62,7 @@ from chaos_lightning.transport.loop import IoLoop
 LINKS_EVERY_S, LINKS_EVERY_STEPS = 2.0, 10
 """Seconds, and steps, in which traffic of links is logged once, so that it is a small part of the log."""
 VIEW_PATIENCE_S = 2.0
-"""Seconds that a request to pass bytes on waits for a view with its sender and its target, as it may come before that."""
+"""Seconds that a request to pass bytes on waits for a view with its sender and its target: it may come before that."""
 
 
 class Shell:

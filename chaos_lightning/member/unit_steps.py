@@ -113,7 +113,9 @@ class MovesParts(Protocol):
         """Serves the parts that are held at the header, if a member of this view may lack them."""
 
     def pull(self, wanted: PullParts, deadline: float) -> bool:
-        """Pulls parts until the deadline, by `time.monotonic()`; False if something else is wanted meanwhile."""
+        """Pulls missing parts until the deadline, by `time.monotonic()`; returns False if something else is wanted
+        meanwhile.
+        """
 
 
 def run_attempts(

@@ -13,7 +13,7 @@ _ALONE = (Drain, ChangeLink, Reset, Stored)
 
 
 def next_batch(waiting: deque[SchedulerEvent]) -> list[SchedulerEvent]:
-    """Takes one event or more from those that wait, oldest first."""
+    """Takes the next batch, one event or more, from the events that wait, oldest first."""
     batch = [waiting.popleft()]
     while waiting and len(batch) < MOST and not isinstance(batch[-1], _ALONE) and not isinstance(waiting[0], _ALONE):
         batch.append(waiting.popleft())

@@ -22,7 +22,7 @@ PATIENCE = 4
 
 
 class Founders:
-    """Founders that are waited for.
+    """Rules on how long the founders of a job wait for each other.
 
     Args:
         desk: What all parts share.

@@ -52,7 +52,7 @@ Held = tuple[tuple[str, tuple[Span, ...]], ...] | None
 
 
 def _of(text: str, members: Sequence[Member]) -> Division:
-    """Returns the division of the state in a view of these members with this text."""
+    """Returns the division of the state in a view of these members whose pipelines are this text."""
     return Division(tuple(m.id for m in members), ViewPipelines.from_json(text))
 
 
