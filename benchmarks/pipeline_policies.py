@@ -33,7 +33,7 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.planning.fleet.seats import MixedFleet
 from chaos_lightning.planning.fleet.simulator import FleetRun, Outcome
-from chaos_lightning.planning.fleet.traces import Change, Trace
+from chaos_lightning.planning.fleet.traces import FleetChange, Trace
 from chaos_lightning.planning.pipelines import policies
 from chaos_lightning.planning.pipelines.choice import PlanCandidate
 from chaos_lightning.planning.pipelines.formation import Pauses
@@ -228,7 +228,7 @@ def measured_job(profile: TrainingJob, commit_s: float) -> TrainingJob:
 
 def simulated(story: Story, job: TrainingJob, pauses: Pauses, length_s: float) -> Outcome:
     """Returns what the simulated fleet makes of the history as it happened."""
-    changes = tuple(Change(x.at_s, x.kind, (NAMES.index(x.name),)) for x in story.changes)
+    changes = tuple(FleetChange(x.at_s, x.kind, (NAMES.index(x.name),)) for x in story.changes)
     policy = AS_A_JOB if story.policy == "restart" else story.policy
     return FleetRun(MixedFleet(job, pauses), Trace(tuple(range(len(NAMES))), changes, length_s), policy).run()
 
