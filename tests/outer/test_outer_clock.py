@@ -135,6 +135,6 @@ def test_nothing_of_outer_sync_reads_the_wall_clock() -> None:
                     found.append(f"{path.name}:{each.lineno}")
             walk(path, each.name if isinstance(each, ast.FunctionDef) else within, each)
 
-    for path in sorted(Path(outer.__file__).parent.glob("*.py")):
+    for path in sorted(Path(outer.__file__).parent.rglob("*.py")):
         walk(path, "", ast.parse(path.read_text()))
     assert Counter(found) == ON_WALL_TIME
