@@ -1,1 +1,1 @@
-"""Outer sync: what runs within a cluster's training process."""
+"""Outer sync: the code that runs within a cluster's training process."""

@@ -1,4 +1,5 @@
-"""The control stream of a cluster that has several ranks: its first rank holds it, and the next one when that is gone.
+"""Holds the control stream of a cluster that has several ranks: its first rank has it, and the next one when that is
+gone.
 
 Theory of operation. All ranks hold the same `ClusterMachine`, which hears what the leader says only when a commit of
 the inner job carries it. A commit may take its time: a step is long, or ranks are being replaced. So what keeps an
@@ -27,7 +28,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class Attendant:
-    """See the module. Methods may be called by any thread.
+    """Control stream from one rank of a cluster to the leader. Methods may be called by any thread.
 
     Args:
         options: Of the cluster.
@@ -49,7 +50,7 @@ class Attendant:
         refused: Callable[[str], None],
     ) -> None:
         self.trouble = ""
-        """Why there is no stream; "" while there is one."""
+        """Reason for which there is no stream; "" while there is one."""
         self._options, self._heartbeat_s = options, heartbeat_s
         self._hello, self._happened, self._refused = hello, happened, refused
         self._beat: Beat | None = None
@@ -68,14 +69,14 @@ class Attendant:
         self._thread.start()
 
     def say(self, message: FromCluster) -> None:
-        """To the leader; a hello was said when the stream came."""
+        """Sends a message to the leader; a hello is not sent, since it was said when the stream came."""
         if isinstance(message, Beat):
             self._beat = message
         if not isinstance(message, ClusterHello):
             self._client.say(message)
 
     def close(self) -> None:
-        """Ends the stream behind what was said."""
+        """Ends the stream after all queued messages."""
         self._closing.set()
         self._client.close()
         if threading.current_thread() is not self._thread:
@@ -106,7 +107,7 @@ class Attendant:
 
     @property
     def _was_in(self) -> bool:
-        """The cluster has had a part in the job, as it is or before it was dismissed."""
+        """Whether the cluster has had a part in the job, as it is or before it was dismissed."""
         hello = self._hello()
         return hello.resume is not None or hello.newest != NO_VERSION
 

@@ -1,4 +1,4 @@
-"""A cluster's model under outer sync: what adoptions and ends do to it, and what the cluster's log tells of that.
+"""Applies adoptions and ends to a cluster's model under outer sync, and writes them into the cluster's log.
 
 Theory of operation. `OuterContent` (content.py) has the arithmetic. A session of one process and a rank of an elastic
 cluster do the same with it, between two steps, and tell the same. Of several ranks the first one alone tells.
@@ -27,14 +27,14 @@ from chaos_lightning.outer.rules.messages import Dismissed, News, PushAnswered, 
 from chaos_lightning.outer.rules.types import Agreement, PushAnswer, VersionId
 
 STEPS_TOLD_S = 1.0
-"""Inner steps are told in the event log at least so often."""
+"""Longest time, s, between two `inner_steps` lines of the event log while the cluster trains."""
 VERSIONS_TOLD_S = 30.0
-"""Adopted versions are said on the console at most so often."""
+"""Shortest time, s, between two console lines about adopted versions."""
 _log = logging.getLogger("chaos_lightning")
 
 
 class ClusterModel:
-    """See the module. The training thread's, but for `tell`, `heard`, `who` and `get`.
+    """Model of a cluster with its base, and its log. The training thread's, but for `tell`, `heard`, `who` and `get`.
 
     Args:
         replica: The model's part that travels.
@@ -72,7 +72,7 @@ class ClusterModel:
         """The parameters that are trained, while the model shows the base."""
 
     def empty(self) -> Part:
-        """Memory for a version."""
+        """Returns memory for a version."""
         return Part.empty(self.grid.whole, self.codec.version)
 
     def get(self, version: VersionId, attempt: Attempt, *, serving: PushServing) -> None:
@@ -84,24 +84,26 @@ class ClusterModel:
     # ------------------------------------------------------------------ what the log tells
 
     def who(self) -> str:
-        """The incarnation's name; "" before there is one."""
+        """Returns the incarnation's name; "" before there is one."""
         machine = self._machine()
         return str(machine.incarnation or "") if machine is not None else ""
 
     def tell(self, name: str, **fields: Any) -> None:
-        """Into the cluster's log."""
+        """Writes an event into the cluster's log, if this process writes it."""
         if self.tells:
             self._events.emit(name, **fields)
 
     def trained(self, steps: int, samples: int, loss: float | None) -> None:
-        """So much more; `loss`: of the last step, if it is known."""
+        """Counts inner steps and their samples for the log; `loss` is that of the last step, if it is known."""
         self._untold = (self._untold[0] + steps, self._untold[1] + samples)
         self._loss = loss if loss is not None else self._loss
         if time.monotonic() - self._told_at > STEPS_TOLD_S:
             self.tell_steps()
 
     def tell_steps(self) -> None:
-        """Before what is frozen or adopted, so that what that covers or discards stands before it."""
+        """Logs the inner steps that are not logged yet. Called before a push is frozen or a version adopted, so that
+        the steps that it covers or discards stand before it in the log.
+        """
         (steps, samples), self._untold = self._untold, (0, 0)
         self._told_at = time.monotonic()
         if steps:
@@ -109,7 +111,7 @@ class ClusterModel:
             self.tell("inner_steps", steps=steps, samples=samples, loss=loss, incarnation=self.who())
 
     def heard(self, message: Any) -> None:
-        """The leader said this."""
+        """Logs a message of the leader, and says on the console what matters of it."""
         match message:
             case Welcomed(term, incarnation, _, _, founded):
                 self._events.identify(str(incarnation), self._options.name)
@@ -132,7 +134,7 @@ class ClusterModel:
             self.console.tell(line)
 
     def away(self, reason: str) -> None:
-        """The stream to the leader has ended."""
+        """Says on the console, once until the next welcome, that the stream to the leader has ended."""
         if self.who() and not self._away.is_set():
             self._away.set()
             self.say(f"the parameter server is away ({reason}); training goes on with the samples that are leased")
@@ -140,7 +142,7 @@ class ClusterModel:
     # ------------------------------------------------------------------ what becomes of the model
 
     def adopt(self, version: VersionId, part: Part | None, *, outright: bool, waited_s: Callable[[], float]) -> bool:
-        """Takes a version over that was got.
+        """Adopts a version that was fetched.
 
         Args:
             version: Which.
@@ -175,7 +177,7 @@ class ClusterModel:
         return outright and self.content.resets_optimizer
 
     def take_last(self, version: VersionId, part: Part | None, steps: int, samples: int) -> None:
-        """The job is over, and this is its last version; `part`: None, it is the base."""
+        """Takes over the job's last version, as the job is over. `part` is None if that version is the base."""
         self.tell_steps()
         self.content.end_with(part)
         self.tell("last_taken", version=str(version), steps=steps, samples=samples, incarnation=self.who())
@@ -185,7 +187,7 @@ class ClusterModel:
                          self._options.name, version, steps)  # fmt: skip
 
     def end(self, over: Over) -> None:
-        """An incarnation is over; if the process comes in again, the next one begins without a base."""
+        """Logs the end of an incarnation; if the process comes in again, the next incarnation begins without a base."""
         self.tell_steps()
         self.tell("cluster_over", reason=over.reason, again=over.again, incarnation=self.who())
         if over.again:
@@ -200,13 +202,13 @@ class ClusterModel:
         return self._own is not None
 
     def show_base(self) -> None:
-        """They are until `show_own`; nothing may be trained meanwhile."""
+        """Sets the model's parameters to the base's until `show_own`; nothing may be trained meanwhile."""
         if self._own is None and self.content.base is not None:
             self._own = self._replica.copies()
             self._replica.adopt(self.content.base, None)
 
     def show_own(self) -> None:
-        """The parameters are what is trained again. Idempotent."""
+        """Sets the model's parameters back to those that are trained. Idempotent."""
         if self._own is not None:
             self._replica.restore(self._own)
             self._own = None

@@ -1,4 +1,4 @@
-"""Settings of one cluster beside the job's rules (settings.py): each of them once.
+"""Settings of one cluster beside the job's rules (settings.py), each of them declared once.
 
 To add one, write a field and use it: the strategy, the plain loop, Hydra and the environment have it then.
 """
@@ -98,7 +98,7 @@ class ClusterOptions:
 
     @property
     def log_folder(self) -> Path | None:
-        """Folder of its event log; None: it has none."""
+        """Folder of the cluster's event log; None if it has none."""
         return log_folder(self.log_dir, f"outer-{self.job}", split_endpoint(self.endpoints[0])[1], beside=True)
 
     @classmethod

@@ -21,11 +21,11 @@ from chaos_lightning.outer.rules.grid import Grid
 from chaos_lightning.outer.rules.types import PushAnswer, PushId
 
 RESETS = 2
-"""Rejections in a row at which the inner optimizer begins anew, and again at each doubling."""
+"""Number of rejections in a row at which the inner optimizer's state is dropped, and again at each doubling."""
 
 
 class OuterContent:
-    """See the module. Methods are the training thread's.
+    """Base, residual and pushes of a cluster, in memory. Methods are the training thread's.
 
     Args:
         replica: The model's part that travels.
@@ -57,7 +57,7 @@ class OuterContent:
         return self._codec.version if founding else self._codec.push
 
     def freeze(self, push: PushId) -> None:
-        """Fixes a push; what `encoder` gives makes it."""
+        """Fixes the content of a push: the parameters of now. The function that `encoder` returns encodes it."""
         self.pending, self.frozen = push, self._replica.read(self._grid, self._spare)
         self._spare = None
         if self._codec.residual and self.residual is None:
@@ -84,7 +84,7 @@ class OuterContent:
         return encode
 
     def settle(self, push: PushId, answer: PushAnswer) -> None:
-        """Has the residual follow the answer to a push (O10)."""
+        """Updates the residual by the answer to a push (O10)."""
         if answer is PushAnswer.REJECTED:
             self.residual = None
             self.rejections += 1
@@ -101,7 +101,7 @@ class OuterContent:
 
     @property
     def resets_optimizer(self) -> bool:
-        """At some rejections of a row the state of the inner optimizer goes, too (O10).
+        """Whether the inner optimizer's state is to be dropped, too, after this many rejections in a row (O10).
 
         Not at each one: a cold optimizer may be what makes pushes too long, and needs time. Nor only once: what spoiled
         it may come again.
@@ -109,17 +109,17 @@ class OuterContent:
         return self.rejections >= RESETS and self.rejections & (self.rejections - 1) == 0
 
     def adopt(self, version: Part, *, outright: bool) -> None:
-        """Takes a version over; `outright`: what was trained since the freezing is gone."""
+        """Takes a version over; `outright` means that all that was trained since the freezing is discarded."""
         since = Part.of(self._grid.whole, self.frozen) if self.frozen is not None else self.base
         self._replica.adopt(version, None if outright else since)
         self.base, self.frozen, self._spare = version, None, self.frozen
 
     def end_with(self, fetched: Part | None) -> None:
-        """Takes the job's last version outright: what was fetched, else it is the base."""
+        """Takes the job's last version outright: the fetched one, or the base if nothing was fetched."""
         part = fetched or self.base
         assert part is not None
         self.adopt(part, outright=True)
 
     def forget(self) -> None:
-        """A new incarnation has no base; what is kept stays."""
+        """Drops base, residual and frozen push, since a new incarnation has none; contents of pushes stay."""
         self.base = self.residual = self.frozen = self.pending = None

@@ -1,4 +1,4 @@
-"""One cluster of outer sync that is itself an elastic job: its ranks come, leave and die, and the cluster goes on.
+"""Runs a cluster of outer sync that is itself an elastic job: its ranks come, leave and die, and the cluster goes on.
 
 Theory of operation. The ranks hold equal parameters, and so each of them holds the whole cluster: the same
 `ClusterMachine`, base, residual, and the pushes that are open or kept (`OuterContent`). All of it changes at commits of
@@ -74,16 +74,16 @@ from chaos_lightning.security.credentials import Credentials
 
 _log = logging.getLogger("chaos_lightning")
 _read = lru_cache(maxsize=64)(partial(read_text, RankSays))
-"""Ranks mostly say what they said before: then a step reads nothing."""
+"""Parser of ranks' answers. Ranks mostly say what they said before, and then a step parses nothing."""
 
 POLL_S = 0.05
-"""While the ranks wait, the first one has them meet so often at least; sooner if there is news."""
+"""Longest time, s, between two meetings of ranks that wait; they meet sooner if the first rank has news."""
 SOON_S = 0.005
-"""And so often while others are about to have what it has already."""
+"""Time, s, between two meetings while other ranks are about to have a version or push that the first rank has."""
 
 
 class InnerJob(Protocol):
-    """The elastic job as its cluster uses it: states of this rank that others may get, and those of others."""
+    """Elastic job as its cluster uses it: it serves states of this rank to the others, and gets theirs."""
 
     @property
     def server(self) -> StateServer:
@@ -91,17 +91,17 @@ class InnerJob(Protocol):
         ...
 
     def ways(self, members: Sequence[str]) -> list[Endpoint]:
-        """To these ranks, as far as they are in the view."""
+        """Returns the endpoints of these ranks, as far as they are in the view."""
         ...
 
     def dial(self, donor: Endpoint) -> Any:
-        """A `replication.source.Dial`."""
+        """Returns a connection to a rank, as a `replication.source.Dial` does."""
         ...
 
 
 @dataclass(slots=True)
 class _Step:
-    """This rank's part of the coming step, and how fast it was."""
+    """This rank's part of the coming step, its training rates, and its waits."""
 
     samples: int = 0
     since: float = field(default_factory=time.monotonic)
@@ -110,13 +110,15 @@ class _Step:
 
     @property
     def rounded(self) -> tuple[float, float]:
-        """Samples and steps a second, to two digits: what changes with each step is written and read at each step."""
+        """Samples and steps a second, to two digits, since an answer that changes with each step is written and read at
+        each step.
+        """
         return float(f"{self.rates.samples_per_s:.2g}"), float(f"{self.rates.steps_per_s:.2g}")
 
 
 @dataclass(slots=True)
 class NewcomerFacts:
-    """Facts that a newcomer gets beside the training state and tensors: as text, a tensor itself."""
+    """Facts that a newcomer gets beside the training state and tensors, as text in a tensor of its own."""
 
     ranks: RanksFacts
     pending: PushId | None
@@ -125,7 +127,7 @@ class NewcomerFacts:
 
 
 class ElasticCluster:
-    """See the module. One rank's part; methods are the training thread's, but for `close`.
+    """One rank's part in a cluster of several ranks. Methods are the training thread's, but for `close`.
 
     It is a `replication.access.StateAccess`: what newcomers get beside the training state.
 
@@ -204,7 +206,7 @@ class ElasticCluster:
 
     @property
     def over(self) -> str:
-        """Why this cluster's part is over; "" while it goes on."""
+        """Reason for which this cluster's part is over; "" while it goes on."""
         return self._state.over if self._state is not None else ""
 
     @property
@@ -219,18 +221,18 @@ class ElasticCluster:
 
     @property
     def base(self) -> VersionId:
-        """The version that was adopted last."""
+        """Version that was adopted last."""
         return self.machine.base
 
     @property
     def waits(self) -> bool:
-        """No step may begin: ranks are to meet by `meeting` and `commit` instead."""
+        """Whether no step may begin: ranks are to meet by `meeting` and `commit` instead."""
         machine = self.machine
         return not self.over and (machine.phase is not Phase.TRAINING or machine.waits or (self.dry and not self.ends))
 
     @property
     def dry(self) -> bool:
-        """All that is leased is used: ranks train on when there is more."""
+        """Whether all leased samples are used: ranks train on when there are more."""
         return self.state.leased is not None and self.state.leased.used_up
 
     @property
@@ -240,24 +242,25 @@ class ElasticCluster:
 
     @property
     def ends(self) -> bool:
-        """The ranks train no more."""
+        """Whether the ranks train no more."""
         return bool(self.over or self.machine.leaving or self.machine.verdict)
 
     def waits_for(self) -> str:
-        """In words."""
+        """Returns in words what the cluster waits for."""
         if self._attendant is not None and self._attendant.trouble:
             return f"the parameter server at {','.join(self.options.endpoints)}: {self._attendant.trouble}"
         return self.machine.waits_for
 
     @property
     def reckoned(self) -> JobProgress:
-        """How far the job is by this cluster's own reckoning."""
+        """Progress of the job by this cluster's own reckoning."""
         return self.machine.reckoned
 
     # ------------------------------------------------------------------ coming in
 
     def found(self, nonce: str, *, alone: bool) -> None:
-        """The ranks begin: nobody has any of this yet, unless the state that they begin with does.
+        """Makes the cluster's state for ranks that begin, unless the training state that they begin with has it
+        already.
 
         Args:
             nonce: Drawn when they began.
@@ -270,7 +273,7 @@ class ElasticCluster:
             self._state = self._make(nonce)
 
     def begin(self, me: str, *, first: bool) -> None:
-        """This rank stands where the others do; from here on it answers.
+        """Starts this rank's part, as it has the state that the other ranks have; from here on it answers.
 
         Args:
             me: Its id in the inner job.
@@ -294,7 +297,7 @@ class ElasticCluster:
         return RanksMachine(machine)
 
     def forget(self) -> None:
-        """This rank was put out; `begin` comes when it has the others' state again."""
+        """Drops the cluster's state, as this rank was put out; `begin` comes when it has the others' state again."""
         self._leave_off()
         self._state = None
         self._content.forget()
@@ -361,7 +364,7 @@ class ElasticCluster:
     # ------------------------------------------------------------------ commits
 
     def used(self, samples: int) -> None:
-        """This rank's part of the coming step has used so many more."""
+        """Counts samples that this rank has used for the coming step."""
         self._step.samples += samples
 
     def answer(self) -> bytes:
@@ -390,7 +393,7 @@ class ElasticCluster:
         )
 
     def meeting(self) -> bytes:
-        """The same for a meeting without a step; the first rank waits for news a while."""
+        """Returns this rank's part in a meeting without a step; the first rank waits for news a while before."""
         # Without samples it does not wait for versions.
         self._step.waits.kept_at = 0.0 if self.dry else time.monotonic()
         with self._changed:
@@ -401,12 +404,12 @@ class ElasticCluster:
 
     @property
     def _has_news(self) -> bool:
-        """Something that the last answer did not say."""
+        """Whether there is something that the last answer did not say."""
         told = self._told
         return bool(self._news or self._failed) or self._getter.here is not told[0] or self._encoded is not told[1]
 
     def alone(self) -> Boundary:
-        """A commit of which nobody else has to know: the other ranks are gone."""
+        """Commits for this rank alone, since the other ranks are gone."""
         return self.commit([self._me], [self.meeting()])
 
     def commit(
@@ -418,7 +421,7 @@ class ElasticCluster:
         spent: Sequence[Span] = (),
         loss: float | None = None,
     ) -> Boundary:
-        """A commit of the inner job, when the optimizer has stepped.
+        """Carries out a commit of the inner job, when the optimizer has stepped; returns its outcome.
 
         Args:
             ranks: Who contributed, in rank order.
@@ -511,7 +514,7 @@ class ElasticCluster:
     # ------------------------------------------------------------------ pushes
 
     def _resume_encoding(self) -> None:
-        """A push that is frozen, and that not all ranks are known to have encoded, is encoded here."""
+        """Encodes the frozen push, if there is one that not all ranks are known to have encoded."""
         push = self.machine.freezing
         if push is None or self._closing.is_set() or (self._encoding is not None and self._encoding[0] == push):
             return  # the last commit of a rank that leaves is told after its farewell
@@ -577,7 +580,9 @@ class ElasticCluster:
     # ------------------------------------------------------------------ versions
 
     def _sought(self) -> Sought | None:
-        """From ranks that have it, else (the first rank alone) from the followers."""
+        """Returns the version to get, from ranks that have it, else (the first rank alone) from the followers; None if
+        there is none.
+        """
         state = self._state
         wanted = state.machine.fetching if state is not None else NO_VERSION
         if state is None or wanted == NO_VERSION:
@@ -590,7 +595,7 @@ class ElasticCluster:
         return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
 
     def _missed(self, version: VersionId) -> None:
-        """The first rank says so, once in a commit."""
+        """Has the first rank say, once in a commit, that a version is not served any more."""
         event = cl.Missed(version)
         with self._changed:
             if self._first and event not in self._news:
@@ -611,7 +616,7 @@ class ElasticCluster:
     # ------------------------------------------------------------------ the first rank
 
     def _attend(self) -> None:
-        """From here on this rank talks to the leader."""
+        """Makes this rank the first one, which talks to the leader from here on."""
         with self._changed:
             self._first = self._model.tells = True
             self._news.clear()
@@ -639,21 +644,23 @@ class ElasticCluster:
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
-        """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
+        """Sets the model's parameters to the base's until `show_own`; nothing may be trained meanwhile."""
         self._model.show_base()
 
     def show_own(self) -> None:
-        """The parameters are what is trained again. Idempotent."""
+        """Sets the model's parameters back to those that are trained. Idempotent."""
         self._model.show_own()
 
     # ------------------------------------------------------------------ the end
 
     def finish(self, reason: str) -> None:
-        """The loop of all ranks is over; ranks are to meet until `over`."""
+        """Notes that the loop of all ranks is over; ranks are to meet until `over`."""
         self._reason = reason
 
     def leave(self) -> None:
-        """The cluster is to go; ranks are to meet until `over`. Of several ranks the first one's word counts."""
+        """Notes that the cluster is to leave; ranks are to meet until `over`. Of several ranks the first one's word
+        counts.
+        """
         self.leaves = True
 
     def _end_of_life(self, over: cl.Over) -> None:

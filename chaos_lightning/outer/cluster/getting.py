@@ -1,4 +1,4 @@
-"""Gets the versions that a cluster wants, in a thread of its own, each again and again until it is here.
+"""Gets the versions that a cluster wants, in a thread of its own, and tries each again until it is here.
 
 Theory of operation. One version is here at a time. The next one may be wanted, and come, before the loop's thread gets
 to adopt it. So whoever is about to adopt it takes it away at the moment in which that is settled. Who wants a version
@@ -20,7 +20,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, VersionId
 from chaos_lightning.replication.server import StateServer
 
 AGAIN_S = 0.1
-"""Before another attempt."""
+"""Pause before another attempt, s."""
 _LOOK_S = 0.5
 """Poll interval, s."""
 _log = logging.getLogger("chaos_lightning")
@@ -28,7 +28,7 @@ _log = logging.getLogger("chaos_lightning")
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt to get a version.
+    """Attempt to get a version.
 
     Attributes:
         part: Its memory.
@@ -57,7 +57,7 @@ class Sought:
 
 
 class VersionGetter:
-    """See the module. Any thread.
+    """Thread that gets the wanted version. Methods may be called by any thread.
 
     Args:
         changed: Notified when what `seek` says may have changed.
@@ -87,13 +87,13 @@ class VersionGetter:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Idempotent."""
+        """Starts the thread. Idempotent."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="chaos-outer-fetch", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the thread. Idempotent."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -101,7 +101,7 @@ class VersionGetter:
             self._thread.join(5.0)
 
     def take(self, version: VersionId) -> Part | None:
-        """Gives up the version that is here, if it is this one; None: it is not."""
+        """Returns the version that is here, and forgets it, if it is this one; None if it is not."""
         with self._changed:
             found = self.here if self.here is not None and self.here[0] == version else None
             if found is not None:
@@ -109,7 +109,7 @@ class VersionGetter:
         return found[1] if found is not None else None
 
     def drop(self, but: VersionId = NO_VERSION) -> None:
-        """Nothing is here any more, but this version if it is."""
+        """Drops the version that is here, unless it is `but`."""
         with self._changed:
             if self.here is None or self.here[0] == but:
                 return
@@ -149,13 +149,15 @@ class VersionGetter:
                     drop_version(self._server, of, part)
 
     def _abandoned(self, sought: Sought) -> bool:
-        """Another version is to be got, or none, or somebody else wants it."""
+        """Returns whether this version is wanted no more: another one is, or none, or another life of the cluster wants
+        it.
+        """
         with self._changed:
             now = self._open()
         return self._closing.is_set() or now is None or now.version != sought.version or now.whose is not sought.whose
 
     def _open(self) -> Sought | None:
-        """Returns the version that is wanted and not here; None: there is none."""
+        """Returns the version that is wanted and not here; None if there is none."""
         sought = self._seek()
         here = sought is not None and self.here is not None and self.here[0] == sought.version
         return None if here else sought

@@ -1,4 +1,4 @@
-"""Has a parameter server run at an endpoint of this machine if nobody serves it yet.
+"""Starts a parameter server at an endpoint of this machine if none serves there yet.
 
 Theory of operation. As for schedulers (control/hosting.py): whoever needs a server looks at the endpoint. If it is
 another machine's, that is that machine's affair; if somebody serves this job there, fine; if nobody listens, a whole
@@ -33,10 +33,10 @@ from chaos_lightning.settings import absolute_log_dir
 logger = logging.getLogger("chaos_lightning.outer")
 
 TELL_S = 5.0
-"""Between two lines of who waits for a server."""
+"""Interval, s, of log lines while a process waits for a server."""
 _LOOK_S = 0.05
 _ANSWER_S = 2.0
-"""How long a server may take to say what it has."""
+"""Longest time, s, in which a server may answer with its facts."""
 _RACE_S = 2.0
 """Seconds after which a starter that lost the race for the files tries again, as the winner may have died."""
 _ODD_LISTENER_PATIENCE_S = 6.0
@@ -128,7 +128,7 @@ def ensure_server(
 
 
 def _gave_way(started: HostedScheduler) -> bool:
-    """Whether the server that was started here has ended since another one uses its folder.
+    """Returns whether the server that was started here has ended since another one uses its folder.
 
     Servers of one folder write to one log, so these words need not be its last ones.
     """
@@ -139,7 +139,7 @@ def _gave_way(started: HostedScheduler) -> bool:
 
 
 def _compare(options: ServerOptions, secret: Secret) -> None:
-    """Tells whoever asked for another number of followers than the server has."""
+    """Warns if the server at this endpoint has another number of followers than was asked for."""
     try:
         facts = fetch_facts(options.listen, secret, _ANSWER_S, follow=False)
     except SchedulerUnreachableError:
@@ -154,7 +154,7 @@ def _compare(options: ServerOptions, secret: Secret) -> None:
 
 
 def _leads(started: HostedScheduler, secret: Secret) -> bool:
-    """Whether it is our own server's leader that answers, and not that of the winner of a race."""
+    """Returns whether the leader that answers is our own server's, and not that of the winner of a race."""
     try:
         return started.alive() and fetch_facts(started.endpoint, secret, follow=False).get("parent_pid") == started.pid
     except SchedulerUnreachableError:
@@ -164,7 +164,8 @@ def _leads(started: HostedScheduler, secret: Secret) -> bool:
 def host_for_cluster(
     options: ClusterOptions, *, again: bool = False, job_id: str = "", given_up: Callable[[], bool] = lambda: False
 ) -> HostedScheduler | None:
-    """`ensure_server` for a cluster: at its start, and (again) when the server of its job was lost.
+    """Starts a server for a cluster by `ensure_server`: at its start, and (`again`) when the server of its job was
+    lost.
 
     Nothing is started where several leaders stand by for each other: each on a chain of its own would lead a job of its
     own.
@@ -179,7 +180,9 @@ def host_for_cluster(
 
 
 def others_in(options: ClusterOptions) -> bool:
-    """Whether other clusters are in this job, as far as its server says so at once; then this one is not the oldest."""
+    """Returns whether other clusters are in this job, as far as its server answers at once; then this one is not the
+    oldest.
+    """
     if not any(listens(endpoint) for endpoint in options.endpoints):
         return False
     try:
@@ -192,7 +195,7 @@ def others_in(options: ClusterOptions) -> bool:
 
 
 def _check_chain(options: ServerOptions, job_id: str) -> None:
-    """Whether the chain of this job lies where a server would look for it; `job_id`: "" for whichever job's.
+    """Checks that the chain of this job lies where a server would look for it; `job_id` "" accepts any job's chain.
 
     Raises:
         StoreError: It does not, or the file cannot be read.

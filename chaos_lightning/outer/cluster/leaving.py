@@ -1,4 +1,4 @@
-"""How a cluster's loop waits and goes: whoever waits says for what, and signals leave an outer job politely."""
+"""How a cluster's loop waits and leaves: a wait says what it is for, and signals leave an outer job politely."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Patience:
         self._began = self._told = time.monotonic()
 
     def look(self) -> None:
-        """It still waits.
+        """Warns now and then that the cluster still waits.
 
         Raises:
             DeadlineError: It has waited for so long; says for what.
@@ -47,12 +47,15 @@ class Patience:
 
 
 def tell_refusal(who: str, error: RefusedError) -> None:
-    """A cluster that is in is not let in again: it trains on, and says so before it waits for anything."""
+    """Warns that the server refuses a cluster that was in the job: it trains on, and tells this before it waits for
+    anything.
+    """
     _log.warning("cluster %s trains on, and its parameter server does not let it in: %s", who, error)
 
 
 def put_out(who: str, reason: str, *, was_in: bool) -> ChaosError:
-    """The error with which a cluster ends that is out of the job, and whose model is not the job's last version.
+    """Returns the error with which a cluster ends that is out of the job, and whose model is not the job's last
+    version.
 
     Args:
         who: Name of the cluster.
@@ -65,7 +68,7 @@ def put_out(who: str, reason: str, *, was_in: bool) -> ChaosError:
 
 
 def _nothing(number: signal.Signals, frame: FrameType | None) -> None:
-    """There is no more to do."""
+    """Does nothing: the default for `also`."""
 
 
 def cost(at_risk: int) -> str:
@@ -77,7 +80,7 @@ def cost(at_risk: int) -> str:
 
 
 def insist(signals: ExitSignals, number: signal.Signals, words: Callable[[], str]) -> None:
-    """At a second signal: says what it may cost to end now, if there is something to say; the third one ends."""
+    """Says, at a second signal, what it may cost to end now, if there is something to say; the third one ends."""
     signals.stand_down()  # first: finding the words may take a lock
     if text := words():
         say(f"{number.name}: {text}; once more ends")
@@ -90,7 +93,8 @@ def leaving_signals(
     speaks: Callable[[], bool] = lambda: True,
     also: Handler = _nothing,
 ) -> ExitSignals:
-    """The first signal leaves the job, the second one says what it may cost to end now, the third one ends.
+    """Returns handlers by which the first signal leaves the job, the second one says what it may cost to end now, and
+    the third one ends.
 
     Args:
         leave: Asks to go. Called in a thread of its own.

@@ -26,18 +26,19 @@ from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.security.credentials import Secret
 
 FETCH_S = 600.0
-"""Longest time for one attempt at a version, however steadily bytes come."""
+"""Longest time, s, for one attempt at a version, however steadily bytes come."""
 _PAUSES = 3
-"""So many are looked back on."""
+"""Number of last pauses between pushes that are remembered."""
 _LEAST_S = 1e-3
 _VERSION_NBYTES = 2
-"""Per element, at least, whatever pushes have."""
+"""Least bytes of an element of a version, whatever pushes have."""
 _TABLE_NBYTES = 88
-"""Bytes for each tensor of the table that a follower gets before those of a push."""
+"""Bytes, per tensor, of the table that a follower gets before those of a push."""
 
 
 class PushServing:
-    """See the module. `serve`, `drop`, `dial` and `fetch` may be called by any thread, all else by one at a time.
+    """Server of a cluster's pushes. `serve`, `drop`, `dial` and `fetch` may be called by any thread, all else by one at
+    a time.
 
     Args:
         options: Of the cluster.
@@ -74,20 +75,20 @@ class PushServing:
 
     @property
     def _shards(self) -> tuple[Shard, ...]:
-        """As the holders have them; none while there are none."""
+        """Shards as their holders have them; none while there are no holders."""
         return self._grid.cut(len(self.holders)) if self.holders else ()
 
     def reach(self, holders: tuple[Holder, ...]) -> None:
-        """These hold the shards from now on."""
+        """Parks connections at the followers that hold the shards from now on."""
         self.holders = holders
         self._lines.follow(holders)
 
     def share(self, ranks: int) -> None:
-        """So many serve the same pushes; together they keep to the cluster's rate."""
+        """Divides the cluster's rate among so many ranks, which serve the same pushes."""
         self._lines.share(ranks)
 
     def serve(self, pushes: Mapping[PushId, Part]) -> None:
-        """These can be asked for, as far as it is known how they are cut; their bytes must not change."""
+        """Serves these pushes from now on, as far as their shard boundaries are known; their bytes must not change."""
         for push, part in pushes.items():
             with self._lock:
                 shards, cut = self._shards, self._cuts.get(push)  # in here, so that the newest holders win
@@ -107,7 +108,9 @@ class PushServing:
             drop_push(self._server, push, [shard for shard in cut if shard not in now])
 
     def _spread_over(self, part: Part) -> None:
-        """By the shortest of the last pauses between two pushes: one that was long says nothing of the coming one."""
+        """Sets the rate of traffic by the shortest of the last pauses between two pushes: a long pause says nothing of
+        the coming one.
+        """
         now, before = time.monotonic(), self._frozen_at
         self._frozen_at = now
         if before:
@@ -123,11 +126,11 @@ class PushServing:
         self._tidy(push, cut)
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
-        """A connection to a follower, for versions. Any thread."""
+        """Returns a connection to a follower, for versions. Any thread."""
         return self._lines.dial(endpoint)
 
     def fetch(self, version: VersionId, part: Part, abandoned: Callable[[], bool], *, blank: bool) -> int:
-        """Fills `part` with a version, from all holders at once; its size in bytes.
+        """Fills `part` with a version, from all holders at once; returns its size in bytes.
 
         Arguments and errors are those of `fetch_version`.
         """
@@ -146,6 +149,6 @@ class PushServing:
         )
 
     def close(self) -> None:
-        """Hangs up everywhere."""
+        """Closes all connections to followers, and the server of pushes."""
         self._lines.close()
         self._server.close()

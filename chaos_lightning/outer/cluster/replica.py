@@ -1,4 +1,4 @@
-"""A cluster's copy of the outer state: the model's own tensors, seen as the flat fp32 elements of the grid.
+"""Gives a view of a cluster's copy of the outer state: the model's own tensors as the flat fp32 elements of the grid.
 
 Theory of operation. What travels are the parameters that are trained, each memory once, and behind them the buffers
 that are averaged (BatchNorm's statistics). They may lie on any device and have any floating type: what is frozen is
@@ -24,7 +24,7 @@ from chaos_lightning.replication.table import dtype_name
 
 
 class Replica:
-    """See the module.
+    """Tensors of a model that travel: its trained parameters, and behind them the averaged buffers.
 
     Args:
         parameters: Name and tensor, in an order that is equal in all clusters; tied ones by all their names.
@@ -59,15 +59,16 @@ class Replica:
 
     @classmethod
     def of_module(cls, module: nn.Module, reduced: Iterable[tuple[str, Tensor]] = ()) -> Self:
-        """Parameters that require gradients, by all their names, and of the buffers that are reduced the floating
-        ones. Other buffers are constants, which need not travel and must not be rounded."""
+        """Returns the replica of a module: parameters that require gradients, by all their names, and of the buffers
+        that are reduced the floating ones. Other buffers are constants, which need not travel and must not be rounded.
+        """
         trained = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
         wanted = {id(buffer) for _, buffer in reduced if buffer.is_floating_point()}
         return cls(trained, [(n, b) for n, b in module.named_buffers(remove_duplicate=False) if id(b) in wanted])
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The model's own, in order."""
+        """Model's own tensors, in order."""
         return [tensor for _, tensor in self._named]
 
     def grid(self, block: int) -> Grid:
@@ -76,14 +77,16 @@ class Replica:
 
     @torch.no_grad()
     def read(self, grid: Grid, into: Tensor | None = None) -> Tensor:
-        """All elements as they are now: fp32, flat, in host memory, a copy; in new memory, unless `into` is given."""
+        """Returns all elements as they are now: fp32, flat, in host memory, a copy; in new memory, unless `into` is
+        given.
+        """
         flat = torch.empty(grid.elements) if into is None else into
         for (_, tensor), values in zip(self._named, _split(flat, grid), strict=True):
             values.copy_(tensor.reshape(-1))
         return flat
 
     def not_finite(self, flat: Tensor, grid: Grid) -> list[str]:
-        """Names of the tensors of which `read` gave a value that is not finite."""
+        """Returns names of the tensors of which `read` gave a value that is not finite."""
         parts = zip(self._named, _split(flat, grid), strict=True)
         return [name for (name, _), values in parts if not values.isfinite().all()]
 
@@ -112,7 +115,7 @@ class Replica:
 
     @torch.no_grad()
     def restore(self, copies: Sequence[Tensor]) -> None:
-        """The tensors are again what `copies` gave."""
+        """Sets the tensors to the values that `copies` gave."""
         for (_, tensor), copy in zip(self._named, copies, strict=True):
             tensor.copy_(copy)
 
@@ -122,5 +125,5 @@ def _split(flat: Tensor, grid: Grid) -> Sequence[Tensor]:
 
 
 def _part_of(part: Part, shard: Shard) -> Part:
-    """A run of its blocks, in place."""
+    """Returns the part's blocks that are in this shard, as a view."""
     return Part(shard, part.format, part.run(shard.first, shard.stop))

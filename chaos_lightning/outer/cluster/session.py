@@ -1,4 +1,5 @@
-"""A cluster's part in an outer job, as the loop that trains sees it: start, a boundary after each step, and an end.
+"""Runs a cluster's part in an outer job, as the loop that trains sees it: start, a boundary after each step, and an
+end.
 
 Theory of operation. `ClusterMachine` says when to freeze, offer and adopt; here is what that means for memory, threads
 and connections. The loop's thread alone touches the model: what the machine asks of it waits until the next `boundary`
@@ -101,7 +102,7 @@ class Boundary:
 
 
 class _Life:
-    """One incarnation: its machine, its stream, and where its pushes are served."""
+    """One incarnation of a cluster: its machine, its stream, and the server of its pushes."""
 
     def __init__(self, machine: ClusterMachine, serving: PushServing) -> None:
         self.machine, self.serving = machine, serving
@@ -109,7 +110,7 @@ class _Life:
         self.over = False
 
     def close(self) -> None:
-        """Stream and connections end."""
+        """Ends the incarnation's stream and connections."""
         self.over = True
         if self.client is not None:
             self.client.close()
@@ -117,7 +118,7 @@ class _Life:
 
 
 class OuterSession:
-    """See the module. Methods are the loop's thread's, but for `leave` and `close`.
+    """Part of one cluster in an outer job. Methods are the loop's thread's, but for `leave` and `close`.
 
     Args:
         replica: The model's part that travels.
@@ -182,7 +183,7 @@ class OuterSession:
 
     @property
     def base(self) -> VersionId:
-        """The version that was adopted last."""
+        """Version that was adopted last."""
         return self._life.machine.base
 
     @property
@@ -192,33 +193,34 @@ class OuterSession:
 
     @property
     def job_id(self) -> str:
-        """The job's name among all jobs; "" before this cluster was let in."""
+        """Name of the job among all jobs; "" before this cluster was let in."""
         return self._life.machine.job_id
 
     @property
     def oldest(self) -> bool:
-        """Whether it came before all others that are in: its verdict ends the job."""
+        """Whether this cluster came before all others that are in: its verdict ends the job."""
         machine = self._life.machine
         return machine.oldest in (None, machine.incarnation)
 
     @property
     def inner_steps(self) -> int:
-        """From one push to the next, as the leader paces this cluster."""
+        """Inner steps from one push to the next, as the leader paces this cluster."""
         return self._life.machine.inner_steps
 
     @property
     def usual_steps(self) -> int:
-        """From one push to the next, of a usual cluster."""
+        """Inner steps from one push to the next, of a usual cluster."""
         return self._settings.inner_steps
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """(samples, inner steps) that it has trained and that the base does not hold."""
+        """(samples, inner steps) that this cluster has trained and that the base does not hold."""
         with self._changed:
             return self._life.machine.ahead
 
     def idle_steps(self, seconds: float) -> int:
-        """So many inner steps `boundary` may be told of together: no push is due sooner, nor do they take longer.
+        """Returns how many inner steps `boundary` may be told of at once: no push is due sooner, nor do they take
+        longer.
 
         Args:
             seconds: Of training, as it was measured.
@@ -231,7 +233,7 @@ class OuterSession:
 
     @property
     def reckoned(self) -> JobProgress:
-        """How far the job is by this cluster's own reckoning."""
+        """Progress of the job by this cluster's own reckoning."""
         with self._changed:
             return self._life.machine.reckoned
 
@@ -264,7 +266,7 @@ class OuterSession:
     def boundary(
         self, samples: int, covers: Sequence[Covered] = (), steps: int = 1, loss: float | None = None
     ) -> Boundary:
-        """After each inner step: what it trained is counted, and what is due is frozen or adopted.
+        """Counts what was trained, after each inner step, and freezes or adopts what is due; returns the outcome.
 
         Args:
             samples: That the steps used.
@@ -292,11 +294,13 @@ class OuterSession:
         self._waits.let_go(self._rested_at)
 
     def waited(self, seconds: float) -> None:
-        """Training stood still for so long beside what boundaries know of: a version went to other ranks."""
+        """Counts seconds for which training stood still beside the waits of boundaries: for versions that went to other
+        ranks.
+        """
         self._waits.add(seconds)
 
     def claim(self, positions: int, timeout_s: float = 0.0) -> tuple[Covered, ...]:
-        """The next positions of the shared data that this cluster trains, each of them once.
+        """Returns the next positions of the shared data that this cluster trains, each of them once.
 
         What is left may have to be pushed before there is more: who gets nothing calls `boundary` and asks again.
 
@@ -320,33 +324,33 @@ class OuterSession:
             return (Covered(epoch, taken),)
 
     def pause(self, timeout_s: float) -> None:
-        """Until something happens that the next `boundary` may see; at most so long."""
+        """Waits until something happens that the next `boundary` may see; at most `timeout_s`."""
         with self._changed:
             self._changed.wait(timeout_s)
 
     @property
     def ending(self) -> bool:
-        """This cluster is to train no more."""
+        """Whether this cluster is to train no more."""
         machine = self._life.machine
         return bool(self.over or machine.leaving or machine.verdict or machine.phase is Phase.ENDING)
 
     @property
     def leaving(self) -> bool:
-        """It was asked to leave."""
+        """Whether this cluster was asked to leave."""
         return self._life.machine.leaving
 
     def show_base(self) -> None:
-        """The model's parameters are the base's until `show_own`; nothing may be trained meanwhile."""
+        """Sets the model's parameters to the base's until `show_own`; nothing may be trained meanwhile."""
         self._model.show_base()
 
     def show_own(self) -> None:
-        """The parameters are what is trained again. Idempotent."""
+        """Sets the model's parameters back to those that are trained. Idempotent."""
         self._model.show_own()
 
     def finish(self, reason: str, timeout_s: float | None = None) -> None:
-        """This cluster's loop is over: pushes the rest, and stays until the job ends, or until it has left.
+        """Ends this cluster's loop: pushes the rest, and stays until the job ends, or until the cluster has left.
 
-        Who is through long before the others leaves after `timeout_s`; None: after `options.patience_s`.
+        A cluster that is through long before the others leaves after `timeout_s`; None: after `options.patience_s`.
 
         Raises:
             DeadlineError: It was to leave, and could not in that time.
@@ -365,7 +369,7 @@ class OuterSession:
             self._rest(lambda: bool(self.over), limit_s)
 
     def leave(self) -> None:
-        """Asks to go: what is there is pushed, and `finish` returns once that is durable.
+        """Asks to leave: all that was trained is pushed, and `finish` returns once that is durable.
 
         Any thread. A signal's handler calls it in a thread of its own, for it takes a lock.
         """
@@ -395,7 +399,7 @@ class OuterSession:
         return bool(self.over) or (machine.phase is Phase.TRAINING and not machine.waits)
 
     def _rest(self, done: Callable[[], bool], timeout_s: float | None = None) -> Boundary:
-        """Carries out what is due, at least once, and then until `done`; what was adopted meanwhile.
+        """Carries out what is due, at least once, and then until `done`; returns the outcome.
 
         Raises:
             ChaosError: This cluster cannot go on.
@@ -467,7 +471,7 @@ class OuterSession:
         encode: Callable[[], Part],
         began: float,
     ) -> None:
-        """In the worker's thread."""
+        """Encodes a push in the worker's thread, and serves it."""
         try:
             part = encode()
             manifest = part.hash
@@ -533,7 +537,7 @@ class OuterSession:
     # ------------------------------------------------------------------ any thread
 
     def _begin(self, life: _Life) -> None:
-        """Its stream, and who is told what comes on it."""
+        """Opens the stream of an incarnation, and connects its callbacks."""
 
         def hear(message: Any) -> None:
             self._model.heard(message)
@@ -570,7 +574,7 @@ class OuterSession:
         life.client.start()
 
     def _fail(self, error: ChaosError) -> None:
-        """The loop's thread raises it."""
+        """Has the loop's thread raise this error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -612,7 +616,7 @@ class OuterSession:
             self._worker.submit(self._serve, life, kept)
 
     def _serve(self, life: _Life, pushes: Mapping[PushId, Part]) -> None:
-        """In the worker's thread, without the lock that boundaries take, for it hashes all of them."""
+        """Serves pushes, in the worker's thread and without the lock of boundaries, since all are hashed here."""
         life.serving.serve(pushes)
         with self._changed:
             for push in pushes.keys() - self._content.pushes.keys():  # freed meanwhile
@@ -637,7 +641,7 @@ class OuterSession:
     # ------------------------------------------------------------------ positions and rates
 
     def _free(self) -> tuple[int, tuple[Span, ...]] | None:
-        """The lowest epoch with positions that are leased and not claimed."""
+        """Returns the lowest epoch with positions that are leased and not claimed, and these; None if there is none."""
         for epoch, spans in sorted(self._life.machine.free_spans().items()):
             if left := subtract(spans, self._claimed.get(epoch, ())):
                 return epoch, left
@@ -650,7 +654,7 @@ class OuterSession:
             del self._claimed[covered.epoch]
 
     def _measure(self, samples: int, steps: int, now: float) -> None:
-        """Moving averages of what a second of training gives; waits do not count."""
+        """Updates the moving averages of samples and steps per second of training; waits do not count."""
         self._rates.take(samples, steps, now - self._rested_at)
         machine = self._life.machine
         machine.rate, machine.step_rate = self._rates.samples_per_s, self._rates.steps_per_s
@@ -676,7 +680,8 @@ class OuterSession:
 
 
 def renew(optimizers: Iterable[Optimizer], boundary: Boundary) -> None:
-    """Inner optimizers begin anew where a boundary says so, or (O10) with what would spoil the parameters again.
+    """Clears the state of inner optimizers where a boundary says so, or (O10) where it would spoil the parameters
+    again.
 
     A rejection gives the parameters back, and not the optimizer's state. One that is not finite stays so for ever.
     """
@@ -705,7 +710,7 @@ def agreement_of(
     length: int = 0,
     words: dict[str, str] | None = None,
 ) -> Agreement:
-    """Returns this cluster's side of what all must have in common.
+    """Returns this cluster's side of the facts that all clusters must have in common.
 
     Args:
         replica: Of its model.

@@ -24,7 +24,7 @@ ARGUMENTS = ("server", "name", "inner_steps", "outer_lr", "outer_momentum", "pol
 
 
 def optional(names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """Fields for `make_dataclass`: these settings, where None means that nothing was given."""
+    """Returns fields for `make_dataclass`: these settings, where None means that nothing was given."""
     found = []
     for name in names:
         owner = next(owner for owner in OWNERS if name in declared(owner))
@@ -82,7 +82,7 @@ def build(
     *,
     batch: int | None = None,
 ) -> tuple[OuterSettings, ClusterOptions]:
-    """The job's rules and this cluster's settings: what was given over the environment over the defaults.
+    """Returns the job's rules and this cluster's settings: given values over the environment over the defaults.
 
     Args:
         options: Of the strategy.

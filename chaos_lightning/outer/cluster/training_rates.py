@@ -1,4 +1,4 @@
-"""How fast a cluster trains, as moving averages of samples and inner steps a second, and how long it waits."""
+"""Measures how fast a cluster trains, as moving averages of samples and inner steps a second, and how long it waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FADE = 0.9
 
 
 class TrainingRates:
-    """See the module.
+    """Moving averages of what a second of training gives.
 
     Attributes:
         samples_per_s: 0.0 before anything was measured.
@@ -20,14 +20,14 @@ class TrainingRates:
         self.samples_per_s = self.steps_per_s = 0.0
 
     def take(self, samples: int, steps: int, took_s: float) -> None:
-        """So much was trained in this time; waits are not part of it."""
+        """Adds what was trained in this time; waits are not part of the time."""
         if took_s > 0 and steps:
             self.samples_per_s = _after(self.samples_per_s, samples / took_s)
             self.steps_per_s = _after(self.steps_per_s, steps / took_s)
 
 
 class Waits:
-    """For how long outer sync has had the training thread since the last adoption.
+    """Time for which outer sync has had the training thread since the last adoption.
 
     Attributes:
         kept_at: When it took it, by `time.monotonic()`; 0.0: it does not have it.
@@ -37,20 +37,22 @@ class Waits:
         self.kept_at = self._waited_s = 0.0
 
     def take(self) -> float:
-        """Seconds up to now; what comes counts for the next adoption."""
+        """Returns the seconds of waiting up to now; later waits count for the next adoption."""
         now = time.monotonic()
         waited_s, self._waited_s, self.kept_at = self._waited_s + now - self.kept_at, 0.0, now
         return waited_s
 
     def add(self, seconds: float) -> None:
-        """So much beside."""
+        """Adds seconds of another wait."""
         self._waited_s += seconds
 
     def let_go(self, now: float) -> None:
-        """It has it no more."""
+        """Notes that outer sync gives the training thread back at this time."""
         self._waited_s, self.kept_at = self._waited_s + now - self.kept_at, 0.0
 
 
 def _after(before: float, new: float) -> float:
-    """As seconds a sample, so that a step that took long counts in full."""
+    """Returns the moving average after a new rate. Seconds per sample are averaged, so that a step that took long
+    counts in full.
+    """
     return new if not before or not new else 1 / (FADE / before + (1 - FADE) / new)

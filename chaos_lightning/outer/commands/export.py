@@ -1,4 +1,4 @@
-"""`chaos-lightning ps export`: a durable version as a checkpoint that plain Lightning loads.
+"""Writes a durable version as a checkpoint that plain Lightning loads: `chaos-lightning ps export`.
 
 Theory of operation. A version lies in the followers' files, a shard each, and the leader's chain says what it must be:
 its digests, and in its first entry the names and shapes of all tensors. Both are only read, so a job may run meanwhile,
@@ -49,7 +49,7 @@ _LIGHTNING = "2.6.0"
 
 
 def durable_version(chain: OuterChain, wanted: str) -> tuple[VersionId, tuple[str, ...]]:
-    """The durable version of this name, and the digests of its shards.
+    """Returns the durable version of this name, and the digests of its shards.
 
     Args:
         chain: Of the job.
@@ -75,7 +75,7 @@ def hyper_parameters(chain: OuterChain) -> dict[str, Any]:
 
 
 def read_version(chain: OuterChain, folder: Path, job: str, wanted: str) -> tuple[dict[str, Tensor], JobProgress]:
-    """All tensors of a durable version by name, and how far the job was with it.
+    """Returns all tensors of a durable version by name, and the job's progress at it.
 
     Args:
         chain: Of the job.
@@ -110,7 +110,7 @@ def read_version(chain: OuterChain, folder: Path, job: str, wanted: str) -> tupl
 def read_while_it_runs(
     load: Callable[[], OuterChain], folder: Path, job: str, wanted: str
 ) -> tuple[VersionId, dict[str, Tensor], JobProgress]:
-    """As `read_version`, of a job whose followers may delete files meanwhile; and the version.
+    """Returns a version and what `read_version` returns, of a job whose followers may delete files meanwhile.
 
     Args:
         load: Reads the chain.
@@ -132,7 +132,7 @@ def read_while_it_runs(
 def checkpoint_of(
     tensors: dict[str, Tensor], progress: JobProgress, like: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns what Lightning takes, and what of it is not where the version is, in sentences.
+    """Returns a checkpoint for Lightning, and sentences that say which of its parts are not at the version.
 
     Args:
         tensors: By name.
@@ -163,7 +163,7 @@ def checkpoint_of(
 
 
 def _at(fit_loop: dict[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """The counters of Lightning's loop of fit, where the job is: an epoch that was not over begins anew."""
+    """Returns the counters of Lightning's fit loop for the job's progress: an epoch that was not over begins anew."""
     made = copy.deepcopy(fit_loop)
     made["state_dict"].pop("combined_loader", None)  # where its loader was in another epoch
     made["epoch_loop.state_dict"]["_batches_that_stepped"] = progress.steps
@@ -202,7 +202,7 @@ def _store(options: ServerOptions) -> Store:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`ps export`; returns the exit code."""
+    """Runs `ps export`; returns the exit code."""
     known = declared(ServerOptions)
     parser = argparse.ArgumentParser(
         prog="chaos-lightning ps export",

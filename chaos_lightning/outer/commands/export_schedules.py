@@ -81,7 +81,7 @@ def _steps(taken: int, like: dict[str, Any], progress: JobProgress) -> int:
 
 
 def _moved(state: dict[str, Any], groups: list[dict[str, Any]], due: int) -> bool:
-    """Whether the schedule is at this step now, with the groups' learning rates."""
+    """Moves a schedule to this step, with the groups' learning rates; returns whether it could be moved."""
     kind = _BY_NAMES.get(frozenset(state) - _ALL)
     if kind is None or due < state["last_epoch"]:
         return False

@@ -1,4 +1,5 @@
-"""A follower's process: `chaos-lightning ps follower`, or `python -m chaos_lightning.outer.commands.follower_main`.
+"""Runs a follower's process: `chaos-lightning ps follower`, or `python -m
+chaos_lightning.outer.commands.follower_main`.
 
 Heavy imports (torch, gRPC) come late; a warm spare (outer/commands/spare.py) has done them already, and calls `main`.
 Nothing secret is accepted on the command line. The exit code tells whoever keeps the process running
@@ -40,7 +41,7 @@ time, on the same folder. `chaos-lightning ps up` runs a leader and its follower
 
 
 def run(options: FollowerOptions) -> int:
-    """Follows until the job has ended, a signal or a failure; returns the exit code."""
+    """Runs the follower until the job has ended, a signal or a failure; returns the exit code."""
     import torch
 
     from chaos_lightning.events.events import EventLog

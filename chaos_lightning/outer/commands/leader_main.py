@@ -1,4 +1,4 @@
-"""A leader's process: `chaos-lightning ps leader`, or `python -m chaos_lightning.outer.commands.leader_main`.
+"""Runs a leader's process: `chaos-lightning ps leader`, or `python -m chaos_lightning.outer.commands.leader_main`.
 
 Neither imports torch. Nothing secret is accepted on the command line. The exit code tells whoever keeps the process
 running (outer/commands/supervisor.py): 0, the job has ended; 2, it was told what cannot work; 3, nobody needs it for
@@ -38,12 +38,12 @@ It decides what becomes of the pushes of all clusters, and holds no parameters: 
 clusters train on meanwhile, and the chain of decisions is continued from its store.
 """
 EXIT_IDLE = 3
-"""No cluster came for long: the job goes on when one does."""
+"""Exit code of a leader to which no cluster came for long: the job goes on when one does."""
 _AGAIN_S = 0.2
 
 
 def open_store(options: LeaderOptions) -> Store:
-    """The chain to continue; that of a job that has ended is put away first, unless it is to be kept."""
+    """Opens the chain to continue; that of a job that has ended is put away first, unless it is to be kept."""
     from chaos_lightning.control.memory_store import MemoryStore
     from chaos_lightning.control.sqlite_store import SqliteStore, archive
     from chaos_lightning.outer.server.chain_store import load_chain
@@ -60,7 +60,9 @@ def open_store(options: LeaderOptions) -> Store:
 
 
 def _standing(options: LeaderOptions, *, followed: bool) -> OuterCandidacy | None:
-    """In etcd several leaders stand by for each other. Who was one before tells what the others have ended."""
+    """Returns the candidacy of a leader with its chain in etcd, where several leaders stand by for each other; None for
+    another store. A leader that followed another one tells what that one has ended.
+    """
     if not options.in_etcd:
         return None
     from chaos_lightning.outer.server.standing import OuterCandidacy

@@ -1,4 +1,4 @@
-"""The command `chaos-lightning ps`: the parameter server of outer sync, and a look at it.
+"""The command `chaos-lightning ps`: runs the parameter server of outer sync, shows and ends its job.
 
 Sub-commands are imported when they are asked for; none but those that hold parameters imports torch.
 """
@@ -39,7 +39,7 @@ _SECRETS = {name: declared(EngineConfig)[name] for name in ("token_file", "keys_
 
 
 def ps(arguments: Sequence[str]) -> None:
-    """The command; ends with SystemExit."""
+    """Runs the command; ends with SystemExit."""
     name, *rest = arguments or ["--help"]
     if name in ("--help", "-h", "help"):
         print("Usage: chaos-lightning ps COMMAND ...\n\nThe parameter server of clusters that train one model apart.\n")
@@ -75,7 +75,7 @@ def _secret(given: argparse.Namespace) -> Credentials:
 
 
 def status(arguments: Sequence[str]) -> int:
-    """`ps status`; returns the exit code."""
+    """Runs `ps status`; returns the exit code."""
     from chaos_lightning.outer.exchange.control_client import fetch_facts
 
     parser = _parser("status")
@@ -91,7 +91,7 @@ def status(arguments: Sequence[str]) -> int:
 
 
 def end(arguments: Sequence[str]) -> int:
-    """`ps end`; returns the exit code."""
+    """Runs `ps end`; returns the exit code."""
     from chaos_lightning.outer.exchange.control_client import ask_end
 
     parser = _parser("end")
@@ -182,12 +182,14 @@ def _follower(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(version: str) -> str:
-    """Its number: the hash is in --json."""
+    """Returns the number of a version, as in "v3"; the hash is in --json."""
     return version.partition("-")[0] if version.startswith("v") else "none"
 
 
 def _table(console: Any, what: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A line for each; columns that say nothing of anybody are left out, so that a line fits 80 columns."""
+    """Prints a table with a line for each row; columns that are empty or 0 everywhere are left out, so that a line fits
+    80 columns.
+    """
     from rich.table import Table
 
     if not rows:

@@ -1,4 +1,4 @@
-"""A job's shards cut anew, for another number of followers: while no process of its server runs (O15).
+"""Cuts a job's shards anew, for another number of followers, while no process of its server runs (O15).
 
 Theory of operation. The durable versions lie in the followers' files. From these the new shards are put together and
 written as files of the new followers, beside the old ones. Once all are on disk, one record names the new followers and
@@ -37,7 +37,7 @@ from chaos_lightning.outer.server.chain_store import load_chain
 
 
 class _Cutter:
-    """Does what is to be done, on a store and on the folders of followers."""
+    """Carries out the steps of a new cut, on a store and on the folders of followers."""
 
     def __init__(self, store: Store, folder: Path, job: str) -> None:
         self._store, self._folder, self._job = store, folder, job
@@ -45,7 +45,7 @@ class _Cutter:
         self._files: dict[str, ShardFiles] = {}
 
     def do(self, step: todo.Step) -> Any:
-        """One step; returns what came of it."""
+        """Does one step; returns its result."""
         match step:
             case todo.ReadChain():
                 return self._take_term()
@@ -121,7 +121,7 @@ def recut(store: Store, folder: Path, job: str, names: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m chaos_lightning.outer.commands.recut STORE JOB FOLDER FOLLOWER...`; returns the exit code."""
+    """Runs `python -m chaos_lightning.outer.commands.recut STORE JOB FOLDER FOLLOWER...`; returns the exit code."""
     store, job, folder, *names = arguments
     try:
         with SqliteStore(store, job, exclusive=True) as opened:

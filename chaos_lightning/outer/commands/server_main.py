@@ -1,4 +1,4 @@
-"""A whole server of outer sync on one machine: `chaos-lightning ps up`.
+"""Runs a whole server of outer sync on one machine: `chaos-lightning ps up`.
 
 One supervisor (outer/commands/supervisor.py) runs the leader, the followers and a warm spare. All that must not be lost
 lies in one folder: the chain, and a folder for each follower. Whoever starts a server on that folder again continues
@@ -43,13 +43,15 @@ command is given again. Usually not needed: the first training script on a machi
 
 
 def gives_way(pid: int) -> str:
-    """Words with which the server of this process ends if another one uses its folder: its log may be shared."""
+    """Returns the words with which the server of this process ends if another one uses its folder: its log may be
+    shared.
+    """
     return f"pid {pid} gives way"
 
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Keeps other servers off this folder meanwhile.
+    """Holds a folder while the block runs, so that no other server uses it.
 
     Raises:
         ConfigurationError: Another one runs on it.
@@ -68,7 +70,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def put_away(options: ServerOptions) -> str:
-    """Moves the folder of a job that has ended; where it is now, or "".
+    """Moves the folder of a job that has ended; returns the folder's new place, or "".
 
     Raises:
         StoreError: What lies there is no chain of outer sync.
@@ -93,7 +95,8 @@ def put_away(options: ServerOptions) -> str:
 
 
 def followers_of(options: ServerOptions) -> list[str]:
-    """The names of the followers to run; for another number of them than the job had its shards are cut anew (O15).
+    """Returns the names of the followers to run; for another number of them than the job had its shards are cut anew
+    (O15).
 
     Raises:
         ConfigurationError: Files of a follower that holds a shard are not here.
@@ -153,7 +156,7 @@ def _chain(options: ServerOptions) -> OuterChain | None:
 
 
 def _clear_up(chain: OuterChain, folder: Path) -> None:
-    """Files of followers that have no shard any more go once no durable version needs them."""
+    """Deletes files of followers that have no shard any more, once no durable version needs them."""
     for place in folder.iterdir():
         if place.is_dir():
             found = [(path, path.name[1:].partition("-")[0]) for path in place.glob("*/v*-*.safetensors")]
@@ -164,7 +167,9 @@ def _clear_up(chain: OuterChain, folder: Path) -> None:
 
 
 def _leader(options: ServerOptions) -> list[str]:
-    """The leader's command. What has ended since it began is its followers' to serve, and not to be put away."""
+    """Returns the leader's command. A job that has ended since the server started is served by the followers, so the
+    leader must not put it away.
+    """
     given = {name: getattr(options, name) for name in declared(LeaderOptions)}
     path = options.store_path
     given |= {"store": options.store if path is None else str(path.absolute()), "keep_finished": True}
@@ -172,7 +177,7 @@ def _leader(options: ServerOptions) -> list[str]:
 
 
 def _follower(options: ServerOptions, name: str) -> list[str]:
-    """The arguments of a follower."""
+    """Returns the arguments of a follower."""
     host, port = split_endpoint(options.listen)
     words = {
         "server": join_endpoint("127.0.0.1" if host in WILDCARDS else host, port),

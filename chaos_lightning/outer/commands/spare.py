@@ -1,4 +1,4 @@
-"""A warm spare: a process that has imported torch and makes followers, which are there after milliseconds.
+"""Makes followers from a warm spare: a process that has imported torch, so that a follower starts within milliseconds.
 
 Theory of operation. Importing torch takes seconds, a fork of a process that has done so takes none. The supervisor
 (outer/commands/supervisor.py) keeps one spare, and asks it for every follower: a line of JSON with the follower's name
@@ -61,7 +61,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _become_child_of(supervisor: int) -> None:
-    """Waits for it, since the process in between is about to end; from then on it dies with the supervisor."""
+    """Waits until this process is the supervisor's child, since the process in between is about to end; from then on it
+    dies with the supervisor.
+    """
     os.setsid()
     while os.getppid() != supervisor:
         os.kill(supervisor, 0)  # raises where it is gone

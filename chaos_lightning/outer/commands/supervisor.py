@@ -34,30 +34,31 @@ LEADER = "leader"
 SPARE = "spare"
 _LOOK_S = 0.2
 _STOPPED_LOOKS = 3
-"""A child that is seen to be stopped so often in a row is killed."""
+"""Number of looks in a row that find a child stopped, after which it is killed."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _SOON_S = 10.0
-"""A child that ran for less did not run well."""
+"""Run time, s, below which a child did not run well."""
 _ASKED_S = 10.0
-"""A warm spare that makes no follower for so long is asked again."""
+"""Seconds after which a warm spare that has made no follower is asked again."""
 _WELL_S = 2.0
-"""A follower ends well when the job is over; the leader says so a moment later."""
+"""Seconds within which the leader says that the job is over, after a follower ended well because of that."""
 _POLITE_S = 10.0
 """Seconds between `END` and SIGKILL."""
 _SERVED_S = 65.0
-"""Followers serve the last version for a minute at most (follower_process.py)."""
+"""Seconds for which followers may serve the last version: a minute at most (follower_process.py), and some more."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LAUNCH = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0); "
     "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGHUP)]; "
     "os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
 )
-"""Bound to its parent (PR_SET_PDEATHSIG), unless that is gone already; then the program. The children go by the
-supervisor's word alone: a service manager sends SIGTERM to all processes of a unit."""
+"""Program that binds itself to its parent (PR_SET_PDEATHSIG), unless that is gone already, and then runs a child's
+command. The children go by the supervisor's word alone: a service manager sends SIGTERM to all processes of a unit.
+"""
 
 
 class _Child:
-    """One that is to run."""
+    """Process that the supervisor keeps running."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
@@ -74,7 +75,7 @@ class _Child:
 
 
 class Supervisor:
-    """See the module.
+    """Supervisor of a leader, a warm spare and followers.
 
     Args:
         leader: Its command, after the interpreter's path.
@@ -110,7 +111,9 @@ class Supervisor:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> int:
-        """Until the leader needs no more starts, or a signal; returns the exit code. In the main thread."""
+        """Runs the children until the leader needs no more starts, or a signal; returns the exit code. In the main
+        thread.
+        """
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         woken, wakes = socket.socketpair()
         wakes.setblocking(False)
@@ -132,7 +135,9 @@ class Supervisor:
             signal.set_wakeup_fd(-1)
 
     def _obey(self) -> None:
-        """At the first signal the leader stays for clusters that leave, if this process was started by one."""
+        """Acts on signals. At the first one the leader stays for clusters that leave, if this process was started by
+        one.
+        """
         if not self._signals:
             return
         if not self._outlives or not self._leader.pid or len(self._signals) > 1:
@@ -252,7 +257,7 @@ class Supervisor:
                 _send(child.pid, signal.SIGKILL)
 
     def _end_strangers(self) -> None:
-        """Followers that a spare made before it could say so: there must not be two of one name."""
+        """Kills followers that a spare made before it could say so: there must not be two of one name."""
         ours = {child.pid for child in self._children}
         with contextlib.suppress(OSError):  # a kernel without that file
             for task in Path("/proc/self/task").iterdir():
@@ -261,7 +266,9 @@ class Supervisor:
                         _send(int(pid), signal.SIGKILL)
 
     def _end_all(self, woken: socket.socket) -> None:
-        """Politely, and then not; after the end of a job followers have a last version to serve."""
+        """Ends all children, politely and then with SIGKILL; after the end of a job followers have a last version to
+        serve.
+        """
         if self._code == EXIT_OK:
             _send(self._spare.pid, END)
             self._wait_for([*self._followers.values()], woken, _SERVED_S)
@@ -273,7 +280,7 @@ class Supervisor:
             self._wait_for(self._children, woken, _POLITE_S)
 
     def _wait_for(self, children: Sequence[_Child], woken: socket.socket, timeout_s: float) -> None:
-        """Until they have ended, or somebody is impatient."""
+        """Waits until these children have ended, or another signal comes, or the time is up."""
         deadline, signals = time.monotonic() + timeout_s, len(self._signals)
         while any(child.pid for child in children) and time.monotonic() < deadline and len(self._signals) == signals:
             self._wait(woken)
@@ -281,7 +288,7 @@ class Supervisor:
 
 
 def _spawn(arguments: Sequence[str]) -> int:
-    """This interpreter with these arguments, in a session of its own; its process id."""
+    """Starts this interpreter with these arguments, in a session of its own; returns its process id."""
     command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), sys.executable, *arguments]
     return os.posix_spawn(sys.executable, command, os.environ, setsid=True)
 

@@ -1,4 +1,4 @@
-"""Codecs: how pushes and versions travel.
+"""Encodes and decodes pushes and versions: formats of blocks, and the codecs that name them.
 
 Theory of operation. A *format* turns one block of fp32 elements into bytes and back. It looks at nothing beyond the
 block, so a content has the same bytes for any cut of the grid, and each block can be sent, hashed and read by itself.
@@ -47,11 +47,13 @@ _LEVELS = 127
 
 
 class Format(Protocol):
-    """One direction: fp32 elements of a block as bytes, and back. Formats without state may be used by many threads."""
+    """One direction of a codec: fp32 elements of a block as bytes, and back. Formats without state may be used by many
+    threads.
+    """
 
     @property
     def name(self) -> str:
-        """Goes into hashes of contents: another layout of bytes needs another name."""
+        """Name of the format. It goes into hashes of contents: another layout of bytes needs another name."""
         ...
 
     @property
@@ -92,7 +94,7 @@ def _check(name: str, expected: int, data: Tensor, elements: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlainFormat:
-    """Each element by itself, as a number of type `dtype`, rounded to the nearest."""
+    """Format in which each element is a number of type `dtype` by itself, rounded to the nearest."""
 
     name: str
     dtype: torch.dtype
@@ -116,7 +118,7 @@ class PlainFormat:
 
 @dataclass(frozen=True, slots=True)
 class Int8Format:
-    """Whole multiples, -127 to 127, of a scale that the block has for itself; see the module."""
+    """Format of whole multiples, -127 to 127, of a scale that the block has for itself; see the module."""
 
     name: str = "int8"
     residual: bool = True
@@ -202,7 +204,7 @@ def register_codec(codec: Codec) -> None:
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of this name; ConfigurationError, which says which there are, if there is none."""
+    """Returns the codec of this name; ConfigurationError, which says which there are, if there is none."""
     if name not in _CODECS:
         raise ConfigurationError(f"there is no codec {name!r}; known are {', '.join(sorted(_CODECS))}")
     return _CODECS[name]
@@ -228,7 +230,7 @@ for _codec in (Codec("fp32", FP32, FP32), Codec("bf16", BF16, BF16), Codec("int8
 
 @dataclass(frozen=True)
 class Part:
-    """A content's part in one shard, as it travels: its blocks end to end.
+    """Bytes of a content (a push or a version) in one shard, as they travel: its blocks end to end.
 
     Attributes:
         shard: Whose blocks they are; the whole grid, or one tensor's blocks, are a shard too.
@@ -254,19 +256,19 @@ class Part:
 
     @classmethod
     def empty(cls, shard: Shard, format: Format) -> Part:
-        """Memory for a part; what it holds is to be written by `encode`."""
+        """Returns memory for a part; its content is to be written by `encode`."""
         return cls(shard, format, torch.empty(sum(map(format.nbytes, shard.lengths)), dtype=torch.uint8))
 
     @classmethod
     def of(cls, shard: Shard, values: Tensor) -> Part:
-        """fp32 elements, flat and contiguous, as they lie in memory; nothing is copied."""
+        """Returns a part over fp32 elements, flat and contiguous, as they lie in memory; nothing is copied."""
         assert values.dtype == torch.float32
         assert values.is_contiguous()
         return cls(shard, FP32, as_bytes(values))
 
     @classmethod
     def encoded(cls, shard: Shard, format: Format, values: Tensor) -> Part:
-        """fp32 elements, flat and contiguous, in this format."""
+        """Returns a part with these fp32 elements, flat and contiguous, in this format."""
         part = cls.empty(shard, format)
         for block, place in enumerate(shard.places):
             part.encode(block, values[place])
@@ -274,7 +276,7 @@ class Part:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The first byte of each block, and last the number of all bytes."""
+        """Offset of the first byte of each block, and last the number of all bytes."""
         return tuple(accumulate(map(self.format.nbytes, self.shard.lengths), initial=0))
 
     @property
@@ -283,11 +285,11 @@ class Part:
         return self.format.nbytes(self.shard.grid.block)
 
     def run(self, first: int, stop: int) -> Tensor:
-        """The bytes of some of the shard's blocks, in place."""
+        """Returns the bytes of some of the shard's blocks, in place."""
         return self.data[self.offsets[first] : self.offsets[stop]]
 
     def block(self, block: int) -> Tensor:
-        """The bytes of one of the shard's blocks, in place."""
+        """Returns the bytes of one of the shard's blocks, in place."""
         return self.run(block, block + 1)
 
     def encode(self, block: int, values: Tensor) -> None:
@@ -299,14 +301,14 @@ class Part:
         self.format.decode(self.block(block), out)
 
     def decoded(self) -> Tensor:
-        """All of it as fp32, flat; WireError if its bytes are malformed."""
+        """Returns the whole part as fp32, flat; WireError if its bytes are malformed."""
         values = torch.empty(self.shard.elements)
         for block, place in enumerate(self.shard.places):
             self.decode(block, values[place])
         return values
 
     def digests(self) -> list[bytes]:
-        """xxh3-128 of each block, the part's share of a manifest."""
+        """Returns the xxh3-128 of each block, the part's share of a manifest."""
         data = host_view(self.data)
         return [xxhash.xxh3_128_digest(data[start:stop]) for start, stop in pairwise(self.offsets)]
 

@@ -1,4 +1,5 @@
-"""The stream of a cluster or follower to the leader of outer sync, in a thread of its own; and two calls to the leader.
+"""Holds the stream of a cluster or follower to the leader of outer sync, in a thread of its own, and has two calls to
+the leader.
 
 Theory of operation. The thread holds one gRPC stream at a time. A leader says something at once and then a few times a
 second, be it only an envelope with no message in it, so that a frozen one is noticed: gRPC's keepalive does not see
@@ -48,11 +49,11 @@ ENDED = grpc.StatusCode.FAILED_PRECONDITION
 """gRPC status with which a deposed leader closes its streams."""
 
 PULSE_S = 0.5
-"""A leader says something so often on each stream."""
+"""Longest time, s, between two messages of a leader on each stream."""
 SILENT_S = 3.0
-"""One that has said nothing for so long is frozen or cut off; half of it where others stand by."""
+"""Seconds of silence after which a leader counts as frozen or cut off; half of it where others stand by."""
 _HELD_UP_S = 0.5
-"""A thread that woke so much too late was held up itself, and judges nobody by that."""
+"""Lateness, s, from which a thread that woke counts as held up itself, and does not judge the leader by its silence."""
 _GOODBYE_TIMEOUT_S = 1.0
 _MAX_OUTBOX = 65536
 
@@ -60,7 +61,7 @@ _WORDS = {"Attend": (FROM_CLUSTER, TO_CLUSTER), "Follow": (FROM_FOLLOWER, TO_FOL
 
 
 class _Over:
-    """The stream is over. `reason` is None if the leader closed it in good order."""
+    """End of a stream. `reason` is None if the leader closed it in good order."""
 
     def __init__(self, stream: _Stream, reason: ChaosError | None) -> None:
         self.stream = stream
@@ -72,7 +73,7 @@ class _Close:
 
 
 class _Stream:
-    """One stream: an outbox that gRPC drains, and a thread that reads into the client's inbox."""
+    """Stream to a leader: an outbox that gRPC drains, and a thread that reads into the client's inbox."""
 
     def __init__(
         self, channel: grpc.Channel, endpoint: str, secret: Credentials, call: str, inbox: queue.SimpleQueue[Any]
@@ -87,13 +88,15 @@ class _Stream:
         threading.Thread(target=self._read, name="chaos-outer-reader", daemon=True).start()
 
     def say(self, message: Any) -> None:
-        """Queues it. The stream of a leader that reads nothing is cut: all that matters is said again on the next."""
+        """Queues a message. The stream of a leader that reads nothing is cut: all that matters is said again on the
+        next.
+        """
         self._outbox.put(self._to_leader.wrap(message))
         if self._outbox.qsize() > _MAX_OUTBOX:
             self._call.cancel()
 
     def half_close(self) -> None:
-        """Behind what is queued."""
+        """Ends this side of the stream behind what is queued."""
         self._outbox.put(None)
 
     def end(self) -> None:
@@ -121,7 +124,8 @@ class _Stream:
 
 
 class ControlClient(threading.Thread):
-    """See the module. `start` it, `say` from any thread, `close` it. Callbacks come in this thread, one at a time.
+    """Thread that holds the stream to the leader. `start` it, `say` from any thread, `close` it. Callbacks come in this
+    thread, one at a time.
 
     Args:
         endpoints: HOST:PORT of the leader, or of all that stand by for each other.
@@ -166,7 +170,7 @@ class ControlClient(threading.Thread):
     # ------------------------------------------------------------------ any thread
 
     def say(self, message: Any) -> None:
-        """Sends it soon, if a stream stands; otherwise it is dropped (see the module).
+        """Sends a message soon, if a stream stands; otherwise it is dropped (see the module).
 
         Raises:
             TypeError: It is no message of this call.
@@ -215,7 +219,7 @@ class ControlClient(threading.Thread):
             self._on_trouble(reason)
 
     def _next(self, timeout_s: float) -> Any:
-        """The next item of the inbox; None after the timeout."""
+        """Returns the next item of the inbox; None after the timeout."""
         try:
             item = self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
@@ -225,7 +229,7 @@ class ControlClient(threading.Thread):
         return item
 
     def _converse(self) -> tuple[bool, ChaosError]:
-        """One stream to its end: whether the leader said anything, and why it ended."""
+        """Holds one stream to its end; returns whether the leader said anything, and why the stream ended."""
         here = self._search.endpoint
         with contextlib.ExitStack() as meanwhile:
             try:

@@ -1,4 +1,4 @@
-"""Pushes and versions as states of `replication/`: how they are named, held, fetched and verified.
+"""Names, holds, fetches and verifies pushes and versions as states of `replication/`.
 
 Theory of operation. Each shard of a content is a state of its own, whose bytes are a slice of the whole's. So ranges
 resume, are verified on arrival and skipped where they are here already: who tries again keeps the same memory. Who
@@ -37,13 +37,15 @@ from chaos_lightning.replication.source import Dial, Endpoint
 from chaos_lightning.replication.table import DIGEST_NBYTES, PIECE_NBYTES, StateTable
 
 STALL_S = 3.0
-"""A connection on which nothing comes for so long is given up, and another one is tried."""
+"""Seconds without a byte after which a connection is given up, and another one is tried."""
 GRACE_S = 0.25
-"""A process that has not answered for so long is not waited for by those who have; it may join them later."""
+"""Seconds for which processes that have answered wait for one that has not; it may join them later."""
 _DIGESTS = "digests"
 
 Check = Callable[[Mapping[str, Any], StateTable], None]
-"""Given manifest and table before anything is fetched. After a WireError the donor is out, after another the fetch."""
+"""Check of manifest and table before anything is fetched. After a WireError the donor is out, after another error the
+fetch.
+"""
 
 
 def push_name(push: PushId, shard: Shard) -> str:
@@ -75,7 +77,7 @@ def hold_push(server: StateServer, push: PushId, whole: Part, shards: Sequence[S
 
 
 def drop_push(server: StateServer, push: PushId, shards: Sequence[Shard]) -> None:
-    """Serves it no more."""
+    """Stops serving these shards of a push."""
     for shard in shards:
         server.drop(push_name(push, shard))
 
@@ -86,17 +88,17 @@ def hold_version(server: StateServer, version: VersionId, part: Part) -> None:
 
 
 def drop_version(server: StateServer, version: VersionId, part: Part) -> None:
-    """Serves it no more."""
+    """Stops serving a follower's shard of a version."""
     server.drop(version_name(version, part.shard, part.format.name))
 
 
 def _named(data: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    """The tensors of a state have numbers for names."""
+    """Returns the tensors of a state with their names, which are numbers."""
     return [(str(number), each) for number, each in enumerate(data)]
 
 
 class _Bytes:
-    """A state that is memory; `replication.access.StateAccess`."""
+    """State that is memory alone; `replication.access.StateAccess`."""
 
     def __init__(self, data: Sequence[Tensor], check: Check | None) -> None:
         self._data, self._check = data, check
@@ -112,7 +114,7 @@ class _Bytes:
             self._check(manifest, table)
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """The bytes are all of it."""
+        """Does nothing: the bytes are all of the state."""
 
 
 def fetch(
@@ -128,7 +130,7 @@ def fetch(
     blank: bool = False,
     piece_nbytes: int = PIECE_NBYTES,
 ) -> None:
-    """Fills `data` with a state's bytes; what is here already is not fetched again.
+    """Fills `data` with a state's bytes; bytes that are here already are not fetched again.
 
     Args:
         name: Of the state.

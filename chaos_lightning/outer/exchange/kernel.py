@@ -1,4 +1,5 @@
-"""The outer state's arithmetic: what a round does to a shard, what a push is, what adopting a version is.
+"""Computes the outer state's arithmetic: a round's update of a shard, the content of a push, and the adoption of a
+version.
 
 Theory of operation. A follower holds the parameters theta, the momentum m and the buffer b of its shard, fp32, 12 bytes
 per parameter. A round gives it pushes D_j with their parts w_j, in the order of their names, and `Factors`. With [ ]
@@ -49,10 +50,12 @@ from chaos_lightning.outer.rules.types import Factors
 from chaos_lightning.replication.memory import as_bytes, host_view
 
 _LANES = 1 << 13
-"""Sums that `_dot` keeps side by side: 64 KiB of fp64. A power of 2, and part of the protocol: it is in the bits."""
+"""Number of sums that `_dot` keeps side by side: 64 KiB of fp64. A power of 2, and part of the protocol: it is in the
+bits.
+"""
 
 _TOGETHER = 1 << 16
-"""Elements of short blocks whose products are computed at once."""
+"""Number of elements of short blocks whose products are computed at once."""
 
 
 class OuterState:
@@ -91,7 +94,7 @@ class OuterState:
         return self.theta[place], self.momentum[place], self.buffer[place]
 
     def digests(self) -> list[bytes]:
-        """xxh3-128 of each block's parameters, momentum and buffer: for the digest in a durable mark."""
+        """Returns the xxh3-128 of each block's parameters, momentum and buffer: for the digest in a durable mark."""
         views = [host_view(as_bytes(tensor)) for tensor in self.tensors]
         found = []
         for place in self.shard.places:
@@ -117,7 +120,7 @@ def _finite(values: Tensor) -> bool:
 
 
 def _factor(value: float) -> Tensor | None:
-    """As the operations take it, in fp32; None for 1, since multiplying by it changes nothing."""
+    """Returns a factor as the operations take it, in fp32; None for 1, since multiplying by it changes nothing."""
     return None if value == 1.0 else torch.tensor(value, dtype=torch.float32)
 
 
