@@ -595,7 +595,7 @@ class ElasticCluster:
         return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
 
     def _missed(self, version: VersionId) -> None:
-        """Has the first rank say, once in a commit, that a version is not served any more."""
+        """Queues news, at the first rank and once in a commit, that a version is not served any more."""
         event = cl.Missed(version)
         with self._changed:
             if self._first and event not in self._news:

@@ -68,7 +68,7 @@ def put_out(who: str, reason: str, *, was_in: bool) -> ChaosError:
 
 
 def _nothing(number: signal.Signals, frame: FrameType | None) -> None:
-    """Does nothing: the default for `also`."""
+    """Ignores a signal: the default for `also`."""
 
 
 def cost(at_risk: int) -> str:

@@ -574,7 +574,7 @@ class OuterSession:
         life.client.start()
 
     def _fail(self, error: ChaosError) -> None:
-        """Has the loop's thread raise this error."""
+        """Makes the loop's thread raise this error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

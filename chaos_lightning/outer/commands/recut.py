@@ -45,7 +45,7 @@ class _Cutter:
         self._files: dict[str, ShardFiles] = {}
 
     def do(self, step: todo.Step) -> Any:
-        """Does one step; returns its result."""
+        """Carries out one step; returns its result."""
         match step:
             case todo.ReadChain():
                 return self._take_term()

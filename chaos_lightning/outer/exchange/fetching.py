@@ -114,7 +114,7 @@ class _Bytes:
             self._check(manifest, table)
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """Does nothing: the bytes are all of the state."""
+        """Adopts nothing: the bytes are all of the state."""
 
 
 def fetch(

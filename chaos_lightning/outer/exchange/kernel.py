@@ -110,7 +110,7 @@ class OuterState:
         return self.shard.content_hash(self.digests(), "state")
 
     def finite(self) -> bool:
-        """Whether no element is NaN or infinite."""
+        """Returns whether no element is NaN or infinite."""
         return all(_finite(tensor[place]) for tensor in self.tensors for place in self.shard.places)
 
 
@@ -192,7 +192,7 @@ class RoundUpdate:
             self._version.encode(block, theta)
 
     def _move(self, block: int, momentum: Tensor, buffer: Tensor, delta: Tensor, other: Tensor) -> None:
-        """Takes delta into buffer and momentum, and leaves in its place what theta loses."""
+        """Takes delta into buffer and momentum, and replaces delta by the amount that theta loses."""
         x = _times(delta, self._into_buffer, other)
         if self._moves:
             if not self._state.empty[block]:
@@ -228,7 +228,7 @@ class RoundUpdate:
 
 
 def _scratch(shard: Shard, count: int) -> tuple[Tensor, ...]:
-    """So many tensors of a block's size."""
+    """Returns `count` tensors of a block's size."""
     return torch.empty(count, max(shard.lengths)).unbind()
 
 
@@ -237,7 +237,8 @@ def _scratch(shard: Shard, count: int) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def products(one: Part, other: Part, stop: int | None = None) -> list[float]:
-    """<one, other> of each block in fp64: g_jk, the squared norm of a push, or g_jm with `Part.of(shard, momentum)`.
+    """Returns <one, other> of each block in fp64: g_jk, the squared norm of a push, or g_jm with `Part.of(shard,
+    momentum)`.
 
     Products of fp32 numbers are exact in fp64. They are added in an order that depends on a block's length alone. A
     block in which either content is not finite gives NaN or infinity; so a push is finite exactly if its own products
@@ -266,7 +267,7 @@ def products(one: Part, other: Part, stop: int | None = None) -> list[float]:
 
 
 def _rows(part: Part, first: int, count: int, memory: Tensor) -> Tensor:
-    """So many blocks of one length, as rows."""
+    """Returns `count` blocks of one length, decoded, as rows."""
     rows = memory.view(count, -1)
     if isinstance(part.format, PlainFormat):  # blocks follow each other without anything between them
         part.format.decode(part.run(first, first + count), memory)
@@ -277,7 +278,9 @@ def _rows(part: Part, first: int, count: int, memory: Tensor) -> Tensor:
 
 
 def _dots(xs: Tensor, ys: Tensor) -> list[float]:
-    """`_dot` of each row, bit for bit: of rows that are no longer than the lanes, so that most lanes would be 0."""
+    """Returns `_dot` of each row, bit for bit: of rows that are no longer than the lanes, so that most lanes would be
+    0.
+    """
     rows, length = xs.shape
     width = 1 << (length - 1).bit_length()
     sums = torch.zeros(rows, width, dtype=torch.float64)
@@ -289,7 +292,9 @@ def _dots(xs: Tensor, ys: Tensor) -> list[float]:
 
 
 def _dot(x: Tensor, y: Tensor, lanes: Sequence[Tensor]) -> float:
-    """Sum i goes into lane i mod _LANES, then the upper half of the lanes into the lower one until one is left."""
+    """Returns the sum of products: sum i goes into lane i mod _LANES, then the upper half of the lanes into the lower
+    one until one is left.
+    """
     sums, left, right = lanes
     sums.zero_()
     for xs, ys in zip(torch.split(x, _LANES), torch.split(y, _LANES), strict=True):
@@ -330,7 +335,7 @@ def freeze(base: Part, parameters: Tensor, push: Part, residual: Tensor | None =
 
 @torch.no_grad()
 def settle(base: Part, parameters: Tensor, push: Part, residual: Tensor) -> None:
-    """After a push was accepted: e <- [[[base - f] + e] - D], in place (O10).
+    """Updates the residual after a push was accepted: e <- [[[base - f] + e] - D], in place (O10).
 
     Args:
         base: As `freeze` had it.

@@ -1,4 +1,5 @@
-"""Keys of data connections: the leader makes one for each pair of a cluster's process and a follower, and tells both.
+"""Makes keys of data connections: the leader makes one for each pair of a cluster's process and a follower, and tells
+both.
 
 Theory of operation. The same as for links (control/link_keys.py), with another way to learn who is who. A key is
 derived from a random secret of this leader, which is kept nowhere else. `LineKeyIssuer.with_keys` looks at each message
@@ -41,15 +42,15 @@ from chaos_lightning.transport.peer_keys import PeerKeys
 from chaos_lightning.transport.sealing import KEY_NBYTES, RULES, Level, require_library
 
 PATIENCE_S = 2.0
-"""A key that the other end knows is waited for so long: the leader tells both ends, one a moment earlier."""
+"""Seconds to wait for a key that the other end knows: the leader tells both ends, one a moment earlier."""
 KEPT = 4
-"""Keys per peer."""
+"""Number of keys that are kept per peer."""
 MOST_PEERS = 1024
-"""Starts of clusters whose keys are remembered."""
+"""Number of starts of clusters whose keys are remembered."""
 _log = logging.getLogger("chaos_lightning")
 
 Outgoing = list[tuple[int, ToCluster | ToFollower]]
-"""(number of a stream, what to send there)."""
+"""Messages to send: (number of a stream, message)."""
 
 
 def incarnation_of(peer: str) -> str:
@@ -59,7 +60,7 @@ def incarnation_of(peer: str) -> str:
 
 
 class LineKeyIssuer:
-    """The leader's side; see the module. One thread.
+    """Maker of keys, at the leader. One thread.
 
     Args:
         job: The job's name.
@@ -78,7 +79,9 @@ class LineKeyIssuer:
         """Processes of clusters that have keys, in the order of their welcome."""
 
     def heard(self, conn: int, message: FromCluster | FromFollower) -> None:
-        """A message came on this stream; call it before the leader's machine hears of it."""
+        """Notes who speaks on a stream, from its hello; call it with each message before the leader's machine hears of
+        it.
+        """
         match message:
             case FollowerHello(follower=name):
                 self._followers[conn] = name
@@ -86,7 +89,7 @@ class LineKeyIssuer:
                 self._clusters.setdefault(conn, name)
 
     def closed(self, conn: int) -> None:
-        """This stream is gone."""
+        """Forgets a stream that is gone."""
         self._clusters.pop(conn, None)
         name = self._followers.pop(conn, "")
         if self._obeying.get(name) == conn:
@@ -132,7 +135,7 @@ class LineKeyIssuer:
 
 
 class LineKeyring:
-    """The keys that a process of a cluster, or a follower, shares with others; `transport.handshake.LinkKeyring`.
+    """Keys that a process of a cluster, or a follower, shares with others; `transport.handshake.LinkKeyring`.
 
     Args:
         secret: Token or credentials: with a folder of keys, nobody connects without a key from the leader.
@@ -156,15 +159,15 @@ class LineKeyring:
         self._keys = PeerKeys(KEPT, MOST_PEERS)
 
     def hear(self, message: LineKey) -> None:
-        """A follower is told of a key."""
+        """Learns a key that the leader tells a follower."""
         self._keys.learn([(message.peer, (message.name, message.key))])
 
     def meet(self, holders: Sequence[Holder]) -> None:
-        """A cluster is told of followers, and of the keys that it shares with them."""
+        """Learns the keys that a cluster shares with followers, as the leader names these."""
         self._keys.learn([(h.name, (h.key_name, h.key)) for h in holders if h.key_name])
 
     def level(self, *, local: bool) -> Level:
-        """The least protection of a connection within this machine, or to another one."""
+        """Returns the least protection of a connection within this machine, or to another one."""
         if local:
             return self._local
         if self._remote is Level.CHECKSUM and not self._quiet:
@@ -176,7 +179,8 @@ class LineKeyring:
         return self._remote
 
     def known(self, peer: str) -> Sequence[tuple[str, bytes]]:
-        """(name, key) that this process shares with that one, newest first; (("", b""),) where there are no keys.
+        """Returns (name, key) of the keys that this process shares with a peer, newest first; (("", b""),) where there
+        are no keys.
 
         Raises:
             RefusedError: There is none.
@@ -188,5 +192,5 @@ class LineKeyring:
         raise RefusedError(f"the leader has given no key for a connection with {peer}")
 
     def find(self, peer: str, names: Sequence[str]) -> tuple[str, bytes] | None:
-        """The first of these keys that is known here."""
+        """Returns the first of these keys that is known here; None if none is."""
         return self._keys.find(incarnation_of(peer), names, PATIENCE_S) if self._keyed else ("", b"")

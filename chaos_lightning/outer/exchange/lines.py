@@ -1,4 +1,4 @@
-"""Data connections between clusters and followers: a follower listens, and a cluster only ever dials outwards.
+"""Keeps data connections between clusters and followers: a follower listens, and a cluster only ever dials outwards.
 
 Theory of operation. A cluster often stands behind a firewall or NAT that lets nobody in, yet followers ask it for its
 pushes. So each process of a cluster keeps a few connections *parked* at each follower (purpose "park"): it dials, and
@@ -42,18 +42,20 @@ from chaos_lightning.transport.pacing import pace
 from chaos_lightning.transport.sealing import ProtectedSocket
 
 IDLE_S = 10
-"""After so long without a byte the kernel asks the other end whether it is there."""
+"""Seconds without a byte after which the kernel asks whether the other end is there."""
 PATIENCE_S = 3
-"""It ends a connection whose other end has not answered for so long."""
+"""Seconds after which the kernel ends a connection whose other end has not answered."""
 MOST_PAUSE_S = 1.0
-"""Between two attempts to park a connection."""
+"""Longest pause, s, between two attempts to park a connection."""
 TAKE_S = 2.0
-"""A follower waits so long for a connection of a cluster that has none parked: it is dialling."""
+"""Seconds for which a follower waits for a connection of a cluster that has none parked: the cluster is dialling."""
 SERVING = StateServerConfig(publish_timeout_s=2.0, idle_timeout_s=86400.0)
-"""For the state servers of clusters and followers: what is asked for is there, or gone; and parked connections idle."""
+"""Options of the state servers of clusters and followers: a state that is asked for is there, or gone; and parked
+connections idle.
+"""
 _LEAST_PAUSE_S = 0.01
 _DEADLINE_S = 3.0
-"""For connecting, and for each handshake."""
+"""Time limit, s, of connecting, and of each handshake."""
 _JOIN_S = 5.0
 _MAX_HANDSHAKES = 64
 _MAX_PARKED = 64
@@ -61,7 +63,7 @@ _MAX_PARKED = 64
 _FULL_PAUSE_S = 0.2
 
 Note = Callable[..., None]
-"""Writes an event: its name, and fields by name."""
+"""Function that writes an event: its name, and fields by name."""
 
 
 def _kept_alive(sock: socket.socket) -> socket.socket:
@@ -78,7 +80,7 @@ def _cut(socks: Sequence[socket.socket]) -> None:
 
 
 class DataListener:
-    """A follower's end; see the module. Methods may be called by any thread.
+    """A follower's end of data connections. Methods may be called by any thread.
 
     Args:
         host: Address to listen at.
@@ -127,7 +129,7 @@ class DataListener:
         next(iter(self._threads)).start()
 
     def take(self, peer: str, timeout_s: float) -> socket.socket:
-        """A parked connection of this peer, the newest one; the caller closes it.
+        """Returns the newest parked connection of this peer; the caller closes it.
 
         Args:
             peer: An incarnation. If it has none, one of another start of its cluster will do: that may hold what this
@@ -151,7 +153,9 @@ class DataListener:
                 self._changed.wait(left)
 
     def _waiting(self, peer: str) -> list[socket.socket]:
-        """Those of this incarnation, else of the last start that parked, of its cluster."""
+        """Returns the parked connections of this incarnation, else of the last start of its cluster that parked
+        some.
+        """
         if found := self._parked.get(peer):
             return found
         cluster = peer.rpartition("~")[0]
@@ -166,7 +170,8 @@ class DataListener:
         return [Endpoint(who, "", 0) for who in whose or (peer,)]
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
-        """A `replication.source.Dial` for those whom nobody can dial; only the endpoint's name counts.
+        """Returns a parked connection, as a `replication.source.Dial` for clusters that cannot be dialled; only the
+        endpoint's name counts.
 
         Raises:
             RefusedError: It has no connection parked here.
@@ -177,7 +182,7 @@ class DataListener:
             raise RefusedError(str(error)) from error
 
     def close(self) -> None:
-        """Ends everything that stands, and waits for its threads."""
+        """Ends all connections and the listener, and waits for its threads."""
         with self._changed:
             self._closed = True
             parked = [sock for waiting in self._parked.values() for sock in waiting]
@@ -254,7 +259,7 @@ class DataListener:
             self._slots.release()
 
     def _opened(self, sock: socket.socket) -> bool:
-        """Enters it among those that `close` cuts; closes it if that is over."""
+        """Notes a connection as one that `close` cuts; closes it, and returns False, if the listener is closed."""
         with self._changed:
             if not self._closed:
                 self._open.add(sock)
@@ -302,7 +307,7 @@ class DataListener:
 
 
 class ParkedLines:
-    """A cluster's end: keeps connections parked at each follower, and serves what is asked on them. Any thread.
+    """A cluster's end of data connections: keeps some parked at each follower, and serves requests on them. Any thread.
 
     Args:
         server: Holds this process's pushes.
@@ -341,7 +346,9 @@ class ParkedLines:
         self._told: dict[str, bool] = {}
 
     def follow(self, holders: Sequence[Holder]) -> None:
-        """Connections stand at these followers from now on, and at nobody else; one that is away keeps what it has."""
+        """Keeps connections parked at these followers from now on, and at no others; a follower that is away keeps
+        those that it has.
+        """
         me = self._me()
         self._keys.meet(holders)
         with self._lock:
@@ -363,7 +370,7 @@ class ParkedLines:
             line.start()
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
-        """A `replication.source.Dial`: a connection to a follower, which serves versions on it.
+        """Returns a connection to a follower, which serves versions on it: a `replication.source.Dial`.
 
         Raises:
             ChaosError, OSError: There is none.
@@ -375,13 +382,14 @@ class ParkedLines:
         return sock
 
     def share(self, processes: int) -> None:
-        """So many processes of this cluster send at once from now on; together they keep to the rate."""
+        """Divides the rate among so many processes of this cluster, which send at once from now on."""
         with self._lock:
             self._processes = processes
         self._pace_all()
 
     def spread(self, rate_bps: float) -> None:
-        """So many bits a second are enough from now on, over all followers; 0.0: nobody knows. The setting bounds them.
+        """Sets the bits a second that are enough from now on, over all followers; 0.0 if unknown. The setting bounds
+        them.
 
         Pushes under way go on at this rate, versions that are fetched later begin with it.
         """
@@ -391,7 +399,9 @@ class ParkedLines:
 
     @property
     def share_bps(self) -> float:
-        """Each follower fetches its shard on one connection to a process at a time, and shards are about equal."""
+        """Bits a second on each connection. Each follower fetches its shard on one connection to a process at a time,
+        and shards are about equal.
+        """
         return self._rate_bps / (self._followers * self._processes)
 
     def _pace_all(self) -> None:
@@ -401,7 +411,7 @@ class ParkedLines:
             line.pace(self.share_bps)
 
     def close(self) -> None:
-        """Hangs up everywhere, and waits for its threads."""
+        """Closes all connections, and waits for the threads."""
         with self._lock:
             ended = [line for lines in self._lines.values() for line in lines]
             self._lines.clear()
@@ -417,7 +427,7 @@ class ParkedLines:
         return _kept_alive(dial(address, port, greeting, token=tokens, deadline_s=_DEADLINE_S, keys=self._keys))
 
     def park(self, name: str, endpoint: str, me: str) -> socket.socket:
-        """In a line's thread: a connection that waits at this follower.
+        """Returns a connection that waits at this follower; called in a line's thread.
 
         Raises:
             ChaosError, OSError: There is none.
@@ -425,7 +435,9 @@ class ParkedLines:
         return self._connect(name, *split_endpoint(endpoint), f"{me}/{self._mark}", "park")
 
     def tell(self, name: str, change: int, reason: str = "") -> None:
-        """In a line's thread: one more connection stands, or one less, or (0) one could not be made."""
+        """Notes, in a line's thread, that one more connection stands, or one less, or (0) that one could not be
+        made.
+        """
         with self._lock:
             self._standing[name] = standing = self._standing.get(name, 0) + change
             news = standing > 0 if change >= 0 else None
@@ -436,7 +448,7 @@ class ParkedLines:
 
 
 class _Line(threading.Thread):
-    """One connection: dialled, parked, served until it ends, and dialled again."""
+    """Thread that keeps one connection: dialled, parked, served until it ends, and dialled again."""
 
     def __init__(self, lines: ParkedLines, follower: str, endpoint: str, me: str, number: int) -> None:
         super().__init__(name=f"chaos-line-{follower}-{number}", daemon=True)
@@ -453,7 +465,7 @@ class _Line(threading.Thread):
                 _cut([self._sock])
 
     def pace(self, rate_bps: float) -> None:
-        """Bounds what is sent from now on; 0.0: no bound."""
+        """Bounds the bits a second that are sent from now on; 0.0: no bound."""
         with self._lock:
             if self._sock is not None:
                 pace(self._sock, rate_bps or None)
@@ -472,7 +484,9 @@ class _Line(threading.Thread):
             pause = 0.0 if self._serve(sock) else longer
 
     def _serve(self, sock: socket.socket) -> bool:
-        """Whether it was of any use, or stood for a while; else the next one is not made in a hurry."""
+        """Serves a parked connection until it ends; returns whether it was of any use, or stood for a while: else the
+        next one is not made in a hurry.
+        """
         with self._lock:
             if self._over.is_set():
                 sock.close()

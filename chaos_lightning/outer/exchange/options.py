@@ -19,7 +19,7 @@ from chaos_lightning.settings import EngineConfig, absolute_path
 DEFAULT_PORT = 29470
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
 VARIABLE = "CHAOS_PS"
-"""The environment's name of the server: HOST:PORT, several with commas."""
+"""Environment variable that names the server: HOST:PORT, several with commas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class LeaderOptions:
 
     @property
     def in_etcd(self) -> bool:
-        """Other leaders can stand by for this one."""
+        """Whether the chain is in etcd, so that other leaders can stand by for this one."""
         return self.store.startswith(ETCD)
 
     @property
@@ -92,12 +92,12 @@ class LeaderOptions:
 
     @property
     def log_folder(self) -> Path | None:
-        """Folder of its event log; None: it has none."""
+        """Folder of the leader's event log; None if it has none."""
         return log_folder(self.log_dir, f"outer-{self.job}", split_endpoint(self.listen)[1], beside=True)
 
     @property
     def store_path(self) -> Path | None:
-        """The chain's file; None in memory and in etcd."""
+        """File of the chain; None in memory and in etcd."""
         if self.store == MEMORY or self.in_etcd:
             return None
         return Path(self.store) if self.store else self.folder / "chain.sqlite"

@@ -1,4 +1,4 @@
-"""The versions that a follower serves: its newest one, and beside it one that somebody is fetching (O8c).
+"""Keeps the versions that a follower serves: its newest one, and beside it one that a cluster is fetching (O8c).
 
 Theory of operation. Whoever fetches a version takes a while, and the next ones do not wait for that. So the newest
 version is served and one more: the one before, unless the leader says that an older one, which had this place, is being
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ServedVersions(Generic[T]):
-    """See the module. One thread changes what is served; any may ask.
+    """Versions that a follower serves, two at most. One thread changes them; any thread may ask.
 
     Args:
         serve: Serves this version, whose content is this part.
@@ -28,20 +28,20 @@ class ServedVersions(Generic[T]):
     def __init__(self, serve: Callable[[VersionId, T], None], drop: Callable[[VersionId, T], None]) -> None:
         self._serve, self._drop = serve, drop
         self._served: dict[VersionId, T] = {}
-        """In the order of their computing."""
+        """Contents of the versions, in the order of their computing."""
         self._held = NO_VERSION
 
     @property
     def served(self) -> dict[VersionId, T]:
-        """Those that are served, in the order of their computing."""
+        """Contents of the versions that are served, in the order of their computing."""
         return dict(self._served)
 
     def hold(self, version: VersionId) -> None:
-        """This one is kept beside the newest from now on, if it is served; NO_VERSION: the one before the newest."""
+        """Keeps this version beside the newest from now on, if it is served; NO_VERSION: the one before the newest."""
         self._held = version
 
     def make_room(self) -> None:
-        """Before the next version gets its memory: of two one goes, the older one unless it is held."""
+        """Drops one of two versions, before the next one gets its memory: the older one, unless it is held."""
         if len(self._served) > 1:
             self._forget(next(version for version in self._served if version != self._held))
 
@@ -51,7 +51,7 @@ class ServedVersions(Generic[T]):
             self._forget(later)
 
     def add(self, version: VersionId, part: T) -> None:
-        """This is the newest one; its bytes must not change any more."""
+        """Serves the newest version; its bytes must not change any more."""
         self._serve(version, part)
         self._served[version] = part
 

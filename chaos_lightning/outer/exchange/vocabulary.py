@@ -1,4 +1,4 @@
-"""The words of outer sync as bytes: messages on streams, and entries of the chain in the leader's store."""
+"""Encodes the words of outer sync as bytes: messages on streams, and entries of the chain in the leader's store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from chaos_lightning.outer.rules.types import Body, Entry, Summary
 from chaos_lightning.protocol.codec import Vocabulary
 
 MAX_ENTRY_NBYTES = 48 << 20
-"""Fits into a message. An entry names all tensors of the model at most; etcd takes less (control/etcd_store.py)."""
+"""Largest size of an entry, bytes, so that it fits into a message. An entry names all tensors of the model at most;
+etcd takes less (control/etcd_store.py).
+"""
 _BODIES = {cls.__name__: cls for cls in get_args(Body)}
 
 
@@ -61,7 +63,7 @@ def body_bytes(body: Body) -> bytes:
 
 
 def entry_of(record: StoreRecord, before: str) -> Entry:
-    """The entry that a store's record holds.
+    """Returns the entry that a store's record holds.
 
     Args:
         record: Its position, term and kind are the entry's.

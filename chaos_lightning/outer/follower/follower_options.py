@@ -21,7 +21,7 @@ from chaos_lightning.settings import EngineConfig, absolute_path
 
 
 def has_port(endpoint: str) -> bool:
-    """Whether this HOST[:PORT] names one."""
+    """Returns whether this HOST[:PORT] names a port."""
     return re.search(r":[0-9]+$", endpoint) is not None
 
 
@@ -85,30 +85,32 @@ class FollowerOptions:
 
     @property
     def called(self) -> str:
-        """The follower's name."""
+        """Name of the follower."""
         return self.name or socket.gethostname()
 
     @property
     def folder(self) -> Path:
-        """Folder of its files."""
+        """Folder of the follower's files."""
         if self.dir:
             return Path(self.dir).absolute()
         return state_folder(f"outer-{self.job}", split_endpoint(self.endpoints[0])[1]) / self.called
 
     @property
     def log_folder(self) -> Path | None:
-        """Folder of its event log; None: it has none."""
+        """Folder of the follower's event log; None if it has none."""
         return log_folder(self.log_dir, f"outer-{self.job}", split_endpoint(self.endpoints[0])[1], beside=True)
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port to listen at; port 0: any free one."""
+        """Host and port to listen at; port 0 takes any free one."""
         host, port = split_endpoint(self.bind)
         return host, port if has_port(self.bind) else 0
 
     @property
     def advertised(self) -> str:
-        """Where clusters reach it, with or without a port; "" for the place at which it listens."""
+        """Address at which clusters reach the follower, with or without a port; "" for the place at which it
+        listens.
+        """
         host, _ = self.place
         if self.advertise or host not in WILDCARDS:
             return self.advertise

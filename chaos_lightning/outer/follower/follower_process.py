@@ -1,4 +1,4 @@
-"""A follower: a process around the machine in follower.py, with the state, the files and the connections.
+"""Runs a follower: a process around the machine in follower.py, with the state, the files and the connections.
 
 Theory of operation. One thread, the inbox, feeds the machine one event at a time and has its effects carried out by
 others, so that it never waits:
@@ -73,19 +73,19 @@ from chaos_lightning.security.credentials import Secret
 logger = logging.getLogger("chaos_lightning.outer")
 
 SAVE_AGAIN_S = 0.2
-"""After a save that failed; twice as long after each further one."""
+"""Seconds after a failed save until the next attempt; twice as long after each further failure."""
 SAVE_AGAIN_MOST_S = 30.0
 LINGER_S = 60.0
-"""So long at most a job's last version is served to those who fetch it."""
+"""Longest time, s, for which a job's last version is served to those who fetch it."""
 _JOIN_S = 5.0
 _TURN_S = 0.2
 
 Note = Callable[..., None]
-"""Writes an event: its name, and fields by name."""
+"""Function that writes an event: its name, and fields by name."""
 
 
 class LeaderStream(Protocol):
-    """The part of outer/exchange/control_client.py that a follower uses."""
+    """Stream to the leader: the part of outer/exchange/control_client.py that a follower uses."""
 
     def start(self) -> None: ...
 
@@ -95,7 +95,7 @@ class LeaderStream(Protocol):
 
 
 class StreamTo(Protocol):
-    """Makes a stream to the leader, not started yet."""
+    """Function that makes a stream to the leader, not started yet."""
 
     def __call__(
         self,
@@ -108,7 +108,7 @@ class StreamTo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FollowerEnd:
-    """Why a follower ended; `failed`: it should not have."""
+    """Reason for which a follower ended; `failed` means that it should not have ended."""
 
     reason: str
     failed: bool = False
@@ -116,7 +116,7 @@ class FollowerEnd:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A version to be saved."""
+    """Copy of the state at a version, to be saved."""
 
     version: VersionId
     state: OuterState
@@ -124,7 +124,7 @@ class _Copy:
 
 
 class _Worker(threading.Thread):
-    """Does what it is given, in order; what goes wrong is told once, and ends it."""
+    """Thread that does the work that it is given, in order; an error is told once, and ends the thread."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         super().__init__(name=name, daemon=True)
@@ -132,11 +132,11 @@ class _Worker(threading.Thread):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def do(self, work: Callable[[], None]) -> None:
-        """After all that it was given before."""
+        """Queues work, to be done after all that the thread was given before."""
         self._work.put(work)
 
     def end(self) -> None:
-        """After what it is doing."""
+        """Ends the thread after its present work."""
         self._work.put(None)
 
     def run(self) -> None:
@@ -149,7 +149,7 @@ class _Worker(threading.Thread):
 
 
 class _Saver(threading.Thread):
-    """Saves and deletes; see the module."""
+    """Thread that saves versions and deletes their files; see the module."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class _State:
         self._held = held
 
     def fetched(self) -> bool:
-        """Whether somebody is fetching a version. Any thread."""
+        """Returns whether a cluster is fetching a version. Any thread."""
         asked = [
             self._server.asked_at(version_name(version, part.shard, part.format.name), 0)
             for version, part in self.versions.served.items()
@@ -239,7 +239,7 @@ class _State:
         return any(time.monotonic() - asked_at < QUIET_S for asked_at in asked)
 
     def compute(self, entry: Entry, parts: Sequence[Part], marked: str) -> FollowerEvent:
-        """The version that this entry makes of the state as it stands.
+        """Computes the version that this entry makes of the state as it stands; returns the event for the machine.
 
         Args:
             entry: Which.
@@ -270,14 +270,14 @@ class _State:
         return Computed(entry.version, momentum, differs)
 
     def empty(self, version: VersionId) -> FollowerEvent:
-        """A version that has no content."""
+        """Drops the state for a version that has no content; returns the event for the machine."""
         self._state, self._counters, self._version = None, Counters(), version
         self.versions.go_back(NO_VERSION)
         self._note("version_computed", version=str(version), seconds=0.0, nbytes=0)
         return Computed(version)
 
     def load(self, version: VersionId, digest: str, job_id: str) -> FollowerEvent:
-        """A version from its file, for the leader of that job."""
+        """Loads a version from its file, for the leader of that job; returns the event for the machine."""
         began, held = time.monotonic(), self._held
         assert held is not None
         self.versions.go_back(version)
@@ -297,14 +297,14 @@ class _State:
         return Loaded(version, True, momentum)
 
     def copy(self, version: VersionId) -> _Copy:
-        """The state as it stands, which is this version's."""
+        """Returns a copy of the state as it stands, which is this version's."""
         assert self._state is not None
         assert self._version == version
         tensors = [tensor.clone() for tensor in self._state.tensors]
         return _Copy(version, OuterState(self._state.shard, *tensors), self._counters)
 
     def measure(self, measured: MeasuredPart) -> FollowerEvent:
-        """A push that is here, with its lean."""
+        """Returns the event that a push is here, with the number that `HeldShard.lean` gives for it."""
         offer = measured.offer
         found = self._lean(measured.part) if measured.products else "0"
         return Fetched(offer.push, offer.manifest, measured.products, measured.finite, found, self._version)
@@ -326,7 +326,7 @@ class _State:
 
 
 class FollowerProcess:
-    """See the module. `start` it, `wait` for its end, `close` it.
+    """Process of one follower. `start` it, `wait` for its end, `close` it.
 
     Args:
         name: Of this follower.
@@ -390,17 +390,17 @@ class FollowerProcess:
         note("follower_started", follower=name, endpoint=self.endpoint, files=files_here, digests=digests)
 
     def start(self) -> None:
-        """Looks for the leader from now on."""
+        """Starts the threads and the search for the leader."""
         for thread in (self._thread, self._worker, self._saver):
             thread.start()
         self._stream.start()
 
     def post(self, event: FollowerEvent) -> None:
-        """Has the machine take this in, after all that came before; any thread."""
+        """Queues an event for the machine, after all that came before; any thread."""
         self._inbox.put(event)
 
     def wait(self, timeout_s: float | None = None) -> FollowerEnd | None:
-        """Why it has ended; None if it has not. One thread."""
+        """Returns why the follower has ended; None if it has not. One thread."""
         if self._end is None:
             with contextlib.suppress(queue.Empty):
                 self._end = self._ends.get(timeout=timeout_s)
@@ -411,7 +411,7 @@ class FollowerProcess:
         self._ends.put(FollowerEnd(reason, failed))
 
     def linger(self) -> None:
-        """After the job's end: serves its last version while the leader tells of it, or somebody fetches it."""
+        """Serves the job's last version after its end, while the leader tells of it, or a cluster fetches it."""
         deadline = time.monotonic() + LINGER_S
         while (self._connected or self._state.fetched()) and time.monotonic() < deadline:
             time.sleep(_TURN_S)
@@ -515,4 +515,4 @@ class FollowerProcess:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """The inbox's last item."""
+    """Last item of the inbox, which ends its thread."""

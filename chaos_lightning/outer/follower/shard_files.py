@@ -1,4 +1,4 @@
-"""A follower's files: its shard of one version each, written so that a crash or a full disk costs no version.
+"""Writes and reads a follower's files: its shard of one version each, so that a crash or a full disk costs no version.
 
 Theory of operation. A follower keeps a folder per job. A file has the form of safetensors: the length of a JSON header
 (8 bytes), the header, and then `theta`, `momentum` and `buffer`, fp32, end to end. So other tools can read it. The
@@ -51,7 +51,7 @@ _NAME = re.compile(r"v([0-9]{8,12})-([0-9a-f]{32})(-[0-9a-f]{32})?\.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class ShardHead:
-    """Header of a file.
+    """Header of a shard's file.
 
     Attributes:
         job: The job that it belongs to.
@@ -68,7 +68,7 @@ class ShardHead:
     digest: str
 
     def encode(self) -> bytes:
-        """The file's first bytes, up to its tensors."""
+        """Returns the file's first bytes, up to its tensors."""
         grid, size = self.shard.grid, self.shard.nbytes(4)
         words = {
             "kind": KIND,
@@ -94,7 +94,7 @@ class ShardHead:
 
 @dataclass(frozen=True, slots=True)
 class FolderContents:
-    """Content of a folder at a start.
+    """Content of a follower's folder at a start.
 
     Attributes:
         whole: Versions whose content is what it was, oldest first.
@@ -106,7 +106,7 @@ class FolderContents:
 
 
 class ShardFiles:
-    """The folder of one follower and job. Several threads may use it, each version by one at a time.
+    """Folder of one follower and job. Several threads may use it, each version by one at a time.
 
     Args:
         root: Folder of the follower.
@@ -132,11 +132,13 @@ class ShardFiles:
             raise ConfigurationError(f"the follower's folder {self.folder} cannot be used: {error}") from error
 
     def path(self, version: VersionId, digest: str = "") -> Path:
-        """Where this version's file lies, or is to lie; with a digest, the one beside that of other shards."""
+        """Returns the path at which this version's file lies, or is to lie; with a digest, that of the file beside the
+        one of other shards.
+        """
         return self.folder / f"v{version.number:08d}-{version.hash}{digest and f'-{digest}'}.safetensors"
 
     def look(self) -> FolderContents:
-        """Reads and compares all that lies there."""
+        """Reads all files of the folder, and compares them with their digests."""
         whole: list[ShardFile] = []
         strange: list[tuple[str, str]] = []
         named = self._ours()
@@ -184,7 +186,7 @@ class ShardFiles:
         return head.digest
 
     def load(self, version: VersionId, digest: str) -> tuple[OuterState, Counters]:
-        """A version as it was saved.
+        """Returns a version as it was saved.
 
         Raises:
             StateError: Its file is gone, damaged, or has another digest.
@@ -202,13 +204,15 @@ class ShardFiles:
         return state, head.counters
 
     def delete(self, version: VersionId) -> None:
-        """This version's file is needed no more. A file that cannot be deleted is found again at the next start."""
+        """Deletes this version's file, which is needed no more. A file that cannot be deleted is found again at the
+        next start.
+        """
         with contextlib.suppress(OSError):
             for path in [path for path in self._ours() if path.name.startswith(self.path(version).stem)]:
                 path.unlink(missing_ok=True)
 
     def delete_beyond(self, number: int) -> None:
-        """Files of all versions above this number go, durably.
+        """Deletes files of all versions above this number, durably.
 
         Raises:
             StateError: One cannot be deleted.
@@ -224,7 +228,7 @@ class ShardFiles:
     # ------------------------------------------------------------------ within
 
     def _ours(self) -> list[Path]:
-        """Files that have a name of ours."""
+        """Returns the paths of files that have a name of ours."""
         return sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
 
     def _refuse_strangers(self, path: Path) -> None:
@@ -296,7 +300,7 @@ class ShardFiles:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """A file to read; whatever cannot be read of it is a StateError."""
+    """Opens a file to read while the block runs; an error in reading it is a StateError."""
     try:
         with path.open("rb", buffering=0) as file:
             yield file  # type: ignore[misc]
@@ -305,7 +309,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _words(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, str]]:
-    """The header: its tensors, and its metadata; the file stands behind it then."""
+    """Returns the header of a file, its tensors and its metadata; the file is at the header's end then."""
     try:
         length = bytearray(_LENGTH.size)
         _fill(file, memoryview(length), path)

@@ -1,4 +1,4 @@
-"""Facts of a job for `ps status`, `top` and tests: a pure function of the leader's machine."""
+"""Collects facts of a job for `ps status`, `top` and tests: a pure function of the leader's machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, PushAns
 
 
 def snapshot(machine: LeaderMachine, now_s: float) -> dict[str, Any]:
-    """Plain values for JSON.
+    """Returns the facts of a job as plain values for JSON.
 
     Args:
         machine: That leads.
@@ -48,7 +48,9 @@ def snapshot(machine: LeaderMachine, now_s: float) -> dict[str, Any]:
 
 
 def phase(machine: LeaderMachine) -> str:
-    """In one word: "ended", "ending", "opening" (before a first version), "waiting" (a shard is away) or "training"."""
+    """Returns the phase of a job in one word: "ended", "ending", "opening" (before a first version), "waiting" (a shard
+    is away) or "training".
+    """
     chain = machine.chain
     if chain.ended is not None:
         return "ended"
@@ -60,13 +62,13 @@ def phase(machine: LeaderMachine) -> str:
 
 
 def untold(machine: LeaderMachine) -> bool:
-    """Whether a cluster was in at the job's end that cannot be told of it at the moment."""
+    """Returns whether a cluster was in at the job's end that cannot be told of it at the moment."""
     clusters = machine.clusters
     return any(who not in clusters or clusters[who].conn is None for who in machine.chain.last_in)
 
 
 def _missing(machine: LeaderMachine) -> list[str]:
-    """Followers with a shard that are not here."""
+    """Returns the names of followers with a shard that are not here."""
     here = {name for name, f in machine.followers.items() if f.conn is not None and f.obeys}
     return [name for name in machine.chain.cut if name not in here]
 
@@ -119,7 +121,7 @@ def _cluster(chain: OuterChain, who: IncarnationId, state: ClusterState, now_s: 
 
 
 def _followers(machine: LeaderMachine) -> list[dict[str, Any]]:
-    """Those that hold a shard, also while they are away, and those that stand by."""
+    """Returns the facts of the followers that hold a shard, also while they are away, and of those that stand by."""
     chain, found = machine.chain, []
     for name in [*chain.cut, *sorted(machine.followers.keys() - set(chain.cut))]:
         state = machine.followers.get(name)
@@ -156,7 +158,7 @@ def _versions(machine: LeaderMachine) -> dict[str, Any]:
 
 
 def _answers(tally: Mapping[PushAnswer, int]) -> dict[str, int]:
-    """How many of each answer stand."""
+    """Returns how many of each answer stand."""
     return {answer.value: tally.get(answer, 0) for answer in PushAnswer}
 
 

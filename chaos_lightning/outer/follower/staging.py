@@ -1,4 +1,5 @@
-"""Pushes at a follower: its parts of them are fetched, verified, multiplied with each other, and kept until forgotten.
+"""Stages pushes at a follower: its parts of them are fetched, verified, multiplied with each other, and kept until
+forgotten.
 
 Theory of operation. Each push has a thread while it is fetched, and a few of them fetch at a time. All processes of its
 cluster that have connections parked send parts of it. What has arrived
@@ -35,20 +36,20 @@ from chaos_lightning.protocol.types import Progress
 from chaos_lightning.replication.source import Endpoint
 
 AT_ONCE = 8
-"""Fetches."""
+"""Number of fetches at a time."""
 ATTEMPT_S = 600.0
-"""Bounds an attempt, however steadily bytes come."""
+"""Longest time, s, of an attempt, however steadily bytes come."""
 AGAIN_S = 0.5
-"""Between two attempts of one push."""
+"""Pause, s, between two attempts for one push."""
 LATER_S = 2.0
-"""After which a decided push is measured: what it takes to compute versions again comes first."""
+"""Seconds after which a decided push is measured: the fetches that it takes to compute versions again come first."""
 TELL_S = 0.3
-"""So often it is told when a push will be here."""
+"""Interval, s, at which it is told when a push will be here."""
 
 
 @dataclass(frozen=True)
 class HeldShard:
-    """The shard that a follower holds.
+    """Shard that a follower holds.
 
     Attributes:
         shard: Its blocks.
@@ -72,7 +73,9 @@ class HeldShard:
         return cls(mine, mine.since(len(sizes) - agreement.averaged), codec_of(agreement))
 
     def product(self, one: Part, other: Part) -> str:
-        """The sum of their products over blocks of parameters; WireError if one has malformed bytes."""
+        """Returns the sum of the products of two parts over blocks of parameters; WireError if one has malformed
+        bytes.
+        """
         return ExactSum.of(products(one, other, self.averaged)).encode()
 
     def lean(self, push: Part, state: OuterState) -> str:
@@ -89,7 +92,7 @@ class HeldShard:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPart:
-    """A part that is here.
+    """Part of a push that is here, with its products.
 
     Attributes:
         offer: Of its push.
@@ -108,14 +111,14 @@ class Lines(Protocol):
     """Connections to the processes that have a push; `lines.DataListener` is one."""
 
     def donors(self, peer: str) -> list[Endpoint]:
-        """Processes of this incarnation."""
+        """Returns the processes of this incarnation."""
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
         """Takes a connection to one of them; a `replication.source.Dial`."""
 
 
 class StagedPushes:
-    """See the module. Methods may be called by any thread.
+    """Pushes of which a follower fetches and keeps its parts. Methods may be called by any thread.
 
     Args:
         lines: Connections to pushes' clusters.
@@ -151,7 +154,7 @@ class StagedPushes:
         self._closing = threading.Event()
 
     def hold(self, held: HeldShard) -> None:
-        """This is the shard whose parts are fetched from now on."""
+        """Sets the shard whose parts are fetched from now on."""
         self._held = held
 
     def fetch(self, offer: Offer) -> None:
@@ -159,17 +162,17 @@ class StagedPushes:
         threading.Thread(target=self._fetch, args=(offer,), name="chaos-follower-fetch", daemon=True).start()
 
     def decide(self, pushes: Collection[PushId]) -> None:
-        """These are decided, and no others."""
+        """Sets the pushes that are decided; all others are not."""
         with self._lock:
             self._decided = pushes
 
     def part(self, push: PushId) -> Part:
-        """The part of a push that is here."""
+        """Returns the part of a push that is here."""
         with self._lock:
             return self._parts[push]
 
     def open(self) -> list[tuple[PushId, Part]]:
-        """Parts that are here, finite and not decided, in the order of their names."""
+        """Returns the parts that are here, finite and not decided, in the order of their names."""
         with self._lock:
             left_out = self._broken.union(self._decided)
             return sorted(
@@ -177,14 +180,14 @@ class StagedPushes:
             )
 
     def forget(self, push: PushId) -> None:
-        """Its bytes are needed no more."""
+        """Drops the bytes of a push, which are needed no more."""
         with self._lock:
             for table in (self._parts, self._arriving, self._reasons):
                 table.pop(push, None)
             self._broken.discard(push)
 
     def close(self) -> None:
-        """Nothing is told any more."""
+        """Stops all attempts; nothing is told any more."""
         self._closing.set()
 
     # ------------------------------------------------------------------ in a thread of a push
@@ -228,7 +231,8 @@ class StagedPushes:
             self._post(NotFetched(push))
 
     def _attempts(self, offer: Offer, part: Part, sources: Counter[str], *, first: bool) -> str:
-        """Tries as long as anything comes; "" once all is here, else why not. Counts verified bytes by source.
+        """Tries to fetch a part as long as anything comes; returns "" once all is here, else why not. Counts verified
+        bytes by source.
 
         `first`: nothing of it is here yet.
         """

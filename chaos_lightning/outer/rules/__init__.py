@@ -1,1 +1,1 @@
-"""Outer sync, pure: the leader's, a follower's and a cluster's state machines, and what they decide by."""
+"""Outer sync, pure: state machines of the leader, a follower and a cluster, and the rules by which they decide."""

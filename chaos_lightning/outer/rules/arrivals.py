@@ -1,4 +1,4 @@
-"""Estimates of when pushes come and what a late push loses, learnt from rounds (outer/rules/window.py)."""
+"""Estimates when pushes come and how much time a late push loses, from rounds (outer/rules/window.py)."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ class ArrivalRates:
 
     @property
     def pushes_per_s(self) -> float:
-        """Lambda; 0.0 while nothing is known."""
+        """Pushes a second (lambda); 0.0 while nothing is known."""
         return self.pushes / self.span_s if self.span_s else 0.0
 
     @property
     def missed_s(self) -> float:
-        """C: what a push waits if it misses its window."""
+        """Seconds (C) that a push waits if it misses its window."""
         return self.cost_s / self.rounds if self.rounds else 0.0
 
     @property
     def grace_s(self) -> float:
-        """How long it pays to wait for another push."""
+        """Seconds for which it pays to wait for another push."""
         expected = self.missed_s * self.pushes_per_s
         return math.log(expected) / self.pushes_per_s if expected > 1 else 0.0
 
     def round_s(self, clusters: int) -> float:
-        """From one push of a cluster to its next; 0.0 while nothing is known."""
+        """Returns the seconds from one push of a cluster to its next; 0.0 while nothing is known."""
         return clusters / self.pushes_per_s if self.pushes_per_s else 0.0
 
 
 UNTAUGHT = ArrivalRates()
-"""Before the first round."""
+"""Estimates before the first round."""

@@ -1,4 +1,4 @@
-"""The leader's list of clusters: who is in, who wants to come in, who is heard, who trains, and who is removed (O14).
+"""Keeps the leader's list of clusters: which are in, want to come in, are heard, train, and are removed (O14).
 
 Theory of operation. A cluster's word is what it said last. An incarnation is in the chain before its cluster is told
 (O3b). Who misses three heartbeats is removed; gaps of the leader's own clock count for nobody's silence, and after a
@@ -29,11 +29,11 @@ from chaos_lightning.outer.rules.types import (
 from chaos_lightning.planning.batches import Batches
 
 MISSED = 3
-"""Heartbeats that a cluster may miss (Di-PS 4.3)."""
+"""Number of heartbeats that a cluster may miss (Di-PS 4.3)."""
 
 DEAD = "its process is dead"
 MOST_RATE = 1e12
-"""Samples or steps a second that a cluster is believed to make at most."""
+"""Largest rate of samples or steps a second that is believed of a cluster."""
 
 
 @dataclass(slots=True)
@@ -49,25 +49,25 @@ class ClusterState:
     base: VersionId = NO_VERSION
     fetching: VersionId = NO_VERSION
     seeks_since: float = math.inf
-    """It has wanted another version than its base since then."""
+    """Time (s) since which the cluster has wanted another version than its base."""
     left: int = 0
     pending: int = 0
     batches: Batches | None = None
-    """Samples that it trains at once; None: it has not told this leader yet."""
+    """Number of samples that the cluster trains at once; None if it has not told this leader yet."""
     offer: Offer | None = None
     refused: str = ""
-    """Why the push that it offers is not taken in; it offers the same with each heartbeat."""
+    """Reason for which the push that the cluster offers is not taken in; it offers the same with each heartbeat."""
     leaving: bool = False
     verdict: str = ""
-    """Why its own loop is over."""
+    """Reason for which the cluster's own loop is over."""
     gone: str = ""
-    """Why it is known to be dead."""
+    """Reason for which the cluster is known to be dead."""
     kept: frozenset[PushId] = frozenset()
-    """Pushes whose bytes it held when it came."""
+    """Pushes whose bytes the cluster held when it came."""
     in_s: dict[str, float] = field(default_factory=dict)
 
     def stands(self, now: float, base: VersionId, fetching: VersionId) -> None:
-        """It has this base, and fetches that version."""
+        """Notes the cluster's base, and the version that it fetches."""
         if fetching == NO_VERSION:
             self.seeks_since = math.inf
         elif self.seeks_since == math.inf or base != self.base:
@@ -76,7 +76,7 @@ class ClusterState:
 
 
 class Attendance:
-    """See the module.
+    """Clusters as the leader knows them.
 
     Args:
         desk: The leader's.
@@ -125,7 +125,7 @@ class Attendance:
         return min(living, key=lambda who: who.number, default=None)
 
     def steps_of(self, cluster: ClusterState) -> int:
-        """Inner steps from one of its pushes to the next."""
+        """Returns the inner steps from one push of a cluster to its next."""
         return cluster.steps or self._desk.settings.inner_steps
 
     def sole_holders(self) -> dict[IncarnationId, float]:
@@ -140,7 +140,7 @@ class Attendance:
 
     @property
     def spoken(self) -> bool:
-        """Whether all that are in have said what their base is."""
+        """Whether all clusters that are in have said what their base is."""
         known = self._desk.chain.incarnations.items()
         return all(who in self.clusters for who, incarnation in known if not incarnation.over)
 
@@ -150,27 +150,29 @@ class Attendance:
         return [self.clusters[who].fetching for who in sorted(seeking, key=lambda who: self.clusters[who].seeks_since)]
 
     def offers(self) -> list[Offer]:
-        """Open pushes of those that are in."""
+        """Returns the open pushes of clusters that are in."""
         found = [self.clusters[who].offer for who in self.living()]
         return [offer for offer in found if offer is not None]
 
     # ------------------------------------------------------------------ hearing
 
     def waits(self, conn: int, hello: ClusterHello) -> None:
-        """A cluster that is new wants to come in."""
+        """Notes a new cluster that wants to come in."""
         self._hellos[conn] = hello
 
     def waiting(self) -> list[int]:
-        """Streams of those that wait to be let in."""
+        """Returns the streams of clusters that wait to be let in."""
         return [*self._hellos]
 
     def again(self) -> list[tuple[int, ClusterHello]]:
-        """Takes all out that wait to be let in: they are judged anew."""
+        """Takes out all clusters that wait to be let in, and returns their streams and hellos: they are judged anew."""
         found, self._hellos = [*self._hellos.items()], {}
         return found
 
     def has_come(self, who: IncarnationId) -> tuple[int, ClusterHello] | None:
-        """Its incarnation is stored: the stream and the word of who waits for it, if it still does."""
+        """Returns the stream and hello of the cluster that waits for this incarnation, which is stored; None if none
+        waits any more.
+        """
         found = next((each for each in self._in_turn() if each[1].cluster == who.cluster), None)
         if found is not None:
             del self._hellos[found[0]]
@@ -180,7 +182,7 @@ class Attendance:
         return sorted(self._hellos.items(), key=lambda each: (each[1].cluster, each[0]))
 
     def on_stream(self, conn: int, who: IncarnationId, hello: ClusterHello) -> None:
-        """The stream of a known incarnation."""
+        """Notes the stream of a known incarnation."""
         now = self._desk.now
         cluster = self.clusters.setdefault(who, ClusterState(conn, now))
         if (known := self._desk.chain.paced.get(who)) is not None and not cluster.steps:
@@ -191,7 +193,8 @@ class Attendance:
         self._conns[conn] = who
 
     def on_beat(self, conn: int, beat: Beat) -> bool:
-        """It lives; returns whether it must be told all again, since the stream on which it was told is gone.
+        """Takes a heartbeat; returns whether the cluster must be told all again, since the stream on which it was told
+        is gone.
 
         Where a cluster has several ranks, one that was put out may say hello last, and go.
         """
@@ -209,7 +212,7 @@ class Attendance:
         return True
 
     def closed(self, conn: int, *, proof: bool) -> None:
-        """A stream is gone; `proof`: its process is known to be dead."""
+        """Notes that a stream is gone; `proof` means that its process is known to be dead."""
         who = self._conns.pop(conn, None)
         self._hellos.pop(conn, None)
         cluster = self.clusters.get(who) if who is not None else None
@@ -218,7 +221,7 @@ class Attendance:
             cluster.gone = cluster.gone or (DEAD if proof else "")
 
     def absent(self) -> dict[IncarnationId, ProcessPlace]:
-        """Processes of those that are in by the chain, and have no stream."""
+        """Returns the processes of clusters that are in by the chain, and have no stream."""
         known = self._desk.chain.incarnations.items()
         return {
             who: incarnation.process
@@ -229,19 +232,23 @@ class Attendance:
         }
 
     def died(self, who: IncarnationId) -> None:
-        """Its process is seen to be dead."""
+        """Notes that the process of an incarnation is seen to be dead."""
         if who in self.absent():
             self._dead.add(who)
 
     def forgive(self, gap_s: float) -> None:
-        """The leader was away for so long."""
+        """Adds a gap in the leader's own time to the times at which clusters were heard, so that it is nobody's
+        silence.
+        """
         for cluster in self.clusters.values():
             cluster.heard_s += gap_s
 
     # ------------------------------------------------------------------ decisions
 
     def next_opening(self) -> JobOpened | None:
-        """The first cluster's agreement is the job's."""
+        """Returns the entry that opens the job with the first cluster's agreement; None if it is open, or no cluster
+        waits.
+        """
         if self._desk.chain.agreement is not None or not self._hellos:
             return None
         hello = next(iter(self._hellos.values()))
@@ -302,25 +309,25 @@ class Attendance:
         return None
 
     def _patience_s(self, who: IncarnationId) -> float:
-        """How long it may stay away after a takeover."""
+        """Returns the seconds for which a cluster may stay away after a takeover."""
         settings = self._desk.settings
         return settings.last_holder_timeout_s if self._holds_alone(who) else settings.reconnect_s
 
     # ------------------------------------------------------------------ what follows
 
     def tell(self, who: IncarnationId, message: ToCluster) -> None:
-        """If it is here."""
+        """Sends a message to a cluster, if it is here."""
         cluster = self.clusters.get(who)
         if cluster is not None:
             self._desk.send(cluster.conn, message)
 
     def tell_all(self, message: ToCluster) -> None:
-        """To all that are in."""
+        """Sends a message to all clusters that are in."""
         for who in self.living():
             self._desk.send(self.clusters[who].conn, message)
 
     def removed(self, who: IncarnationId, reason: str) -> None:
-        """It is over."""
+        """Drops an incarnation that is over, and tells its cluster."""
         cluster = self.clusters.pop(who, None)
         if (oldest := self.oldest()) is not None and oldest.number > who.number:
             self.tell_all(Eldest(self._desk.term, oldest))
@@ -339,7 +346,7 @@ class Attendance:
         return tuple(PacedCluster(who, steps[who], c.rate, c.step_rate) for who, c in training.items())
 
     def pace(self, paced: Iterable[PacedCluster]) -> None:
-        """The round that says so is stored."""
+        """Sets the paces that a stored round has, and tells the clusters."""
         for each in paced:
             cluster = self.clusters.get(each.incarnation)
             if cluster is not None and each.steps:

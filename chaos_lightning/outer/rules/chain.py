@@ -1,4 +1,4 @@
-"""The leader's chain: the state that its entries fold to, and the entries that may follow it.
+"""Folds the leader's chain: the state that its entries fold to, and the entries that may follow it.
 
 Theory of operation. The chain is the one sequence of rounds and records (rule O1). `OuterChain.follow` takes the next
 entry in; whoever folds the same entries holds the same: the leader that wrote them, the one that comes after it, an
@@ -105,21 +105,21 @@ class Incarnation:
 
     @property
     def next(self) -> int:
-        """The number of its next push to be answered."""
+        """Number of the incarnation's next push to be answered."""
         self.low = max(self.low, self.first, self.forgotten)
         while self.low in self.answers:
             self.low += 1
         return self.low
 
     def accepted(self, last: int) -> list[PushId]:
-        """Those of its last so many pushes that stand, oldest first."""
+        """Returns the accepted ones of the incarnation's `last` newest answered pushes, oldest first."""
         numbers = sorted(self.answers)[-last:]
         return [self.answers[n].offer.push for n in numbers if self.answers[n].answer is PushAnswer.ACCEPTED]
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version.
+    """Version of the outer state, and its place in the chain.
 
     Attributes:
         id: Its name.
@@ -134,7 +134,7 @@ class Version:
 
     @property
     def pushes(self) -> tuple[PushId, ...]:
-        """Those that this version adds to the one before."""
+        """Pushes that this version adds to the one before."""
         return tuple(offer.push for offer in self.entry.offers)
 
 
@@ -151,7 +151,7 @@ BEGINNING = RoundState(Counters(), GateState())
 
 
 Holds = dict[IncarnationId, str]
-"""By incarnation a digest of the numbers of its pushes that a version holds."""
+"""By incarnation, a digest of the numbers of its pushes that a version holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class SummedChain:
 
 
 class OuterChain:
-    """See the module.
+    """State to which the entries of a job's chain fold.
 
     Args:
         whole: Summaries are passed over: it keeps all that it has followed.
@@ -269,7 +269,7 @@ class OuterChain:
     # ------------------------------------------------------------------ questions
 
     def entry(self, term: int, body: Body) -> Entry:
-        """The entry that would follow."""
+        """Returns the entry with this body that would follow."""
         return Entry(self.position + 1, term, body, self.hash)
 
     @property
@@ -284,7 +284,7 @@ class OuterChain:
         return made is not None and (made.before != NO_VERSION or isinstance(made.entry.body, Founded))
 
     def over(self, who: IncarnationId) -> str:
-        """Why this incarnation is over; "" while it is in.
+        """Returns why this incarnation is over; "" while it is in.
 
         Raises:
             KeyError: It never joined.
@@ -294,32 +294,34 @@ class OuterChain:
         return self.incarnations[who].over
 
     def unanswered(self, push: PushId) -> bool:
-        """Whether a round may still take this push."""
+        """Returns whether a round may still take this push."""
         known = self.incarnations.get(push.incarnation)
         return known is not None and not known.over and known.next <= push.number not in known.answers
 
     def answered(self, push: PushId) -> bool:
-        """Whether this push of an incarnation that it knows is answered, or was before a rollback (O5a)."""
+        """Returns whether this push of a known incarnation is answered, or was before a rollback (O5a)."""
         following = self.incarnations[push.incarnation].next
         return push.number < following or PushId(push.incarnation, following) in self.reopened
 
     def lacks(self, version: VersionId) -> bool:
-        """Whether this version is none of this chain; one that was cut may be."""
+        """Returns whether this version is none of this chain; one that was cut may be."""
         return version != NO_VERSION and version not in self.bases and version.number >= self.floor
 
     def forgot(self, base: VersionId) -> bool:
-        """Whether it is not known any more what this version holds."""
+        """Returns whether it is not known any more which pushes this version holds."""
         return base != NO_VERSION and base not in self.bases and base.number < self.floor
 
     @property
     def ahead(self) -> int:
-        """How many versions are decided beyond the newest durable one; a rollback is none of them (O5a)."""
+        """Number of versions that are decided beyond the newest durable one; a rollback is none of them (O5a)."""
         newest = self.durable[-1][0] if self.durable else NO_VERSION
         beyond = takewhile(lambda v: v.id > newest, self.line())
         return sum(1 for v in beyond if not isinstance(v.entry.body, RolledBack))
 
     def line(self, version: VersionId | None = None) -> Iterator[Version]:
-        """Versions from this one (the newest) back to the first: each is computed from the next one that comes."""
+        """Yields the versions from this one (the newest) back to the first: each is computed from the next one that
+        comes.
+        """
         at = self.newest if version is None else version
         while at in self.versions:
             found = self.versions[at]
@@ -342,35 +344,39 @@ class OuterChain:
         return found[::-1]
 
     def stands(self, version: VersionId) -> bool:
-        """Whether the newest version comes from this one."""
+        """Returns whether the newest version comes from this one."""
         return any(v.id == version for v in self.line())
 
     def staleness(self, base: VersionId) -> int:
-        """How many versions were made since this one: their numbers have no gaps."""
+        """Returns the number of versions that were made since this one: their numbers have no gaps."""
         return max(0, self.newest.number - base.number)
 
     def held(self, version: VersionId, incarnation: IncarnationId) -> str:
-        """Which pushes of this incarnation the version holds, as a digest."""
+        """Returns a digest of the pushes of this incarnation that the version holds."""
         return self.bases.get(version, {}).get(incarnation, "")
 
     def progress(self, version: VersionId) -> JobProgress:
-        """How far the job is with this version; nowhere with one that is not known."""
+        """Returns the job's progress with this version; none at all with a version that is not known."""
         state = self.states.get(version, BEGINNING)
         return JobProgress(state.counters.samples, state.counters.ticks, state.epoch)
 
     def cut_for(self, names: Sequence[str]) -> bool:
-        """Whether as many followers hold shards as these would, and not all of them have other names."""
+        """Returns whether as many followers hold shards as these would, and not all of them have other names."""
         agreed = self.agreement
         assert agreed is not None
         blocks = Grid(tuple(tensor.elements for tensor in agreed.tensors), agreed.block).blocks
         return len(self.cut) == min(len(names), blocks) and not {*names[:blocks]}.isdisjoint(self.cut)
 
     def open(self) -> tuple[PushId, ...]:
-        """The next push to be answered of each incarnation that is in; what comes after it is unanswered, too."""
+        """Returns the next push to be answered of each incarnation that is in; those that come after it are unanswered,
+        too.
+        """
         return tuple(PushId(who, known.next) for who, known in self.incarnations.items() if not known.over)
 
     def needed(self) -> set[PushId]:
-        """Pushes whose bytes somebody may ask for: accepted, and not held by the second newest durable version (O5)."""
+        """Returns the pushes whose bytes somebody may ask for: accepted, and not held by the second newest durable
+        version (O5).
+        """
         found: set[PushId] = set()
         for version in self.line():
             if version.id == self.safe:
@@ -500,7 +506,9 @@ class OuterChain:
             tally[answer] = tally.get(answer, 0) + more
 
     def _roll_back(self, made: VersionId, entry: Entry, body: RolledBack) -> None:
-        """Acceptances of the versions behind go; joins, rejections and voids stand (O5a)."""
+        """Takes back the acceptances of the versions that a rollback goes behind; joins, rejections and voids stand
+        (O5a).
+        """
         for version in self.since(body.to):
             for push in version.pushes:
                 incarnation = self.incarnations[push.incarnation]
@@ -521,7 +529,7 @@ class OuterChain:
         self.durable = [(v, d) for v, d in self.durable if self._comes_from(made, v)]
 
     def _begin(self, body: Summary) -> None:
-        """Goes on from what a summary says."""
+        """Sets the state to that of a summary, from which the chain goes on."""
         summed = SummedChain.of(body)
         for name in set(SummedChain.__slots__) - {"leases", "durable", "incarnations", "versions"}:
             setattr(self, name, getattr(summed, name))
@@ -535,5 +543,5 @@ class OuterChain:
 
 
 def with_push(held: str, number: int) -> str:
-    """The digest of the pushes that a version holds, with one more."""
+    """Returns the digest of the pushes that a version holds, with one more."""
     return hashlib.blake2b(f"{held}/{number}".encode(), digest_size=8).hexdigest()

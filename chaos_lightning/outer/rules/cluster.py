@@ -1,4 +1,5 @@
-"""A cluster's side of outer sync, as a pure state machine: when it freezes, offers, adopts, and what it lets go of.
+"""A cluster's side of outer sync, as a pure state machine: when it freezes, offers and adopts, and which bytes it
+frees.
 
 Theory of operation. A cluster trains from a *base*, the version that it adopted last. After enough inner steps it
 *freezes* what it gained, offers that as a push, and trains on. One push is open at a time, offered until the chain
@@ -74,7 +75,7 @@ from chaos_lightning.protocol.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Inner steps were committed; `covers` are the positions that they used."""
+    """News that inner steps were committed; `covers` are the positions that they used."""
 
     samples: int
     covers: tuple[Covered, ...] = ()
@@ -83,7 +84,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The content of this push is fixed."""
+    """News that the content of this push is fixed."""
 
     push: PushId
     manifest: str
@@ -91,33 +92,33 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """All ranks hold this version."""
+    """News that all ranks hold this version."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """This version cannot be had: somebody who held a shard of it serves it no more."""
+    """News that this version cannot be had: a process that held a shard of it serves it no more."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """The user asks it to go, politely."""
+    """News that the user asks the cluster to leave, politely."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopOver:
-    """It trains nothing more, and would have the job end."""
+    """News that the cluster trains nothing more, and would have the job end."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """The inner training stands between two steps."""
+    """News that the inner training stands between two steps."""
 
 
 ClusterEvent = (
@@ -129,7 +130,8 @@ ClusterEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Fix this push, the delta to the base (NO_VERSION: the parameters themselves), before anything else is trained.
+    """Order to fix this push, the delta to the base (NO_VERSION: the parameters themselves), before anything else is
+    trained. `Frozen` may come later.
 
     `Frozen` may come later.
     """
@@ -140,14 +142,16 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class FetchVersion:
-    """Get this version from all followers, then `Got`; another one takes its place."""
+    """Order to get this version from all followers, and then to feed `Got`; a later order takes its place."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """The base is this version from now on; `outright`: so are the parameters, and what was trained since is gone."""
+    """Order to take this version as the base from now on; `outright`: as the parameters, too, and what was trained
+    since is discarded.
+    """
 
     version: VersionId
     outright: bool
@@ -155,7 +159,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Has the residual follow the answer to this push (O10)."""
+    """Order to have the residual follow the answer to this push (O10)."""
 
     push: PushId
     answer: PushAnswer
@@ -163,15 +167,15 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Has the bytes of this push dropped; no follower needs them any more."""
+    """Order to drop the bytes of this push; no follower needs them any more."""
 
     push: PushId
 
 
 @dataclass(frozen=True, slots=True)
 class ReachHolders:
-    """Names the followers that hold shards now, in shard order: versions are fetched from them, and they fetch
-    pushes.
+    """Order to reach these followers, which hold shards now, in shard order: versions are fetched from them, and they
+    fetch pushes.
     """
 
     holders: tuple[Holder, ...]
@@ -179,7 +183,8 @@ class ReachHolders:
 
 @dataclass(frozen=True, slots=True)
 class TakeLast:
-    """The job is over: base and parameters are its last version, which is the base already or was got.
+    """Order to take the job's last version as base and parameters, as the job is over; it is the base already or was
+    got.
 
     Attributes:
         version: Which.
@@ -194,7 +199,7 @@ class TakeLast:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """This incarnation is over.
+    """News that this incarnation is over.
 
     Attributes:
         reason: Why.
@@ -226,10 +231,10 @@ class Unpushed:
     samples: int = 0
     steps: int = 0
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
-    """By epoch, normal."""
+    """Positions by epoch, normal."""
 
     def add(self, samples: int, steps: int, covers: Iterable[Covered]) -> None:
-        """So much more."""
+        """Adds samples, steps and positions."""
         self.samples += samples
         self.steps += steps
         for each in covers:
@@ -237,12 +242,12 @@ class Unpushed:
 
     @property
     def covers(self) -> tuple[Covered, ...]:
-        """As an offer names it."""
+        """Positions as an offer names them."""
         return tuple(Covered(epoch, spans) for epoch, spans in sorted(self.spans.items()))
 
 
 def reckon(job: JobProgress, samples: int, steps: int, usual: int, paced: int) -> JobProgress:
-    """How far a job is that a cluster has trained on in by itself.
+    """Returns the progress of a job that a cluster has trained on in by itself.
 
     Args:
         job: With its base.
@@ -256,15 +261,15 @@ def reckon(job: JobProgress, samples: int, steps: int, usual: int, paced: int) -
 
 
 LAST_S = 60.0
-"""For so long after the job's end a cluster tries to get the last version; followers serve it as long."""
+"""Seconds after the job's end for which a cluster tries to get the last version; followers serve it as long."""
 _AWAY, _CONNECTED, _WELCOME = range(3)
-"""How a cluster stands with the leader; a welcome is an answer to its hello."""
+"""States of a cluster's stream to the leader; a welcome is an answer to its hello."""
 _GIVEN = frozenset({"agreement", "ahead_steps", "_hello", "_out", "_resting"})
 """Attributes that are given to a machine, or live during one event only; `facts` leaves them out."""
 
 
 class ClusterMachine:
-    """See the module. The shell feeds a TimePassed per heartbeat.
+    """State machine of one incarnation of a cluster. The shell feeds a TimePassed per heartbeat.
 
     Args:
         name: Of the cluster.
@@ -343,21 +348,21 @@ class ClusterMachine:
 
     @property
     def name(self) -> str:
-        """The cluster's."""
+        """Name of the cluster."""
         return self._hello.cluster
 
     @property
     def nonce(self) -> str:
-        """As drawn at the start of its process."""
+        """Number that was drawn at the start of the cluster's process."""
         return self._hello.nonce
 
     @property
     def overlap(self) -> bool:
-        """Whether it trains on while a push is under way."""
+        """Whether the cluster trains on while a push is under way."""
         return self.ahead_steps is not None
 
     def free_spans(self) -> dict[int, tuple[Span, ...]]:
-        """Positions that it may train next, by epoch."""
+        """Returns the positions that the cluster may train next, by epoch."""
         found = {}
         for epoch, spans in self.leased.items():
             left = subtract(spans, self._used(epoch))
@@ -372,7 +377,7 @@ class ClusterMachine:
         return normalise(used)
 
     def hello(self) -> ClusterHello:
-        """The first word on a stream to a leader."""
+        """Returns the first word on a stream to a leader."""
         return replace(
             self._hello,
             term=self.term,
@@ -387,16 +392,18 @@ class ClusterMachine:
 
     @property
     def freezing(self) -> PushId | None:
-        """The push whose content is being fixed."""
+        """Push whose content is being fixed; None if there is none."""
         return self._freezing
 
     @property
     def fetching(self) -> VersionId:
-        """The version that is to be got; `NO_VERSION`: none is."""
+        """Version that is to be got; `NO_VERSION` if none is."""
         return self._fetching
 
     def facts(self) -> dict[str, Any]:
-        """Everything that a machine with the same arguments needs to go on from here (`restore`): live objects."""
+        """Returns everything that a machine with the same arguments needs to go on from here (`restore`): live
+        objects.
+        """
         return {name: value for name, value in vars(self).items() if name not in _GIVEN}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
@@ -406,7 +413,7 @@ class ClusterMachine:
 
     @property
     def was_in(self) -> bool:
-        """Whether it has had a part in the job, as this incarnation or as one before."""
+        """Whether the cluster has had a part in the job, as this incarnation or as one before."""
         return self.incarnation is not None or self.newest != NO_VERSION
 
     @property
@@ -416,7 +423,7 @@ class ClusterMachine:
 
     @property
     def since_base(self) -> tuple[int, int]:
-        """(samples, inner steps) that it has trained since its base, and that no round has accepted."""
+        """(samples, inner steps) that the cluster has trained since its base, and that no round has accepted."""
         samples = self.unpushed.samples + self._covered.samples
         steps = self.unpushed.steps + self._covered.steps
         if self.open is not None:
@@ -425,7 +432,7 @@ class ClusterMachine:
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """The same, and what is accepted in a version that it has yet to adopt."""
+        """(samples, inner steps) of `since_base`, and of accepted pushes whose version is yet to be adopted."""
         samples, steps = self.since_base
         for push, offer in self.kept.items():
             if self._in.get(push, self.base) > self.base:
@@ -434,12 +441,12 @@ class ClusterMachine:
 
     @property
     def reckoned(self) -> JobProgress:
-        """How far the job is by this cluster's own reckoning: its base, and what it has trained since at its pace."""
+        """Progress of the job by this cluster's own reckoning: its base, and what it has trained since at its pace."""
         return reckon(self.job, *self.ahead, self._usual_steps, self.inner_steps)
 
     @property
     def waits_for(self) -> str:
-        """Event for which it waits before it trains on or may go, in words."""
+        """Event for which the cluster waits before it trains on or may leave, in words."""
         if self.incarnation is None:
             return "the parameter server to let it in"
         if self._last is not None:
@@ -456,7 +463,7 @@ class ClusterMachine:
 
     @property
     def at_risk(self) -> int:
-        """Inner steps that no durable version holds."""
+        """Number of inner steps that no durable version holds."""
         kept = [offer for push, offer in self.kept.items() if self._in.get(push, self.newest) > self._durable]
         return self.since_base[1] + sum(offer.steps for offer in kept)
 
@@ -467,12 +474,12 @@ class ClusterMachine:
 
     @property
     def may_be_ahead(self) -> int:
-        """Inner steps that it may train beyond a push before it has the version (O9a)."""
+        """Number of inner steps that the cluster may train beyond a push before it has the version (O9a)."""
         return 0 if self.ahead_steps is None else self.ahead_steps or self.inner_steps
 
     @property
     def waits(self) -> bool:
-        """A push is under way, or its version is to be adopted, and no step may be trained before that."""
+        """Whether a push is under way, or its version is to be adopted, and no step may be trained before that."""
         under_way = self._freezing is not None or bool(self._unanswered()) or self._due is not None
         if not under_way or (self.overlap and not self._versions_come):
             return False
@@ -480,13 +487,15 @@ class ClusterMachine:
 
     @property
     def _versions_come(self) -> bool:
-        """Leader and followers are there, and no full disk holds up the next version (O5)."""
+        """Whether leader and followers are there, and no full disk holds up the next version (O5)."""
         there = self._stream == _WELCOME and self._whole
         return there and self.newest.number - self._durable.number < AHEAD
 
     @property
     def dry(self) -> bool:
-        """It shares the data, so that it trains only what it is leased, and has no position left to train."""
+        """Whether the cluster shares the data, so that it trains only what it is leased, and has no position left to
+        train.
+        """
         return self.agreement.length > 0 and not self.free_spans()
 
     # ------------------------------------------------------------------ events
@@ -542,7 +551,7 @@ class ClusterMachine:
 
     @property
     def gone(self) -> bool:
-        """This incarnation is over."""
+        """Whether this incarnation is over."""
         return self.phase is Phase.GONE
 
     def _say(self, message: FromCluster) -> None:
@@ -655,11 +664,13 @@ class ClusterMachine:
 
     @property
     def _opened(self) -> list[Offer]:
-        """Kept ones that a rollback opened again."""
+        """Kept pushes that a rollback opened again."""
         return [self.kept[p] for p in self._reopened if p in self.kept]
 
     def _unanswered(self) -> list[Offer]:
-        """In the order of their numbers: kept ones that a rollback opened again come first."""
+        """Returns the unanswered pushes in the order of their numbers: kept ones that a rollback opened again come
+        first.
+        """
         return [*self._opened, self.open] if self.open is not None else self._opened
 
     def _offer(self) -> None:
@@ -727,7 +738,9 @@ class ClusterMachine:
         self._fetching, self._here = NO_VERSION, version
 
     def _on_missed(self, version: VersionId) -> None:
-        """The newest one is sought in its place; the job's last version is served until it is had."""
+        """Gives up a fetch whose version is gone: the newest one is sought in its place, but the job's last version is
+        served until it is had.
+        """
         if version == self._fetching and self._last is None:
             self._fetching = NO_VERSION
 
@@ -761,7 +774,7 @@ class ClusterMachine:
             self._end("it was asked to leave", again=False)
 
     def _turn_idle(self) -> None:
-        """No push is under way: a version is fetched, or the next push is frozen.
+        """Orders to fetch a version, or to freeze the next push, while no push is under way.
 
         A fetch that is under way goes on though newer versions come: where a fetch takes longer than a round, none
         would ever end. What is here waits for the end of an inner step, and is adopted first: heartbeats name one
@@ -787,22 +800,24 @@ class ClusterMachine:
             self._beat()  # so that it is served until it is here
 
     def _serves(self, version: VersionId) -> bool:
-        """Whether it may be adopted next."""
+        """Returns whether this version may be adopted next."""
         return version > self.base and (self._due is None or version >= self._due)
 
     @property
     def _may_adopt(self) -> bool:
-        """Without overlap a version is taken between two rounds alone: one for each push."""
+        """Whether a version may be adopted now. Without overlap one is taken between two rounds alone: one for each
+        push.
+        """
         return self.overlap or self._due is not None or not self.unpushed.steps
 
     @property
     def _settled(self) -> bool:
-        """Nothing is left to push, to be answered or to be adopted."""
+        """Whether nothing is left to push, to be answered or to be adopted."""
         waiting = self._unanswered() or self._freezing is not None or self._due is not None
         return not waiting and not self.unpushed.steps
 
     def _may_go(self) -> bool:
-        """All that it pushed is in a durable version, and nothing is left to push (O5b)."""
+        """Returns whether all that the cluster pushed is in a durable version, and nothing is left to push (O5b)."""
         return self._settled and all(version <= self._durable for version in self._in.values())
 
     def anew(self) -> Self:

@@ -1,4 +1,4 @@
-"""The leader's dealing of samples, where clusters share the data: leases for a while ahead (O11)."""
+"""Deals samples, for the leader, where clusters share the data: leases for a while ahead (O11)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Covered, IncarnationId
 from chaos_lightning.planning.batches import Batches
 
 FEWEST = 4
-"""Towards an epoch's end this part of a usual round is dealt at a time, so that its last samples are nobody's alone."""
+"""Divisor of a usual round: towards an epoch's end so small a part is dealt at a time, so that its last samples are not
+one cluster's alone.
+"""
 
 
 class Dealer:
-    """See the module.
+    """Dealer of leases to the clusters that are in.
 
     Args:
         desk: The leader's.
@@ -52,7 +54,9 @@ class Dealer:
         return next(filter(None, (leases.grant_rest(who, batches, takers) for who, batches in wants)), None)
 
     def _takers(self, free: int) -> tuple[list[IncarnationId], dict[IncarnationId, Batches]]:
-        """Returns who may take some of so many positions, now or later; and what those train at once who are here."""
+        """Returns the incarnations that may take some of so many positions, now or later; and the batches that those
+        train at once which are here.
+        """
         takers: list[IncarnationId] = []
         known: dict[IncarnationId, Batches] = {}
         usual = Batches(self._desk.settings.batch, self._desk.settings.batch)
@@ -72,7 +76,7 @@ class Dealer:
         return takers, known
 
     def tell(self, who: IncarnationId) -> None:
-        """All that an incarnation is leased."""
+        """Tells an incarnation all positions that it is leased."""
         leases = self._desk.chain.leases
         if leases is None:
             return

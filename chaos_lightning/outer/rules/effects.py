@@ -1,4 +1,4 @@
-"""Events and effects of the machines of outer sync; shells carry effects out in order."""
+"""Holds events and effects of the machines of outer sync; shells carry effects out in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Agreement, Entry, Inca
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A message came on a stream."""
+    """News that a message came on a stream."""
 
     conn: int
     message: FromCluster | FromFollower
@@ -20,7 +20,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """A stream is gone; `proof`: its process is known to be dead."""
+    """News that a stream is gone; `proof` means that its process is known to be dead."""
 
     conn: int
     proof: bool = False
@@ -28,14 +28,14 @@ class StreamClosed:
 
 @dataclass(frozen=True, slots=True)
 class ProcessDied:
-    """The process of a cluster that is away is seen to be dead, on the leader's machine."""
+    """News that the process of a cluster that is away is seen to be dead, on the leader's machine."""
 
     incarnation: IncarnationId
 
 
 @dataclass(frozen=True, slots=True)
 class EntryStored:
-    """The entry that was to be stored is durable, or was refused.
+    """News that the entry that was to be stored is durable, or was refused.
 
     Attributes:
         ok: It is durable.
@@ -50,12 +50,12 @@ class EntryStored:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time has passed."""
+    """News that time has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndAsked:
-    """An operator asks for the job's end."""
+    """News that an operator asks for the job's end."""
 
     reason: str
 
@@ -67,14 +67,16 @@ LeaderEvent = Heard | StreamClosed | ProcessDied | EntryStored | TimePassed | En
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """Store this entry, compared with term and predecessor; nothing else is decided until it is answered (O1)."""
+    """Order to store this entry, compared with term and predecessor; nothing else is decided until it is answered
+    (O1).
+    """
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class SendTo:
-    """Say this on a stream."""
+    """Order to say this on a stream."""
 
     conn: int
     message: ToCluster | ToFollower
@@ -82,7 +84,7 @@ class SendTo:
 
 @dataclass(frozen=True, slots=True)
 class OuterNote:
-    """For the event log."""
+    """Line for the event log."""
 
     name: str
     fields: tuple[tuple[str, object], ...]
@@ -90,7 +92,7 @@ class OuterNote:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """This leader decides nothing more; `finished`: for the job is over."""
+    """News that this leader decides nothing more; `finished` means that the job is over."""
 
     reason: str
     finished: bool
@@ -98,7 +100,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """End this stream, behind what was said on it, and tell its client why it is refused."""
+    """Order to end this stream, behind what was said on it, and to tell its client why it is refused."""
 
     conn: int
     reason: str
@@ -111,24 +113,24 @@ LeaderEffect = StoreEntry | SendTo | HangUp | OuterNote | Done
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The leader says something on the stream of this follower or cluster."""
+    """News that the leader says something on the stream of this follower or cluster."""
 
     message: ToCluster | ToFollower
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """There is a stream to a leader."""
+    """News that there is a stream to a leader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """There is none any more."""
+    """News that there is no stream to a leader any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The part of this push is here and verified.
+    """News that the part of this push is here and verified.
 
     Attributes:
         push: Which.
@@ -149,7 +151,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """The part of this push will be here so many seconds from now."""
+    """News that the part of this push will be here so many seconds from now."""
 
     push: PushId
     left_s: float
@@ -157,14 +159,14 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class NotFetched:
-    """The part of this push could not be fetched for now."""
+    """News that the part of this push could not be fetched for now."""
 
     push: PushId
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The state stands at this version.
+    """News that the state is at this version.
 
     Attributes:
         version: Which.
@@ -179,7 +181,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class StateSaved:
-    """This version is on disk, synced, renamed and read back."""
+    """News that this version is on disk, synced, renamed and read back."""
 
     version: VersionId
     digest: str
@@ -187,14 +189,16 @@ class StateSaved:
 
 @dataclass(frozen=True, slots=True)
 class DiskTrouble:
-    """Why nothing can be saved for now; "": it can again."""
+    """News why nothing can be saved for now; "" if saving works again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The state is this version's, from disk; `ok` False: its file is damaged or gone, and `reason` says how."""
+    """News that the state is this version's, from disk; `ok` False: its file is damaged or gone, and `reason` says
+    how.
+    """
 
     version: VersionId
     ok: bool
@@ -219,14 +223,14 @@ FollowerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """To the leader; the cluster's effect, too."""
+    """Order to send a message to the leader; the cluster's effect, too."""
 
     message: FromCluster | FromFollower
 
 
 @dataclass(frozen=True, slots=True)
 class HoldShard:
-    """This follower holds this shard of the outer state; said before anything is loaded or computed."""
+    """Order to hold this shard of the outer state; given before anything is loaded or computed."""
 
     agreement: Agreement
     shard: int
@@ -235,42 +239,44 @@ class HoldShard:
 
 @dataclass(frozen=True, slots=True)
 class FetchPush:
-    """Get this push's part from its cluster, then `Fetched` or `NotFetched`."""
+    """Order to get this push's part from its cluster, then to feed `Fetched` or `NotFetched`."""
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The version that this entry makes, from the state as it stands, then `Computed`."""
+    """Order to compute the version that this entry makes, from the state as it stands, then to feed `Computed`."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """This version has no content, as nothing stands any more: the state goes, then `Computed`."""
+    """Order to drop the state, since this version has no content, as nothing stands any more; then to feed
+    `Computed`.
+    """
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a copy of the state, which is this version's, then `StateSaved`."""
+    """Order to write a copy of the state, which is this version's, then to feed `StateSaved`."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class HoldVersion:
-    """This version is served beside the newest one, as long as no other is named (O8c)."""
+    """Order to serve this version beside the newest one, as long as no other is named (O8c)."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read this version from disk and compare it with the digest, then `Loaded`."""
+    """Order to read this version from disk and to compare it with the digest, then to feed `Loaded`."""
 
     version: VersionId
     digest: str
@@ -278,21 +284,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """This version's file is needed no more."""
+    """Order to delete this version's file, which is needed no more."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The staged bytes of this push are needed no more."""
+    """Order to drop the staged bytes of this push, which are needed no more."""
 
     push: PushId
 
 
 @dataclass(frozen=True, slots=True)
 class JobOver:
-    """The job has ended with this version; the process may end."""
+    """News that the job has ended with this version; the process may end."""
 
     version: VersionId
     reason: str
@@ -300,7 +306,7 @@ class JobOver:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """A leader has no use for this process, and says why: it ends."""
+    """News that a leader has no use for this process, and why: the process ends."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""How a leader ends a job: why, and when (O16).
+"""Ends a job, for its leader: why, and when (O16).
 
 Theory of operation. The job ends when its epochs are over, when the oldest cluster says so, or when an operator asks.
 From then on nothing is decided but what makes the newest version durable; then the end is stored with that version, and
@@ -16,7 +16,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Ended, VersionId
 
 
 class Ending:
-    """See the module.
+    """Decision of a leader on the end of its job.
 
     Args:
         desk: The leader's.
@@ -31,11 +31,11 @@ class Ending:
 
     @property
     def reason(self) -> str:
-        """Why the job is to end once its newest version is durable; "" while it goes on."""
+        """Reason for which the job is to end once its newest version is durable; "" while it goes on."""
         return self._asked or self._found
 
     def ask(self, reason: str) -> None:
-        """An operator ends it, whatever comes; the first one's reason stays."""
+        """Notes that an operator ends the job, whatever comes; the first reason stays."""
         self._asked = self._asked or reason
 
     def rolled_back(self) -> None:
@@ -47,7 +47,9 @@ class Ending:
             cluster.verdict = ""
 
     def _find(self) -> str:
-        """Why the job is over by itself; "" if it is not, or pushes that were accepted once have no answer (O5a)."""
+        """Returns why the job is over by itself; "" if it is not, or if pushes that were accepted once have no answer
+        (O5a).
+        """
         chain, epochs = self._desk.chain, self._desk.settings.epochs
         oldest = self._attendance.oldest()
         if chain.reopened:
@@ -58,7 +60,7 @@ class Ending:
         return f"{oldest} says: {cluster.verdict}" if cluster is not None and cluster.verdict else ""
 
     def next_end(self) -> Ended | None:
-        """The end, if there is a reason and the newest version is durable."""
+        """Returns the entry that ends the job, if there is a reason and the newest version is durable; else None."""
         chain = self._desk.chain
         self._found = self._found or self._find()
         newest = chain.durable[-1][0] if chain.durable else NO_VERSION
@@ -83,7 +85,7 @@ class Ending:
         return JobFinished(self._desk.term, ended.version, ended.reason) if ended is not None else None
 
     def linger(self) -> None:
-        """Another leader ended the job: this one goes when everybody had the time to come and hear it."""
+        """Ends this leader, if another one ended the job, once all processes had the time to come and hear it."""
         desk = self._desk
         if desk.chain.ended is not None and desk.now - desk.begun_s > desk.settings.reconnect_s:
             desk.end(desk.chain.ended.reason, finished=True)

@@ -1,4 +1,4 @@
-"""Sums of floats that come out the same in any order and any grouping.
+"""Adds floats so that the sum comes out the same in any order and any grouping.
 
 Theory of operation. A follower adds up the products of its own blocks, the leader adds what the followers send. Floats
 would round on the way, so that a sum would depend on where the shards are cut. Every finite float is an integer times a
@@ -23,14 +23,14 @@ _BITS = 53
 _LEAST = -1074
 """Exponent of the smallest float."""
 _MOST = 1024 + 64
-"""No sum of fewer than 2^64 floats needs more bits above the point."""
+"""Largest power of 2 in a sum: no sum of fewer than 2^64 floats needs more bits above the point."""
 _TEXT = re.compile(r"(-?[0-9a-f]{1,600})p(-?[0-9]{1,4})")
 _ZERO, _NOT_FINITE = "0", "nan"
 
 
 @dataclass(frozen=True, slots=True)
 class ExactSum:
-    """mantissa 2^exponent.
+    """Exact sum of floats: mantissa 2^exponent.
 
     Attributes:
         mantissa: Odd, or 0.
@@ -50,7 +50,7 @@ class ExactSum:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> ExactSum:
-        """The sum of these floats."""
+        """Returns the sum of these floats."""
         # One integer for each exponent: adding up numbers of 53 bits is much cheaper than shifting each to its place.
         parts: defaultdict[int, int] = defaultdict(int)
         finite, split, scale = math.isfinite, math.frexp, 2.0**_BITS
@@ -70,7 +70,7 @@ class ExactSum:
         return ExactSum(mantissa, least)
 
     def __float__(self) -> float:
-        """The nearest float, ties to even; infinite beyond the largest one, NaN if the sum is not finite."""
+        """Returns the nearest float, ties to even; infinite beyond the largest one, NaN if the sum is not finite."""
         if not self.finite:
             return math.nan
         try:
@@ -82,14 +82,14 @@ class ExactSum:
             return math.copysign(math.inf, self.mantissa)
 
     def encode(self) -> str:
-        """As text; `decode` reads it."""
+        """Returns the sum as text, which `decode` reads."""
         if not self.finite:
             return _NOT_FINITE
         return f"{self.mantissa:x}p{self.exponent}" if self.mantissa else _ZERO
 
     @classmethod
     def decode(cls, text: object) -> ExactSum:
-        """The sum that was written so.
+        """Returns the sum that `encode` wrote as this text.
 
         Args:
             text: What came over the wire.

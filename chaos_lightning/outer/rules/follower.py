@@ -1,4 +1,4 @@
-"""The follower's side of outer sync, as a pure state machine: what it obeys, stages, computes, saves and deletes.
+"""A follower's side of outer sync, as a pure state machine: what it obeys, stages, computes, saves and deletes.
 
 Theory of operation. A follower holds one shard of the outer state. It computes versions one by one, each from the one
 before, so its state always *stands* at one version of the chain (O1). It holds three kinds of bytes beside that:
@@ -86,7 +86,7 @@ from chaos_lightning.outer.rules.types import (
 
 
 class FollowerMachine:
-    """See the module.
+    """State machine of one follower.
 
     Args:
         name: Of this follower.
@@ -156,7 +156,7 @@ class FollowerMachine:
         return frozenset(self._needed())
 
     def marked(self, version: VersionId) -> str:
-        """The digest of this shard of a durable version; "" if it is none."""
+        """Returns the digest of this shard of a durable version; "" if the version is not durable."""
         return next((file.digest for file in self._durable if file.version == version), "")
 
     # ------------------------------------------------------------------ events
@@ -205,7 +205,7 @@ class FollowerMachine:
         return self._out
 
     def _hello(self) -> FollowerHello:
-        """The first word on a stream."""
+        """Returns the first word on a stream."""
         files = tuple(sorted(self.disk, key=lambda file: file.version))
         place, process = self.endpoint, self.process
         return FollowerHello(self.name, self.nonce, self.term, files, self.version, place, process, self.job_id)
@@ -246,7 +246,9 @@ class FollowerMachine:
     # ------------------------------------------------------------------ the leader's word
 
     def _heeds(self, message: ToFollower) -> bool:
-        """Whether this leader may speak: the highest term so far, and one that has shown this start (O7)."""
+        """Returns whether this leader may speak: it has the highest term so far, and has shown this follower's start
+        (O7).
+        """
         if message.term < self.term:
             self._out.append(OuterNote("late_leader", (("term", message.term), ("known", self.term))))
             return False
@@ -308,7 +310,7 @@ class FollowerMachine:
             self._say(Trouble(self.name, self.lost))
 
     def _hold(self, message: Obey) -> None:
-        """The shard is told before anything is done with it."""
+        """Orders to hold the shard that the leader names, before anything is done with it."""
         place = message.agreement, message.shard, message.shards
         if place == (self.agreement, self.shard, self.shards):
             return
@@ -331,7 +333,9 @@ class FollowerMachine:
                 self._forget(refusal.offer.push)
 
     def _mark(self, durable: tuple[ShardFile, ...], base: VersionId) -> None:
-        """These are durable; what neither they nor what follows needs goes (O5, O6)."""
+        """Takes versions as durable; files and pushes that neither they nor later versions need are dropped (O5,
+        O6).
+        """
         self._durable, self._base = durable, base
         gone = {file.version for file in self.disk if file.version < base}
         self.disk = {file for file in self.disk if file.version not in gone}
@@ -344,11 +348,11 @@ class FollowerMachine:
                 self._forget(push)
 
     def _needed(self) -> set[PushId]:
-        """Pushes that the versions on the way from the base to the newest are computed from."""
+        """Returns the pushes that the versions on the way from the base to the newest are computed from."""
         return {offer.push for entry in self._line() for offer in entry.offers}
 
     def _known(self) -> set[PushId]:
-        """Pushes that it has, or is to have."""
+        """Returns the pushes that the follower has, or is to have."""
         return {*self._offers, *self._staged}
 
     def _forget(self, push: PushId) -> None:
@@ -388,7 +392,7 @@ class FollowerMachine:
         self._advance()
 
     def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
-        """From where it goes on.
+        """Returns the place from which the follower goes on.
 
         Returns:
             How many entries of the way lie behind it; -1: it has nothing to begin with. The file to load for that;
@@ -405,12 +409,14 @@ class FollowerMachine:
         return place, load, line
 
     def _lacking(self) -> set[PushId]:
-        """Pushes without which it cannot get to the newest version, from wherever it can begin."""
+        """Returns the pushes without which the follower cannot get to the newest version, from wherever it can
+        begin.
+        """
         place, _, line = self._start()
         return {o.push for entry in line[max(0, place) :] for o in entry.offers if o.push not in self._staged}
 
     def _give_up(self) -> None:
-        """Neither durable file is whole, and nobody else has this shard (O6)."""
+        """Reports the shard as lost: neither durable file is whole, and nobody else has this shard (O6)."""
         names = " and ".join(str(file.version) for file in self._durable)
         self.lost = (
             f"shard {self.shard} is lost: at {self.name} its files of the durable versions {names} are damaged or "
@@ -420,7 +426,7 @@ class FollowerMachine:
         self._say(Trouble(self.name, self.lost))
 
     def _advance(self) -> None:
-        """One step towards the newest version: the next one computed, or a durable one loaded."""
+        """Makes one step towards the newest version: the next one is computed, or a durable one loaded."""
         place, load, line = self._start()
         if place >= 0 and self.lost:  # a mark came that its disk has
             self.lost = ""

@@ -1,4 +1,4 @@
-"""Which pushes of a round are let in: one gate for each policy.
+"""Decides which pushes of a round are let in: one gate for each policy.
 
 Theory of operation. A gate sees the finite pushes of one round in the order of their names, and what it has seen of
 earlier ones (`GateState`). It judges all of them by the state from before the round, and only then takes them into the
@@ -48,27 +48,28 @@ from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import GateState, Offer, PushId, RefusedRow
 
 STD_FLOOR = 0.1
-"""Standard deviation of x that pushes have at least: without it the gate is the narrower the better training goes."""
+"""Least standard deviation of x: without it the gate is the narrower the better training goes."""
 MEMORY = 50
-"""So many accepted pushes have a say in what is usual."""
+"""Number of accepted pushes that have a say in what is usual."""
 RECENT = 100
-"""So many scores are recent ones to `printed`."""
+"""Number of scores that count as recent to `printed`."""
 FAR = math.log(4.0)
-"""A push is far too long above so many times what is usual, as a logarithm; one of a cold inner optimizer was 1.8 times
-as long."""
+"""Logarithm of the ratio to what is usual above which a push is far too long; one of a cold inner optimizer was 1.8
+times as long.
+"""
 GROWN = math.log(1.5)
-"""A push that is too long, and so many times as long as the shortest one since it grew last, grows, likewise."""
+"""Logarithm of the ratio to the shortest push since it grew last, above which a push that is too long grows."""
 LITTLE = 0.1
-"""Turned pushes that are let in are at most so long in a round's average, beside what passes."""
+"""Largest length of turned pushes that are let in, in a round's average, as a part of what passes."""
 HALF = 0.5
-"""To so much of its length such a push is shortened at least, however short it is."""
+"""Largest part of its length that such a push keeps, however short it is."""
 ROWS = 32
-"""Clusters whose refusals are remembered: those that were refused last."""
+"""Number of clusters whose refusals are remembered: those that were refused last."""
 _LONGEST2 = 1e150
-"""No push of 32 bit floats has a norm whose square is larger; below it no sum here overflows."""
+"""Bound of a push's squared norm: no push of 32 bit floats exceeds it, and below it no sum here overflows."""
 
 Products = Mapping[tuple[PushId, PushId], float]
-"""<D, D'> of each two finite pushes of a round, under one of the two orders of their names."""
+"""Products <D, D'> of each two finite pushes of a round, under one of the two orders of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +100,13 @@ class MeasuredPush:
 
     @property
     def lean(self) -> float:
-        """Its cosine with the momentum, times the momentum's norm; 0.0 for nothing."""
+        """Cosine of the push with the momentum, times the momentum's norm; 0.0 for an empty push."""
         lean = self.momentum / self.norm if self.norm2 else 0.0
         return lean if math.isfinite(lean) else 0.0
 
     @property
     def usable(self) -> bool:
-        """It can be judged and averaged."""
+        """Whether the push can be judged and averaged."""
         return self.finite and 0.0 <= self.norm2 < _LONGEST2
 
 
@@ -127,7 +128,7 @@ class Sifted:
 
 
 class Gate(Protocol):
-    """Judges the finite pushes of a round, given in the order of their names."""
+    """Function that judges the finite pushes of a round, given in the order of their names."""
 
     def __call__(
         self, pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings
@@ -135,12 +136,12 @@ class Gate(Protocol):
 
 
 def dot(ones: Sequence[MeasuredPush], others: Sequence[MeasuredPush], products: Products) -> float:
-    """<sum of ones, sum of others>."""
+    """Returns <sum of ones, sum of others>."""
     return math.fsum(product(one, other, products) for one in ones for other in others)
 
 
 def product(one: MeasuredPush, other: MeasuredPush, products: Products) -> float:
-    """<D, D'> of two pushes, or the square of a push's norm."""
+    """Returns <D, D'> of two pushes, or the square of a push's norm."""
     if one.name == other.name:
         return one.norm2
     found = products.get((one.name, other.name), products.get((other.name, one.name)))
@@ -152,7 +153,7 @@ def product(one: MeasuredPush, other: MeasuredPush, products: Products) -> float
 
 
 def careful(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
-    """Refuses what is too long or turned round; shortens what was refused for too long."""
+    """Refuses pushes that are too long or turned round; shortens those of a cluster that was refused for too long."""
     over = _too_long(pushes, gate, settings)
     lengths = {
         push.name: math.exp(-over[push.name])
@@ -184,7 +185,7 @@ def careful(pushes: Sequence[MeasuredPush], products: Products, gate: GateState,
 
 
 def _has_waited(push: MeasuredPush, wait: int, over: Collection[PushId], gate: GateState) -> bool:
-    """Whether a push is let in, since so many before it were refused, and it has not grown."""
+    """Returns whether a push is let in, since so many before it were refused, and it has not grown."""
     row = _row(push, gate)
     return row is not None and row.times >= wait and not _grows(push, row, over, gate)
 
@@ -194,7 +195,7 @@ def _grows(push: MeasuredPush, row: RefusedRow, over: Collection[PushId], gate: 
 
 
 def _patience(push: MeasuredPush, gate: GateState, settings: OuterSettings) -> int:
-    """For how many one that is too long waits."""
+    """Returns for how many refusals a push that is too long waits."""
     return settings.gate_again if _size(push, gate) - gate.mean > FAR else settings.gate_patience
 
 
@@ -232,7 +233,9 @@ def share(push: MeasuredPush, settings: OuterSettings) -> float:
 def _little(
     turned: Sequence[MeasuredPush], passing: Sequence[MeasuredPush], products: Products, settings: OuterSettings
 ) -> dict[PushId, float]:
-    """To which part of its length each of these turned pushes is shortened; none where the others say nothing."""
+    """Returns the part of its length to which each of these turned pushes is shortened; none where the others say
+    nothing.
+    """
     shares = [(push, share(push, settings)) for push in passing]
     said = math.sqrt(max(0.0, math.fsum(v * w * product(a, b, products) for a, v in shares for b, w in shares)))
     if not said:
@@ -247,7 +250,7 @@ def _shortened(push: MeasuredPush, part: float) -> MeasuredPush:
 
 
 def _size(push: MeasuredPush, gate: GateState) -> float:
-    """x: the logarithm of the norm, as if it were of one inner step, and of no fewer samples than usual.
+    """Returns x: the logarithm of the norm, as if it were of one inner step, and of no fewer samples than usual.
 
     Steps of fewer samples are noisier: n goes by the root of H / B at most. So a cluster whose ranks have left is no
     outlier. One of more samples is not expected to be shorter, for an inner optimizer may make all steps of one length.
@@ -257,12 +260,12 @@ def _size(push: MeasuredPush, gate: GateState) -> float:
 
 
 def _batch(push: MeasuredPush) -> float:
-    """The logarithm of an inner step's samples."""
+    """Returns the logarithm of an inner step's samples."""
     return math.log(max(1, push.offer.samples) / max(1, push.offer.steps))
 
 
 def _too_long(pushes: Sequence[MeasuredPush], gate: GateState, settings: OuterSettings) -> dict[PushId, float]:
-    """By how much x is above the largest that passes."""
+    """Returns by how much x is above the largest that passes, for pushes that are too long."""
     if gate.count < settings.gate_warmup:
         return {}
     most = gate.mean + settings.gate_limit * _std(gate)
@@ -275,7 +278,7 @@ def _std(gate: GateState) -> float:
 
 
 def _words(push: MeasuredPush, gate: GateState, settings: OuterSettings) -> str:
-    """Why it is refused."""
+    """Returns in words why a push that is too long is refused."""
     z = (_size(push, gate) - gate.mean) / _std(gate)
     return (
         f"its norm {push.norm:.4g} over {push.offer.steps} steps is {z:.1f} standard deviations above what is usual "
@@ -307,7 +310,7 @@ def _turned_round(pushes: Sequence[MeasuredPush], products: Products, least: flo
 
 
 def _with_the_others(push: MeasuredPush, standing: Sequence[MeasuredPush], products: Products) -> float:
-    """The cosine of a push with the sum of the others; 1.0 where that sum is nothing."""
+    """Returns the cosine of a push with the sum of the others; 1.0 where that sum is 0."""
     others = [other for other in standing if other.name != push.name]
     square = dot(others, others, products)
     # Divided one by one, since the product of two very small norms would be 0; and a cosine is never below -1.
@@ -315,7 +318,7 @@ def _with_the_others(push: MeasuredPush, standing: Sequence[MeasuredPush], produ
 
 
 def _learned(gate: GateState, accepted: Sequence[MeasuredPush]) -> GateState:
-    """A plain average at first, later a moving one."""
+    """Returns the gate's state after these accepted pushes: a plain average at first, later a moving one."""
     for push in accepted:
         if push.norm2:
             count = gate.count + 1
@@ -335,12 +338,14 @@ def _learned(gate: GateState, accepted: Sequence[MeasuredPush]) -> GateState:
 
 
 def trusting(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
-    """Refuses none."""
+    """Refuses no push."""
     return Sifted({}, gate)
 
 
 def printed(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
-    """The paper's penalty, as it is printed, with the norm over all shards in place of the sum of the shards' norms."""
+    """Refuses pushes by the paper's penalty, as it is printed, with the norm over all shards in place of the sum of the
+    shards' norms.
+    """
     rejected: dict[PushId, str] = {}
     std, largest, scores = math.sqrt(gate.variance), max(gate.scores, default=math.inf), list(gate.scores)
     for push in pushes:
@@ -364,4 +369,4 @@ def printed(pushes: Sequence[MeasuredPush], products: Products, gate: GateState,
 
 
 GATES: Mapping[str, Gate] = {"robust": careful, "sync": trusting, "async": trusting, "di_ps": printed}
-"""By policy."""
+"""Gates by policy."""

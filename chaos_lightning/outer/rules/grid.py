@@ -1,4 +1,4 @@
-"""The grid: how the outer state is divided, before anybody says among how many followers.
+"""Divides the outer state into blocks, whatever the number of followers, and these into shards.
 
 Theory of operation. The parameters are a list of tensors in a fixed order, laid end to end: the *flat order* of
 elements. Each tensor is divided into *blocks* of `block` elements, counted from its start; its last block may be
@@ -25,14 +25,16 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.protocol.types import Span
 
 BLOCK = 1 << 16
-"""Elements of a block. Part of a job: all of its processes must divide alike."""
+"""Number of elements of a block. Part of a job: all of its processes must divide alike."""
 LEAST_BLOCK = 64
-"""The hash and the scale of a smaller one would be too much beside its elements."""
+"""Least number of elements of a block: the hash and the scale of a smaller one would be too much beside its
+elements.
+"""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How the elements of all tensors are divided into blocks.
+    """Division of the elements of all tensors into blocks.
 
     Attributes:
         sizes: Elements of each tensor, in the fixed order; a tensor without elements has no block.
@@ -59,12 +61,12 @@ class Grid:
 
     @cached_property
     def _firsts(self) -> tuple[int, ...]:
-        """The number of each tensor's first block, and last the number of all blocks."""
+        """Number of each tensor's first block, and last the number of all blocks."""
         return tuple(accumulate((-(-size // self.block) for size in self.sizes), initial=0))
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
-        """The place of each tensor's first element in the flat order, and last the number of all elements."""
+        """Place of each tensor's first element in the flat order, and last the number of all elements."""
         return tuple(accumulate(self.sizes, initial=0))
 
     @property
@@ -76,7 +78,8 @@ class Grid:
         return self._offsets[-1]
 
     def start(self, block: int) -> int:
-        """The first element of this block in the flat order; of the one after the last block, their number.
+        """Returns the first element of this block in the flat order; for the block after the last one, the number of
+        elements.
 
         Raises:
             ValueError: There is no such block.
@@ -89,18 +92,18 @@ class Grid:
         return self._offsets[tensor] + (block - self._firsts[tensor]) * self.block
 
     def shard(self, first: int, stop: int) -> Shard:
-        """Blocks [first, stop); ValueError if they are none, or not there."""
+        """Returns the shard of blocks [first, stop); ValueError if they are none, or not there."""
         if not 0 <= first < stop <= self.blocks:
             raise ValueError(f"blocks [{first}, {stop}) are no run of the grid's {self.blocks} blocks")
         return Shard(self, first, stop)
 
     @property
     def whole(self) -> Shard:
-        """All blocks."""
+        """Shard of all blocks."""
         return Shard(self, 0, self.blocks)
 
     def of_tensor(self, tensor: int) -> Shard:
-        """The blocks of one tensor.
+        """Returns the blocks of one tensor.
 
         Raises:
             ValueError: It has no elements, and so no block.
@@ -108,7 +111,7 @@ class Grid:
         return self.shard(self._firsts[tensor], self._firsts[tensor + 1])
 
     def cut(self, shards: int) -> tuple[Shard, ...]:
-        """So many shards of about equal size, in order; none is larger than an equal part and one block.
+        """Returns so many shards of about equal size, in order; none is larger than an equal part and one block.
 
         Raises:
             ConfigurationError: There are fewer blocks than shards.
@@ -127,7 +130,7 @@ class Grid:
         return tuple(Shard(self, a, b) for a, b in pairwise(borders))
 
     def _nearest(self, position: int, parts: int) -> int:
-        """The block whose start is nearest to the element `position / parts`; of two the earlier one."""
+        """Returns the block whose start is nearest to the element `position / parts`; of two the earlier one."""
         element = position // parts
         tensor = bisect_right(self._offsets, element) - 1
         block = self._firsts[tensor] + (element - self._offsets[tensor]) // self.block
@@ -149,13 +152,13 @@ class Shard:
 
     @cached_property
     def places(self) -> tuple[slice, ...]:
-        """Place of each of its blocks among its elements."""
+        """Place of each of the shard's blocks among its elements."""
         starts = [self.grid.start(block) for block in range(self.first, self.stop + 1)]
         return tuple(slice(a - starts[0], b - starts[0]) for a, b in pairwise(starts))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Elements of each of its blocks."""
+        """Number of elements of each of the shard's blocks."""
         return tuple(place.stop - place.start for place in self.places)
 
     @property
@@ -164,11 +167,13 @@ class Shard:
 
     @property
     def span(self) -> Span:
-        """Its elements in the flat order."""
+        """Elements of the shard in the flat order: first, and one behind the last."""
         return self.grid.start(self.first), self.grid.start(self.stop)
 
     def since(self, tensor: int) -> int:
-        """The first of its blocks that belong to this tensor or a later one; the number of its blocks if none does."""
+        """Returns the first of the shard's blocks that belong to this tensor or a later one; the number of its blocks
+        if none does.
+        """
         return min(max(self.grid._firsts[tensor] - self.first, 0), self.blocks)
 
     def nbytes(self, itemsize: int) -> int:
@@ -188,7 +193,7 @@ class Shard:
                 yield first - self.first, stop - self.first
 
     def tensors(self) -> Iterator[tuple[int, Span]]:
-        """The tensors that it has a part of, and which of their own elements that is."""
+        """Yields the tensors that the shard has a part of, and the run of their own elements that this is."""
         start, stop = self.span
         offsets = self.grid._offsets
         for tensor in range(bisect_right(offsets, start) - 1, len(self.grid.sizes)):
@@ -199,7 +204,7 @@ class Shard:
                 yield tensor, part
 
     def content_hash(self, digests: Sequence[bytes], what: str) -> str:
-        """32 hex digits over the grid, what the blocks hold, and their hashes.
+        """Returns 32 hex digits over the grid, the kind of content, and the blocks' hashes.
 
         Args:
             digests: Of each of its blocks, in order.

@@ -38,7 +38,8 @@ from chaos_lightning.outer.rules.types import TICKS, Counters, Factors, GateStat
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Content of a round without its number and the version before. Pushes are in the order of their names.
+    """Outcome of a judged window: a round without its number and the version before. Pushes are in the order of their
+    names.
 
     Attributes:
         accepted: With their factors, which add up to 1 where the gate has shortened none.
@@ -60,7 +61,7 @@ class Judgement:
 
     @property
     def is_round(self) -> bool:
-        """Something was accepted or rejected; with nothing but void pushes there is no round."""
+        """Whether something was accepted or rejected; with nothing but void pushes there is no round."""
         return bool(self.accepted or self.rejected)
 
 
@@ -119,7 +120,7 @@ def judge(
 
 
 def _weights(accepted: Sequence[MeasuredPush], settings: OuterSettings) -> list[float]:
-    """w_j; all 0.0 if no push covers a sample."""
+    """Returns w_j of each push; all 0.0 if no push covers a sample."""
     shares = [share(push, settings) for push in accepted]
     whole = math.fsum(shares)
     return [each / whole if whole else 0.0 for each in shares]
@@ -128,7 +129,7 @@ def _weights(accepted: Sequence[MeasuredPush], settings: OuterSettings) -> list[
 def _clip(
     accepted: Sequence[MeasuredPush], weights: Sequence[float], products: Products, settings: OuterSettings
 ) -> tuple[float, str]:
-    """The factor that shortens the average, and in words; (1.0, "") where it is left as it is."""
+    """Returns the factor that shortens the average, and words about it; (1.0, "") if the average is left as it is."""
     if not settings.clip_used:
         return 1.0, ""
     weighed = list(zip(accepted, weights, strict=True))
@@ -143,7 +144,7 @@ def _clip(
 def _factors(
     accepted: Sequence[MeasuredPush], clusters: int, clip: float, counters: Counters, settings: OuterSettings
 ) -> tuple[Factors, Counters, str]:
-    """Factors and counters of the round, and the round's part in words."""
+    """Returns factors and counters of the round, and in words its part of a full round."""
     eta, mu = settings.outer_lr, settings.outer_momentum
     full = settings.round_samples * clusters
     covered = sum(push.offer.samples for push in accepted)

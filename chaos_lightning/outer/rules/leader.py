@@ -97,15 +97,15 @@ from chaos_lightning.outer.rules.types import (
 MOST_REFUSED = 100
 """Number of refusals that are remembered, so that each is told on consoles once."""
 MOST_WORDS = 2000
-"""Characters of a reason that are recorded."""
+"""Largest number of characters of a reason that are recorded."""
 MOST_ELEMENTS = 1 << 48
-"""Elements of a model."""
+"""Largest number of elements of a model."""
 MOST_LENGTH = 1 << 48
-"""Positions of an epoch."""
+"""Largest number of positions of an epoch."""
 
 
 class LeaderMachine:
-    """See the module. The shell feeds a TimePassed a few times per heartbeat.
+    """State machine of a leader. The shell feeds a TimePassed a few times per heartbeat.
 
     Args:
         chain: What the store holds.
@@ -129,17 +129,17 @@ class LeaderMachine:
 
     @property
     def chain(self) -> OuterChain:
-        """The chain, as it is stored."""
+        """Chain of the job, as it is stored."""
         return self.desk.chain
 
     @property
     def term(self) -> int:
-        """This leader's."""
+        """Term of this leader."""
         return self.desk.term
 
     @property
     def settings(self) -> OuterSettings:
-        """The job's rules, once its first cluster has brought them."""
+        """Rules of the job, once its first cluster has brought them."""
         return self.desk.settings
 
     @property
@@ -159,16 +159,16 @@ class LeaderMachine:
 
     @property
     def served(self) -> VersionId:
-        """The newest version that all shards serve."""
+        """Newest version that all shards serve."""
         return self.shards.served
 
     @property
     def ending(self) -> str:
-        """Why the job is to end once its newest version is durable: rounds are over."""
+        """Reason for which the job is to end once its newest version is durable: rounds are over."""
         return self.end.reason
 
     def _holds_alone(self, who: IncarnationId) -> bool:
-        """Whether a shard lacks, or may lack, a push of it that the chain needs (O14)."""
+        """Returns whether a shard lacks, or may lack, a push of this incarnation that the chain needs (O14)."""
         needed = [push for push in self.chain.needed() if push.incarnation == who]
         return bool(needed) and self.shards.lack(needed)
 
@@ -320,7 +320,7 @@ class LeaderMachine:
         return self.desk.out
 
     def _take_over(self, conn: int, who: IncarnationId, hello: ClusterHello) -> None:
-        """The stream of a known incarnation: all that it may have missed is said again."""
+        """Takes over the stream of a known incarnation: all that it may have missed is said again."""
         self.attendance.on_stream(conn, who, hello)
         self._welcome(who)
 
@@ -364,7 +364,7 @@ class LeaderMachine:
             self._serve()
 
     def _serve_last(self, name: str) -> None:
-        """Has a follower load the last version of a job that has ended; one that serves it is told of the end.
+        """Orders a follower to load the last version of a job that has ended; one that serves it is told of the end.
 
         No start is entered: nothing follows the end, and whoever shows it has the newest chain (O7, O16).
         """
@@ -409,7 +409,9 @@ class LeaderMachine:
     # ------------------------------------------------------------------ what was stored
 
     def _on_unfit(self, words: str) -> None:
-        """Puts out whoever brought what fits into no record, so that another entry may be decided."""
+        """Removes the clusters that brought an entry which fits into no record, so that another entry may be
+        decided.
+        """
         entry, self.desk.persisting = self.desk.persisting, None
         assert entry is not None, "nothing was to be stored"
         offers = named_offers(entry.body)
@@ -491,7 +493,7 @@ class LeaderMachine:
             self._news(f"{cluster} is not let in: {reason}")
 
     def _aside(self) -> set[Aside]:
-        """Positions that are not trained any more in their epoch."""
+        """Returns the positions that are not trained any more in their epoch."""
         return {*self.chain.leases.aside} if self.chain.leases is not None else set()
 
     def _obey_all(self) -> None:
@@ -548,7 +550,7 @@ class LeaderMachine:
 
 
 def _impossible(agreement: Agreement) -> str:
-    """Why no job can have this agreement; "" if one can."""
+    """Returns why no job can have this agreement; "" if one can."""
     try:
         OuterSettings.of_words(agreement.settings)
         grid = Grid(tuple(tensor.elements for tensor in agreement.tensors), agreement.block)

@@ -1,4 +1,6 @@
-"""State that all parts of a leader share: the chain, the clock, the entry to store, and the effects of this event."""
+"""Holds the state that all parts of a leader share: the chain, the clock, the entry to store, and the effects of this
+event.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from chaos_lightning.outer.rules.types import Body, Entry, PushId, VersionId
 
 
 class LeaderDesk:
-    """See the module.
+    """State that all parts of a leader share.
 
     Args:
         chain: What the store holds.
@@ -38,12 +40,12 @@ class LeaderDesk:
         self.take_settings()
 
     def take_settings(self) -> None:
-        """The rules are part of what the first cluster brought."""
+        """Takes the job's rules from the agreement that the first cluster brought."""
         if self.chain.agreement is not None:
             self.settings = OuterSettings.of_words(self.chain.agreement.settings)
 
     def passed(self, now: float) -> float:
-        """The clock is read; returns the gap (s) in this process's own time, which is nobody's silence (O14)."""
+        """Reads the clock; returns the gap (s) in this process's own time, which is nobody's silence (O14)."""
         if not self._begun:
             self._begun, self.begun_s = True, now
         gap_s = now - self.now if self.now else 0.0
@@ -54,16 +56,16 @@ class LeaderDesk:
         return gap_s
 
     def send(self, conn: int | None, message: ToCluster | ToFollower) -> None:
-        """On a stream, if there is one."""
+        """Sends a message on a stream, if there is one."""
         if conn is not None:
             self.out.append(SendTo(conn, message))
 
     def note(self, name: str, **fields: object) -> None:
-        """For the event log."""
+        """Writes a line for the event log."""
         self.out.append(OuterNote(name, tuple(fields.items())))
 
     def end(self, reason: str, *, finished: bool = False) -> None:
-        """This leader decides nothing more."""
+        """Ends this leader, which decides nothing more."""
         self.done = reason
         self.out.append(Done(reason, finished))
 
@@ -75,12 +77,12 @@ class LeaderDesk:
         )
 
     def persist(self, body: Body) -> None:
-        """The next entry of the chain; nobody hears of it before it is stored."""
+        """Orders to store the next entry of the chain; it is told only once it is stored."""
         self.persisting = self.chain.entry(self.term, body)
         self.out.append(StoreEntry(self.persisting))
 
     def stranger(self, who: str, job_id: str) -> str:
-        """Why a process of that job has no business here; "" if it is of this job, or of none yet."""
+        """Returns why a process of that job has no business here; "" if it is of this job, or of none yet."""
         chain = self.chain
         if job_id in ("", chain.job_id):
             return ""

@@ -51,7 +51,7 @@ from chaos_lightning.protocol.spans import count, first_positions, in_words, nor
 from chaos_lightning.protocol.types import Span
 
 REJECTIONS = 3
-"""So many set a position aside; so many in a row end an incarnation."""
+"""Number of rejections that set a position aside; so many in a row end an incarnation."""
 
 _Key = TypeVar("_Key")
 _Spans = tuple[Span, ...]
@@ -60,7 +60,7 @@ _Blame = tuple[IncarnationId, ...]
 
 
 def wanted(rate: float, lease_ahead_s: float, held: int) -> int:
-    """Samples to lease so that a cluster has enough for a while.
+    """Returns the samples to lease so that a cluster has enough for a while.
 
     Args:
         rate: What it trains, in samples per second; 0.0 while nothing is measured. Then it gets one step at a time.
@@ -72,7 +72,7 @@ def wanted(rate: float, lease_ahead_s: float, held: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """Positions that are not trained in this epoch any more, and who rejected them."""
+    """Positions that are not trained in this epoch any more, and the incarnations that rejected them."""
 
     epoch: int
     spans: _Spans
@@ -91,7 +91,8 @@ class Aside:
 
 @dataclass(slots=True)
 class _Epoch:
-    """One epoch. `spent`, the values of `leased` and those of `aside` are normal and disjoint; what is left is free.
+    """Positions of one epoch. `spent`, the values of `leased` and those of `aside` are normal and disjoint; all others
+    are free.
 
     `rejected` tells of positions that are not set aside, whatever became of them since.
     """
@@ -121,7 +122,7 @@ class Leases:
     """Leases, spent samples and rejections, as the chain's entries have them up to some point."""
 
     def __init__(self, length: int) -> None:
-        """Nothing is leased yet.
+        """Begins with nothing leased.
 
         Args:
             length: Positions of an epoch.
@@ -142,27 +143,27 @@ class Leases:
 
     @property
     def living(self) -> tuple[IncarnationId, ...]:
-        """Those that joined and were not removed."""
+        """Incarnations that joined and were not removed."""
         return tuple(sorted(self._in_a_row))
 
     @property
     def failing(self) -> tuple[IncarnationId, ...]:
-        """Those that were rejected so often in a row that they must end and come in again."""
+        """Incarnations that were rejected so often in a row that they must end and come in again."""
         return tuple(sorted(who for who, times in self._in_a_row.items() if times >= REJECTIONS))
 
     @property
     def epoch(self) -> int:
-        """The first epoch that is not over: the one that is leased."""
+        """First epoch that is not over: the one that is leased."""
         return next(epoch for epoch, state in self._epochs.items() if state.left(self._length))
 
     @property
     def left(self) -> int:
-        """Positions of that epoch that are neither spent nor set aside."""
+        """Number of positions of that epoch that are neither spent nor set aside."""
         return self._epochs[self.epoch].left(self._length)
 
     @property
     def free(self) -> int:
-        """Positions of that epoch that may be leased."""
+        """Number of positions of that epoch that may be leased."""
         return count(self._free(self._epochs[self.epoch]))
 
     @property
@@ -175,7 +176,7 @@ class Leases:
         )
 
     def over(self, epoch: int) -> bool:
-        """Whether each position of the epoch is spent or set aside."""
+        """Returns whether each position of the epoch is spent or set aside."""
         state = self._epochs.get(epoch)
         return epoch < max(self._epochs) if state is None else not state.left(self._length)
 
@@ -194,14 +195,18 @@ class Leases:
         return state.spent
 
     def held(self, incarnation: IncarnationId) -> int:
-        """Samples that are leased to it, less those of pushes that a rollback made unanswered."""
+        """Returns the number of samples that are leased to an incarnation, less those of pushes that a rollback made
+        unanswered.
+        """
         return sum(
             count(subtract(spans, self._offered_again(incarnation, epoch)))
             for epoch, spans in self.leased(incarnation).items()
         )
 
     def objection(self, offer: Offer) -> str:
-        """Why a round must reject this push whole, whatever its content; "" if nothing is wrong with what it covers."""
+        """Returns why a round must reject this push whole, whatever its content; "" if nothing is wrong with the
+        positions that it covers.
+        """
         who = offer.push.incarnation
         if who not in self._in_a_row:
             return f"{who} is not in the job"
@@ -270,7 +275,7 @@ class Leases:
         return Leased(incarnation, self.epoch, first_positions(spans, positions)) if positions else None
 
     def _for(self, incarnation: IncarnationId, among: Collection[IncarnationId] | None) -> _Spans:
-        """Free positions that this incarnation may train."""
+        """Returns the free positions that this incarnation may train."""
         self._must_live(incarnation)
         state = self._epochs[self.epoch]
         clusters = {incarnation.cluster, *(who.cluster for who in (self._in_a_row if among is None else among))}
@@ -367,7 +372,7 @@ class Leases:
         return aside
 
     def void(self, offer: Offer) -> None:
-        """Leases stand: the next push covers what this one covers."""
+        """Leaves leases as they are: the next push covers what this void one covers."""
         self._unanswered.pop(offer.push, None)
 
     def remove(self, incarnation: IncarnationId) -> None:
@@ -411,7 +416,7 @@ class Leases:
                 self._unanswered[push] = covered
 
     def settle(self, number: int) -> None:
-        """No rollback goes further back than to this version: the second newest durable one."""
+        """Notes that no rollback goes further back than to this version: the second newest durable one."""
         self._settled = max(self._settled, number)
         self._accepted = {push: covered for push, covered in self._accepted.items() if covered.round > self._settled}
         self._turn()
@@ -419,7 +424,7 @@ class Leases:
     # ------------------------------------------------------------------ the summary
 
     def encode(self) -> dict[str, Any]:
-        """All of it in values that JSON has, for the chain's summary (O1a). Equal states encode equally."""
+        """Returns all leases in values that JSON has, for the chain's summary (O1a). Equal states encode equally."""
         return {
             "length": self._length,
             "settled": self._settled,
@@ -440,7 +445,7 @@ class Leases:
 
     @classmethod
     def decode(cls, plain: Mapping[str, Any]) -> Leases:
-        """The state that was encoded.
+        """Returns the leases that were encoded.
 
         Raises:
             ValueError: a position is in two places.
@@ -528,7 +533,7 @@ class Leases:
         return tuple(aside)
 
     def _enough(self, blame: _Blame) -> bool:
-        """Whether these rejections set a position aside."""
+        """Returns whether these rejections set a position aside."""
         if len(set(blame)) >= REJECTIONS:
             return True
         return len(blame) >= REJECTIONS and {who.cluster for who in self._in_a_row} <= {who.cluster for who in blame}
@@ -544,7 +549,7 @@ class Leases:
 
 
 def _may_train(cluster: str, blame: _Blame, clusters: set[str]) -> bool:
-    """Whether a cluster, one of those that train, gets positions that these rejected."""
+    """Returns whether a cluster, one of those that train, gets positions that these rejected."""
     rest = clusters - {who.cluster for who in blame}
     return cluster in rest if rest else cluster != blame[-1].cluster or clusters == {cluster}
 
@@ -555,7 +560,7 @@ def _common(one: _Spans, other: _Spans) -> _Spans:
 
 
 def _put(table: dict[_Key, _Spans], key: _Key, spans: _Spans) -> None:
-    """An entry without spans is none, so that equal states look equal."""
+    """Sets an entry of a table. An entry without spans is deleted, so that equal states look equal."""
     if spans:
         table[key] = spans
     else:

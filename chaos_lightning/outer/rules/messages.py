@@ -31,7 +31,7 @@ from chaos_lightning.planning.batches import UNTOLD, Batches
 
 @dataclass(frozen=True, slots=True)
 class ClusterHello:
-    """A cluster's first word on a stream.
+    """First word of a cluster on a stream.
 
     Attributes:
         cluster: Its name.
@@ -66,14 +66,16 @@ class ClusterHello:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A push is frozen and its bytes are served: the open one, or a kept one that is unanswered again."""
+    """Word of a cluster that a push is frozen and its bytes are served: the open one, or a kept one that is unanswered
+    again.
+    """
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A cluster lives.
+    """Heartbeat of a cluster.
 
     Attributes:
         incarnation: Who.
@@ -100,7 +102,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """It leaves, and nothing of it is needed any more."""
+    """Word of a cluster that it leaves, and that nothing of it is needed any more."""
 
     incarnation: IncarnationId
     reason: str
@@ -108,7 +110,9 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class LoopEnded:
-    """Its loop is over, all that it trained is answered; said by the oldest cluster this ends the job."""
+    """Word of a cluster that its loop is over and all that it trained is answered; said by the oldest cluster this ends
+    the job.
+    """
 
     incarnation: IncarnationId
     reason: str
@@ -121,7 +125,7 @@ FromCluster = ClusterHello | Offered | Beat | Goodbye | LoopEnded
 
 @dataclass(frozen=True, slots=True)
 class Welcomed:
-    """It is in.
+    """Word of the leader that a cluster is in.
 
     Attributes:
         term: The leader's.
@@ -144,7 +148,7 @@ class Welcomed:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A follower as a cluster reaches it.
+    """Follower as a cluster reaches it.
 
     Attributes:
         name: Its name.
@@ -177,7 +181,7 @@ class Eldest:
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """How many inner steps it takes from one push to the next from now on (H_j), and why."""
+    """Number of inner steps that a cluster takes from one push to the next from now on (H_j), and why."""
 
     term: int
     steps: int
@@ -205,7 +209,7 @@ class PushAnswered:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """All followers serve this version now, with which the job is so far."""
+    """Word of the leader that all followers serve this version now; `progress` is the job's progress at it."""
 
     term: int
     version: VersionId
@@ -222,7 +226,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """This version is durable: whose pushes it holds may go (O5b)."""
+    """Word of the leader that this version is durable: clusters whose pushes it holds may leave (O5b)."""
 
     term: int
     version: VersionId
@@ -230,7 +234,7 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class Reopened:
-    """After a rollback: these pushes are unanswered again, to be offered again in order (O5a)."""
+    """Pushes that are unanswered again after a rollback, to be offered again in order (O5a)."""
 
     term: int
     version: VersionId
@@ -239,7 +243,7 @@ class Reopened:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """All positions that this incarnation is leased and no round has spent, of all epochs, in order."""
+    """All positions, of all epochs, that an incarnation is leased and no round has spent, in order."""
 
     term: int
     leased: tuple[Covered, ...]
@@ -247,7 +251,9 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Dismissed:
-    """This incarnation, or follower, is over; `again`: the cluster may come back as a new one."""
+    """Word of the leader that this incarnation, or follower, is over; `again`: the cluster may come back as a new
+    one.
+    """
 
     term: int
     reason: str
@@ -256,7 +262,7 @@ class Dismissed:
 
 @dataclass(frozen=True, slots=True)
 class JobFinished:
-    """The job is over with this version."""
+    """Word of the leader that the job is over with this version."""
 
     term: int
     version: VersionId
@@ -265,7 +271,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """A line for the consoles of all clusters: who came, left or was refused, or that a version is lost.
+    """Line for the consoles of all clusters: who came, left or was refused, or that a version is lost.
 
     It decides nothing, and one that is lost is not said again.
     """
@@ -295,7 +301,7 @@ ToCluster = (
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A shard of this version, as it lies on a disk."""
+    """File of a shard of this version, as it lies on a disk."""
 
     version: VersionId
     digest: str
@@ -303,7 +309,7 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class PushProduct:
-    """An exact sum (exact.py) over one shard of the product of a push with something else that the reader knows."""
+    """Exact sum (exact.py) over one shard of the product of a push with something else that the reader knows."""
 
     push: PushId
     sum: str
@@ -311,7 +317,7 @@ class PushProduct:
 
 @dataclass(frozen=True, slots=True)
 class FollowerHello:
-    """A follower's first word on a stream.
+    """First word of a follower on a stream.
 
     Attributes:
         follower: Its name.
@@ -336,7 +342,7 @@ class FollowerHello:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """All bytes of a push's part are here, verified.
+    """Word of a follower that all bytes of its part of a push are here, verified.
 
     Attributes:
         follower: Who says so.
@@ -359,7 +365,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Its shard of this version is computed and served.
+    """Word of a follower that its shard of this version is computed and served.
 
     Attributes:
         follower: Who says so.
@@ -376,7 +382,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Its shard of this version is on disk: written, synced, renamed, read back (O6)."""
+    """Word of a follower that its shard of this version is on disk: written, synced, renamed, read back (O6)."""
 
     follower: str
     version: VersionId
@@ -385,7 +391,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """It needs its part of this decided push, and nobody who is up has served it yet."""
+    """Word of a follower that it needs its part of this decided push, and nobody who is up has served it yet."""
 
     follower: str
     push: PushId
@@ -393,7 +399,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class OnItsWay:
-    """It fetches its part of this push, and will have it so many seconds from now."""
+    """Word of a follower that it fetches its part of this push, and will have it so many seconds from now."""
 
     follower: str
     push: PushId
@@ -415,7 +421,7 @@ FromFollower = FollowerHello | Staged | Applied | Written | Missing | OnItsWay |
 
 @dataclass(frozen=True, slots=True)
 class Obey:
-    """Its start is in the chain, so it may obey this leader (O7).
+    """Word of the leader that a follower's start is in the chain, so that it may obey this leader (O7).
 
     Attributes:
         term: The leader's.
@@ -444,7 +450,7 @@ class Obey:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Fetch your part of this push from its cluster."""
+    """Order to a follower to fetch its part of this push from its cluster."""
 
     term: int
     offer: Offer
@@ -452,7 +458,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Compute this version; its entry is in the chain."""
+    """Order to a follower to compute this version; its entry is in the chain."""
 
     term: int
     entry: Entry
@@ -460,7 +466,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Save this version when the state stands at it: all followers save the same ones."""
+    """Order to a follower to save this version when its state is at it: all followers save the same ones."""
 
     term: int
     version: VersionId
@@ -468,7 +474,9 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A cluster is fetching this version: it is served beside the newest one. NO_VERSION: nobody is."""
+    """Word of the leader that a cluster is fetching this version: it is served beside the newest one. NO_VERSION:
+    nobody is.
+    """
 
     term: int
     version: VersionId
@@ -476,7 +484,9 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """These are durable, with this shard's digests, oldest first; what came before `base` may be deleted (O6)."""
+    """Word of the leader which versions are durable, with this shard's digests, oldest first; those before `base` may
+    be deleted (O6).
+    """
 
     term: int
     durable: tuple[ShardFile, ...]
@@ -485,7 +495,9 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class DropPush:
-    """No round will ever take this push: its bytes may go; `later`: nor any later one of its incarnation."""
+    """Word of the leader that no round will ever take this push: its bytes may go; `later`: nor any later one of its
+    incarnation.
+    """
 
     term: int
     push: PushId
@@ -494,7 +506,7 @@ class DropPush:
 
 @dataclass(frozen=True, slots=True)
 class LineKey:
-    """The key that it shares with a process of a cluster from now on.
+    """Key that a follower shares with a process of a cluster from now on.
 
     Attributes:
         term: The leader's.

@@ -13,15 +13,15 @@ from chaos_lightning.outer.rules.types import NO_VERSION, TICKS, Counters, Offer
 MOST_SPANS = 1 << 14
 """Number of spans that an offer may name; more come of no loader, as leases are dealt in chunks."""
 MOST_MANIFEST = 128
-"""Characters of a manifest."""
+"""Largest number of characters of a manifest."""
 MOST_TIMES = 1024
-"""Steps per sample, and usual batches per step, that are possible at most."""
+"""Largest possible number of steps per sample, and of usual batches per step."""
 _COUNTED = 1 << 62
 """Bound of all counters, so that they stay within 64 bits."""
 
 
 def oversize(offer: Offer) -> str:
-    """Why an offer cannot be recorded; "" if it can be."""
+    """Returns why an offer cannot be recorded; "" if it can be."""
     spans = sum(len(each.spans) for each in offer.covers)
     if spans > MOST_SPANS or len(offer.covers) > MOST_SPANS:
         return f"its push names {max(spans, len(offer.covers))} spans of positions; at most {MOST_SPANS} are possible"
@@ -31,7 +31,7 @@ def oversize(offer: Offer) -> str:
 
 
 def impossible(offer: Offer, counters: Counters, settings: OuterSettings, *, shared: bool) -> str:
-    """Why nobody can have trained what this offer says; "" if somebody can.
+    """Returns why nobody can have trained what this offer says; "" if somebody can.
 
     Args:
         offer: What is offered.

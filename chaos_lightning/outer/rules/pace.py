@@ -1,4 +1,4 @@
-"""Dynamic local steps: how many inner steps each cluster takes from one push to the next.
+"""Sets dynamic local steps: how many inner steps each cluster takes from one push to the next.
 
 Theory of operation. Of the H K inner steps of a full round each cluster takes its part by its measured rate v_j, H K
 v_j / sum v: so all end the round together, and nobody waits. The parts are rounded so that they add up to H K. Rounded
@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from chaos_lightning.outer.rules.types import IncarnationId
 
 MOST = 0.25
-"""Largest change from one round to the next, as a part."""
+"""Largest change of a cluster's steps from one round to the next, as a part."""
 
 
 def local_steps(
     steps_per_s: Mapping[IncarnationId, float], before: Mapping[IncarnationId, int], inner_steps: int
 ) -> tuple[dict[IncarnationId, int], str]:
-    """Inner steps of each cluster until its next push (H_j), and why.
+    """Returns the inner steps of each cluster until its next push (H_j), and why.
 
     Args:
         steps_per_s: Measured inner rate of each cluster that trains; 0.0 where none is known yet, which counts as the
@@ -47,6 +47,8 @@ def local_steps(
 
 
 def _near(wanted: int, before: int) -> int:
-    """The number of steps next to the wanted one that is no more than a quarter, or one, away from the one before."""
+    """Returns the number of steps next to the wanted one that is no more than a quarter, or one, away from the one
+    before.
+    """
     change = max(1, math.floor(MOST * before))
     return max(1, before - change, min(wanted, before + change))

@@ -1,4 +1,5 @@
-"""Dataclasses as text, and back: for the chain's summary (O1a), and for what ranks of an elastic cluster say (O8a).
+"""Writes dataclasses as text, and reads them: for the chain's summary (O1a), and for what ranks of an elastic cluster
+say (O8a).
 
 Theory of operation. What a value becomes goes by its type's hint alone, so nothing names its own type but the parts of
 a union of dataclasses. A dataclass is the list of its fields, in their order; a dictionary the list of its pairs, in
@@ -32,7 +33,7 @@ def _fields(cls: type) -> list[tuple[str, Any]]:
 
 @functools.cache
 def _choices(hint: Any) -> Mapping[str, Any]:
-    """The parts of a union, by name; empty if it is none."""
+    """Returns the parts of a union, by name; none if the hint is no union."""
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return {}
     return {one.__name__: one for one in typing.get_args(hint)}
@@ -64,13 +65,13 @@ def plain(hint: Any, value: Any) -> Any:
 
 
 def _kinds(hint: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """The types of what is in a tuple or list."""
+    """Returns the types of the items of a tuple or list."""
     inner = typing.get_args(hint)
     return inner[:1] * len(values) if inner[-1] is Ellipsis or typing.get_origin(hint) is list else inner
 
 
 def built(hint: Any, given: Any) -> Any:
-    """The value of this type that `plain` made this of.
+    """Returns the value of this type that `plain` made this JSON value of.
 
     Raises:
         ValueError, TypeError, KeyError: It did not.
@@ -111,12 +112,12 @@ def _scalar(hint: Any, given: Any) -> Any:
 
 
 def text_of(hint: Any, value: Any) -> bytes:
-    """A value of this type as text; equal values give equal bytes."""
+    """Returns a value of this type as text; equal values give equal bytes."""
     return json.dumps(plain(hint, value), separators=(",", ":"), allow_nan=False).encode()
 
 
 def read_text(hint: type[T], data: bytes) -> T:
-    """Back from `text_of`.
+    """Returns the value that `text_of` wrote.
 
     Raises:
         WireError: It is malformed.

@@ -1,4 +1,4 @@
-"""The leader's desk of pushes: what is offered, what is staged everywhere, what is decided on it, and what is answered.
+"""Keeps the leader's pushes: which are offered, staged everywhere, decided and answered.
 
 Theory of operation. A push is offered under the next number of its incarnation and counts once all shards have its
 bytes (O2, O3). What was decided on it is in the chain, and only the chain answers. What a version holds is freed once
@@ -32,11 +32,13 @@ from chaos_lightning.outer.rules.types import (
 )
 
 KEPT = 16
-"""Accepted pushes of an incarnation that it may still keep: at most 7 (O5)."""
+"""Number of accepted pushes of an incarnation that are looked at as ones that it may still keep: it keeps at most 7
+(O5).
+"""
 
 
 class Pushes:
-    """See the module.
+    """Pushes as the leader knows them.
 
     Args:
         desk: The leader's.
@@ -58,7 +60,7 @@ class Pushes:
     # ------------------------------------------------------------------ questions
 
     def staged(self) -> list[Offer]:
-        """Offers that all shards have, and that are next of their incarnation (O2, O3)."""
+        """Returns the offers that all shards have, and that are next of their incarnation (O2, O3)."""
         if not self._shards.complete:
             return []
         known = self._desk.chain.incarnations
@@ -66,13 +68,15 @@ class Pushes:
         return sorted((offer for offer in offers if self._shards.have(offer)), key=lambda offer: offer.push)
 
     def reopened(self, who: IncarnationId) -> list[PushId]:
-        """Pushes of it that were accepted once, rolled back, and are unanswered."""
+        """Returns the pushes of an incarnation that were accepted once, rolled back, and are unanswered."""
         return sorted(push for push in self._desk.chain.reopened if push.incarnation == who)
 
     # ------------------------------------------------------------------ hearing
 
     def on_offer(self, offer: Offer) -> bool:
-        """A push is offered, perhaps once more; returns whether its cluster must hear anew what it is leased."""
+        """Takes an offer, perhaps one that came before; returns whether its cluster must hear anew what it is
+        leased.
+        """
         desk, who, number = self._desk, offer.push.incarnation, offer.push.number
         cluster, known = self._attendance.clusters.get(who), desk.chain.incarnations.get(who)
         if cluster is None or known is None or known.over:
@@ -109,7 +113,9 @@ class Pushes:
     # ------------------------------------------------------------------ decisions
 
     def next_rollback(self) -> RolledBack | None:
-        """Only where a follower that is up lacks its part of a decided push whose incarnation is over (O5a)."""
+        """Returns the rollback that is due: only where a follower that is up lacks its part of a decided push whose
+        incarnation is over (O5a).
+        """
         chain, clusters = self._desk.chain, self._attendance.clusters
         missing = {push for follower in self._shards.up() for push in follower.missing}
         if not missing:
@@ -132,7 +138,7 @@ class Pushes:
         return RolledBack(chain.next_number, line[first].before, gone, reason)
 
     def next_founding(self) -> Founded | None:
-        """The first content that all shards have."""
+        """Returns the entry that founds the job with the first content that all shards have; None if there is none."""
         if self._desk.chain.founded:
             return None
         for offer in self.staged():
@@ -182,7 +188,7 @@ class Pushes:
     # ------------------------------------------------------------------ what follows
 
     def answer(self, offer: Offer, answer: PushAnswer, version: VersionId, reason: str) -> None:
-        """It is in the chain, so its cluster may hear it."""
+        """Tells a cluster the answer to its push, which is in the chain."""
         cluster = self._attendance.clusters.get(offer.push.incarnation)
         if cluster is None:
             return
@@ -193,7 +199,9 @@ class Pushes:
             self._shards.tell(DropPush(self._desk.term, offer.push))
 
     def rolled_back(self, version: VersionId, lost: Collection[PushId]) -> None:
-        """Acceptances are taken back: who lives offers them again, in order, before its open push."""
+        """Tells followers and clusters of a rollback: clusters that live offer the accepted pushes again, in order,
+        before their open push.
+        """
         for follower in self._shards.up():
             for push in lost:
                 self._desk.send(follower.conn, DropPush(self._desk.term, push))
@@ -210,7 +218,7 @@ class Pushes:
             self._attendance.tell(who, Reopened(self._desk.term, version, opened))
 
     def free(self, whom: Iterable[IncarnationId]) -> None:
-        """Accepted pushes that the second newest durable version holds (O5)."""
+        """Tells incarnations which of their accepted pushes the second newest durable version holds (O5)."""
         chain, needed = self._desk.chain, self._desk.chain.needed()
         for who in whom:
             own = [i for i in chain.incarnations if i.cluster == who.cluster]  # earlier ones' are kept, too (O5)

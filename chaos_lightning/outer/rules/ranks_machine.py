@@ -1,4 +1,5 @@
-"""State that all ranks of an elastic cluster hold alike, as a pure machine: one commit of their job changes it.
+"""Holds the state that all ranks of an elastic cluster hold alike, as a pure machine: one commit of their job changes
+it.
 
 Theory of operation. Each rank holds one `RanksMachine`. A commit hands all ranks the same answers (`RankSays`), so all
 machines change alike: a push counts as frozen once all have encoded it, a version as there once all hold it (O8). What
@@ -25,21 +26,23 @@ from chaos_lightning.protocol.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """All ranks have encoded this push: from here on each keeps and serves what it has, which is this content."""
+    """News that all ranks have encoded this push: from here on each keeps and serves what it has, which is this
+    content.
+    """
 
     push: PushId
     manifest: str
 
 
 RanksEffect = cl.ClusterEffect | Sealed | fx.Told
-"""`Told`: the machines are about to hear this."""
+"""Effects of a commit; `Told`: the machines are about to hear this."""
 RankNews = fx.Told | fx.Connected | fx.Disconnected | fx.TimePassed | cl.Missed
 """News that the first rank may pass on to the machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSays:
-    """Part of one rank in a commit.
+    """Word of one rank in a commit.
 
     Attributes:
         holds: The version that it has got.
@@ -78,7 +81,7 @@ class LeasedTape:
         return count(self.spent) >= self.tape.length
 
     def cover(self, spent: Sequence[Span]) -> tuple[Covered, ...]:
-        """Positions that a step has used; `spent` are places, with those before."""
+        """Returns the positions that a step has used, and notes them; `spent` are places, with those before."""
         new, self.spent = subtract(spent, self.spent), tuple(spent)
         return (Covered(self.tape.epoch, normalise(self.tape.positions(new))),) if new else ()
 
@@ -140,7 +143,7 @@ class MachineFacts:
 
 @dataclass(slots=True)
 class RanksFacts:
-    """All that a `RanksMachine` holds between two commits, for one of another rank: live objects."""
+    """State that a `RanksMachine` holds between two commits, all of it, for one of another rank: live objects."""
 
     machine: MachineFacts
     nonce: str
@@ -149,7 +152,7 @@ class RanksFacts:
 
 
 class RanksMachine:
-    """See the module.
+    """State machine that all ranks of a cluster hold alike.
 
     Args:
         machine: Of the cluster.
@@ -169,7 +172,7 @@ class RanksMachine:
         self._unsaid: list[FromCluster] = []
 
     def known(self) -> list[FromCluster]:
-        """The commit that was taken last is known to all: what is to be said because of it."""
+        """Returns what is to be said because of the commit that was taken last, which all ranks know now."""
         unsaid, self._unsaid = self._unsaid, []
         return unsaid
 
@@ -258,14 +261,14 @@ class RanksMachine:
             yield from self.machine.on(cl.Got(wanted))
 
     def _there(self, said: Sequence[RankSays]) -> bool:
-        """Whether the version that is wanted counts as there."""
+        """Returns whether the version that is wanted counts as here: all ranks hold it."""
         wanted = self.machine.fetching
         return wanted != NO_VERSION and all(each.holds == wanted for each in said)
 
     # ------------------------------------------------------------------ for newcomers
 
     def facts(self) -> RanksFacts:
-        """All of it, for `restore`."""
+        """Returns the whole state, for `restore`."""
         return RanksFacts(MachineFacts(**self.machine.facts()), self.machine.nonce, self.over, self.leased)
 
     def restore(self, facts: RanksFacts) -> None:

@@ -30,14 +30,16 @@ class ReadChain:
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """A follower's folder; what came of it: where it should be and is not, "" if it is there."""
+    """Step that looks for a follower's folder; its result is where the folder should be and is not, "" if it is
+    there.
+    """
 
     follower: str
 
 
 @dataclass(frozen=True, slots=True)
 class OldShard:
-    """A file of a shard as it was cut before, in a follower's folder."""
+    """File of a shard as it was cut before, in a follower's folder."""
 
     follower: str
     shard: Shard
@@ -47,14 +49,14 @@ class OldShard:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A file is read; what came of it: what is wrong with it, "" if it is whole."""
+    """Step that reads a file; its result is what is wrong with the file, "" if it is whole."""
 
     source: OldShard
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A shard of a version is put together and written, durably; what came of it: its digest.
+    """Step that puts a shard of a version together and writes it, durably; its result is the digest.
 
     Attributes:
         follower: In whose folder; beside the files that lie there.
@@ -71,14 +73,14 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class StoreCut:
-    """It is stored; what came of it: why not, or ""."""
+    """Step that stores the new cut; its result is why it was refused, or ""."""
 
     cut: Cut
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteBeyond:
-    """A follower's files of all versions above this number go, durably."""
+    """Step that deletes a follower's files of all versions above this number, durably."""
 
     follower: str
     number: int
@@ -89,23 +91,27 @@ Steps = Generator[Step, Any, str]
 
 
 def must_recut(chain: OuterChain, names: Sequence[str]) -> bool:
-    """Whether something is to be done before these followers start."""
+    """Returns whether something is to be done before these followers start."""
     return bool(chain.cut) and chain.agreement is not None and chain.ended is None and _undone(chain, names)
 
 
 def _undone(chain: OuterChain, names: Sequence[str]) -> bool:
-    """The cut is another one; or it was just made, and files of the former shards may lie there still."""
+    """Returns whether the cut is another one; or whether it was just made, and files of the former shards may lie there
+    still.
+    """
     assert chain.last is not None
     return not chain.cut_for(names) or (isinstance(chain.last.body, Cut) and chain.newest != NO_VERSION)
 
 
 def needless(chain: OuterChain, name: str, newest: int) -> bool:
-    """Whether the files of a follower, of versions up to this number, are of no use any more: it has no shard."""
+    """Returns whether the files of a follower, of versions up to this number, are of no use any more: it has no
+    shard.
+    """
     return name not in chain.cut and newest < chain.safe.number
 
 
 def recut_steps(job: str, names: Sequence[str]) -> Steps:
-    """The steps that cut a job's shards anew for these followers; it returns what was done, or "".
+    """Yields the steps that cut a job's shards anew for these followers; returns what was done, or "".
 
     Args:
         job: Its name.
@@ -144,7 +150,7 @@ def recut_steps(job: str, names: Sequence[str]) -> Steps:
 def _whole(
     job: str, chain: OuterChain, grid: Grid
 ) -> Generator[Step, Any, list[tuple[VersionId, tuple[OldShard, ...]]]]:
-    """The durable versions whose files are whole, and these, oldest first."""
+    """Returns the durable versions whose files are whole, and these, oldest first."""
     old = [*zip(chain.cut, grid.cut(len(chain.cut)), strict=True)]
     for number, (name, _) in enumerate(old):
         if chain.durable and (place := (yield Find(name))):
@@ -167,7 +173,7 @@ def _whole(
 
 
 def _of(sources: Sequence[OldShard], shard: Shard) -> tuple[OldShard, ...]:
-    """Those that hold something of this shard."""
+    """Returns the old shards that hold something of this shard."""
     return tuple(each for each in sources if each.shard.first < shard.stop and shard.first < each.shard.stop)
 
 

@@ -1,4 +1,4 @@
-"""The leader's decision on staged pushes: when a window closes, and what the round says.
+"""Takes the leader's decision on staged pushes: when a window closes, and what the round says.
 
 Theory of operation. A window is nothing durable: a new leader opens a new one with a full deadline, by the estimates of
 the last round (O12), and what followers have told of pushes is told again. Which pushes count is judging.py's to say,
@@ -33,7 +33,7 @@ Rows = Mapping[PushId, Sequence[Staged]]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The last round: its version, when it was stored (s), how many pushes it answered."""
+    """Facts of the last round: its version, when it was stored (s), how many pushes it answered."""
 
     version: VersionId
     at_s: float
@@ -41,7 +41,7 @@ class Answered:
 
 
 class Rounds:
-    """See the module.
+    """Windows and rounds of one leader.
 
     Args:
         chain: Of the job.
@@ -107,7 +107,7 @@ class Rounds:
         why: str,
         settings: OuterSettings,
     ) -> Round | Voided:
-        """A round on these pushes; what must be rejected whatever it holds is no candidate."""
+        """Returns a round on these pushes; those that must be rejected whatever they hold are no candidates."""
         chain = self._chain
         shared = chain.leases is not None
         refused = [
@@ -147,26 +147,27 @@ class Rounds:
         )
 
     def _objection(self, offer: Offer) -> str:
-        """Why a round must reject this push, whatever it holds (O3, O11)."""
+        """Returns why a round must reject this push, whatever it holds (O3, O11); "" if nothing is wrong with it."""
         chain, who = self._chain, offer.push.incarnation
         if chain.held(offer.base, who) != chain.held(chain.newest, who):
             return f"its base {offer.base} does not hold the pushes of {who} that stand"
         return chain.leases.objection(offer) if chain.leases is not None else ""
 
     def decided(self, now_s: float, version: VersionId, pushes: int) -> None:
-        """A round is stored."""
+        """Notes that a round is stored."""
         self._before_s = self._last.at_s if self._last is not None else 0.0
         self._last = Answered(version, now_s, pushes)
 
     def served(self, now_s: float, version: VersionId) -> None:
-        """All shards serve this version: what its round teaches of arrivals is known."""
+        """Learns about arrivals from the last round, as all shards serve its version."""
         last = self._last
         if last is not None and last.version == version and self._before_s:
             self.rates = self.rates.after(last.pushes, last.at_s - self._before_s, now_s - last.at_s)
 
 
 def _product(rows: Rows, one: PushId, other: PushId, leans: Mapping[PushId, ExactSum]) -> float:
-    """Over all shards; whichever of the two came later has it. 0.0 if one of them is not finite.
+    """Returns the product of two pushes over all shards, told with the later one of the two; 0.0 if one of them is not
+    finite.
 
     `leans`: L_j of each push, where pushes hold parameters; else empty.
     """
@@ -187,7 +188,9 @@ def _said(staged: Staged, of: PushId) -> str | None:
 
 
 def _lean(rows: Sequence[Staged], newest: VersionId) -> ExactSum:
-    """With the newest version's momentum, or L_j; 0 where a shard does not know that yet."""
+    """Returns the product of a push with the newest version's momentum, or L_j; 0 where a shard does not know that
+    yet.
+    """
     whole = ExactSum.of(())
     if any(row.at != newest for row in rows):
         return whole

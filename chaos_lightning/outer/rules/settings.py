@@ -1,4 +1,4 @@
-"""Settings of outer sync: each of them once, with its default, help and check (declared.py).
+"""Settings of outer sync, each of them declared once, with its default, help and check (declared.py).
 
 Two settings follow the policy unless the user says otherwise: the optimizer and the bound of the clip. So `di_ps` is
 the paper to the letter, and `async` the naive way that the paper compares with. The paper says in two ways what a push
@@ -149,12 +149,13 @@ class OuterSettings:
 
     @property
     def words(self) -> tuple[tuple[str, str], ...]:
-        """By name, as an agreement has them."""
+        """Settings by name, as an agreement has them."""
         return tuple((name, str(getattr(self, name))) for name in declared(OuterSettings))
 
     @classmethod
     def of_words(cls, words: Iterable[tuple[str, str]]) -> Self:
-        """Back from `words`; what they do not name has its default, but `di_ps_from`, which once was "base" for all.
+        """Returns the settings of `words`; those that they do not name have their default, but `di_ps_from`, which once
+        was "base" for all.
 
         Raises:
             ConfigurationError: An unknown name, or a value that cannot be one.
@@ -174,15 +175,15 @@ class OuterSettings:
 
     @property
     def clip_used(self) -> float:
-        """The bound of the norm; 0.0: none."""
+        """Bound of the norm of a round's average; 0.0 if there is none."""
         return self.clip or (1.0 if self.policy == "di_ps" else 0.0)
 
     @property
     def pushes_parameters(self) -> bool:
-        """A push holds its cluster's parameters, and each round subtracts them from the version before it."""
+        """Whether a push holds its cluster's parameters, and each round subtracts them from the version before it."""
         return self.policy == "di_ps" and self.di_ps_from == "now"
 
     @property
     def round_samples(self) -> int:
-        """H B: samples of a usual round of a usual cluster."""
+        """Number of samples of a usual round of a usual cluster (H B)."""
         return self.inner_steps * self.batch

@@ -1,4 +1,4 @@
-"""The leader's desk of followers: who holds a shard, what is staged, computed and saved there, and what follows (O6).
+"""Keeps the leader's followers: which hold a shard, what is staged, computed and saved there, and what follows (O6).
 
 Theory of operation. A follower's word is what it said last; a new leader hears all of it again. A follower that starts
 is entered in the chain first, and is then shown its start and all that it needs (`obey`, rule O7). A version is
@@ -32,7 +32,7 @@ from chaos_lightning.outer.rules.messages import (
 from chaos_lightning.outer.rules.types import NO_VERSION, Cut, Durable, Offer, PushId, Started, VersionId
 
 HOLD_S = 3600.0
-"""So long at most a version is served for those who fetch it, while others wait to fetch one."""
+"""Longest time, s, for which a version is served for clusters that fetch it, while others wait to fetch one."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Follower:
 
 
 class Shards:
-    """See the module.
+    """Followers as the leader knows them.
 
     Args:
         desk: The leader's.
@@ -77,7 +77,7 @@ class Shards:
     # ------------------------------------------------------------------ questions
 
     def up(self) -> list[Follower]:
-        """Followers that obey, in shard order; those that are away are missing."""
+        """Returns the followers that obey, in shard order; those that are away are missing."""
         found = [self.followers[name] for name in self._desk.chain.cut if name in self.followers]
         return [f for f in found if f.obeys and f.conn is not None]
 
@@ -88,12 +88,12 @@ class Shards:
 
     @property
     def wanted(self) -> int:
-        """So many followers are to hold a shard each."""
+        """Number of followers that are to hold a shard each."""
         return self._wanted or len(self._desk.chain.cut) or 1
 
     @property
     def unheeded(self) -> str:
-        """Why not so many followers hold a shard as were asked for, in words; "" where they do (O15)."""
+        """Words that say why not so many followers hold a shard as were asked for; "" where they do (O15)."""
         cut, wanted = self._desk.chain.cut, self.wanted
         if not cut or wanted == len(cut):
             return ""
@@ -119,19 +119,19 @@ class Shards:
         return Holders(self._desk.term, tuple(Holder(name, here.get(name, "")) for name in self._desk.chain.cut))
 
     def lack(self, pushes: Iterable[PushId]) -> bool:
-        """Whether a shard lacks, or may lack, one of these."""
+        """Returns whether a shard lacks, or may lack, one of these pushes."""
         shards = self.up()
         return not self.complete or any(push not in f.staged for f in shards for push in pushes)
 
     def have(self, offer: Offer) -> bool:
-        """Whether all shards that are up have its bytes."""
+        """Returns whether all shards that are up have the bytes of an offer."""
         here = [f.staged.get(offer.push) for f in self.up()]
         return all(s is not None and s.manifest == offer.manifest for s in here)
 
     # ------------------------------------------------------------------ hearing
 
     def on_hello(self, conn: int, hello: FollowerHello) -> None:
-        """A follower's first word on a stream."""
+        """Notes a follower by its first word on a stream."""
         before = self.followers.get(hello.follower)
         if before is not None and before.conn is not None:
             self._conns.pop(before.conn, None)
@@ -140,13 +140,13 @@ class Shards:
         self._conns[conn] = hello.follower
 
     def on_staged(self, staged: Staged) -> None:
-        """All bytes of a part are at its follower."""
+        """Notes that all bytes of a part are at its follower."""
         follower = self.followers[staged.follower]
         follower.staged[staged.push] = staged
         follower.missing.discard(staged.push)
 
     def on_applied(self, applied: Applied) -> None:
-        """A follower's state stands at this version."""
+        """Notes that a follower's state is at this version."""
         follower = self.followers[applied.follower]
         follower.version, follower.differs = applied.version, applied.differs
         for product in applied.momentum:
@@ -154,7 +154,7 @@ class Shards:
                 follower.staged[product.push] = replace(staged, momentum=product.sum, at=applied.version)
 
     def closed(self, conn: int) -> str:
-        """A stream is gone; the follower whose it was, "" if it was nobody's."""
+        """Notes that a stream is gone; returns the follower whose stream it was, "" if it was nobody's."""
         name = self._conns.pop(conn, "")
         if not name or self.followers[name].conn != conn:
             return ""
@@ -164,7 +164,8 @@ class Shards:
     # ------------------------------------------------------------------ decisions
 
     def next_start(self, offers: Iterable[Offer]) -> Started | None:
-        """A start that is to be entered, so that its follower obeys; who is entered already is told so (O7).
+        """Returns a start that is to be entered, so that its follower obeys; a follower whose start is entered already
+        is told so (O7).
 
         Args:
             offers: Open pushes, which it is to stage.
@@ -198,7 +199,7 @@ class Shards:
         return tuple(ShardFile(v, digests[shard]) for v, digests in self._desk.chain.durable) if shard >= 0 else ()
 
     def next_cut(self) -> Cut | None:
-        """The shards are cut once enough followers are there."""
+        """Returns the entry that cuts the shards, once enough followers are here; else None."""
         if self._desk.chain.cut or self._desk.chain.agreement is None:
             return None
         here = sorted(name for name, f in self.followers.items() if f.conn is not None and f.obeys)
@@ -217,7 +218,9 @@ class Shards:
         return "; ".join(found) or "the store to take the durable mark"
 
     def next_mark(self) -> Durable | None:
-        """The newest version that all shards have on disk, if it is newer than what is marked (O6)."""
+        """Returns the mark of the newest version that all shards have on disk, if it is newer than the marked one
+        (O6).
+        """
         chain, shards = self._desk.chain, self.up()
         if not self.complete:
             return None
@@ -233,7 +236,7 @@ class Shards:
     # ------------------------------------------------------------------ what follows
 
     def tell(self, message: ToFollower) -> None:
-        """To all that hold a shard and are up."""
+        """Sends a message to all followers that hold a shard and are up."""
         for follower in self.up():
             self._desk.send(follower.conn, message)
 
@@ -245,7 +248,7 @@ class Shards:
                 self._desk.send(follower.conn, Stage(self._desk.term, offer))
 
     def marked(self) -> None:
-        """A durable version is stored: files and bytes that nobody needs may go."""
+        """Tells followers that a durable version is stored: files and bytes that nobody needs may go."""
         chain, needed = self._desk.chain, self._desk.chain.needed()
         for shard, name in enumerate(chain.cut):
             follower = self.followers.get(name)
@@ -257,7 +260,7 @@ class Shards:
                 self._desk.send(follower.conn, marked)
 
     def save(self) -> None:
-        """Has the newest version saved, unless one is being saved already."""
+        """Orders to save the newest version, unless one is being saved already."""
         chain = self._desk.chain
         newest = chain.durable[-1][0] if chain.durable else NO_VERSION
         if not self.complete or (self._keep > newest and chain.stands(self._keep)):
@@ -267,7 +270,7 @@ class Shards:
             self.tell(Keep(self._desk.term, self._keep))
 
     def hold(self, fetched: Sequence[VersionId]) -> None:
-        """Has a version that is being fetched served until it is there, for no longer than `HOLD_S` (O8c).
+        """Orders to serve a version that is being fetched until it is there, for no longer than `HOLD_S` (O8c).
 
         Args:
             fetched: Such versions; the first is the most urgent one.
@@ -282,7 +285,7 @@ class Shards:
             self.tell(Hold(self._desk.term, new))
 
     def newly_served(self) -> VersionId | None:
-        """The newest version that all shards have computed, if it is news."""
+        """Returns the newest version that all shards have computed, if it is news."""
         shards = self.up()
         if not self._desk.chain.founded:  # or not any more
             self.served = NO_VERSION
@@ -296,7 +299,9 @@ class Shards:
         return served.id
 
     def _has(self, follower: Follower, version: Version) -> bool:
-        """Whether a follower serves this version: its newest, or the one before, unless an older one has that place."""
+        """Returns whether a follower serves this version: its newest, or the one before, unless an older one has that
+        place.
+        """
         newest = [v.id for v in islice(self._desk.chain.line(follower.version), 2)]
         free = self._held in (None, NO_VERSION, *newest)
         return version.id in (newest if free else newest[:1])

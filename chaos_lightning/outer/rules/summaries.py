@@ -1,4 +1,4 @@
-"""The chain's summary: what is left of its entries once the store has been cut behind them (O1a).
+"""Makes the chain's summary: what is left of its entries once the store has been cut behind them (O1a).
 
 Theory of operation. A chain grows with the job, and who takes over must read all of it. So from time to time the leader
 appends a `Summary`: what the entries fold to, in place of them. The store drops them in the same moment
@@ -28,11 +28,13 @@ from chaos_lightning.outer.rules.plain import text_of
 from chaos_lightning.outer.rules.types import NO_VERSION, PushId, Summary, VersionId
 
 EVERY = 2048
-"""Entries from one summary to the next."""
+"""Number of entries from one summary to the next."""
 VERSIONS = 64
-"""So many of the newest versions may be the base of a push, whoever's it is."""
+"""Number of the newest versions of which each may be the base of a push, whoever's it is."""
 ANSWERS = 16
-"""So many answers of each incarnation are kept: it asks for that to its last push alone, and frees what it keeps."""
+"""Number of answers of each incarnation that are kept: it asks for that to its last push alone, and frees what it
+keeps.
+"""
 MOST_CHARACTERS = 700_000
 """Largest number of characters of a summary: etcd takes no larger one."""
 
@@ -86,7 +88,7 @@ def summary_of(chain: OuterChain, bases: Collection[VersionId], versions: int = 
 
 
 def _cut(known: Incarnation, needed: Collection[PushId]) -> Incarnation:
-    """With the answers that may be asked for."""
+    """Returns an incarnation with those answers alone that may be asked for."""
     own = [push.number for push in needed if push.incarnation == known.id]
     forgotten = max(known.forgotten, min([known.next - ANSWERS, *own]))
     answers = {number: given for number, given in known.answers.items() if number >= forgotten}
@@ -94,7 +96,7 @@ def _cut(known: Incarnation, needed: Collection[PushId]) -> Incarnation:
 
 
 class Summaries:
-    """When a summary is due.
+    """Maker of summaries when they are due.
 
     Args:
         desk: The leader's.
@@ -113,7 +115,7 @@ class Summaries:
         self.versions = VERSIONS
 
     def next_summary(self) -> Summary | None:
-        """It is due, there is something to cut, and all who live have said what their base is."""
+        """Returns a summary if it is due, there is something to cut, and all who live have said what their base is."""
         chain, clusters = self._desk.chain, self._attendance.clusters
         if chain.position < max(chain.summed + self.every, self._not_before) or chain.safe == NO_VERSION:
             return None

@@ -21,12 +21,12 @@ from chaos_lightning.outer.rules.arrivals import UNTAUGHT, ArrivalRates
 from chaos_lightning.protocol.types import Span
 
 AHEAD = 3
-"""So many versions at most are decided beyond the newest durable one (O5)."""
+"""Largest number of versions that are decided beyond the newest durable one (O5)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class IncarnationId:
-    """One start of a cluster (O3b). Numbers come from the chain and are never reused."""
+    """Name of one start of a cluster (O3b). Numbers come from the chain and are never reused."""
 
     cluster: str
     number: int
@@ -37,7 +37,7 @@ class IncarnationId:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Where a process runs, so that whoever shares its machine can see that it is gone."""
+    """Place where a process runs, so that processes on its machine can see that it is gone."""
 
     host: str = ""
     pid: int = 0
@@ -49,7 +49,7 @@ NO_PROCESS = ProcessPlace()
 
 @dataclass(frozen=True, slots=True, order=True)
 class PushId:
-    """One push. Its order is the order in which pushes of a round are summed, whatever order they came in."""
+    """Name of a push. Its order is the order in which pushes of a round are summed, whatever order they came in."""
 
     incarnation: IncarnationId
     number: int
@@ -60,7 +60,7 @@ class PushId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class VersionId:
-    """The outer state after a founding, a round or a rollback: its number and the hash of that entry."""
+    """Name of the outer state after a founding, a round or a rollback: its number and the hash of that entry."""
 
     number: int = 0
     hash: str = ""
@@ -90,7 +90,7 @@ class Covered:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A push as its cluster offers it.
+    """Push as its cluster offers it.
 
     Attributes:
         push: Its name; it stands for one content.
@@ -111,7 +111,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """An accepted push in a round: `factor` is w_j, its part of the average, with `part` in it.
+    """Accepted push in a round: `factor` is w_j, its part of the average, with `part` in it.
 
     `part` is the part of its length to which the gate has shortened it; 1.0: it is taken as it is.
     """
@@ -124,7 +124,7 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A push that a round rejected, and why."""
+    """Push that a round rejected, and why."""
 
     offer: Offer
     reason: str
@@ -208,7 +208,7 @@ class GateState:
 
 @dataclass(frozen=True, slots=True)
 class PacedCluster:
-    """How fast a cluster is, and what is asked of it.
+    """Pace of a cluster: how fast it is, and how many steps are asked of it.
 
     Attributes:
         incarnation: Who.
@@ -225,7 +225,7 @@ class PacedCluster:
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """How far the job is with a version.
+    """Progress of a job with a version.
 
     Attributes:
         samples: Of all accepted pushes.
@@ -239,13 +239,13 @@ class JobProgress:
 
     @property
     def steps(self) -> int:
-        """The step number of a synchronous job of the same data."""
+        """Step number of a synchronous job of the same data."""
         return self.ticks // TICKS
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of the outer state, as all clusters must have it."""
+    """Tensor of the outer state, as all clusters must have it."""
 
     name: str
     dtype: str
@@ -262,7 +262,7 @@ _OF_A_RUN = (COMPILED, "layer ", "hyperparameter ", "data hyperparameter ", "all
 HYPER = "hyper_parameters"
 """Word with the LightningModule's hyperparameters as JSON, for exports; it is not compared, as each one has words."""
 TIED = "tied tensors"
-"""The word of an agreement that has the further names of tensors, as JSON: name by name that travels."""
+"""Word of an agreement that has the further names of tensors, as JSON: name by name that travels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Agreement:
     words: tuple[tuple[str, str], ...] = ()
 
     def difference(self, other: Agreement) -> str:
-        """The first thing in which the other one, a newcomer's, differs; "" if nothing does."""
+        """Returns the first thing in which the other agreement, a newcomer's, differs; "" if nothing does."""
         if (mine := len(self.tensors)) != (theirs := len(other.tensors)):
             return f"its model has {theirs} tensors, the job's has {mine}"
         for one, two in zip(self.tensors, other.tensors, strict=True):
@@ -323,7 +323,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """The job's first cluster has said what it is about. This entry's hash names the job.
+    """Entry: the job's first cluster has said what it is about. This entry's hash names the job.
 
     Attributes:
         agreement: What all clusters have in common.
@@ -338,7 +338,7 @@ class JobOpened:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A follower has started, under a number that it drew: from now on it obeys (O7)."""
+    """Entry: a follower has started, under a number that it drew: from now on it obeys (O7)."""
 
     follower: str
     nonce: str
@@ -346,7 +346,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Followers and their shards, in shard order; the grid says where the boundaries are (O15).
+    """Entry: followers and their shards, in shard order; the grid says where the boundaries are (O15).
 
     Attributes:
         followers: In shard order.
@@ -360,7 +360,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A cluster has come.
+    """Entry: a cluster has come.
 
     Attributes:
         incarnation: Its name.
@@ -377,7 +377,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Founded:
-    """The job's first version is what this push holds."""
+    """Entry: the job's first version is the content of this push."""
 
     number: int
     offer: Offer
@@ -385,7 +385,7 @@ class Founded:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """These positions of the epoch are this incarnation's to train (O11)."""
+    """Entry: these positions of the epoch are this incarnation's to train (O11)."""
 
     incarnation: IncarnationId
     epoch: int
@@ -394,7 +394,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class LeftOver:
-    """These positions are not trained in this epoch: no cluster makes a batch of so few (O11)."""
+    """Entry: these positions are not trained in this epoch, as no cluster makes a batch of so few (O11)."""
 
     epoch: int
     spans: tuple[Span, ...]
@@ -402,7 +402,7 @@ class LeftOver:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """An incarnation is over: it left, was silent, or another one took its place. Its leases end."""
+    """Entry: an incarnation is over: it left, was silent, or another one took its place. Its leases end."""
 
     incarnation: IncarnationId
     reason: str
@@ -410,7 +410,9 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Voided:
-    """A push is answered by no round: its base and its cluster's residual stand, the next one covers its progress."""
+    """Entry: a push is answered by no round: its base and its cluster's residual stand, the next one covers its
+    progress.
+    """
 
     offer: Offer
     reason: str
@@ -418,7 +420,7 @@ class Voided:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A decision on pushes; it makes a version.
+    """Entry: a decision on pushes; it makes a version.
 
     Attributes:
         number: Of the version.
@@ -447,7 +449,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """All shards of this version are on disk, with these digests in shard order (O6)."""
+    """Entry: all shards of this version are on disk, with these digests in shard order (O6)."""
 
     version: VersionId
     digests: tuple[str, ...]
@@ -455,7 +457,7 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """A version with the content of an older one, since part of a decided push is gone for good (O5a).
+    """Entry: a version with the content of an older one, since part of a decided push is gone for good (O5a).
 
     Attributes:
         number: Of the version.
@@ -472,7 +474,7 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The job is over with this version, which is durable, and so is each incarnation (O16).
+    """Entry: the job is over with this version, which is durable, and so is each incarnation (O16).
 
     Attributes:
         version: The last one.
@@ -487,7 +489,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Summary of all entries before it, which the store has dropped (O1a).
+    """Entry: the summary of all entries before it, which the store has dropped (O1a).
 
     Attributes:
         after: Hash of the entry before.
@@ -519,7 +521,7 @@ MAKES_VERSION = (Founded, Round, RolledBack)
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the chain.
+    """Entry of the chain.
 
     Attributes:
         position: From 1 on.
@@ -553,7 +555,7 @@ class Entry:
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        """The pushes that its version adds to the one before, in order: whose bytes it takes to compute it."""
+        """Pushes that the entry's version adds to the one before, in order: their bytes are needed to compute it."""
         match self.body:
             case Founded(_, offer):
                 return (offer,)
@@ -564,12 +566,12 @@ class Entry:
 
     @property
     def version(self) -> VersionId:
-        """The version that it makes; NO_VERSION if it makes none."""
+        """Version that the entry makes; NO_VERSION if it makes none."""
         return VersionId(self.body.number, self.hash) if isinstance(self.body, MAKES_VERSION) else NO_VERSION
 
 
 def named_offers(body: Body) -> tuple[Offer, ...]:
-    """All offers that an entry names, whatever it says of them."""
+    """Returns all offers that an entry names, whatever it says of them."""
     match body:
         case Founded(_, offer) | Voided(offer):
             return (offer,)

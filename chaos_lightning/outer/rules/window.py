@@ -1,4 +1,4 @@
-"""When the pushes that are staged become a round, and how long it pays to wait for more.
+"""Decides when the pushes that are staged become a round, and how long it pays to wait for more.
 
 Theory of operation. A window opens with the first staged push, and its deadline is fixed then: a `Window` is immutable,
 so no later arrival can put the deadline off (reset by each arrival, it could be put off for ever). It closes when
@@ -34,7 +34,7 @@ _NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Whether a window closes.
+    """Decision whether a window closes.
 
     Attributes:
         closes: Now.
@@ -49,7 +49,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One window, from its opening on. A new leader opens a new one (O12).
+    """Window in which pushes are collected, from its opening on. A new leader opens a new one (O12).
 
     Attributes:
         opened_s: When, by the leader's own clock.
@@ -67,7 +67,7 @@ class Window:
     def opened(
         cls, now_s: float, training: Collection[IncarnationId], rates: ArrivalRates, settings: OuterSettings
     ) -> Window:
-        """The window that the first staged push opens.
+        """Returns the window that the first staged push opens.
 
         Args:
             now_s: By the leader's clock.
@@ -99,7 +99,7 @@ class Window:
         staged: Set[IncarnationId],
         in_s: Mapping[IncarnationId, float],
     ) -> Due:
-        """Whether it closes now.
+        """Returns whether the window closes now, and why.
 
         Args:
             now_s: By the leader's clock.

@@ -1,4 +1,4 @@
-"""The chain of a leader in its store: written in a thread of its own, with patience, and read back at the start.
+"""Keeps the chain of a leader in its store: written in a thread of its own, with patience, and read back at the start.
 
 Theory of operation. A record of the store is an entry: its kind is the name of what the entry says, its body that in
 the bytes of outer/exchange/vocabulary.py. Position and term are the same; what an entry names as its predecessor is the
@@ -26,7 +26,7 @@ from chaos_lightning.outer.rules.types import Entry, Summary
 T = TypeVar("T")
 
 PATIENCE_S = 5.0
-"""A store that takes nothing for so long fails the leader."""
+"""Seconds after which a store that takes nothing fails the leader."""
 _AGAIN_S = 0.2
 
 
@@ -53,7 +53,7 @@ def load_chain(store: Store, after: OuterChain | None = None) -> OuterChain:
 
 
 class ChainStore:
-    """See the module. Methods belong to one asyncio loop.
+    """Store of a leader's chain. Methods belong to one asyncio loop.
 
     Args:
         open_store: Opens the store; called once, in its thread.
@@ -69,14 +69,14 @@ class ChainStore:
 
     @property
     def place(self) -> str:
-        """Where the chain is, for people; "" before it was opened."""
+        """Location of the chain, for people; "" before it was opened."""
         return self._store.place if self._store is not None else ""
 
     async def _in_thread(self, work: Callable[..., T], *given: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
 
     async def take(self) -> tuple[OuterChain, int]:
-        """Outranks every other leader; the chain, and the term that this one has now.
+        """Outranks every other leader; returns the chain, and the term that this leader has now.
 
         Raises:
             StoreError: The store cannot be used, or holds something else.
@@ -90,7 +90,7 @@ class ChainStore:
         return load_chain(self._store), self._store.term
 
     async def append(self, entry: Entry) -> Appended:
-        """Compare-and-set: it is durable when this returns ok.
+        """Appends an entry by compare-and-set: it is durable when this returns ok.
 
         Raises:
             OversizeError: The store takes no record of this size.
@@ -126,7 +126,7 @@ class ChainStore:
         return outcome
 
     async def close(self) -> None:
-        """Waits for a write that may be under way, and lets the store go."""
+        """Closes the store, after a write that may be under way."""
         if self._store is not None:
             await self._in_thread(self._store.close)
         self._disk.shutdown(wait=False)

@@ -35,7 +35,7 @@ from chaos_lightning.outer.server.streams import ClientStreams
 
 
 class OuterDriver:
-    """See the module. Methods belong to one asyncio loop.
+    """Driver of a leader's machine. Methods belong to one asyncio loop.
 
     Args:
         store: Where entries go.
@@ -55,7 +55,7 @@ class OuterDriver:
         self._time_waits = False
 
     def feed(self, event: LeaderEvent) -> None:
-        """Whatever happens; passing time does not pile up."""
+        """Queues an event for the machine; passing time does not pile up."""
         if isinstance(event, TimePassed):
             if self._time_waits:
                 return

@@ -1,4 +1,4 @@
-"""A leader's process: takes its port, leads at once or once it is elected, serves, and knows when to end.
+"""Runs a leader's process: takes its port, leads at once or once it is elected, serves, and knows when to end.
 
 Theory of operation. It is put together of parts: the streams of clusters and followers (streams.py), the driver of the
 state machine (driver.py), the chain in its store (chain_store.py), the calls (service.py) and what stands before them
@@ -43,20 +43,22 @@ _log = logging.getLogger("chaos_lightning.outer")
 CANNOT_LEAD = "it was elected and cannot lead"
 _TICK_S = 0.1
 _LOOK_S = 1.0
-"""Processes of clusters that are away are looked for so often."""
+"""Interval, s, of looking for processes of clusters that are away."""
 _ENDED_S = 600.0
-"""Folders of ended jobs are looked for so often, when somebody asks for facts."""
+"""Interval, s, of looking for folders of ended jobs, when somebody asks for facts."""
 _LINGER_S = 60.0
-"""After the end of the job clusters fetch its last version; a leader waits no longer for them than this."""
+"""Longest time, s, for which a leader waits after the end of the job for clusters that fetch its last version."""
 _QUIET_S, _AWAY_S = 0.5, 5.0
-"""It ends when no cluster was here for so long; the second one, if a cluster that lives has not been told."""
+"""Seconds without a cluster after which an ended job's leader ends; the second one, if a cluster that lives has not
+been told.
+"""
 _END_TIMEOUT_S = 600.0
 """Seconds that a request for the end of a job waits for a durable version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderConfig:
-    """How a leader's process behaves; the job's rules are in its chain.
+    """Settings of a leader's process; the job's rules are in its chain.
 
     Attributes:
         host: Address to listen on.
@@ -80,7 +82,7 @@ class LeaderConfig:
 
 
 class OuterServer:
-    """See the module. `start` and `stop` belong to one asyncio loop.
+    """Process of one leader. `start` and `stop` belong to one asyncio loop.
 
     Args:
         config: How to behave.
@@ -148,16 +150,18 @@ class OuterServer:
 
     @property
     def endpoint(self) -> str:
-        """Address at which others reach it."""
+        """Address at which others reach the leader."""
         return self.config.advertise or join_endpoint(self.config.host, self.port)
 
     @property
     def finished(self) -> bool:
-        """The job has ended."""
+        """Whether the job has ended."""
         return self._driver.done is not None and self._driver.done.finished
 
     def asked_to_end(self, reason: str) -> None:
-        """By its supervisor, which got a signal that clusters beside it may have got, too: it stays for these."""
+        """Ends this leader at the request of its supervisor, which got a signal that clusters beside it may have got,
+        too: it stays for these.
+        """
         self.life.asked(reason, self._leaving)
 
     def _leaving(self) -> list[bool]:
@@ -199,7 +203,7 @@ class OuterServer:
             self.life.end(f"{CANNOT_LEAD}: {words}", failed=True)
 
     async def _lead(self) -> None:
-        """Takes the chain; from now on clusters and followers are let in."""
+        """Takes the chain; from then on clusters and followers are let in."""
         chain, term = await self._store.take()
         self._events.emit(
             "outer_leader_started",
@@ -233,7 +237,7 @@ class OuterServer:
             self.life.end(done.reason, failed=True)
 
     async def _linger(self, reason: str) -> None:
-        """Until all clusters have heard of the end and left; followers leave with the leader."""
+        """Ends the leader once all clusters have heard of the end and left; followers leave with the leader."""
         assert self._driver.machine is not None
         away = untold(self._driver.machine)
         seen, deadline = time.monotonic(), time.monotonic() + _LINGER_S
@@ -244,7 +248,9 @@ class OuterServer:
         self.life.end(f"the job has ended: {reason}")
 
     async def _end_job(self, reason: str) -> tuple[bool, str]:
-        """Waits for a durable version, and until the chain says that it was the last one."""
+        """Ends the job for an operator, once its newest version is durable; returns whether the chain has the end, and
+        words.
+        """
         assert self._driver.machine is not None
         self._driver.feed(EndAsked(reason))
         try:
@@ -267,7 +273,9 @@ class OuterServer:
             self._look_for_idleness()
 
     async def _look_for_dead(self) -> None:
-        """Clusters of this machine that are away, and whose process is gone, are not waited for (O14)."""
+        """Looks for clusters of this machine that are away, and whose process is gone: these are not waited for
+        (O14).
+        """
         here = host_identity()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -294,7 +302,7 @@ class OuterServer:
         return self._standing.waits() if self._standing is not None else ("this leader has not begun yet", "")
 
     def _ended_folders(self) -> list[EndedFolder]:
-        """Looks again after a while, for that reads all their chains."""
+        """Returns the folders of ended jobs; looks again after a while only, for that reads all their chains."""
         now = time.monotonic()
         if self.config.folder is not None and now >= self._ended_at:
             self._ended_at, self._ended = now + _ENDED_S, ended_folders(self.config.folder)
@@ -328,7 +336,7 @@ async def serve(
     on_started: Callable[[OuterServer], None] = lambda server: None,
     standing: OuterCandidacy | None = None,
 ) -> tuple[str, bool]:
-    """Runs a leader until it ends; returns (why, whether that is a failure)."""
+    """Runs a leader until it ends; returns why, and whether that is a failure."""
     server = OuterServer(config, open_store, events, standing)
     try:
         await server.start()

@@ -1,4 +1,4 @@
-"""The leader's calls (outer/exchange/outer.proto), and who may make them.
+"""Answers the leader's calls (outer/exchange/outer.proto), and says who may make them.
 
 Theory of operation. Who may call was asked before (control/auth_interceptor.py, by RIGHTS). A process that waits to
 lead answers *Facts* for itself; to all others it says who leads.
@@ -20,20 +20,21 @@ from chaos_lightning.security.roles import CLUSTER, FOLLOWER, MEMBER, OBSERVER, 
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 NAME = "chaos_lightning.outer.v1.ParameterServer"
-"""In outer/exchange/outer.proto."""
+"""Name of the service in outer/exchange/outer.proto."""
 RIGHTS = {
     "Attend": Right((CLUSTER, MEMBER), with_token=(CLUSTER, MEMBER)),
     "Follow": Right((FOLLOWER,), with_token=(FOLLOWER,)),
     "Facts": Right((CLUSTER, MEMBER, FOLLOWER, OBSERVER, OPERATOR)),
     "End": Right((OPERATOR,)),
 }
-"""Clusters and followers prove the token to each other, so who attends must know it. An elastic cluster's processes are
-members of their own job."""
+"""Rights to the calls. Clusters and followers prove the token to each other, so who attends must know it. An elastic
+cluster's processes are members of their own job.
+"""
 
 
 @dataclass(eq=False, kw_only=True)
 class OuterService(ParameterServerServicer):  # type: ignore[misc]
-    """See the module.
+    """Service of a leader, with its calls.
 
     Attributes:
         streams: Of clusters and followers.
@@ -56,12 +57,12 @@ class OuterService(ParameterServerServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
 
     async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
-        """A cluster's stream, from its hello to its end."""
+        """Serves a cluster's stream, from its hello to its end."""
         await self._send_on(context)
         await self.streams.attend(context, "Attend", self.peer(context))
 
     async def Follow(self, _requests: AsyncIterator[Any], context: Any) -> None:
-        """A follower's."""
+        """Serves a follower's stream, from its hello to its end."""
         await self._send_on(context)
         await self.streams.attend(context, "Follow", self.peer(context))
 
@@ -69,7 +70,7 @@ class OuterService(ParameterServerServicer):  # type: ignore[misc]
         return outer_pb2.FactsReply(json=json.dumps(await self.facts()))
 
     async def End(self, request: Any, context: Any) -> Any:
-        """An operator ends the job; answered once it is over."""
+        """Ends the job for an operator; answered once it is over."""
         await self._send_on(context)
         accepted, text = await self.end_job(request.reason or f"asked by {self.peer(context)}")
         return outer_pb2.EndReply(accepted=accepted, text=text)

@@ -1,4 +1,4 @@
-"""A leader's candidacy among several that have their chain in etcd: it waits until it is elected.
+"""Runs a leader's candidacy among several that have their chain in etcd: it waits until it is elected.
 
 Theory of operation. A leader with its chain in a file leads from its start; the file's lock and terms keep others out.
 One with etcd listens at once, says to whoever comes who leads, and takes the chain when it is elected
@@ -20,11 +20,11 @@ from chaos_lightning.control.store import Store
 from chaos_lightning.outer.server.chain_store import load_chain
 
 SERVICES = "outer"
-"""The folder of outer sync's services in etcd."""
+"""Folder of outer sync's services in etcd."""
 
 
 def open_outer_store(address: str, job: str) -> Store:
-    """A job's chain in etcd, to be read.
+    """Opens a job's chain in etcd, to be read.
 
     Raises:
         ConfigurationError: The address is none, or a file of it cannot be read.
@@ -34,7 +34,7 @@ def open_outer_store(address: str, job: str) -> Store:
 
 
 class OuterCandidacy:
-    """See the module. Methods may be called from any thread.
+    """Candidacy of one leader by way of etcd. Methods may be called from any thread.
 
     Args:
         address: Where etcd is (etcd://...).
@@ -76,7 +76,7 @@ class OuterCandidacy:
         self._election.start()
 
     def open_store(self) -> Store:
-        """The chain, for the leader; that of a job that has ended is emptied first, unless it is to be kept.
+        """Opens the chain, for the leader; that of a job that has ended is emptied first, unless it is to be kept.
 
         Whoever waited while another one led tells what that one has ended.
         """
@@ -88,7 +88,7 @@ class OuterCandidacy:
         return store
 
     def waits(self) -> tuple[str, str]:
-        """Why this process does not lead, and where the one listens that does; "" if nobody does."""
+        """Returns why this process does not lead, and where the leader listens; "" if nobody leads."""
         leader = self._election.leader if self._election is not None else None
         trouble = self._election.trouble if self._election is not None else ""
         place = leader.endpoint if leader is not None else ""
@@ -99,7 +99,7 @@ class OuterCandidacy:
         return self._election.facts() if self._election is not None else {}
 
     def close(self) -> None:
-        """Gives it up; another candidate leads at once. Idempotent."""
+        """Gives the candidacy up; another candidate leads at once. Idempotent."""
         if self._election is not None:
             self._election.resign()
         self._client.close()

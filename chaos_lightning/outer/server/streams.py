@@ -1,4 +1,4 @@
-"""The streams of clusters and followers at a leader: who speaks on each, and what waits to be sent.
+"""Holds the streams of clusters and followers at a leader: who speaks on each, and what waits to be sent.
 
 Theory of operation. A stream's first message says who speaks; whatever speaks for somebody else is no message of ours.
 gRPC does not tell whether a stream was closed, or ended with its process or with the network. Of a process on this
@@ -27,9 +27,11 @@ from chaos_lightning.outer.rules.types import ProcessPlace
 import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 _MAX_OUTBOX = 65536
-"""Messages that wait for one client; more means that it has not read for a long time, and its stream is cut."""
+"""Largest number of messages that wait for one client; with more it has not read for a long time, and its stream is
+cut.
+"""
 _PROOF_S = 0.5
-"""The process table is looked at for so long when a stream ends abruptly."""
+"""Seconds for which the process table is looked at when a stream ends abruptly."""
 _LOOK_S = 0.01
 
 _CALLS = {
@@ -39,7 +41,7 @@ _CALLS = {
 
 
 class ClientStream:
-    """One stream, while it stands.
+    """Stream of one client, while it stands.
 
     Args:
         conn: By which the machine knows it.
@@ -61,7 +63,7 @@ class ClientStream:
         self.from_client, self.to_client, self.pulse = _CALLS[call]
 
     def check(self, message: Any) -> None:
-        """Learns who speaks from its first message, and holds it to that.
+        """Learns who speaks from the stream's first message, and holds the later ones to that.
 
         Raises:
             WireError: It speaks for somebody else, or does not say who it is.
@@ -88,7 +90,7 @@ class ClientStream:
 
 
 class ClientStreams:
-    """All that stand. Methods belong to one asyncio loop.
+    """All streams that stand. Methods belong to one asyncio loop.
 
     Args:
         feed: Takes what happens on them, for the machine.
@@ -114,11 +116,11 @@ class ClientStreams:
         self._ending: set[asyncio.Task[None]] = set()
 
     def count(self, call: str) -> int:
-        """How many stand of clusters ("Attend") or followers ("Follow")."""
+        """Returns the number of streams that stand of clusters ("Attend") or followers ("Follow")."""
         return sum(1 for stream in self._standing.values() if stream.call == call)
 
     def send(self, conn: int, message: Any) -> None:
-        """Queues it; who reads nothing is cut off."""
+        """Queues a message; a client that reads nothing is cut off."""
         if (stream := self._standing.get(conn)) is None:
             return
         if stream.outbox.qsize() < _MAX_OUTBOX:
@@ -128,12 +130,12 @@ class ClientStreams:
             stream.cut.set()
 
     def end_all(self, reason: str) -> None:
-        """Ends them behind what is queued, with the reason why nobody leads here any more."""
+        """Ends all streams behind what is queued, with the reason why nobody leads here any more."""
         for stream in self._standing.values():
             self._hang_up(stream, ENDED, reason)
 
     def hang_up(self, conn: int, reason: str) -> None:
-        """Ends one behind what is queued: its client is refused, for this reason."""
+        """Ends one stream behind what is queued: its client is refused, for this reason."""
         if (stream := self._standing.get(conn)) is not None:
             self._hang_up(stream, grpc.StatusCode.NOT_FOUND, reason)
 
@@ -143,7 +145,9 @@ class ClientStreams:
         stream.outbox.put_nowait(None)
 
     def pulse(self) -> None:
-        """Clients leave a leader that says nothing, for another may be elected by then."""
+        """Sends an empty message on each idle stream: clients leave a leader that says nothing, for another may be
+        elected by then.
+        """
         for stream in self._standing.values():
             if stream.outbox.empty():
                 stream.outbox.put_nowait(stream.pulse)
@@ -151,7 +155,7 @@ class ClientStreams:
     # ------------------------------------------------------------------ one stream
 
     async def attend(self, context: Any, call: str, peer: str) -> None:
-        """One client's stream, from its hello to its end."""
+        """Serves one client's stream, from its hello to its end."""
         self._count += 1
         stream = ClientStream(self._count, call, peer)
         stream.outbox.put_nowait(stream.pulse)  # says that this one leads
@@ -178,7 +182,7 @@ class ClientStreams:
             ending.add_done_callback(self._ending.discard)
 
     async def _end(self, stream: ClientStream) -> None:
-        """Tells the machine, if possible with the proof that its process is dead."""
+        """Tells the machine of a stream's end, if possible with the proof that its process is dead."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + _PROOF_S
         while (state := stream.process_state()) not in ("", "gone") and clock() < deadline:
@@ -196,7 +200,7 @@ class ClientStreams:
             stream.cut.set()
 
     async def _read(self, stream: ClientStream, context: Any) -> None:
-        """Feeds what the client says, until it has said all."""
+        """Feeds the machine with the client's messages, until the client has said all."""
         while True:
             envelope = await context.read()
             if envelope is END_OF_STREAM:

@@ -25,12 +25,12 @@ from chaos_lightning.outer.server.chain_store import load_chain
 
 CHAIN = "chain.sqlite"
 ENDED = "-ended-"
-"""Between the name of a server's folder and the time at which it was put away."""
+"""Text between the name of a server's folder and the time at which it was put away."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndedFolder:
-    """The folder of a job that has ended.
+    """Folder of a job that has ended.
 
     Attributes:
         path: Where it is.
@@ -44,13 +44,13 @@ class EndedFolder:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Description of the folder, for people."""
         day = time.strftime("%Y-%m-%d", time.localtime(self.goes_at))
         return f"{self.path} ({self.nbytes / 1e6:.1f} MB) of a job that has ended is removed on {day}, or later"
 
 
 def ended_folders(folder: Path) -> list[EndedFolder]:
-    """Folders beside a server's own whose jobs have ended, and that go one day.
+    """Returns the folders beside a server's own whose jobs have ended, and that are removed one day.
 
     Args:
         folder: The server's own.
@@ -64,7 +64,7 @@ def ended_folders(folder: Path) -> list[EndedFolder]:
 
 
 def clean_up(folder: Path, now: float) -> list[EndedFolder]:
-    """Removes those whose time has come; returns them.
+    """Removes the folders whose time has come; returns them.
 
     Args:
         folder: The server's own, which stays.
@@ -86,7 +86,7 @@ def clean_up(folder: Path, now: float) -> list[EndedFolder]:
 
 
 def _beside(folder: Path) -> Iterator[Path]:
-    """Folders that this server has put away, and those of other servers in the state folder of this user."""
+    """Yields the folders that this server has put away, and those of other servers in the state folder of this user."""
     try:
         from_default = folder.parent.name == "chaos-lightning" and folder.name.startswith("outer-")
         places = sorted(folder.parent.glob("outer-*" if from_default else f"{folder.name}{ENDED}*"))
@@ -96,7 +96,7 @@ def _beside(folder: Path) -> Iterator[Path]:
 
 
 def _judged(path: Path) -> EndedFolder | None:
-    """None for a folder that stays."""
+    """Returns the facts of a folder that is to be removed one day; None for one that stays."""
     store = path / CHAIN
     if not store.is_file():
         return None
@@ -111,14 +111,14 @@ def _judged(path: Path) -> EndedFolder | None:
 
 
 def _is_needed(chain: OuterChain) -> bool:
-    """Whether a process lives on this machine that was in the job, and may not have its last version."""
+    """Returns whether a process lives on this machine that was in the job, and may not have its last version."""
     places = [known.process for known in chain.incarnations.values() if known.process is not None]
     here = [place for place in places if place.host == host_identity()]
     return any(process_state(place.pid, place.pid_start) not in ("", "gone") for place in here)
 
 
 def _only_ours(path: Path, chain: OuterChain) -> bool:
-    """Whether there is nothing but the chain and the shards of its followers."""
+    """Returns whether there is nothing in the folder but the chain and the shards of its followers."""
     for each in path.iterdir():
         if each.name.startswith(CHAIN):
             continue
