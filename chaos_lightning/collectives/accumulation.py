@@ -1,5 +1,5 @@
-"""An accumulation: the gradients of one optimizer step on their way from autograd's hooks to the slot that commits
-them.
+"""Holds the gradients of one optimizer step, an accumulation, on their way from autograd's hooks to the slot that
+commits them.
 
 Theory of operation. `arm` opens the accumulation for the coming slot and tells the reducer so; cells that hooks
 complete are passed on at once. A collective that comes between (a metric logged in the training step) takes the slot
@@ -25,7 +25,7 @@ from chaos_lightning.transport.loop import IoLoop
 
 
 class Accumulation:
-    """See the module. One for the life of an engine.
+    """Gradients of the open step. One object for the life of an engine.
 
     Args:
         memory: Where gradients and results lie.
@@ -38,7 +38,7 @@ class Accumulation:
         self.memory, self.layout = memory, memory.layout
         self.section = 0
         self.seq = -1
-        """The slot that the armed accumulation is meant for; -1 if none is armed."""
+        """Slot that the armed accumulation is meant for; -1 if none is armed."""
         self.empty = False
         self._view: ViewId | None = None
         self._gradients = Gradients(memory, overlap, self._launch)
@@ -50,7 +50,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Backward passes inside are accumulated, not sent."""
+        """Holds gradients back while the block runs: backward passes inside are accumulated, not sent."""
         self._holds += 1
         try:
             yield
@@ -76,20 +76,20 @@ class Accumulation:
         self._begin()
 
     def closing(self, parts: Collection[str]) -> None:
-        """The next backward pass is the last one of these parts."""
+        """Notes that the next backward pass is the last one of these parts."""
         self._gradients.closing(parts)
 
     def closed(self, parts: Collection[str]) -> None:
-        """These parts have had their last backward pass."""
+        """Notes that these parts have had their last backward pass."""
         self._gradients.closed(parts)
 
     @property
     def sending(self) -> bool:
-        """Something of what is armed was given away."""
+        """Whether some of the armed gradients were given away."""
         return self.seq >= 0 and self._gradients.taken
 
     def move(self, seq: int) -> None:
-        """The slot was taken by something else; the accumulation, if one is armed, belongs to `seq` now."""
+        """Moves the accumulation, if one is armed, to slot `seq`, as its slot was taken by something else."""
         if self.seq >= 0:
             with self._lock:
                 self.seq = seq
@@ -105,7 +105,7 @@ class Accumulation:
         self._gradients.apply(header, totals=totals)
 
     def lay_out(self, owned: Sequence[Span] | None) -> None:
-        """This member owns other bytes of the layout from now on; no accumulation is open."""
+        """Makes memory for other bytes of the layout, which this member owns from now on; no accumulation is open."""
         self._gradients.lay_out(owned)
 
     def scope_of(self, header: Header) -> Sequence[Span]:
@@ -119,15 +119,15 @@ class Accumulation:
         self._gradients.apply(header, raw)
 
     def settle(self) -> None:
-        """The member holds the job's state now: what steps without any samples leave as it is."""
+        """Notes that the member holds the job's state now, which steps without any samples leave as it is."""
         self._gradients.settle()
 
     def restore(self) -> None:
-        """This accumulation is never committed: what its forward passes did to reduced buffers is undone."""
+        """Undoes what the forward passes of an accumulation that is never committed did to reduced buffers."""
         self._gradients.restore()
 
     def abandon(self) -> None:
-        """The accumulation comes to nothing: its member is out."""
+        """Drops the accumulation, as its member is out."""
         self.seq = -1
         self._gradients.disarm()
 

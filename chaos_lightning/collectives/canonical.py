@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 
 SHOWN = 120
-"""Characters of a value that is shown as it is."""
+"""Largest number of characters of a value that is shown as it is."""
 NAMED = 256
-"""Values that have entries of their own; one hash holds those beyond."""
+"""Number of values that have entries of their own; one hash holds those beyond."""
 _MOST = 100_000
-"""Values that are looked at; what holds more is not compared."""
+"""Number of values that are looked at; an object that holds more is not compared."""
 _MACHINES = re.compile(
     r"(.*_)?batch_size|(.*_)?workers|pin_memory|prefetch_factor|devices?|accelerator|((local|global|node)_)?rank|"
     r"host(name)?|node(_name)?|port|endpoints?"
@@ -65,7 +65,7 @@ _COMPILED = "_orig_mod"
 
 
 class _NoForm(Exception):
-    """A value that nothing canonical can be said of."""
+    """Error about a value that has no canonical form."""
 
 
 class Words:
@@ -90,7 +90,7 @@ class Words:
         self.formless: dict[str, str] = {}
 
     def add(self, kind: str, name: str, value: Any) -> None:
-        """Takes the value's words, or those of what it holds."""
+        """Adds the value's words, or those of what it holds."""
         try:
             self._add(kind, name, value, frozenset())
         except RecursionError:
@@ -98,7 +98,7 @@ class Words:
 
     @property
     def words(self) -> dict[str, str]:
-        """By kind and name; many are folded into one hash."""
+        """Words by kind and name; many are folded into one hash."""
         ordered = sorted(self._found.items())
         if len(ordered) <= NAMED:
             return dict(ordered)
@@ -124,7 +124,7 @@ class Words:
 
 
 def digest(text: str | bytes) -> str:
-    """16 hex digits of a text or bytes."""
+    """Returns 16 hex digits of a text or bytes."""
     return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=8).hexdigest()
 
 
@@ -138,7 +138,7 @@ def _is_machines(name: str, value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a text or path, or several of these."""
+    """Returns whether a value is a text or path, or several of these."""
     if isinstance(value, list | tuple):
         return bool(value) and all(map(_is_text, value))
     return isinstance(value, str | PurePath)
@@ -151,7 +151,9 @@ def _kind_of(value: Any) -> str:
 
 
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
-    """Named values that it holds, in the order of their names; None: it is nothing that is taken apart."""
+    """Returns the named values that a value holds, in the order of their names; None if it is nothing that is taken
+    apart.
+    """
     if isinstance(value, Mapping):
         return sorted(((str(key), _item(value, key)) for key in value), key=lambda item: item[0])
     library = type(value).__module__.partition(".")[0]
@@ -175,7 +177,7 @@ def _item(several: Any, key: Any) -> Any:
 
 
 class _Text:
-    """The canonical text of one value."""
+    """Canonical text of one value."""
 
     def __init__(self, of_machines: bool) -> None:
         self._of_machines = of_machines
@@ -237,7 +239,7 @@ class _Text:
         return f"{name}{{{', '.join(f'{k!r}: {self._quoted(v)}' for k, v in mine)}}}"
 
     def _quoted(self, value: Any) -> str:
-        """Within others: a text ends where it ends."""
+        """Returns the text of a value within others, quoted so that a text ends where it ends."""
         text = self.of(value)
         return repr(text) if isinstance(value, str) and text != "a path" else text
 
@@ -276,7 +278,7 @@ def _name_of(value: Any) -> str:
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Settings of each submodule that has any: its name, and its type's name with what `extra_repr` tells.
+    """Yields the settings of each submodule that has any: its name, and its type's name with what `extra_repr` tells.
 
     Layers of torch's that tell nothing there have their plain attributes instead, such as an attention's dropout.
     """
@@ -290,7 +292,7 @@ def layers(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def layer_words(module: nn.Module, own: Collection[str] = ()) -> Words:
-    """The words of all layers; a text that shows an address or a tensor is no setting."""
+    """Returns the words of all layers; a text that shows an address or a tensor is no setting."""
     words = Words(own, of_machines=False)
     for name, (kind, text) in layers(module):
         name = plain_name(name) or "itself"
@@ -302,12 +304,12 @@ def layer_words(module: nn.Module, own: Collection[str] = ()) -> Words:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or layer's name without what torch.compile adds to it."""
+    """Returns a parameter's or layer's name without what torch.compile adds to it."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def compiled_words(module: nn.Module) -> dict[str, str]:
-    """Which parts of a model are compiled: names of its state are others then."""
+    """Returns words that say which parts of a model are compiled: names of its state are others then."""
     found = [plain_name(name) or "all of it" for name, child in module.named_modules() if hasattr(child, _COMPILED)]
     return {"compiled": ", ".join(found) or "nothing"}
 

@@ -1,4 +1,4 @@
-"""From autograd's hands to the reducer: hooks, the accumulation's bookkeeping, and the way back into `.grad`.
+"""Brings gradients from autograd to the reducer: hooks, the accumulation's bookkeeping, and the way back into `.grad`.
 
 Theory of operation. A hook on every parameter fires when its gradient of this backward pass is complete; the gradient,
 times the member's coefficient, is copied into own memory (cache-hot), and grid cells whose parameters are all there are
@@ -29,11 +29,13 @@ from chaos_lightning.protocol.types import Header, Span
 Ready = Callable[[Sequence[int]], None]
 
 LEND_NBYTES = 32768
-"""Gradients from this size on are sent from autograd's own memory; smaller ones are cheaper to copy together."""
+"""Size, bytes, from which on gradients are sent from autograd's own memory; smaller ones are cheaper to copy
+together.
+"""
 
 
 class Gradients:
-    """One member's gradients for the open step.
+    """Gradients of one member for the open step.
 
     Args:
         memory: The flat buffers, and cells.
@@ -102,23 +104,26 @@ class Gradients:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Reduced buffers are now as at every member: what `restore` goes back to."""
+        """Copies the reduced buffers, which are now as at every member: `restore` goes back to them."""
         self._settled = {i: self._layout.slots[i].tensor.clone() for i in self._buffers()}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Reduced buffers as they were settled last: what forward passes since then did to them is undone."""
+        """Sets the reduced buffers to those that were settled last: what forward passes since then did to them is
+        undone.
+        """
         for index, settled in self._settled.items():
             self._layout.slots[index].tensor.copy_(settled)
 
     def _buffers(self) -> list[int]:
-        """Slots of reduced buffers that lie here."""
+        """Returns the slots of reduced buffers that lie here."""
         return [i for i in self._layout.buffer_slots if i in self._own]
 
     # ------------------------------------------------------------------ an accumulation
 
     def arm(self, section: int, coefficient: float, *, by_part: bool = False) -> None:
-        """The next backward pass is the accumulation's last: its gradients are launched as they come.
+        """Arms the hooks: the next backward pass is the accumulation's last, and its gradients are launched as they
+        come.
 
         Args:
             section: Which optimizer's parameters.
@@ -141,13 +146,13 @@ class Gradients:
         self.enabled = self.overlap
 
     def closing(self, parts: Collection[str]) -> None:
-        """The next backward pass is the last one of these parts."""
+        """Notes that the next backward pass is the last one of these parts."""
         assert isinstance(self._launching, set), "armed for the whole"
         self._launching |= {i for i in self._scope if self._layout.slots[i].part in parts and i in self._own}
 
     @torch.no_grad()
     def closed(self, parts: Collection[str]) -> None:
-        """These parts have had their last backward pass: gradients that no hook reported are launched, too."""
+        """Launches gradients of these parts that no hook reported, too: the parts have had their last backward pass."""
         for index in self._scope:
             slot = self._layout.slots[index]
             if slot.part in parts and index in self._own and index not in self._fired:
@@ -155,7 +160,7 @@ class Gradients:
 
     @property
     def taken(self) -> bool:
-        """Hooks have seen gradients since `arm`."""
+        """Whether hooks have seen gradients since `arm`."""
         return bool(self._fired)
 
     def disarm(self) -> None:
@@ -202,7 +207,7 @@ class Gradients:
                 self._ready(done)
 
     def _completed(self, index: int) -> list[int]:
-        """Cells, by start offset, that this slot was the last to be missing of."""
+        """Returns the cells, by start offset, that lacked this slot alone."""
         done = []
         for cell in self._cells[index]:
             self._missing[cell] -= 1
@@ -324,8 +329,9 @@ class Gradients:
 
 
 class _Stage:
-    """Copies to host memory on a stream beside the one that computes, waits for them in its own thread, and then
-    reports their cells."""
+    """Thread that copies gradients to host memory on a stream beside the one that computes, waits for the copies, and
+    then reports their cells.
+    """
 
     def __init__(self, device: torch.device, ready: Ready) -> None:
         self._device = device
@@ -343,15 +349,17 @@ class _Stage:
         self._thread.start()
 
     def put(self, own: Tensor, gradient: Tensor) -> None:
-        """To be copied with the next cells that are complete."""
+        """Queues a gradient, to be copied with the next cells that are complete."""
         self._waiting.append((own, gradient))
 
     def forget(self) -> None:
-        """Copies nothing of what was put: that accumulation comes to nothing."""
+        """Drops the queued gradients: that accumulation comes to nothing."""
         self._waiting.clear()
 
     def after_copies(self, cells: Sequence[int]) -> None:
-        """Copies what was put, as the device's present stream has computed it; reports `cells` when that is done."""
+        """Copies the queued gradients, as the device's present stream has computed them; reports `cells` when that is
+        done.
+        """
         computed, event = torch.Event(self._device), torch.Event(self._device)
         computed.record()
         self._stream.wait_event(computed)
@@ -375,12 +383,12 @@ class _Stage:
         self._held.clear()
 
     def taken_over(self) -> None:
-        """A sum is being copied to the device by its present stream."""
+        """Notes that a sum is being copied to the device by its present stream."""
         self._taken_over = torch.Event(self._device)
         self._taken_over.record()
 
     def await_taken_over(self) -> None:
-        """Until that is done: the sum's memory may be written to then."""
+        """Waits until that copy is done: the sum's memory may be written to then."""
         if self._taken_over is not None:
             self._taken_over.synchronize()
             self._taken_over = None

@@ -1,4 +1,6 @@
-"""Hyperparameters in words: what members compare with every step, and what replay sets (protocol.md 17, 23)."""
+"""Puts hyperparameters into words, which members compare with every step, and which replay sets (protocol.md 17,
+23).
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from chaos_lightning.errors import ConfigurationError, StateError
 from chaos_lightning.protocol.limits import TEXT_NBYTES, nbytes
 
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Defaults that choose how a step is computed, not which."""
+"""Names of defaults that choose how a step is computed, not which."""
 _PLACE = re.compile(r"opt(\d{1,6})\.group(\d{1,6})\.(\w+)")
 _INFINITE = "1e999"
-"""A literal that Python reads as infinity; it cannot read its own word for it."""
+"""Literal that Python reads as infinity; it cannot read its own word for it."""
 
 
 def default_words(optimizers: Iterable[Optimizer]) -> dict[str, str]:
@@ -39,7 +41,7 @@ def default_words(optimizers: Iterable[Optimizer]) -> dict[str, str]:
 
 
 def hyper_words(optimizers: Iterable[Optimizer]) -> str:
-    """Numbers, flags, texts and tuples of these of every parameter group, as "opt0.group0.lr=0.1;...".
+    """Returns numbers, flags, texts and tuples of these of every parameter group, as "opt0.group0.lr=0.1;...".
 
     Callables and tensors with more than one element are left out: they have no short words. `set_hyper` reads this.
 
@@ -63,7 +65,7 @@ def hyper_words(optimizers: Iterable[Optimizer]) -> str:
 
 @torch.no_grad()
 def set_hyper(optimizers: Sequence[Optimizer], words: str) -> None:
-    """Gives the groups the values that `hyper_words` found in the same groups elsewhere; others stay as they are.
+    """Sets in the groups the values that `hyper_words` found in the same groups elsewhere; others stay as they are.
 
     A tensor stays the tensor that it is, and is filled: schedulers and groups share it.
 
@@ -87,7 +89,8 @@ def set_hyper(optimizers: Sequence[Optimizer], words: str) -> None:
 
 
 def _literal(value: object) -> str:
-    """The value as Python would write it, without ";"; equal words for equal numbers of any kind; "" for no words.
+    """Returns the value as Python would write it, without ";"; equal words for equal numbers of any kind; "" for no
+    words.
 
     Lists are written as tuples: which of them a configuration file makes is its own business.
     """

@@ -1,4 +1,4 @@
-"""The gradient layout: every gradient (and every reduced buffer) has its place in one byte space.
+"""Lays out gradients: every gradient (and every reduced buffer) has its place in one byte space.
 
 Theory of operation. Sections (one per optimizer, then one for reduced buffers) follow each other; in a section
 parameters stand in reverse order, since backward finishes the last layers first; each parameter is aligned, so a chunk
@@ -52,7 +52,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A stretch of one type and part: chunks stay inside it."""
+    """Stretch of one type and part: chunks stay inside it."""
 
     start: int
     stop: int
@@ -62,7 +62,7 @@ class Run:
 
 
 class Layout:
-    """Places, runs and the hash.
+    """Places of all tensors, runs of one type, and the hash of the layout.
 
     Args:
         sections: What each optimizer owns. A parameter may stand in one section only.
@@ -154,25 +154,25 @@ class Layout:
         return devices.pop()
 
     def spans(self) -> tuple[Span, ...]:
-        """Borders that chunks keep."""
+        """Returns the spans whose borders chunks keep."""
         return tuple((run.start, run.stop) for run in self.runs if run.stop > run.start)
 
     def scope(self, section: int) -> tuple[Span, ...]:
-        """Bytes that a step of this section reduces: its own and the reduced buffers."""
+        """Returns the bytes that a step of this section reduces: its own and the reduced buffers."""
         count = len(self.section_slots)
         return tuple((r.start, r.stop) for r in self.runs if r.section in (section, count) and r.stop > r.start)
 
     def parts(self, section: int | None = None) -> tuple[str, ...]:
-        """Parts that have bytes here, or in one section, in byte order."""
+        """Returns the parts that have bytes here, or in one section, in byte order."""
         runs = [r for r in self.runs if r.stop > r.start and section in (None, r.section)]
         return tuple(dict.fromkeys(run.part for run in runs))
 
     def spans_of(self, parts: Collection[str]) -> tuple[Span, ...]:
-        """Bytes of these parts, joined where they touch."""
+        """Returns the bytes of these parts, joined where they touch."""
         return union((run.start, run.stop) for run in self.runs if run.part in parts)
 
     def owned(self, owners: Mapping[str, Sequence[str]]) -> tuple[OwnedSpans, ...]:
-        """Sections by owners, for trees of their own.
+        """Returns the bytes by owners, for trees of their own.
 
         Args:
             owners: By part: members that own it.
@@ -188,7 +188,7 @@ class Layout:
 
 
 def section_of(header: Header) -> int:
-    """Which optimizer a step's header is about, as `Engine.step` names it."""
+    """Returns which optimizer a step's header is about, as `Engine.step` names it."""
     found = _SECTION.fullmatch(header.name)
     if found is None:
         raise StateError(f"step {header.step} (slot {header.seq}) is named {header.name!r}; expected 'section N'")

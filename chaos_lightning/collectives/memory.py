@@ -1,4 +1,4 @@
-"""The three flat buffers of a member: its own gradients, and two for results that alternate (protocol.md 3).
+"""Holds the three flat buffers of a member: its own gradients, and two for results that alternate (protocol.md 3).
 
 Theory of operation. A member's raw contribution is kept until the step is committed, so that it can be reduced again
 over other trees: large gradients where autograd put them (`lend`), small or scaled ones copied into `own`. Results of
@@ -33,7 +33,7 @@ _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def _resident(nbytes: int, pinned: bool) -> Tensor:
-    """Zeroed host memory with every page touched: a lazily backed page would fault inside a training step."""
+    """Returns zeroed host memory with every page touched: a lazily backed page would fault inside a training step."""
     memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=pinned)
     first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = (memory.data_ptr() + memory.nbytes - first) // mmap.PAGESIZE
@@ -45,12 +45,12 @@ def _resident(nbytes: int, pinned: bool) -> Tensor:
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
-    """A flat uint8 host tensor's own memory."""
+    """Returns a flat uint8 host tensor's own memory."""
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def _cells_of(layout: Layout, chunk_nbytes: int) -> tuple[Span, ...]:
-    """The grid at which readiness is reported: the borders that plans of this chunk size use where they can."""
+    """Returns the grid at which readiness is reported: the borders that plans of this chunk size use where they can."""
     trees = expand(PlanSpec("chain", chunk_nbytes), ("any",), layout.nbytes, layout.spans())
     return tuple((tree.start, tree.stop) for tree in trees)
 
@@ -99,7 +99,7 @@ class Memory:
         self.result_bytes = (_bytes_of(self.results[0]), _bytes_of(self.results[1]))
 
     def holds(self, start: int) -> bool:
-        """Whether this byte of the layout lies here."""
+        """Returns whether this byte of the layout lies here."""
         return self.owned is None or any(first <= start < stop for first, stop in self.owned)
 
     def place(self, start: int) -> int:
@@ -110,11 +110,11 @@ class Memory:
         return self._places[at] + start - self._span_starts[at]
 
     def lend(self, index: int, gradient: Tensor | None) -> None:
-        """The slot's bytes are read from this contiguous host tensor instead of `own`; None ends that."""
+        """Reads the slot's bytes from this contiguous host tensor instead of `own`, from now on; None ends that."""
         self._lent[index] = None if gradient is None else _bytes_of(gradient.detach().reshape(-1).view(torch.uint8))
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """The member's own bytes [start, stop), in order, wherever they lie."""
+        """Returns the member's own bytes [start, stop), in order, wherever they lie."""
         found: list[memoryview] = []
         cursor, ahead = start, self.place(start) - start
         for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._starts)):
@@ -134,14 +134,14 @@ class Memory:
         return found
 
     def view(self, flat: Tensor, index: int) -> Tensor:
-        """The slot's tensor inside a flat buffer, in the slot's type and its tensor's shape."""
+        """Returns the slot's tensor inside a flat buffer, in the slot's type and its tensor's shape."""
         slot = self.layout.slots[index]
         at = self.place(slot.start)
         return flat[at : at + slot.stop - slot.start].view(slot.dtype).view(slot.tensor.shape)
 
 
 class Adder:
-    """out = a + b over a byte range of one type, without the GIL and on one thread.
+    """Function out = a + b over a byte range of one type, without the GIL and on one thread.
 
     numpy for float32 and float64: torch would start an OpenMP team in the I/O thread for large chunks and compete with
     training for the cores. Other types go through torch.

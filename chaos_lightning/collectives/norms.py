@@ -1,4 +1,5 @@
-"""Norms of reduced gradients by part, from which members that own different parts clip alike (protocol.md, pipelines).
+"""Computes norms of reduced gradients by part, from which members that own different parts clip alike (protocol.md,
+pipelines).
 
 Theory of operation. The oldest owner of each part says the squared norm of its reduced sum (pipeline/told.py). All
 members add these up in the order of parts, so that the whole norm has equal bits everywhere, whatever order the owners'
@@ -17,7 +18,7 @@ from chaos_lightning.collectives.memory import Memory
 
 
 class PartNorm(NamedTuple):
-    """Reduced sum of one part's gradients.
+    """Norm of the reduced sum of one part's gradients.
 
     Attributes:
         squared: Square of its norm, of double precision.

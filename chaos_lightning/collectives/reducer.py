@@ -1,4 +1,5 @@
-"""The data plane of a step: chunks climb their trees, are summed on the way and come back down.
+"""Reduces gradients along trees, the data plane of a step: chunks climb their trees, are summed on the way and come
+back down.
 
 Theory of operation. An *attempt* is one (view, slot): bytes of different attempts never meet (protocol.md 1). For each
 chunk a member waits until its own gradient and every child's partial sum are there, adds them in a fixed order (its own
@@ -31,14 +32,14 @@ BLOCK_NBYTES = 262144
 
 Partial = memoryview | PartialSum
 Owners = Callable[[View], "Sequence[OwnedSpans] | None"]
-"""Returns who owns which bytes of the layout in a view; None: all members own all of them."""
+"""Function that returns who owns which bytes of the layout in a view; None: all members own all of them."""
 SendChunk = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], None]
-"""(peer, type, view, slot, start, pieces of the payload; none means zeros)"""
+"""Function that sends a chunk: (peer, type, view, slot, start, pieces of the payload; none means zeros)."""
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """One chunk and this member's place in its tree, which do not change while a view rules."""
+    """Chunk and this member's place in its tree, which do not change while a view rules."""
 
     index: int
     start: int
@@ -47,12 +48,12 @@ class _Chunk:
     children: tuple[str, ...]
     add: Adder
     cells: tuple[int, ...]
-    """Grid cells it lies in, by start offset."""
+    """Grid cells that the chunk lies in, by start offset."""
 
 
 @dataclass(slots=True)
 class _Route:
-    """A view's plan as this member sees it."""
+    """Plan of a view as this member sees it."""
 
     view: View
     chunks: list[_Chunk]
@@ -74,7 +75,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Own:
-    """The member's gradient for the open slot; outlives attempts."""
+    """Gradient of the member for the open slot; outlives attempts."""
 
     seq: int = -1
     scope: tuple[Span, ...] = ()
@@ -82,7 +83,7 @@ class _Own:
     """Start offsets of grid cells whose gradient is final."""
     empty: bool = False
     view: ViewId | None = None
-    """The view whose attempt it is for; None: of any."""
+    """View for whose attempt the gradient is; None: for any."""
 
 
 def _copy(pieces: Sequence[memoryview], target: memoryview) -> None:
@@ -93,7 +94,7 @@ def _copy(pieces: Sequence[memoryview], target: memoryview) -> None:
 
 
 def _between(pieces: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Bytes [start, stop) of pieces that lie one after the other."""
+    """Returns bytes [start, stop) of pieces that lie one after the other."""
     if len(pieces) == 1:
         return [pieces[0][start:stop]]
     found, at = [], 0
@@ -110,7 +111,7 @@ def _overlaps(spans: Iterable[Span], start: int, stop: int) -> bool:
 
 
 class Reducer:
-    """See the module.
+    """Reducer of one member's chunks.
 
     Args:
         memory: The flat buffers, and cells.
@@ -184,7 +185,7 @@ class Reducer:
             self._attempt.finished = True
 
     def held(self, of: tuple[ViewId, int] | None = None) -> tuple[Span, ...] | None:
-        """Byte ranges that are complete here, of the open attempt or of the attempt `of` (view, slot).
+        """Returns the byte ranges that are complete here, of the open attempt or of the attempt `of` (view, slot).
 
         Returns:
             None if there is no such attempt, or nobody has begun a step in it yet. What lies outside the step's scope
@@ -209,7 +210,7 @@ class Reducer:
     # ------------------------------------------------------------------ the member's own gradient
 
     def begin(self, seq: int, scope: tuple[Span, ...], *, empty: bool = False, view: ViewId | None = None) -> None:
-        """The training thread starts slot `seq` as a step.
+        """Begins slot `seq` as a step of the training thread.
 
         Args:
             seq: The slot.
@@ -226,7 +227,9 @@ class Reducer:
         return self._own.view in (None, attempt.route.view.id)
 
     def ready(self, seq: int, cells: Iterable[int], view: ViewId | None = None) -> None:
-        """The gradient of these grid cells (by start offset) is final in own memory; `view` as in `begin`."""
+        """Takes the gradient of these grid cells (by start offset), which is final in own memory; `view` as in
+        `begin`.
+        """
         if (self._own.seq, self._own.view) != (seq, view):
             return
         cells = tuple(cells)
@@ -280,7 +283,9 @@ class Reducer:
     def _sum(
         self, chunk: _Chunk, own: list[memoryview], partials: list[Partial], result: memoryview
     ) -> list[memoryview]:
-        """Own gradient plus partial sums, in this order; where nothing is to be added, nothing is copied."""
+        """Adds own gradient and partial sums, in this order; where nothing is to be added, nothing is copied. Returns
+        the sum.
+        """
         if not partials:
             return own
         for start in range(0, result.nbytes, BLOCK_NBYTES):
@@ -369,7 +374,7 @@ class Reducer:
         return self._take(frame.length)
 
     def arrived(self, peer: str, frame: Frame, payload: Partial) -> None:
-        """A chunk is here and its checksum holds."""
+        """Takes a chunk that is here and whose checksum holds."""
         attempt = self._attempt
         if frame.view <= self._dropped:
             return
@@ -436,7 +441,7 @@ class Reducer:
         return route
 
     def _trees(self, view: View) -> Sequence[Tree]:
-        """Trees that this member is in."""
+        """Returns the trees that this member is in."""
         layout, members = self.memory.layout, view.ids()
         owned = self._owners(view)
         if owned is None:

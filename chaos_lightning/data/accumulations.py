@@ -1,4 +1,4 @@
-"""Which micro-batch comes next: accumulations, the headers they rest on, and what is still uncommitted.
+"""Says which micro-batch comes next: accumulations, the headers they rest on, and what is still uncommitted.
 
 Theory of operation. An *accumulation* is what one optimizer step uses: `view.accumulate` micro-batches. Its assignment
 is fixed when its first micro-batch is asked for, from the last committed header (protocol.md 10), and stays whatever
@@ -30,7 +30,7 @@ from chaos_lightning.protocol.spans import count, normalise, subtract
 from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span, Spent, View
 
 UNKNOWN_LENGTH = 1 << 62
-"""Positions of a stream that has not run dry yet."""
+"""Number of positions of a stream that has not run dry yet."""
 
 Part = tuple[Span, ...]
 """Positions that are assigned to one member for one micro-batch."""
@@ -38,7 +38,7 @@ Part = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The header an accumulation's assignment rests on."""
+    """Header that an accumulation's assignment rests on."""
 
     step: int
     member: str
@@ -56,7 +56,7 @@ class _Stretch(TypedDict):
 
 
 class Accumulations:
-    """The accumulations of one pass over the data, for one member.
+    """Accumulations of one pass over the data, for one member.
 
     Attributes:
         length: positions in this epoch of the stream; UNKNOWN_LENGTH until an iterable has run dry.
@@ -101,7 +101,7 @@ class Accumulations:
     # --- the present accumulation ------------------------------------------------------------------------------------
 
     def advance(self) -> MicroBatch | None:
-        """The next micro-batch (its `samples` counts positions), or None when the epoch is over."""
+        """Returns the next micro-batch (its `samples` counts positions), or None when the epoch is over."""
         header, me = self._source.header, self._source.member_id
         if self._base is None or header.step != self._base.step or me != self._base.member:
             ruling = self._ruling()
@@ -131,7 +131,7 @@ class Accumulations:
         self._forecast = None
 
     def ran_dry(self, length: int) -> None:
-        """The stream has only `length` positions: what was handed out beyond them was nothing."""
+        """Sets the stream's length, as it has run dry: what was handed out beyond it was nothing."""
         self.length = length
         self._taken = [(a, min(b, length)) for a, b in self._taken if a < length]
         self._forecast = None
@@ -154,26 +154,28 @@ class Accumulations:
 
     @property
     def at_safe_point(self) -> bool:
-        """Nothing handed out waits for a commit: a joiner may come in here."""
+        """Whether nothing handed out waits for a commit: a joiner may come in here."""
         return self._fresh or not self._open
 
     @property
     def uncommitted(self) -> int:
-        """Micro-batches handed out that wait for a commit."""
+        """Number of micro-batches handed out that wait for a commit."""
         return 0 if self._fresh else self._handed
 
     @property
     def _fresh(self) -> bool:
-        """The base is out of date: the next micro-batch begins an accumulation on a new header."""
+        """Whether the base is out of date: the next micro-batch begins an accumulation on a new header."""
         base = self._base
         return base is None or self._source.header.step != base.step or self._source.member_id != base.member
 
     def over(self) -> bool:
-        """Whether the epoch is spent, by the last header."""
+        """Returns whether the epoch is spent, by the last header."""
         return self._over(self.ledger, self._ruling(), 0)
 
     def left(self) -> int:
-        """Micro-batches still to come in this epoch, if every step commits as assigned and the view stays."""
+        """Returns the micro-batches still to come in this epoch, if every step commits as assigned and the view
+        stays.
+        """
         if self._fresh:
             base = _Base(0, "", self._ruling(), self.ledger)
             return self._steps(base, 0) * self._accumulate(base.ruling)
@@ -181,7 +183,8 @@ class Accumulations:
         return self._size - self._index + self._steps(self._base, self._ahead + 1) * self._accumulate(self._base.ruling)
 
     def future(self) -> Iterator[tuple[int, Part]]:
-        """My micro-batches that are not idle, from the one `advance` gave last, if every step commits as assigned.
+        """Yields my micro-batches that are not idle, from the one `advance` gave last, if every step commits as
+        assigned.
 
         Ends where the epoch would.
         """
@@ -200,7 +203,9 @@ class Accumulations:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin(self, ahead: int) -> bool:
-        """Fix the assignment of the accumulation `ahead` of the base; False if nothing is left for anybody."""
+        """Fixes the assignment of the accumulation `ahead` of the base; returns False if nothing is left for
+        anybody.
+        """
         base = self._base
         assert base is not None
         self._ahead = ahead
@@ -252,7 +257,7 @@ class Accumulations:
         return {"epoch": self.epoch, "length": self.length, "stream": self.stream, "drop_last": self._drop_last}
 
     def _steps(self, base: _Base, done: int) -> int:
-        """Steps to come, `done` of which are under way already."""
+        """Returns the steps to come, `done` of which are under way already."""
         view = base.ruling or self._source.view or self._alone()
         if self.stream == ledger.SHARED:
             if self._is_too_little(base.ledger, view):
@@ -267,7 +272,7 @@ class Accumulations:
         return max(own - done, others - done, 0)
 
     def _alone(self) -> View:
-        """Before there is a view: this member on its own."""
+        """Returns a view of this member on its own, for the time before there is a view."""
         member = Member(self._source.member_id, self._source.name, "", "", 0, quota=self._quota)
         return View(NO_VIEW, NO_VIEW, (member,))
 
@@ -287,7 +292,7 @@ class Accumulations:
         return steps is not None and ahead >= steps
 
     def _is_too_little(self, spent: Ledger, ruling: View | None) -> bool:
-        """Whether what is left makes no whole micro-batch, and that ends the epoch."""
+        """Returns whether the rest makes no whole micro-batch, and that ends the epoch."""
         if not (self.whole and self._drop_last) or ruling is None:
             return False
         left = ledger.remaining(spent, self.stream, self.epoch, self.length)
@@ -295,7 +300,7 @@ class Accumulations:
 
 
 class Resumed:
-    """The ledger of a checkpoint (or of a donor), and the view that ruled when it was made."""
+    """Ledger of a checkpoint (or of a donor), and the view that ruled when it was made."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -313,7 +318,7 @@ class Resumed:
         return self._united[1]
 
     def ruling(self, header: Header) -> View | None:
-        """The view that rules after this header, if the state came from somebody who knew it."""
+        """Returns the view that rules after this header, if the state came from somebody who knew it; else None."""
         if self._ruling is not None and self._ruling[0] == header.hash:
             return self._ruling[1]
         return None

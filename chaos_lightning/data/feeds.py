@@ -1,4 +1,4 @@
-"""Where batches come from: the user's own DataLoader, fed with the assignment.
+"""Fetches batches from the user's own DataLoader, fed with the assignment.
 
 Theory of operation. `MapFeed` clones the user's loader with all its settings (workers, prefetch, pinning,
 collate_fn) but with a sampler of ours. The sampler draws from a *forecast*: the member's coming micro-batches if
@@ -42,7 +42,7 @@ from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.planning import orders
 
 Tag = tuple[int, Part]
-"""Epoch and positions: which micro-batch this is."""
+"""Epoch and positions, which name a micro-batch."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,9 @@ class _Draws:
 
 
 def alike(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Arguments of a DataLoader that makes batches as this one does; of which samples is for the caller to say."""
+    """Returns arguments of a DataLoader that makes batches as this one does; of which samples is for the caller to
+    say.
+    """
     kwargs: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
@@ -89,7 +91,7 @@ def alike(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class MapFeed:
-    """Batches of a map-style data set by position."""
+    """Feed of a map-style data set, whose batches are named by position."""
 
     def __init__(self, loader: DataLoader[Any], units: Orders | TapeOrders, *, seed: int, stats: Stats) -> None:
         if type(loader).__iter__ is not DataLoader.__iter__:
@@ -117,21 +119,21 @@ class MapFeed:
         self._opened = 0
 
     def open(self, who: str) -> None:
-        """A new pass; iterators are opened when a batch is wanted. `who` keys the workers' randomness."""
+        """Begins a new pass; iterators are opened when a batch is wanted. `who` keys the workers' randomness."""
         self._forget()
         self._forecast = iter(())
         self._who = who
         self._opened = 0
 
     def close(self) -> None:
-        """Let workers go, also persistent ones."""
+        """Ends the workers, also persistent ones."""
         self._forget()
         if self._inner._iterator is not None:
             _dismiss(self._inner._iterator)
             self._inner._iterator = None
 
     def resync(self, forecast: Iterator[Tag]) -> None:
-        """Go by this forecast from now on; what was drawn by another one and does not fit it is stale."""
+        """Replaces the forecast; batches that were drawn by another one and do not fit this one are stale."""
         expected = next(forecast, None)
         for drawn in self._queue:
             if not drawn.live:
@@ -143,14 +145,14 @@ class MapFeed:
         self._forecast = _chain(expected, forecast)
 
     def fetch(self, tag: Tag) -> Any:
-        """The batch of this micro-batch, which the forecast must name next."""
+        """Returns the batch of this micro-batch, which the forecast must name next."""
         drawn, data = self._next_live(tag)
         if drawn.tag != tag:
             raise RuntimeError(f"the DataLoader gave positions {drawn.tag}; expected {tag}")
         return data
 
     def _next_live(self, wanted: Tag) -> tuple[_Drawn, Any]:
-        """The next batch that comes out of the DataLoader and is not stale; `wanted` is for messages."""
+        """Returns the next batch that comes out of the DataLoader and is not stale; `wanted` is for messages."""
         fruitless = 0
         while True:
             if self._iterator is None:
@@ -176,7 +178,7 @@ class MapFeed:
             return drawn, data
 
     def dummy(self, epoch: int) -> Any:
-        """A batch for an idle micro-batch: the epoch's first samples, made once, a fresh copy each time."""
+        """Returns a batch for an idle micro-batch: the epoch's first samples, made once, a fresh copy each time."""
         if not self._has_dummy:
             self._dummy = self._make_dummy(epoch)
             self._has_dummy = True
@@ -249,7 +251,9 @@ class MapFeed:
 
 
 def _dismiss(iterator: object) -> None:
-    """End a DataLoader iterator's workers now: left to the garbage collector, it may be collected in a forked child."""
+    """Ends a DataLoader iterator's workers now: left to the garbage collector, it may be collected in a forked
+    child.
+    """
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
@@ -262,7 +266,7 @@ def _chain(first: Tag | None, rest: Iterator[Tag]) -> Iterator[Tag]:
 
 
 class StepFeed(MapFeed):
-    """Batches of a map-style data set by position, for a loader that knows its coming steps."""
+    """Feed of a map-style data set, for a loader that knows its coming steps."""
 
     def __init__(self, loader: DataLoader[Any], units: Orders | TapeOrders, *, seed: int, stats: Stats) -> None:
         super().__init__(loader, units, seed=seed, stats=stats)
@@ -315,7 +319,7 @@ class StepFeed(MapFeed):
 
 
 class IterableFeed:
-    """Batches of an iterable by ordinal number."""
+    """Feed of an iterable, whose batches are named by ordinal number."""
 
     def __init__(self, loader: Iterable[Any], *, seed: int, stats: Stats) -> None:
         self._loader = loader
@@ -335,7 +339,7 @@ class IterableFeed:
                 self._generator = loader.generator = torch.Generator()
 
     def open(self, who: str) -> None:
-        """A new pass from the iterable's beginning. `who` keys the workers' randomness."""
+        """Begins a new pass from the iterable's beginning. `who` keys the workers' randomness."""
         self._buffer.clear()
         self._next = 0
         self.length = None
@@ -353,7 +357,7 @@ class IterableFeed:
         self._buffer.clear()
 
     def fetch(self, number: int, committed: int) -> Any:
-        """Batch `number`; IndexError if there is none. Everything below `committed` is not wanted any more.
+        """Returns batch `number`; IndexError if there is none. Everything below `committed` is not wanted any more.
 
         Afterwards `length` is set if it was the last.
         """
@@ -365,7 +369,7 @@ class IterableFeed:
         return _shell(self._buffer[number])
 
     def dummy(self, epoch: int) -> Any:
-        """A batch for an idle micro-batch: a copy of the first one ever drawn."""
+        """Returns a batch for an idle micro-batch: a copy of the first one ever drawn."""
         if not self._has_dummy:
             self._pull(0, self._next)
         if not self._has_dummy:
@@ -393,7 +397,7 @@ class IterableFeed:
 
 
 def _shell(data: Any) -> Any:
-    """The same leaves in new containers, so that a training step may pop or replace entries of its batch."""
+    """Returns the same leaves in new containers, so that a training step may pop or replace entries of its batch."""
     if type(data) is dict:
         return {key: _shell(value) for key, value in data.items()}
     if type(data) in (list, tuple):
@@ -402,7 +406,7 @@ def _shell(data: Any) -> Any:
 
 
 def declared_batch(loader: Any) -> int:
-    """Samples in a batch, as a loader or its batch sampler says; 0: neither does."""
+    """Returns the samples in a batch, as a loader or its batch sampler says; 0: neither does."""
     for each in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(each, "batch_size", None)
         if isinstance(size, int) and size > 0:
@@ -411,7 +415,7 @@ def declared_batch(loader: Any) -> int:
 
 
 def batch_length(data: Any) -> int:
-    """Samples in a batch of unknown make: the first tensor's first dimension, a list's length, else 1."""
+    """Returns the samples in a batch of unknown make: the first tensor's first dimension, a list's length, else 1."""
     if isinstance(data, torch.Tensor):
         return int(data.shape[0]) if data.dim() else 1
     if isinstance(data, dict):

@@ -27,7 +27,9 @@ def seed_generators(key: int, *generators: torch.Generator) -> None:
 
 @contextmanager
 def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
-    """Seeds the CPU generators of torch, numpy and random (and the given ones) with `key`, and puts them back."""
+    """Seeds the CPU generators of torch, numpy and random (and the given ones) with `key` while the block runs, and
+    puts them back.
+    """
     owned = (torch.default_generator, *generators)
     states, python, numpy = [generator.get_state() for generator in owned], random.getstate(), _NUMPY.enter()
     try:
@@ -41,7 +43,7 @@ def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
 
 
 class _NumpyGenerators:
-    """Puts a generator of its own in numpy's place for each depth of keys within keys.
+    """Generators that are put in numpy's place, one for each depth of keys within keys.
 
     To read a generator's state takes a tenth of a millisecond; to put another generator in its place is quick.
     """

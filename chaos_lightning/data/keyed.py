@@ -1,4 +1,4 @@
-"""Fetches whole micro-batches with random numbers of their place in the data.
+"""Fetches whole micro-batches, with random numbers by their place in the data.
 
 Theory of operation. Another member may run a micro-batch when its step runs again, or another stage of it. So random
 augmentation draws by (seed, epoch, position), whichever process fetches (protocol.md 22, P16): before each sample the
@@ -24,7 +24,7 @@ MicroBatchKey = tuple[int, tuple[Span, ...], list[Any]]
 
 
 class KeyedSamples(Dataset[Any]):
-    """A data set of whole micro-batches over the user's own one. Picklable if that one and its collate_fn are.
+    """Data set of whole micro-batches over the user's own one. Picklable if that one and its collate_fn are.
 
     Args:
         dataset: The user's.
@@ -57,7 +57,9 @@ class KeyedSamples(Dataset[Any]):
 
 
 class _OwnDataset:
-    """A worker_init_fn that shows the user's data set to `get_worker_info`, then calls the user's own one."""
+    """Function for worker_init_fn that shows the user's data set to `get_worker_info`, then calls the user's own
+    one.
+    """
 
     def __init__(self, user: Callable[[int], object] | None) -> None:
         self._user = user

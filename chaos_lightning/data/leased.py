@@ -1,4 +1,4 @@
-"""The user's DataLoader, fed with positions that a server leases: each cluster trains its own part of the epoch.
+"""Feeds the user's DataLoader with positions that a server leases: each cluster trains its own part of the epoch.
 
 Theory of operation. Clusters that share a data set claim positions of the epoch's order, a batch's worth at a time, and
 say after an optimizer step which positions it used (docs/outer.md, O11). The order is the same in all clusters
@@ -42,7 +42,7 @@ class LeaseSource(Protocol):
     """Source of leased positions."""
 
     def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[Tag, ...]:
-        """The next positions that are this cluster's, at most so many, each of them once.
+        """Returns the next positions that are this cluster's, at most so many, each of them once.
 
         Args:
             positions: How many are wanted.
@@ -56,7 +56,7 @@ class LeaseSource(Protocol):
 
 
 class LeasedLoader:
-    """One cluster's batches of data that clusters share. It is its own iterator; one pass goes over one epoch.
+    """Batches of one cluster from data that clusters share. It is its own iterator; one pass goes over one epoch.
 
     Args:
         loader: The user's own: a torch DataLoader over a map-style data set.
@@ -161,11 +161,11 @@ class LeasedLoader:
         return data
 
     def more(self) -> bool:
-        """Whether this pass has another batch; waits until that is sure."""
+        """Returns whether this pass has another batch; waits until that is sure."""
         return (bool(self._ahead) or self._claim(wait=True)) and self._is_of_this_pass
 
     def batches(self, accumulate: int = 1) -> Batches:
-        """Returns what a cluster trains at once with this loader.
+        """Returns the numbers of positions that a cluster trains at once with this loader.
 
         Args:
             accumulate: Batches of an inner step.
@@ -180,14 +180,14 @@ class LeasedLoader:
         return (bool(self._ahead) or self._claim(wait=False)) and self._is_of_this_pass
 
     def __len__(self) -> int:
-        """Batches of an epoch if this cluster were the only one."""
+        """Returns the batches of an epoch if this cluster were the only one."""
         whole, rest = divmod(self.length, self._quota)
         return whole + (rest > 0 and not self._units.drop_last)
 
     # ------------------------------------------------------------------ what became of batches
 
     def used(self) -> tuple[int, tuple[Tag, ...]]:
-        """How many samples were handed out since this was asked last, and their positions by epoch."""
+        """Returns how many samples were handed out since this was asked last, and their positions by epoch."""
         samples = sum(self._feed.samples(self._keyed(tag)) for tag in self._out)
         epochs = sorted({epoch for epoch, _ in self._out})
         covers = tuple((e, normalise(span for epoch, part in self._out if epoch == e for span in part)) for e in epochs)
@@ -195,7 +195,7 @@ class LeasedLoader:
         return samples, covers
 
     def forget(self) -> None:
-        """Nothing that was claimed is this cluster's any more."""
+        """Drops all that was claimed, which is this cluster's no more."""
         self._place += len(self._ahead)
         self._ahead.clear()
         self._out.clear()
@@ -203,19 +203,19 @@ class LeasedLoader:
         self._feed.resync(iter(()))
 
     def inherit(self, other: LeasedLoader) -> None:
-        """Another loader of the same data has made way for this one: what it claimed and did not use is this one's."""
+        """Takes over what another loader of the same data, which makes way for this one, has claimed and not used."""
         self._ahead.extend([*other._out, *other._ahead])
         other.forget()
 
     def close(self) -> None:
-        """Lets workers go, persistent ones too."""
+        """Ends the workers, persistent ones too."""
         self._feed.close()
 
     # ------------------------------------------------------------------ agreement
 
     @property
     def length(self) -> int:
-        """Positions of an epoch: samples, or batches where the loader has a batch sampler of its own."""
+        """Number of positions of an epoch: samples, or batches where the loader has a batch sampler of its own."""
         return self._units.length(0)
 
     @property
@@ -228,16 +228,19 @@ class LeasedLoader:
 
     @property
     def _is_of_this_pass(self) -> bool:
-        """Also of an epoch before it: a rollback can open one again that was over."""
+        """Whether the next batch belongs to this pass: also of an epoch before it, since a rollback can open one again
+        that was over.
+        """
         return not self.begun or self._ahead[0][0] <= self.epoch
 
     def _keyed(self, tag: Tag) -> Tag:
-        """The same positions under the number that keys the order."""
+        """Returns the same positions under the number that keys the order."""
         return (tag[0] + self.first, tag[1])
 
     def _mine(self, tag: Tag) -> Tag:
-        """This rank's part of a batch, keyed. Where there are fewer positions than ranks, some are loaded by two,
-        as with torch's DistributedSampler."""
+        """Returns this rank's part of a batch, keyed. Where there are fewer positions than ranks, some are loaded by
+        two, as with torch's DistributedSampler.
+        """
         epoch, spans = self._keyed(tag)
         rank, ranks = self._part
         if ranks == 1:
@@ -247,7 +250,7 @@ class LeasedLoader:
         return epoch, Tape(pieces=spans).positions(((start, max(stop, start + 1)),))
 
     def _claim(self, *, wait: bool) -> bool:
-        """Claims a batch, whole if there is enough; False if there is nothing."""
+        """Claims a batch, whole if there is enough; returns False if there is nothing."""
         quota, size = self._quota, 0
         batch: tuple[int, Part] | None = None
         while size < quota:
@@ -268,7 +271,7 @@ class LeasedLoader:
         return batch is not None
 
     def _forecast(self) -> Iterator[Tag]:
-        """From the next batch on: what is claimed, and what else there is by then."""
+        """Yields the batches from the next one on: the claimed ones, and others that can be claimed by then."""
         place = self._place
         while place < self._place + len(self._ahead) or self._claim(wait=False):
             yield self._mine(self._ahead[place - self._place])

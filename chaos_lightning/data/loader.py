@@ -1,4 +1,4 @@
-"""The user's DataLoader, divided among whoever is there.
+"""Divides the user's DataLoader among the members that are in.
 
 Theory of operation. `ElasticLoader` wraps the loader that the user wrote for one machine and yields this member's
 micro-batches: for each accumulation `view.accumulate` of them, idle ones (a dummy batch, `current.idle`) where nothing
@@ -43,7 +43,7 @@ _VERSION = 1
 
 
 class ElasticLoader:
-    """One member's micro-batches of the job's data.
+    """Micro-batches of one member of the job's data.
 
     Args:
         loader: the user's own. mode="shared" needs a torch DataLoader over a map-style data set, "local" takes any
@@ -118,12 +118,12 @@ class ElasticLoader:
     # --- iterating ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """A pass over one epoch. Nothing happens before its first batch is asked for."""
+        """Begins a pass over one epoch. Nothing happens before its first batch is asked for."""
         self._newest = _Pass(self)
         return self._newest
 
     def __len__(self) -> int:
-        """Micro-batches of this pass: those yielded and those to come if nobody comes or goes.
+        """Returns the micro-batches of this pass: those yielded and those to come if nobody comes or goes.
 
         Changes with the members, so whoever keeps it must ask again after each header. With mode="local" it is one
         accumulation more than yielded as long as somebody's length is not known.
@@ -138,7 +138,7 @@ class ElasticLoader:
         return -(-len(self) // members)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass. Without it, the one the ledger stands in, then one more each pass."""
+        """Sets the epoch of the next pass. Without it, the one the ledger stands in, then one more each pass."""
         self._wanted = epoch
 
     def give_up(self) -> None:
@@ -146,7 +146,7 @@ class ElasticLoader:
         self._accumulations = self._pass = self.current = None
 
     def close(self) -> None:
-        """Let the workers go, persistent ones too. A state saved afterwards stands where the last pass came to."""
+        """Ends the workers, persistent ones too. A state saved afterwards stands where the last pass came to."""
         self._feed.close()
         self._loaded = self._stands()
         self._accumulations = self._pass = self._newest = None
@@ -155,42 +155,44 @@ class ElasticLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the present pass, or of the next one if none has begun."""
+        """Epoch of the present pass, or of the next one if none has begun."""
         return self._next_epoch() if self._accumulations is None or self._epoch is None else self._epoch
 
     @property
     def quota(self) -> int:
-        """Units that this member takes per micro-batch, for Hello."""
+        """Number of units that this member takes per micro-batch, for Hello."""
         return self._units.quota if self._units is not None else 1
 
     @property
     def drops(self) -> bool:
-        """The user's loader drops a short batch."""
+        """Whether the user's loader drops a short batch."""
         units = self._units
         return units.drops if isinstance(units, TapeOrders) else units is not None and units.drop_last
 
     @property
     def batch(self) -> int:
-        """Samples of a micro-batch of this member; 0: the loader does not say."""
+        """Number of samples of a micro-batch of this member; 0: the loader does not say."""
         return self._units.batch if self._units is not None else declared_batch(self.loader)
 
     @property
     def stream(self) -> str:
-        """The ledger's name of this member's samples: "" if they are shared."""
+        """Name that the ledger has for this member's samples: "" if they are shared."""
         return self._stream
 
     def length(self, epoch: int) -> int | None:
-        """Samples of this member's stream in an epoch (batches, if it has a batch sampler); None: its end will tell."""
+        """Returns the samples of this member's stream in an epoch (batches, if it has a batch sampler); None: its end
+        will tell.
+        """
         return self._units.length(epoch) if self._units is not None else None
 
     @property
     def at_safe_point(self) -> bool:
-        """Everything yielded is committed: a joiner may come in here."""
+        """Whether everything yielded is committed: a joiner may come in here."""
         return self._accumulations is None or self._accumulations.at_safe_point
 
     @property
     def uncommitted(self) -> int:
-        """Micro-batches handed out that wait for a commit."""
+        """Number of micro-batches handed out that wait for a commit."""
         return self._accumulations.uncommitted if self._accumulations is not None else 0
 
     @property
@@ -199,7 +201,7 @@ class ElasticLoader:
         return self._resumed.united(self._source.header)
 
     def epoch_spent(self) -> bool:
-        """Whether this epoch is over, by the last header."""
+        """Returns whether this epoch is over, by the last header."""
         accumulations = self._accumulations or self._make_accumulations(self._next_epoch())
         return accumulations.over()
 
@@ -233,13 +235,13 @@ class ElasticLoader:
 
     @property
     def feed(self) -> StepFeed:
-        """Fetches what this loader has assigned (`unfetched`)."""
+        """Feed that fetches what this loader has assigned (`unfetched`)."""
         assert isinstance(self._feed, StepFeed)
         return self._feed
 
     @property
     def units(self) -> Orders:
-        """The orders of the epochs (`unfetched`)."""
+        """Orders of the epochs (`unfetched`)."""
         assert isinstance(self._units, Orders)
         return self._units
 
@@ -288,7 +290,7 @@ class ElasticLoader:
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Whether this loader can go on where that state stood.
+        """Checks that this loader can go on where that state stood.
 
         Raises:
             ConfigurationError: the state is of another version, mode or order: its positions mean other samples.
@@ -301,7 +303,7 @@ class ElasticLoader:
                 )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` stood, with any number of members.
+        """Restores the state that `state_dict` gave, with any number of members.
 
         The next pass is what was left of that one, be it nothing, or the next epoch's if that one had come to its end.
         An iterator that exists already goes on with it.
@@ -328,13 +330,15 @@ class ElasticLoader:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _order_within(self, epoch: int) -> str:
-        """Hash of the order that an epoch has which a sampler gave; "" if it can be no other."""
+        """Returns the hash of the order that an epoch has which a sampler gave; "" if it can be no other."""
         if self._order_there[0] == epoch and self._order_there[1]:
             return self._order_there[1]  # no pass has begun here since
         return self._units.drawn_hash(epoch) if isinstance(self._units, Orders) else ""
 
     def _begin_order(self, epoch: int) -> None:
-        """In the midst of an epoch, whose positions mean other samples if the sampler gives another order here."""
+        """Begins the order of an epoch; in the midst of one, whose positions mean other samples in another order,
+        checks that the sampler gives the same.
+        """
         if not isinstance(self._units, Orders):
             return
         self._units.begin(epoch)
@@ -354,7 +358,7 @@ class ElasticLoader:
         return "/".join(self.order_fingerprint.values())
 
     def _stands(self) -> tuple[int, int, bool]:
-        """Epoch, micro-batches of it that are committed, and whether it is finished."""
+        """Returns the epoch, its micro-batches that are committed, and whether it is finished."""
         if self._accumulations is not None and self._epoch is not None:
             return (self._epoch, self.yielded - self._accumulations.uncommitted, self._finished)
         return self._loaded or (self._next_epoch(), 0, False)

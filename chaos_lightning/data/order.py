@@ -1,4 +1,4 @@
-"""From a user's DataLoader to the order of each epoch.
+"""Makes the order of each epoch from a user's DataLoader.
 
 Theory of operation. The unit that is assigned is what the user's loader would draw: a sample (`batch_size=n`), a batch
 (a custom `batch_sampler`) or an item (`batch_size=None`). The order of an epoch is the list of these units:
@@ -41,15 +41,15 @@ from chaos_lightning.planning import orders
 from chaos_lightning.protocol.types import Span
 
 _ENDLESS = 64
-"""A sampler without a length that yields more than so many times the data set's length has no end."""
+"""Ratio to the data set's length above which a sampler without a length counts as having no end."""
 
 
 _KEPT = 2
-"""Orders kept: the present epoch's, and that of the one before or after."""
+"""Number of orders that are kept: the present epoch's, and that of the one before or after."""
 
 
 def fast_permutation(length: int, seed: int, epoch: int, stream: str = "") -> np.ndarray[Any, np.dtype[np.int64]]:
-    """`planning.orders.permutation` by numpy: a million samples in a tenth of a second."""
+    """Returns `planning.orders.permutation` by numpy: a million samples in a tenth of a second."""
     start = np.uint64(orders.order_key(seed, epoch, stream))
     with np.errstate(over="ignore"):
         value = np.arange(1, length + 1, dtype=np.uint64)
@@ -64,7 +64,7 @@ def fast_permutation(length: int, seed: int, epoch: int, stream: str = "") -> np
 
 
 def _chain(sampler: Any) -> list[Any]:
-    """A sampler and those that it draws from."""
+    """Returns a sampler and those that it draws from."""
     chain = [sampler]
     while (inner := getattr(chain[-1], "sampler", None)) is not None and len(chain) < 8:
         chain.append(inner)
@@ -72,7 +72,7 @@ def _chain(sampler: Any) -> list[Any]:
 
 
 class Orders:
-    """The orders of one loader's epochs.
+    """Orders of one loader's epochs.
 
     Args:
         loader: The user's.
@@ -133,11 +133,11 @@ class Orders:
         self._begun = epoch
 
     def length(self, epoch: int) -> int:
-        """Units in this epoch."""
+        """Returns the units in this epoch."""
         return len(self._order(epoch)) if self._kind == "drawn" else len(self._sampler)
 
     def keys(self, epoch: int, spans: Iterable[Span]) -> list[Any]:
-        """The units at these positions: what the sampler would have yielded there."""
+        """Returns the units at these positions: what the sampler would have yielded there."""
         order = self._order(epoch)
         out: list[Any] = []
         for start, stop in spans:
@@ -146,7 +146,7 @@ class Orders:
         return out
 
     def warn_where_shared(self) -> None:
-        """Where clusters share the data, each trains on a part of its own without a shuffle."""
+        """Warns where clusters share the data without a shuffle: each trains on a part of its own then."""
         if self._kind == "identity":
             warnings.warn(
                 "shuffle=False where clusters share the data: what a cluster is leased are neighbouring samples, so "
@@ -156,15 +156,15 @@ class Orders:
 
     @property
     def batch(self) -> int:
-        """Samples of a micro-batch: of the first one, where batches may have any size."""
+        """Number of samples of a micro-batch: of the first one, where batches may have any size."""
         return self.samples(self.keys(0, ((0, 1),))) if self.unit == "batch" else self.quota
 
     def samples(self, keys: Sequence[Any]) -> int:
-        """How many samples these units are."""
+        """Returns how many samples these units are."""
         return sum(len(key) for key in keys) if self.unit == "batch" else len(keys)
 
     def order_hash(self, epoch: int) -> str:
-        """16 hex digits that are equal if and only if (but for chance) the orders are."""
+        """Returns 16 hex digits that are equal if and only if (but for chance) the orders are."""
         if self._kind == "drawn":
             order = self._order(epoch)
             if epoch not in self._hashes:
@@ -174,7 +174,7 @@ class Orders:
         return hashlib.blake2b(repr(words).encode(), digest_size=8).hexdigest()
 
     def drawn_hash(self, epoch: int) -> str:
-        """`order_hash` of an order that the user's sampler gives; "" if the seed and the epoch give it."""
+        """Returns the `order_hash` of an order that the user's sampler gives; "" if the seed and the epoch give it."""
         return self.order_hash(epoch) if self._kind == "drawn" else ""
 
     def fingerprint(self) -> dict[str, str]:

@@ -10,8 +10,9 @@ from chaos_lightning.collectives.canonical import digest
 
 
 def part_of(dataset: Any) -> str:
-    """Which part of which data this is, as far as it can be told cheaply: members that were given different parts (cut
-    by rank, say) would each lose what the others have. Only for data sets whose samples are what they keep."""
+    """Returns which part of which data this is, as far as it can be told cheaply: members that were given different
+    parts (cut by rank, say) would each lose what the others have. Only for data sets whose samples are what they keep.
+    """
     if isinstance(dataset, Subset):
         inner = part_of(dataset.dataset)
         return f"samples {digest(repr(list(dataset.indices)))} of {inner}" if len(dataset) else "nothing"

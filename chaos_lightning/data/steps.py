@@ -41,7 +41,7 @@ MARK = "micro_batches"
 
 
 class StepBatch:
-    """One optimizer step's micro-batches, which have numbers from 0.
+    """Micro-batches of one optimizer step, which have numbers from 0.
 
     It is no dataclass and no collection, so Lightning passes it on as it is.
 
@@ -122,7 +122,7 @@ class StepBatch:
 
 
 class _OneOfAll:
-    """The job as one process would see it that trains all micro-batches of each step by itself."""
+    """Job as one process would see it that trains all micro-batches of each step by itself."""
 
     def __init__(self, source: AssignmentSource, loader: StepLoader) -> None:
         self._source, self._loader = source, loader
@@ -163,7 +163,7 @@ class _StepPass:
 
 
 class StepLoader:
-    """The optimizer steps of a job with pipelines (see the module).
+    """Optimizer steps of a job with pipelines (see the module).
 
     Iterating yields one `StepBatch` for each step. The next one is asked for when the header of the step is there.
 
@@ -216,11 +216,11 @@ class StepLoader:
         self._resync = True
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """A pass over one epoch. Nothing happens before its first step is asked for."""
+        """Begins a pass over one epoch. Nothing happens before its first step is asked for."""
         return _StepPass(self._next, iter(self._assigning))
 
     def __len__(self) -> int:
-        """Steps of this pass: those yielded and those to come, whoever comes or goes."""
+        """Returns the steps of this pass: those yielded and those to come, whoever comes or goes."""
         return len(self._assigning) // self.micro_batches
 
     def foreseen(self, members: int) -> int:
@@ -228,7 +228,7 @@ class StepLoader:
         return len(self)
 
     def sample(self, j: int = 0) -> Any:
-        """Returns a micro-batch to look at the model with: the `j`-th one of the present epoch's first step.
+        """Returns a micro-batch by which to look at the model: the `j`-th one of the present epoch's first step.
 
         It is fetched as later ones are, in the user's workers if there are any. Nothing advances, and no generator of
         this process moves.
@@ -262,21 +262,21 @@ class StepLoader:
 
     @property
     def uncommitted(self) -> int:
-        """1 while the present step waits for its commit, else 0."""
+        """Number of steps that wait for their commit: 1 while the present one does, else 0."""
         return self._assigning.uncommitted // self.micro_batches
 
     @property
     def order_fingerprint(self) -> dict[str, str]:
-        """Returns words for the job's fingerprint, by name: they must be equal on all members."""
+        """Words for the job's fingerprint, by name: they must be equal on all members."""
         own = {"data.micro_batches": str(self.micro_batches), "data.batch_size": str(self.quota)}
         return self._assigning.order_fingerprint | own
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ElasticLoader`; a step counts as all its micro-batches."""
+        """Returns the state as `ElasticLoader` does; a step counts as all its micro-batches."""
         return self._assigning.state_dict() | {MARK: self.micro_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `ElasticLoader`. Steps are counted on, however many micro-batches they had."""
+        """Restores a state as `ElasticLoader` does. Steps are counted on, however many micro-batches they had."""
         ruling = state.get("ruling")
         steps = -(-state.get("yielded", 0) // (ruling["accumulate"] if ruling is not None else 1))
         self._assigning.load_state_dict(state | {"yielded": steps * self.micro_batches})
@@ -361,7 +361,7 @@ class StepLoader:
         return step
 
     def _expect(self, step: StepBatch, numbers: tuple[int, ...], *, anew: bool = False) -> None:
-        """The feed goes by these numbers, unless it does already."""
+        """Sets the numbers by which the feed goes, unless it does already."""
         if step is not self.current:
             raise StateError(f"step {step.index} of epoch {step.epoch} is over; its micro-batches are not kept")
         if numbers == self._numbers and not self._resync and not anew:
@@ -410,4 +410,4 @@ def _positioned(loader: Any, mode: str) -> DataLoader[Any]:
 
 
 JobLoader = ElasticLoader | StepLoader
-"""A loader of the samples of a job, with pipelines or without."""
+"""Loader of the samples of a job, with pipelines or without."""

@@ -1,4 +1,4 @@
-"""The order of a tape: the ranks of an elastic cluster share out places, and each stands for a position of an epoch."""
+"""Orders of a tape: the ranks of an elastic cluster share out places, and each stands for a position of an epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from chaos_lightning.protocol.types import Span
 
 
 class TapeOrders:
-    """`Orders` of tapes, whose numbers stand where epochs do. Nothing is dropped: a tape's end is no epoch's.
+    """Orders of tapes, as `Orders` has them, whose numbers stand where epochs do. Nothing is dropped: a tape's end is
+    no epoch's.
 
     Args:
         orders: Of the whole data.
@@ -33,11 +34,11 @@ class TapeOrders:
 
     @property
     def drops(self) -> bool:
-        """The user's loader drops its last batch if that is short."""
+        """Whether the user's loader drops its last batch if that is short."""
         return self._orders.drop_last
 
     def length(self, epoch: int) -> int:
-        """Places on this tape so far; before there is one, positions of an epoch."""
+        """Returns the places on this tape so far; before there is one, positions of an epoch."""
         tape = self._tape()
         if tape is None:
             return self._orders.length(0)
@@ -49,7 +50,7 @@ class TapeOrders:
         return self._orders.length(0)
 
     def keys(self, epoch: int, spans: Iterable[Span]) -> list[Any]:
-        """The units at these places."""
+        """Returns the units at these places."""
         tape = self._tape()
         assert tape is not None
         assert tape.number == epoch, f"places of tape {epoch} are asked for, and tape {tape.number} is in"
@@ -57,15 +58,15 @@ class TapeOrders:
 
     @property
     def batch(self) -> int:
-        """Samples of a micro-batch."""
+        """Number of samples of a micro-batch."""
         return self._orders.batch
 
     def samples(self, keys: Sequence[Any]) -> int:
-        """How many samples these units are."""
+        """Returns how many samples these units are."""
         return self._orders.samples(keys)
 
     def order_hash(self, epoch: int) -> str:
-        """Equal if and only if the orders are that this tape's places are taken of."""
+        """Returns a hash that is equal if and only if the orders are that this tape's places are taken of."""
         tape = self._tape()
         assert tape is not None
         return self._orders.order_hash(tape.epoch)

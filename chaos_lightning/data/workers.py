@@ -33,7 +33,9 @@ from chaos_lightning.machine.signals import POLITE
 
 
 class WorkerInit:
-    """A worker_init_fn that ties the worker to its parent and then calls the user's own. Picklable if that is."""
+    """Function for worker_init_fn that ties the worker to its parent and then calls the user's own. Picklable if that
+    is.
+    """
 
     def __init__(self, user: Callable[[int], object] | None) -> None:
         self.user = user
@@ -41,7 +43,7 @@ class WorkerInit:
         self.tied = False
 
     def arm(self) -> None:
-        """In the training process, just before it makes workers."""
+        """Notes the training process as the parent, just before it makes workers."""
         self.parent = os.getpid()
         # The kernel means the parent's *thread*: a worker made by a short-lived one would die with it.
         self.tied = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
@@ -81,7 +83,7 @@ def _get_iterator(self: DataLoader[Any]) -> Any:
 
 
 class _Kill:
-    """Ends one worker, in place of SIGTERM, which it lets pass."""
+    """Function that ends one worker, in place of SIGTERM, which it lets pass."""
 
     def __init__(self, iterator: Any, popen: Any) -> None:
         self._iterator = weakref.ref(iterator)
@@ -97,7 +99,7 @@ class _Kill:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
-    """Signals that come while workers are made wait, in them until they let these pass."""
+    """Holds signals back while the block makes workers; in these they wait until the workers let them pass."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
     try:
         yield
@@ -115,4 +117,4 @@ def _let_signals_pass() -> None:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """The training process was sent the signal, too, and acts on it."""
+    """Ignores a signal: the training process was sent it, too, and acts on it."""

@@ -1,4 +1,4 @@
-"""The frame: a fixed header of 44 bytes, then the payload.
+"""Packs and parses frames: a fixed header of 44 bytes, then the payload.
 
 Theory of operation. A link is a TCP stream of frames. Every frame carries the view and the slot it belongs to, so that
 bytes of an older attempt are recognised and diverted (protocol.md 1, 11), a checksum of its payload and one of the
@@ -23,25 +23,25 @@ _LAYOUT = struct.Struct("<HBBIIQQIQ")  # magic, type, flags, term, number, seq, 
 _SUM = struct.Struct("<I")
 HEADER_NBYTES = _LAYOUT.size + _SUM.size
 MAX_PAYLOAD_NBYTES = 64 << 20
-"""No frame of ours is larger: chunks are at most 16 MiB, messages at most 64 MiB (gathered payloads)."""
+"""Largest payload of a frame, bytes: chunks are at most 16 MiB, messages at most 64 MiB (gathered payloads)."""
 
 
 class FrameType(enum.IntEnum):
     UP = 1
-    """A partial sum on its way to the root of its tree."""
+    """Partial sum on its way to the root of its tree."""
     DOWN = 2
-    """A complete sum on its way back."""
+    """Complete sum on its way back."""
     MESSAGE = 3
-    """An encoded PeerMessage."""
+    """Encoded PeerMessage."""
     PING = 4
     BYE = 5
-    """The sender closes this link on purpose: no failure."""
+    """Word that the sender closes this link on purpose: no failure."""
     OFFER = 6
-    """The sender's memory may be read, if the kernel allows it (transport/reference.py)."""
+    """Word that the sender's memory may be read, if the kernel allows it (transport/reference.py)."""
     ACCEPT = 7
-    """The offered memory can be read: chunks may come by reference."""
+    """Word that the offered memory can be read: chunks may come by reference."""
     ROUTED = 8
-    """An encoded PeerMessage that goes over several links (membership/routing.py)."""
+    """Encoded PeerMessage that goes over several links (membership/routing.py)."""
     PROBE = 9
     """Part of a measurement of this very link (transport/probe.py)."""
     FORWARD = 10
@@ -51,9 +51,9 @@ class FrameType(enum.IntEnum):
 
 
 CHUNKS = (FrameType.UP, FrameType.DOWN)
-"""Gradients on their way through trees; they may go by reference."""
+"""Frames with gradients on their way through trees; they may go by reference."""
 BORDERS = (FrameType.FORWARD, FrameType.BACKWARD)
-"""Tensors between stages of a pipeline."""
+"""Frames with tensors between stages of a pipeline."""
 ATTEMPTS = (*CHUNKS, *BORDERS)
 """Frames of an attempt, which are purged with its view."""
 
@@ -62,8 +62,9 @@ _TYPES = {int(t): t for t in FrameType}
 
 @dataclass(slots=True)
 class Frame:
-    """A frame's header. `length` is that of the payload in bytes; `start` is the byte offset of a chunk in the gradient
-    layout, or what tells a border tensor from others."""
+    """Header of a frame. `length` is that of the payload in bytes; `start` is the byte offset of a chunk in the
+    gradient layout, or the number that tells a border tensor from others.
+    """
 
     type: FrameType
     view: ViewId
@@ -74,11 +75,13 @@ class Frame:
     summed: bool = True
     """Whether the checksum was taken (chunks between processes of one machine go without)."""
     pieces: int = 0
-    """By reference: so many (address, length) pairs follow instead of the payload; they take the checksum's place."""
+    """Number of (address, length) pairs that follow instead of the payload, if it goes by reference; the number takes
+    the checksum's place.
+    """
 
 
 def payload_checksum(pieces: Sequence[memoryview]) -> int:
-    """xxh3-64 of the pieces' bytes, one after the other."""
+    """Returns the xxh3-64 of the pieces' bytes, one after the other."""
     if len(pieces) == 1:
         return xxhash.xxh3_64_intdigest(pieces[0])
     digest = xxhash.xxh3_64()

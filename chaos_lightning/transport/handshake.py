@@ -1,4 +1,4 @@
-"""Authenticated hello on every new connection between members.
+"""Exchanges an authenticated hello on every new connection between members.
 
 Theory of operation. Both ends prove by an HMAC over everything that was said, both nonces included, that they know what
 the two of them share: the cluster token and, where the scheduler hands out keys (control/link_keys.py), one of this
@@ -35,12 +35,13 @@ from chaos_lightning.transport.medium import installed
 from chaos_lightning.transport.sealing import Level, ProtectedSocket, SealedSession, mixed
 
 PURPOSES = ("link", "bulk", "watch", "park")
-"""Frames, one per pair; ranges of state, which who dials asks for; beside a link between machines the word of each
-other's process table (machine/watcher.py); and ranges of state that who dials will be asked for, since nobody can dial
-it (outer/exchange/lines.py)."""
+"""Purposes of connections: frames, one connection per pair; ranges of state, which the dialling end asks for; beside a
+link between machines the word of each other's process table (machine/watcher.py); and ranges of state that the dialling
+end will be asked for, since nobody can dial it (outer/exchange/lines.py).
+"""
 _LIMIT = 4096
 _MAX_NAME = 100
-"""Characters of a stranger's words that are repeated."""
+"""Number of characters of a stranger's words that are repeated."""
 BUFFER_NBYTES = 4 << 20
 
 
@@ -61,21 +62,24 @@ class LinkKeyring(Protocol):
     """Keys that this member knows; methods may wait for a moment, and are called by any thread."""
 
     def level(self, *, local: bool) -> Level:
-        """The least protection of a connection within this machine, or to another one."""
+        """Returns the least protection of a connection within this machine, or to another one."""
 
     def known(self, peer: str) -> Sequence[tuple[str, bytes]]:
-        """(name, key) that this member shares with that one, newest first; (("", b""),) where links have no keys.
+        """Returns (name, key) of the keys that this member shares with a peer, newest first; (("", b""),) where links
+        have no keys.
 
         Raises:
             RefusedError: There should be one, and there is none.
         """
 
     def find(self, peer: str, names: Sequence[str]) -> tuple[str, bytes] | None:
-        """The first of these keys that is known here."""
+        """Returns the first of these keys that is known here; None if none is."""
 
 
 def tune(sock: socket.socket, *, user_timeout_ms: int = 10_000) -> None:
-    """No Nagle, large buffers, cubic (BBR halves loopback), and a dead path noticed by the sender."""
+    """Sets a socket's options: no Nagle, large buffers, cubic (BBR halves loopback), and a dead path noticed by the
+    sender.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_NBYTES)
@@ -88,7 +92,9 @@ def tune(sock: socket.socket, *, user_timeout_ms: int = 10_000) -> None:
 
 
 def keep_alive(sock: socket.socket, *, idle_s: int, patience_s: int) -> None:
-    """Has the kernel ask an idle peer every `idle_s` whether it is there, and end the connection after so much more."""
+    """Sets a socket so that the kernel asks an idle peer every `idle_s` whether it is there, and ends the connection
+    `patience_s` later if no answer came.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wanted = {"KEEPIDLE": idle_s, "KEEPINTVL": 1, "KEEPCNT": patience_s, "USER_TIMEOUT": 1000 * (idle_s + patience_s)}
     for name, value in wanted.items():
@@ -99,7 +105,7 @@ def keep_alive(sock: socket.socket, *, idle_s: int, patience_s: int) -> None:
 
 
 def stands(sock: socket.socket) -> bool:
-    """Whether the other end of an idle connection has neither closed it nor said anything."""
+    """Returns whether the other end of an idle connection has neither closed it nor said anything."""
     try:
         sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -144,7 +150,7 @@ def _receive(sock: socket.socket, deadline: float) -> tuple[dict[str, object], b
 
 
 def _fields(body: bytes) -> dict[str, object]:
-    """An object whose texts can be written as UTF-8; anything else is a ValueError."""
+    """Returns the object in a message, whose texts can be written as UTF-8; anything else is a ValueError."""
     try:
         fields = json.loads(body)
         json.dumps(fields, ensure_ascii=False).encode()  # a lone surrogate is valid JSON, and no text
@@ -156,7 +162,7 @@ def _fields(body: bytes) -> dict[str, object]:
 
 
 def _all(token: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
-    """The tokens to prove or to believe; "" is the key where there is none."""
+    """Returns the tokens to prove or to believe; b"" alone if there is no token."""
     return (token,) if isinstance(token, bytes) else tuple(token) or (b"",)
 
 
@@ -251,7 +257,7 @@ def accept(
     keys: LinkKeyring | None = None,
     objection: Callable[[Greeting], str] = lambda greeting: "",
 ) -> Greeting:
-    """The listening side's half. On refusal the reason is sent, the socket closed and RefusedError raised.
+    """Carries out the listening side's half. On refusal the reason is sent, the socket closed and RefusedError raised.
 
     Args:
         sock: Connected; tuned here.
@@ -304,14 +310,14 @@ def accept(
 
 
 def _given(answer: dict[str, object], name: str) -> list[object]:
-    """Proofs of this key: with one token, or with both while they are rotated."""
+    """Returns the proofs of this key: with one token, or with both while they are rotated."""
     proofs = answer.get("proofs")
     given = proofs.get(name) if isinstance(proofs, dict) else None
     return given[:2] if isinstance(given, list) else []
 
 
 def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: LinkKeyring | None) -> str:
-    """Why somebody who has proved to know what members know is not let in all the same."""
+    """Returns why a peer that has proved to know what members know is not let in all the same; "" if it is let in."""
     greeting = claim.greeting
     if words := other_version(greeting.version):
         return f"the dialler {words}"
@@ -330,7 +336,7 @@ def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: LinkK
 
 
 def _cut(name: str) -> str:
-    """A name that a stranger claims, as it is written to logs."""
+    """Returns a name that a stranger claims, as it is written to logs."""
     return repr(name if len(name) <= _MAX_NAME else name[:_MAX_NAME] + "...")
 
 

@@ -1,4 +1,4 @@
-"""How much of what a link has to send lies in the kernel's buffer, where nothing can overtake it.
+"""Bounds how much of what a link has to send lies in the kernel's buffer, where nothing can overtake it.
 
 Theory of operation. Several trees share a link: results that others wait for are queued behind partial sums that nobody
 needs yet, unless they may overtake them (`Link.send`). What the kernel has taken cannot be overtaken, and its buffer of
@@ -14,22 +14,24 @@ from __future__ import annotations
 
 LEAST_NBYTES = 64 << 10
 AT_FIRST_NBYTES = 512 << 10
-"""For links to other machines."""
+"""First limit, bytes, of links to other machines."""
 MOST_NBYTES = 4 << 20
-"""A link that would need more has no limit any more."""
+"""Largest limit, bytes; a link that would need more has no limit any more."""
 _AHEAD_S = 0.01
-"""A paced link begins with what it sends in this time."""
+"""Time, s, for which a paced link sends with the limit that it begins with."""
 
 
 class Holding:
-    """The limit of one link; pure bookkeeping."""
+    """Limit of one link; pure bookkeeping."""
 
     def __init__(self, limit_nbytes: int) -> None:
         self.limit_nbytes = limit_nbytes
-        """Unsent bytes that the kernel may hold; 0: no limit."""
+        """Number of unsent bytes that the kernel may hold; 0: no limit."""
 
     def woken(self, unsent_nbytes: int) -> bool:
-        """The kernel asked for more, and held so much when the process came. True if the limit is another one now."""
+        """Adapts the limit, as the kernel asked for more and held `unsent_nbytes` when the process came; returns
+        whether the limit changed.
+        """
         before = self.limit_nbytes
         if not before:
             return False
@@ -40,6 +42,6 @@ class Holding:
         return self.limit_nbytes != before
 
     def told(self, rate_bps: float | None) -> None:
-        """The link was paced to this rate; None: it is as fast as it is."""
+        """Sets the limit for a link that was paced to this rate; None: it is as fast as it is."""
         limit = 0 if rate_bps is None else max(LEAST_NBYTES, round(rate_bps / 8 * _AHEAD_S))
         self.limit_nbytes = limit if limit <= MOST_NBYTES else 0

@@ -1,4 +1,4 @@
-"""A link: frames over one non-blocking TCP socket, served by the loop.
+"""Sends and receives frames over one non-blocking TCP socket, a link, served by the loop.
 
 Theory of operation. Received payloads go where the owner says before they arrive (`target`): straight into result
 memory, into a scratch buffer, or - when their view is over - into a bin. Sent payloads are not copied: the owner
@@ -59,20 +59,22 @@ _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _UNSENT = 0x894B  # SIOCOUTQNSD
 _LITTLE_NBYTES = 128 << 10
 _BUDGET_NBYTES = 4 << 20
-"""Read at most this much from one link before others get their turn."""
+"""Number of bytes that are read at most from one link before others get their turn."""
 
 
 class Chunks(Protocol):
-    """Takes chunks of gradients, or border tensors."""
+    """Taker of chunks of gradients, or of border tensors."""
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Memory for the payload, or None to divert it: exactly frame.length bytes, but none for an UP by reference."""
+        """Returns memory for the payload, or None to divert it: exactly frame.length bytes, but none for an UP by
+        reference.
+        """
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None: ...
 
 
 class Owner(Chunks, Protocol):
-    """Decides where the bytes of all frames go, and what they mean."""
+    """Owner of a link, which decides where the bytes of all frames go, and what they mean."""
 
     def broken(self, peer: str, link: Link, evidence: str) -> None: ...
 
@@ -81,11 +83,11 @@ _TRAFFIC = (*ATTEMPTS, FrameType.MESSAGE, FrameType.ROUTED)
 """Frames to which measurements give way."""
 
 Background = Callable[[], "list[memoryview] | None"]
-"""Gives the next frame, header first, each time that nothing else is to be sent; None at the end."""
+"""Function that gives the next frame, header first, each time that nothing else is to be sent; None at the end."""
 
 
 class Link:
-    """Frames to and from `peer`. All methods belong to the loop's thread.
+    """Link to `peer`, on which frames are sent and received. All methods belong to the loop's thread.
 
     Args:
         loop: Serves the socket.
@@ -188,7 +190,7 @@ class Link:
             self._write()
 
     def fill(self, background: Background) -> None:
-        """Sends what `background` gives whenever nothing else is to be sent; replaces an earlier one.
+        """Sends the frames that `background` gives whenever nothing else is to be sent; replaces an earlier one.
 
         Meanwhile the kernel holds little that is not on its way, so that a chunk which comes does not wait behind it.
         """
@@ -198,7 +200,9 @@ class Link:
             self._write()
 
     def quiet(self, now: float, quiet_s: float) -> bool:
-        """Whether this link has been without chunks and messages for so long, and all that was queued has left."""
+        """Returns whether this link has been without chunks and messages for so long, and all that was queued has
+        left.
+        """
         still = now - self.traffic_at >= quiet_s and not self._queue and self._frame is None
         return still and self._unacknowledged_nbytes() == 0
 
@@ -210,12 +214,12 @@ class Link:
 
     @property
     def sock(self) -> socket.socket:
-        """For reading its counters only."""
+        """Socket of the link, for reading its counters only."""
         return self._sock
 
     @property
     def delivered_nbytes(self) -> int:
-        """Bytes that have reached the other end's kernel (or a relay's)."""
+        """Number of bytes that have reached the other end's kernel (or a relay's)."""
         return self.sent_nbytes - self._unacknowledged_nbytes()
 
     def _unacknowledged_nbytes(self) -> int:
@@ -229,11 +233,13 @@ class Link:
 
     @property
     def queued_nbytes(self) -> int:
-        """Bytes that the kernel has not taken yet."""
+        """Number of bytes that the kernel has not taken yet."""
         return sum(part.nbytes for parts in (self._sealed, *(e[2] for e in self._queue)) for part in parts)
 
     def routed(self) -> list[memoryview]:
-        """Payloads of routed messages that have not left, or not whole; for who takes over from a broken link."""
+        """Returns payloads of routed messages that have not left, or not whole, for a sender that takes over from a
+        broken link.
+        """
         return [entry[3] for entry in self._queue if entry[3] is not None]
 
     def purge(self, older_or_equal: ViewId) -> None:
@@ -368,7 +374,7 @@ class Link:
         return count
 
     def _receive_sealed(self) -> int:
-        """The same, record by record."""
+        """Takes some bytes in as `_receive` does, record by record."""
         opener = self._opener
         assert opener is not None
         came = count = self._sock.recvmsg_into(opener.room())[0]
@@ -387,7 +393,7 @@ class Link:
         return count
 
     def _expect(self) -> None:
-        """Says where the next record goes."""
+        """Sets where the next record goes."""
         assert self._opener is not None
         if self._frame is None:
             self._opener.expect(self._head_view, HEADER_NBYTES)
@@ -459,7 +465,7 @@ class Link:
         self.send(FrameType.ACCEPT)
 
     def _fetch(self, frame: Frame, references: memoryview) -> None:
-        """A chunk that the peer points at."""
+        """Fetches a chunk that the peer points at."""
         pieces = pieces_of(references)
         if self._neighbour is None or sum(nbytes for _, nbytes in pieces) != frame.length:
             raise WireError(f"references to {pieces} for a chunk of {frame.length} bytes")
@@ -480,7 +486,7 @@ class Link:
     # ------------------------------------------------------------------ ending
 
     def finish(self) -> None:
-        """Ends this link in good order: what is queued goes, then a BYE, then this end sends no more.
+        """Ends this link in good order: queued frames go, then a BYE, then this end sends no more.
 
         It still takes what the peer sends, until the peer closes or `close` is called.
         """

@@ -30,26 +30,26 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 CHANGE = 0.25
-"""Part by which an estimate must differ from what was told."""
+"""Part by which an estimate must differ from the told rate to be told."""
 SOONEST_S = 1.0
 PART_OF_OUTAGE = 0.25
-"""A link that fell behind is probed after so long at the soonest, and after this part of the time since it fell."""
+"""Part of the time since a link fell behind after which it is probed; after `SOONEST_S` at the soonest."""
 SAMPLE_NBYTES = 256 << 10
 SAMPLE_S = 0.1
 SLOW_NBYTES = 32 << 10
 SLOW_S = 1.0
 STUCK_S = 2.0
-"""So long with bytes waiting and fewer than SLOW_NBYTES carried is a sample as well."""
+"""Seconds with bytes waiting that make a sample as well, with fewer than SLOW_NBYTES carried."""
 _WEIGHT = 0.25
 _BUSY_SLACK_S = 0.01
-"""The kernel keeps busy time in ticks of up to 10 ms."""
+"""Error, s, that busy time may have: the kernel keeps it in ticks of up to 10 ms."""
 
 _INFO = struct.Struct("=16xI100xQ16xI20xQ")
 """Fields of struct tcp_info: snd_mss, bytes_acked, notsent_bytes, busy_time (us)."""
 
 
 class Reading(NamedTuple):
-    """One connection's counters."""
+    """Counters of one connection, as read at one time."""
 
     at_s: float
     acked_nbytes: int
@@ -58,7 +58,7 @@ class Reading(NamedTuple):
 
 
 def read_counters(sock: socket.socket) -> Reading | None:
-    """The counters of a TCP connection; None if it is none, is closed, or the kernel does not tell."""
+    """Returns the counters of a TCP connection; None if it is none, is closed, or the kernel does not tell."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
@@ -76,25 +76,25 @@ class Estimate:
     """Estimate of the rate towards one peer, in bits per second."""
 
     rate_bps: float = 0.0
-    """0.0: nothing yet."""
+    """Rate in bits per second; 0.0: nothing yet."""
     told_bps: float = -1.0
-    """Last told; -1: nothing."""
+    """Rate that was told last; -1: none was."""
     at_s: float = float("-inf")
     """Time of the last sample or probe."""
     _samples: int = 0
     _nbytes: int = 0
     _seconds: float = 0.0
     _odd: float = 0.0
-    """A last sample that was off by more than CHANGE; its sign says to which side."""
+    """Rate of a last sample that was off by more than CHANGE; its sign says to which side."""
 
     def known(self, rate_bps: float, now: float) -> None:
-        """A probe has measured this rate, and it was told."""
+        """Sets the rate that a probe has measured, and that was told."""
         self.rate_bps = self.told_bps = rate_bps
         self.at_s = now
         self._nbytes, self._seconds, self._odd = 0, 0.0, 0.0
 
     def fold(self, nbytes: int, seconds: float, now: float) -> float | None:
-        """Takes in that the filled link carried `nbytes` in `seconds`; returns the rate if it is to be told."""
+        """Adds that the filled link carried `nbytes` in `seconds`; returns the rate if it is to be told."""
         self._nbytes += nbytes
         self._seconds += seconds
         enough = self._nbytes >= SAMPLE_NBYTES and self._seconds >= SAMPLE_S
@@ -131,7 +131,7 @@ def _near(rate: float, other: float) -> bool:
 
 
 class ReprobeSchedule:
-    """How long a link may go unheard of before it is probed; pure bookkeeping for one link.
+    """Schedule of how long a link may go unheard of before it is probed; pure bookkeeping for one link.
 
     Args:
         usual_s: For links that carry what they did.
@@ -145,11 +145,11 @@ class ReprobeSchedule:
         self._fell_at: float | None = None
 
     def made(self, now: float) -> None:
-        """The link was made. It is behind until it is heard of, for its first probe may come to nothing."""
+        """Notes that the link was made. It is behind until it is heard of, for its first probe may come to nothing."""
         self._fell_at = now
 
     def heard(self, rate_bps: float, now: float) -> None:
-        """The link carries so much now."""
+        """Notes the rate that the link carries now."""
         changed = not _near(rate_bps, self._rate_bps)
         self._rate_bps = rate_bps
         if rate_bps >= (1 - CHANGE) * self.best_bps:
@@ -158,7 +158,7 @@ class ReprobeSchedule:
             self._fell_at = now  # it fell, or rose in part: it may go on doing so
 
     def pause_s(self, now: float) -> float:
-        """So long, as of now."""
+        """Returns the seconds, as of now, for which the link may go unheard of."""
         if self._fell_at is None:
             return self.usual_s
         pause_s = max(SOONEST_S, PART_OF_OUTAGE * (now - self._fell_at))
@@ -180,7 +180,7 @@ class _Peer:
 
 
 class LinkMeter:
-    """See the module. All methods belong to one thread.
+    """Meter of all links of one member. All methods belong to one thread.
 
     Args:
         tell: Told (peer, bits per second) when an estimate has changed enough.
@@ -205,29 +205,29 @@ class LinkMeter:
             self._peers[peer].socks.pop(sock, None)
 
     def forget(self, peer: str) -> None:
-        """The peer is gone, or will be another one."""
+        """Forgets a peer that is gone, or will be another one."""
         self._peers.pop(peer, None)
 
     def known(self, peer: str, rate_bps: float, now: float) -> None:
-        """A probe has measured, and told, this rate."""
+        """Sets the rate that a probe has measured, and told."""
         self._peers.setdefault(peer, _Peer()).estimate.known(rate_bps, now)
 
     def rate(self, peer: str) -> float:
-        """Bits per second as far as is known; 0.0 if nothing is, or the link carries nothing."""
+        """Returns bits per second as far as is known; 0.0 if nothing is, or the link carries nothing."""
         return self._peers[peer].estimate.rate_bps if peer in self._peers else 0.0
 
     def stale(self, peer: str, now: float, age_s: float) -> bool:
-        """Whether neither a probe nor traffic has said anything about this peer's link for so long."""
+        """Returns whether neither a probe nor traffic has said anything about this peer's link for so long."""
         return peer in self._peers and now - self._peers[peer].estimate.at_s > age_s
 
     def waiting(self, peer: str) -> list[socket.socket]:
-        """Connections to this peer that had bytes to send at the last reading."""
+        """Returns the connections to this peer that had bytes to send at the last reading."""
         if peer not in self._peers:
             return []
         return [sock for sock, r in self._peers[peer].socks.items() if r is not None and r.unsent_nbytes > 0]
 
     def _carried(self, peer: str, nbytes: int, seconds: float, now: float) -> None:
-        """The filled link carried so much."""
+        """Adds that the filled link carried so much."""
         rate = self._peers.setdefault(peer, _Peer()).estimate.fold(nbytes, seconds, now)
         if rate is not None:
             self._tell(peer, rate)
@@ -259,7 +259,7 @@ class LinkMeter:
 
 
 def _filled(before: Reading, after: Reading) -> bool:
-    """Whether the connection had bytes waiting all the time between two readings."""
+    """Returns whether the connection had bytes waiting all the time between two readings."""
     seconds = after.at_s - before.at_s
     busy = after.busy_s - before.busy_s >= seconds - _BUSY_SLACK_S - seconds / 20
     return busy and seconds > 0 and before.unsent_nbytes > 0 and after.unsent_nbytes > 0

@@ -1,4 +1,4 @@
-"""The member's side of the network: one listener, one link per neighbour, and who dials whom.
+"""Keeps the member's side of the network: one listener, one link per neighbour, and who dials whom.
 
 Theory of operation. Whom to dial, when again, and who may dial this member, membership/dialling.py decides. Attempts
 and handshakes run in short-lived threads, so that a slow stranger never holds up the loop. A link that is not wanted
@@ -46,45 +46,47 @@ from chaos_lightning.transport.watching import Watching
 
 PING_INTERVAL_S = 0.1
 SILENCE_S = 3.0
-"""A link on which nothing was heard for so long carries nothing any more, though it was not closed."""
+"""Seconds of silence after which a link counts as carrying nothing any more, though it was not closed."""
 BUSY_S = 10.0
-"""The same, of a peer that its machine says is running: it may be busy rather than cut off."""
+"""The same seconds for a peer that its machine says is running: it may be busy rather than cut off."""
 ASK_S = 1.5 * PING_INTERVAL_S
-"""A peer that has been silent for so long is asked about: the answer is there when the scheduler asks."""
+"""Seconds of silence after which a peer is asked about: the answer is here when the scheduler asks."""
 EXPECT_S = 1.0
 """Seconds by which a dialling peer may have been told of this link earlier."""
 WATCH_AGAIN_S = 5.0
-"""After a connection between watchers broke, or was not made: until another one is tried."""
+"""Seconds from a broken or failed connection between watchers until another one is tried."""
 BUNDLE_NBYTES = 256 << 10
-"""Routed messages that go to one neighbour at once share frames of up to so many bytes."""
+"""Largest size, bytes, of a frame that routed messages share which go to one neighbour at once."""
 FINISH_S = 30.0
-"""A link that is not wanted any more has so long to deliver what was queued."""
+"""Seconds in which a link that is not wanted any more may deliver what was queued."""
 _MAX_HANDSHAKES = 64
 _PER_NEIGHBOUR, _OTHER_DESCRIPTORS = 2, 128
-"""Descriptors: a neighbour's link, and another connection with it at times; files and libraries of the training."""
+"""Numbers of descriptors: for a neighbour's link, and another connection with it at times; for files and libraries of
+the training.
+"""
 _FULL_PAUSE_S = 0.2
-"""Before the next attempt where this process has too many files open."""
+"""Pause, s, before the next attempt where this process has too many files open."""
 
 
 class Host(Protocol):
     """Owner of the links: takes messages, and hears what became of links."""
 
     def message(self, peer: str, payload: memoryview) -> None:
-        """An encoded PeerMessage of this peer, over whatever links it came."""
+        """Takes an encoded PeerMessage of this peer, over whatever links it came."""
 
     def link_changed(self, peer: str, up: bool, evidence: str) -> None:
-        """A link stands, or no more, or could not be made."""
+        """Takes the news that a link stands, or no more, or could not be made."""
 
     def measured(self, report: LinkReport) -> None:
-        """A link's latency and rate, or that it carries nothing."""
+        """Takes a link's latency and rate, or that it carries nothing."""
 
     def undelivered(self, to: str, source: str, reason: str) -> None:
-        """A message was dropped on its way; a recovery has it sent again."""
+        """Takes the news that a message was dropped on its way; a recovery has it sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Takers:
-    """Takers of what comes over links.
+    """Receivers of what comes over links.
 
     Attributes:
         host: Messages, and what becomes of links.
@@ -157,7 +159,7 @@ class Links:
         self._pinged_at = time.monotonic()
 
     def listen(self, bind: str, takers: Takers, ports: Sequence[int] = (0,)) -> None:
-        """From now on others can make links with this member. Before the loop runs.
+        """Listens from now on, so that others can make links with this member. Before the loop runs.
 
         Args:
             bind: Address to listen on.
@@ -182,7 +184,7 @@ class Links:
 
     @property
     def me(self) -> str:
-        """This member's id."""
+        """Id of this member."""
         return self._dialling.me
 
     @me.setter
@@ -216,14 +218,14 @@ class Links:
             )
 
     def rule(self, view: View | None) -> None:
-        """This view rules from now on, so messages go by its links; None: this member is in none."""
+        """Sets the view that rules from now on, so messages go by its links; None: this member is in none."""
         self._ruling = view
         steps = self._router.rule(view)
         self._expect()
         self._carry_out(steps)
 
     def foresee(self, view: View) -> None:
-        """This view is coming: its links say how its newcomers are reached."""
+        """Takes a view that is coming: its links say how its newcomers are reached."""
         steps = self._router.foresee(view)
         self._expect()
         self._carry_out(steps)
@@ -234,7 +236,9 @@ class Links:
             self._told.notify_all()
 
     def opened(self, seq: int) -> None:
-        """Slot `seq` is open: results of the slot before the last are overwritten from now on (protocol.md 3)."""
+        """Notes that slot `seq` is open: results of the slot before the last are overwritten from now on (protocol.md
+        3).
+        """
         for link, (peer, since, first) in list(self._finishing.items()):
             if first < 0:
                 self._finishing[link] = (peer, since, seq)
@@ -304,7 +308,9 @@ class Links:
             self._watch(self._wanted[peer], me)
 
     def _watch(self, member: Member, me: str) -> None:
-        """A second connection, for the watchers at both ends; without it silence is all that there is to judge by."""
+        """Makes a second connection, for the watchers at both ends; without it silence is all that there is to judge
+        by.
+        """
 
         def work() -> None:
             greeting = Greeting(self._job, me, member.id, "watch")
@@ -322,7 +328,7 @@ class Links:
         threading.Thread(target=work, name=f"chaos-watch-{member.id}", daemon=True).start()
 
     def _watch_broke(self, peer: str) -> None:
-        """Has the dialling end make another connection while the link stands; a new link brings one anyway."""
+        """Makes the dialling end make another connection while the link stands; a new link brings one anyway."""
 
         def again() -> None:
             if not self._closed and peer in self._links and peer in self._wanted:
@@ -431,7 +437,7 @@ class Links:
             self._measuring.added(peer, link)
 
     def broken(self, peer: str, link: Link, evidence: str) -> None:
-        """A link has broken; dial again if its peer is still wanted."""
+        """Removes a link that has broken; dials again if its peer is still wanted."""
         self._finishing.pop(link, None)
         if self._links.get(peer) is not link:
             return
@@ -446,11 +452,11 @@ class Links:
         return peer in self._links
 
     def near(self) -> frozenset[str]:
-        """Any thread: members that this one has a link to."""
+        """Returns the members that this one has a link to. Any thread."""
         return frozenset(self._links.copy())
 
     def severed(self) -> tuple[str, ...]:
-        """Any thread: members to which the ruling view has a link of this one that does not stand."""
+        """Returns the members to which the ruling view has a link of this one that does not stand. Any thread."""
         view = self._ruling
         return tuple(m for m in neighbours(view, self.me) if m not in self._links) if view is not None else ()
 
@@ -459,12 +465,12 @@ class Links:
         return self._wanted.get(peer)
 
     def reads(self, peer: str) -> bool:
-        """Any thread: whether this peer reads what it needs out of this process's memory."""
+        """Returns whether this peer reads what it needs out of this process's memory. Any thread."""
         link = self._links.get(peer)
         return link is not None and link.by_reference
 
     def silence_s(self, peer: str, now: float) -> float:
-        """Seconds since anything was heard from this peer; infinite without a link."""
+        """Returns seconds since anything was heard from this peer; infinite without a link."""
         link = self._links.get(peer)
         return float("inf") if link is None else now - link.heard_at
 
@@ -527,7 +533,7 @@ class Links:
     # ------------------------------------------------------------------ frames (owner of links)
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Memory for a frame's payload."""
+        """Returns memory for a frame's payload; None diverts it."""
         if frame.type in CHUNKS:
             return self._to.chunks.target(peer, frame)
         if frame.type in BORDERS:
@@ -538,7 +544,7 @@ class Links:
         return memoryview(bytearray(frame.length))
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None:
-        """Passes a frame to whom it concerns."""
+        """Passes a frame to its receiver."""
         if frame.type in CHUNKS:
             self._to.chunks.arrived(peer, frame, payload)
         elif frame.type in BORDERS:
@@ -604,11 +610,13 @@ class Links:
     # ------------------------------------------------------------------ measuring
 
     def reports(self) -> list[LinkReport]:
-        """Any thread: what is known of each link that stands, for a scheduler that does not know it yet."""
+        """Returns the last report of each link that stands, for a scheduler that does not know it yet. Any thread."""
         return list(self._measuring.reports.values())
 
     def estimates(self) -> dict[str, tuple[float, float]]:
-        """Any thread: what was measured of links that stand: {member: (latency in s, rate in bits per second)}."""
+        """Returns what was measured of links that stand: {member: (latency in s, rate in bits per second)}. Any
+        thread.
+        """
         return {r.peer: (r.latency_s, r.rate_bps) for r in self.reports() if r.rate_bps > 0}
 
     def unmeasured(self) -> set[str]:
@@ -616,7 +624,9 @@ class Links:
         return self._measuring.unmeasured()
 
     def facts(self) -> dict[str, object]:
-        """Bytes and rates per link, the latter since the last call, and routed messages that passed here or wait."""
+        """Returns bytes and rates per link, the latter since the last call, and routed messages that passed here or
+        wait.
+        """
         links = self._measuring.facts(time.monotonic())
         return {"links": links, "relayed": self.relayed, "waiting": self._router.waiting}
 
@@ -639,6 +649,6 @@ class Links:
         self._listener.close()
 
     def wait_closed(self, timeout_s: float = 2.0) -> None:
-        """After `close`, in another thread: until nobody accepts any more."""
+        """Waits, after `close` and in another thread, until no connection is accepted any more."""
         if self._acceptor is not None:
             self._acceptor.join(timeout_s)

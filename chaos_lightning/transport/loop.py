@@ -1,4 +1,4 @@
-"""One epoll loop in one thread: link sockets, a listener, timers, and calls from other threads.
+"""Runs one epoll loop in one thread: link sockets, a listener, timers, and calls from other threads.
 
 Theory of operation. Everything that must not race runs here: the member machine, the reducer, the links. Other threads
 hand work in by `call(fn)`; an eventfd wakes the loop at most once per batch of calls. The waking write keeps the GIL:
@@ -22,7 +22,9 @@ from typing import cast
 
 
 def _waker() -> Callable[[int, int], object]:
-    """A write to an eventfd that keeps the GIL, where the C library has it; an ended loop's descriptor is ignored."""
+    """Returns a function that writes to an eventfd and keeps the GIL, where the C library has it; an ended loop's
+    descriptor is ignored.
+    """
     write = getattr(ctypes.PyDLL(None), "eventfd_write", None)
     if write is None:
         return os.eventfd_write
@@ -34,7 +36,7 @@ _wake_up = _waker()
 
 
 class IoLoop:
-    """See the module. `start()` runs it in a daemon thread; `stop()` ends and joins it."""
+    """Loop in a thread of its own. `start()` runs it in a daemon thread; `stop()` ends and joins it."""
 
     def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
         self._epoll = select.epoll()
@@ -53,7 +55,7 @@ class IoLoop:
         self._thread.start()
 
     def inside(self) -> bool:
-        """Whether the caller runs in the loop's thread."""
+        """Returns whether the caller runs in the loop's thread."""
         return threading.current_thread() is self._thread
 
     def call(self, function: Callable[[], None]) -> None:
@@ -67,7 +69,7 @@ class IoLoop:
                 self._awake = False
 
     def call_and_wait(self, function: Callable[[], None], timeout_s: float) -> bool:
-        """As `call`, from any other thread; whether it was done within this time."""
+        """Runs `function` as `call` does, from any other thread; returns whether it was done within this time."""
         done = threading.Event()
 
         def run() -> None:

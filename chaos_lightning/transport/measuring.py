@@ -27,7 +27,7 @@ from chaos_lightning.transport.pacing import pace
 from chaos_lightning.transport.probe import Probes
 
 RENEW_S = 60.0
-"""A link of whose rate nothing was heard for so long is probed again."""
+"""Seconds without news of a link's rate after which the link is probed again."""
 _SOON_S = 0.025
 
 
@@ -38,10 +38,10 @@ class _Flow:
     sent_before: int = 0
     received_before: int = 0
     read: tuple[float, int, int] | None = None
-    """When it was read last (monotonic, s), and the bytes then."""
+    """Time of the last reading (monotonic, s), and the bytes then."""
 
     def rates(self, now: float, sent: int, received: int) -> tuple[float, float]:
-        """Bits per second since it was read last; of the first reading nothing is known."""
+        """Returns bits per second, sent and received, since the last reading; 0.0 at the first one."""
         at, sent_then, received_then = self.read or (now, sent, received)
         self.read = (now, sent, received)
         seconds = now - at
@@ -51,7 +51,7 @@ class _Flow:
 
 
 class Measuring:
-    """See the module. Methods belong to the loop's thread unless said otherwise.
+    """Measurements of one member's links. Methods belong to the loop's thread unless said otherwise.
 
     Args:
         later: Calls a function after so many seconds, in the loop's thread.
@@ -79,13 +79,13 @@ class Measuring:
         """The last one of each link that stands."""
 
     def emulated(self, peer: str) -> bool:
-        """Whether bytes to this peer go through an emulated medium. Any thread."""
+        """Returns whether bytes to this peer go through an emulated medium. Any thread."""
         return self._pacer.emulates(peer)
 
     # ------------------------------------------------------------------ links
 
     def added(self, peer: str, link: Link) -> None:
-        """A link was made."""
+        """Starts to measure a link that was made."""
         self._links[peer] = link
         self._pacer.join(peer, link.sock, link.pace, time.monotonic())
         if self._measured(peer, link):
@@ -94,7 +94,7 @@ class Measuring:
             self._probe(peer, link, "link made")
 
     def lost(self, peer: str, link: Link) -> None:
-        """A link has broken or is not wanted any more."""
+        """Stops to measure a link that has broken or is not wanted any more."""
         if self._links.get(peer) is link:
             del self._links[peer]
             self.reports.pop(peer, None)
@@ -106,7 +106,7 @@ class Measuring:
         self._pacer.leave(peer, link.sock, time.monotonic())
 
     def forget(self, peer: str) -> None:
-        """This peer is not wanted any more."""
+        """Forgets a peer that is not wanted any more."""
         self._meter.forget(peer)
         self._flows.pop(peer, None)
         self._asked_at.pop(peer, None)
@@ -124,11 +124,11 @@ class Measuring:
         self._probes.measure(peer, link, why)
 
     def target(self, link: Link, frame: Frame) -> memoryview:
-        """Memory for a PROBE frame."""
+        """Returns memory for a PROBE frame."""
         return self._probes.target(link, frame)
 
     def arrived(self, peer: str, link: Link, frame: Frame, payload: memoryview) -> None:
-        """A PROBE frame is here."""
+        """Takes a PROBE frame."""
         self._probes.arrived(peer, link, frame, payload)
 
     # ------------------------------------------------------------------ transfers beside the links
@@ -167,7 +167,7 @@ class Measuring:
                 self._probe(peer, link, why)
 
     def facts(self, now: float) -> list[dict[str, object]]:
-        """By link: bytes so far, bits per second since the last call, and what was measured."""
+        """Returns by link: bytes so far, bits per second since the last call, and what was measured."""
         rows: list[dict[str, object]] = []
         for peer, link in self._links.items():
             flow = self._flows.setdefault(peer, _Flow())

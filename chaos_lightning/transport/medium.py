@@ -1,4 +1,4 @@
-"""Network between members: the real one, unless a lab has put an emulated one in its place.
+"""Names the network between members: the real one, unless a lab has put an emulated one in its place.
 
 Theory of operation. Every connection from member to member (links, transfers of state, watchers) is made by
 `installed().connect`, and what is sent on them may be bounded by a `Pacer`. The network as it is dials, and bounds
@@ -15,16 +15,18 @@ from typing import Protocol
 
 
 class Pacer(Protocol):
-    """Bounds what one member sends to others. All but `emulates` and `begin` belong to one thread."""
+    """Bounds of what one member sends to others. All methods but `emulates` and `begin` belong to one thread."""
 
     def emulates(self, peer: str) -> bool:
-        """Whether bytes to this peer go through an emulated medium, so that they are measured. Any thread."""
+        """Returns whether bytes to this peer go through an emulated medium, so that they are measured. Any thread."""
 
     def begin(self, peer: str, sock: socket.socket) -> None:
-        """A connection beside the link is about to send to this peer; `join` follows. Any thread."""
+        """Takes the news that a connection beside the link is about to send to this peer; `join` follows. Any
+        thread.
+        """
 
     def join(self, peer: str, sock: socket.socket, bound: Callable[[float | None], None], now: float) -> None:
-        """A connection to this peer.
+        """Takes a connection to this peer, to be bounded.
 
         Args:
             peer: Whose.
@@ -34,47 +36,49 @@ class Pacer(Protocol):
         """
 
     def leave(self, peer: str, sock: socket.socket, now: float) -> None:
-        """This connection is over; unknown ones are ignored."""
+        """Drops a connection that is over; unknown ones are ignored."""
 
     def settle(self, now: float, waiting: Callable[[str], Collection[socket.socket]]) -> None:
-        """Several times a second; `waiting` names the connections to a peer that have bytes to send."""
+        """Sets the bounds anew; called several times a second. `waiting` names the connections to a peer that have
+        bytes to send.
+        """
 
 
 class Medium(Protocol):
-    """A network, as members see it."""
+    """Network, as members see it."""
 
     def connect(self, address: str, port: int, *, me: str, peer: str, timeout_s: float) -> socket.socket:
-        """A TCP connection from member `me` to member `peer`, who listens at this address.
+        """Returns a TCP connection from member `me` to member `peer`, who listens at this address.
 
         Raises:
             OSError: There is no way, or nobody listens.
         """
 
     def pacer(self) -> Pacer:
-        """A new one, for one member's connections."""
+        """Returns a new pacer, for one member's connections."""
 
 
 class Unpaced:
-    """Bounds nothing."""
+    """Pacer that bounds nothing."""
 
     def emulates(self, peer: str) -> bool:
         return False
 
     def begin(self, peer: str, sock: socket.socket) -> None:
-        """Nothing to bound."""
+        """Ignores the connection: nothing is bounded."""
 
     def join(self, peer: str, sock: socket.socket, bound: Callable[[float | None], None], now: float) -> None:
-        """Nothing to bound."""
+        """Ignores the connection: nothing is bounded."""
 
     def leave(self, peer: str, sock: socket.socket, now: float) -> None:
-        """Nothing to bound."""
+        """Ignores the connection: nothing was bounded."""
 
     def settle(self, now: float, waiting: Callable[[str], Collection[socket.socket]]) -> None:
-        """Nothing to bound."""
+        """Changes no bound: there is none."""
 
 
 class Direct:
-    """The network as it is."""
+    """Network as it is."""
 
     def connect(self, address: str, port: int, *, me: str, peer: str, timeout_s: float) -> socket.socket:
         return socket.create_connection((address, port), timeout=timeout_s)
@@ -87,12 +91,12 @@ _installed: Medium = Direct()
 
 
 def installed() -> Medium:
-    """This process's."""
+    """Returns this process's network."""
     return _installed
 
 
 def install(medium: Medium) -> Medium:
-    """From now on connections are made through this one; returns what was there before."""
+    """Installs a network through which connections are made from now on; returns the former one."""
     global _installed
     before, _installed = _installed, medium
     return before

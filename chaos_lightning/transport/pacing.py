@@ -1,4 +1,4 @@
-"""A bound on what one TCP socket sends: the kernel paces it, no privilege needed.
+"""Bounds what one TCP socket sends: the kernel paces it, no privilege needed.
 
 Theory of operation. SO_MAX_PACING_RATE bounds what one TCP socket sends; it is exact to a few percent from 100 to 1000
 Mbit/s, costs no CPU and can be changed while bytes flow. It bounds one socket in one direction, so each end of a link

@@ -1,4 +1,4 @@
-"""Keys that one process shares with others, the last few of each; handshakes wait for one that is on its way."""
+"""Keeps keys that one process shares with others, the last few of each; handshakes wait for one that is on its way."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Key = tuple[str, bytes]
-"""Its name, and the key."""
+"""Name of a key, and the key."""
 
 
 class PeerKeys:
-    """Any thread.
+    """Keys by peer. Any thread.
 
     Args:
         kept: So many keys of each peer; the oldest goes.
@@ -27,7 +27,7 @@ class PeerKeys:
         self._keys: dict[str, deque[Key]] = {}
 
     def learn(self, keys: Iterable[tuple[str, Key]], void: Iterable[str] = ()) -> None:
-        """First forgets all keys of `void`, then takes these, by peer."""
+        """Forgets all keys of the peers in `void`, and then takes these, by peer."""
         with self._changed:
             for peer in void:
                 self._keys.pop(peer, None)
@@ -40,16 +40,18 @@ class PeerKeys:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all keys."""
         with self._changed:
             self._keys.clear()
 
     def of(self, peer: str, patience_s: float) -> tuple[Key, ...]:
-        """The newest first; waits for one if there is none, and returns () if none comes."""
+        """Returns the keys of a peer, the newest first; waits for one if there is none, and returns () if none
+        comes.
+        """
         return self._wait(lambda: tuple(self._keys.get(peer, ())), patience_s) or ()
 
     def find(self, peer: str, names: Iterable[str], patience_s: float) -> Key | None:
-        """The first of these that is known; waits for one if there is none."""
+        """Returns the first of these keys that is known; waits for one if there is none; None if none comes."""
         wanted = tuple(names)
 
         def first() -> Key | None:

@@ -1,4 +1,4 @@
-"""Probes: members measure by themselves how long a link takes and how much it carries towards the other end.
+"""Measures links by probes: how long a link takes, and how much it carries towards the other end.
 
 Theory of operation. A measurement (`Probes.measure`) has two parts, both in PROBE frames of the link itself:
 
@@ -39,16 +39,16 @@ from chaos_lightning.transport.frames import HEADER_NBYTES, Frame, FrameType, pa
 from chaos_lightning.transport.link import Link
 
 PIECE_NBYTES = 256 << 10
-"""No frame of a train is larger."""
+"""Largest size, bytes, of a frame of a train."""
 _SMALLEST_PIECE_NBYTES = 4 << 10
 _DONE = struct.Struct("<Qdd")
 _ALIKE = 0.8
-"""The two best trains differ by no more: nobody was late."""
+"""Least ratio of the rates of the two best trains at which they count as alike: nobody was late."""
 _ROUGH_NBYTES = 32 << 10
 _EXTENSIONS = 5
-"""How often an answer is waited for anew, because the job's own traffic was before it."""
+"""Number of times that an answer is waited for anew, because the job's own traffic was before it."""
 _GOES_ON_NBYTES = 4 << 10
-"""More than pings: the link carries something."""
+"""Number of bytes, more than pings have, that show that the link carries something."""
 
 
 class Op(enum.IntEnum):
@@ -57,13 +57,15 @@ class Op(enum.IntEnum):
     ECHO = 1
     ECHOED = 2
     ASK = 3
-    """May a train come?"""
+    """Question whether a train may come."""
     GO = 4
     FILL = 5
     """Part of a train."""
     END = 6
     DONE = 7
-    """Bytes of the train, the seconds from its first piece to its last, and the rate at which they came."""
+    """Answer about a train: its bytes, the seconds from its first piece to its last, and the rate at which they
+    came.
+    """
 
 
 _OPS = {int(op): op for op in Op}
@@ -75,23 +77,23 @@ class ProbeConfig:
 
     echoes: int = 5
     target_s: float = 0.075
-    """How long a train is to take; more where the round trip is long."""
+    """Seconds that a train is to take; more where the round trip is long."""
     first_nbytes: int = 16 << 10
     max_nbytes: int = 8 << 20
     max_trains: int = 10
     quiet_s: float = 0.02
-    """A link without chunks and messages for so long is quiet."""
+    """Seconds without chunks and messages after which a link counts as quiet."""
     patience_s: float = 3.0
-    """A link that is never quiet is tried all the same after so long, with trains that end early."""
+    """Seconds after which a link that is never quiet is tried all the same, with trains that end early."""
     deadline_s: float = 5.0
-    """Without an answer for so long, the link carries nothing."""
+    """Seconds without an answer after which the link counts as carrying nothing."""
     lease_s: float = 2.0
     """Seconds after which a peer that was granted a train and sends nothing loses its turn."""
 
 
 @dataclass(slots=True)
 class _Run:
-    """One measurement of one link, at the sending end."""
+    """Measurement of one link, at the sending end."""
 
     peer: str
     link: Link
@@ -103,7 +105,7 @@ class _Run:
     sent: int = 0
     ended: bool = False
     quiet: bool = False
-    """Nothing was before the train."""
+    """Whether nothing was before the train."""
     traffic: int = 0
     waits: int = 0
     extensions: int = 0
@@ -116,7 +118,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Coming:
-    """A train that comes in."""
+    """Train that comes in."""
 
     peer: str
     link: Link
@@ -126,10 +128,12 @@ class _Coming:
     nbytes: int = 0
     pieces: int = 0
     sums: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """Over its pieces: seconds since the first one, bytes up to its middle, squares of the former, products of both."""
+    """Sums over the train's pieces: seconds since the first one, bytes up to its middle, squares of the former,
+    products of both.
+    """
 
     def piece(self, now: float, nbytes: int) -> None:
-        """One has come."""
+        """Counts a piece that has come."""
         self.heard_at = now
         self.began_at = self.began_at or now
         t, middle = now - self.began_at, self.nbytes + nbytes / 2
@@ -140,12 +144,12 @@ class _Coming:
 
     @property
     def seconds(self) -> float:
-        """From its first piece to its last one; what the job sent before its end does not count."""
+        """Seconds from the train's first piece to its last one; what the job sent before its end does not count."""
         return self.heard_at - (self.began_at or self.heard_at)
 
     @property
     def rate_bps(self) -> float:
-        """Slope of the straight line through bytes over time; 0.0 where all came at once.
+        """Slope of the straight line through bytes over time, bits per second; 0.0 where all came at once.
 
         Pacers and tunnels pass bytes in bursts. The line is not shifted by a first burst for which nobody had to wait.
         """
@@ -162,7 +166,7 @@ def _filler() -> memoryview:
 
 
 class Probes:
-    """See the module.
+    """Probes of one member's links.
 
     Args:
         later: Calls a function after so many seconds, in the loop's thread.
@@ -201,11 +205,11 @@ class Probes:
         self._when_quiet(run, self._echo)
 
     def measuring(self, peer: str) -> bool:
-        """Whether a measurement towards this peer is under way."""
+        """Returns whether a measurement towards this peer is under way."""
         return peer in self._runs
 
     def lost(self, peer: str, link: Link) -> None:
-        """The link has broken, or is not wanted any more."""
+        """Ends the measurements on a link that has broken, or is not wanted any more."""
         run = self._runs.get(peer)
         if run is not None and run.link is link:
             self._end(run)
@@ -216,7 +220,7 @@ class Probes:
     # ------------------------------------------------------------------ frames
 
     def target(self, link: Link, frame: Frame) -> memoryview:
-        """Memory for a PROBE frame's payload."""
+        """Returns memory for a PROBE frame's payload."""
         op = _OPS.get(frame.start)
         if op is Op.FILL and frame.length <= PIECE_NBYTES:
             coming = self._coming
@@ -228,7 +232,7 @@ class Probes:
         raise WireError(f"a PROBE frame {op.name if op else frame.start} with {frame.length} bytes")
 
     def arrived(self, peer: str, link: Link, frame: Frame, payload: memoryview) -> None:
-        """A PROBE frame is here."""
+        """Takes a PROBE frame."""
         match _OPS.get(frame.start):
             case Op.ECHO:
                 self._say(link, Op.ECHOED, frame.seq)
@@ -318,7 +322,9 @@ class Probes:
         run.link.fill(partial(self._piece, run, run.number))
 
     def _piece(self, run: _Run, number: int) -> list[memoryview] | None:
-        """The next frame of a train: parts of it while nobody else wants the link, then its end."""
+        """Returns the next frame of a train: parts of it while nothing else wants the link, then its end; None behind
+        it.
+        """
         if run.number != number or run.ended:
             return None
         left = run.size - run.sent

@@ -1,4 +1,4 @@
-"""Chunks between processes of one machine travel by reference: the frame says where the bytes lie, the receiver reads
+"""Sends chunks between processes of one machine by reference: the frame says where the bytes lie, the receiver reads
 them out of the sender's memory in one copy (process_vm_readv), straight to where they belong.
 
 Theory of operation. Over loopback TCP each byte is copied twice by the kernel and passes its network stack; that, not
@@ -28,13 +28,13 @@ from chaos_lightning.errors import ChaosError, WireError
 from chaos_lightning.protocol.types import ViewId
 
 PIECE = struct.Struct("<QQ")
-"""(address, length) of one piece of a chunk."""
+"""Layout of (address, length) of one piece of a chunk."""
 
 SMALLEST_NBYTES = 16384
-"""Below this a payload is cheaper to send than to point at."""
+"""Size, bytes, below which a payload is cheaper to send than to point at."""
 
 MAX_PIECES = 512
-"""The kernel takes up to 1024 per call; a chunk has a handful, as a rule one."""
+"""Largest number of pieces of a call. The kernel takes up to 1024; a chunk has a handful, as a rule one."""
 
 _OFFER = struct.Struct("<QQ16s")
 _LOAD = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
@@ -61,28 +61,28 @@ if _LOAD is not None:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where a writable, contiguous buffer begins in this process."""
+    """Returns the address at which a writable, contiguous buffer begins in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def refer(pieces: Sequence[memoryview]) -> bytes:
-    """A chunk's pieces as (address, length) pairs."""
+    """Returns a chunk's pieces as (address, length) pairs."""
     return b"".join(PIECE.pack(address_of(piece), piece.nbytes) for piece in pieces)
 
 
 def pieces_of(references: memoryview) -> list[tuple[int, int]]:
-    """The reverse of `refer`."""
+    """Returns the (address, length) pairs that `refer` wrote."""
     return list(PIECE.iter_unpack(references))
 
 
 class Generation:
-    """Which attempt this process has open, where its neighbours can read it."""
+    """Attempt that this process has open, where its neighbours can read it."""
 
     def __init__(self) -> None:
         self._words = _Words((ctypes.c_ubyte * 16)(*os.urandom(16)), 0, 0, 0)
 
     def set(self, view: ViewId, seq: int) -> None:
-        """Before any byte of this attempt overwrites one of an older attempt."""
+        """Sets the open attempt, before any byte of this attempt overwrites one of an older attempt."""
         words = self._words
         words.seq, words.term, words.number = seq, view.term, view.number
 
@@ -92,7 +92,8 @@ class Generation:
 
 
 def intact(up: bool, view: ViewId, seq: int, now: tuple[ViewId, int]) -> bool:
-    """Whether what the sender's memory held for a chunk of (view, seq) was still there when its generation was `now`.
+    """Returns whether what the sender's memory held for a chunk of (view, seq) was still there when its generation was
+    `now`.
 
     Args:
         up: A partial sum (own gradient or what was added to it, still while its attempt is open), not a result (still
@@ -107,7 +108,7 @@ def intact(up: bool, view: ViewId, seq: int, now: tuple[ViewId, int]) -> bool:
 
 
 class NeighbourMemory:
-    """Another process of this machine, whose memory this one may read.
+    """Memory of another process of this machine, which this one may read.
 
     Args:
         offer: What `Generation.offer` gave there.
@@ -125,7 +126,7 @@ class NeighbourMemory:
         self.generation()
 
     def generation(self) -> tuple[ViewId, int]:
-        """The attempt that the neighbour has open."""
+        """Returns the attempt that the neighbour has open."""
         return self.read([], None)
 
     def read(self, pieces: Sequence[tuple[int, int]], into: memoryview | None) -> tuple[ViewId, int]:
@@ -164,12 +165,14 @@ class NeighbourMemory:
 
 
 class UnreadableError(ChaosError):
-    """The target of a reference is gone. Its link is broken by then, or this member is out of the view it is from."""
+    """Error that the target of a reference is gone. Its link is broken by then, or this member is out of the view it is
+    from.
+    """
 
 
 @dataclass(slots=True)
 class PartialSum:
-    """A partial sum that still lies in its sender's memory.
+    """Partial sum that still lies in its sender's memory.
 
     Attributes:
         neighbour: The sender's process.

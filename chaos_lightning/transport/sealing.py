@@ -1,4 +1,4 @@
-"""Protection of a connection between members: nothing but checksums, a tag for each record, or encryption.
+"""Protects a connection between members: with nothing but checksums, a tag for each record, or encryption.
 
 Theory of operation. After the handshake (transport/handshake.py) both ends hold two traffic keys, one per direction,
 derived from the link's key and both ends' nonces, so that no connection ever shares a key with another one. Each
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 SEGMENT_NBYTES = 256 << 10
-"""Largest record: its plaintext and ciphertext fit into a core's cache when the kernel copies the latter."""
+"""Largest record, bytes: its plaintext and ciphertext fit into a core's cache when the kernel copies the latter."""
 CLEAR_SEGMENT_NBYTES = 1 << 20
-"""The same for frames that are only authenticated, which need no second buffer: each record costs two system calls and
-about 10 microseconds of Python, much beside the 43 that the tag of 1 MiB takes (docs/links.md)."""
+"""Largest record, bytes, of frames that are only authenticated, which need no second buffer: each record costs two
+system calls and about 10 microseconds of Python, much beside the 43 that the tag of 1 MiB takes (docs/links.md).
+"""
 TAG_NBYTES = 16
 KEY_NBYTES = 32
 MAX_RECORDS = 1 << 40
@@ -40,11 +41,11 @@ MAX_RECORDS = 1 << 40
 _NONCE = struct.Struct(">IQ")
 _LENGTH = struct.Struct("<I")
 _HEADS_NBYTES = 1024
-"""Headers of frames are shorter."""
+"""Room, bytes, for headers of frames, which are shorter."""
 
 
 class Level(enum.StrEnum):
-    """How a connection is protected; later ones protect against more."""
+    """Protection of a connection; later ones protect against more."""
 
     CHECKSUM = "checksum"
     AUTHENTICATED = "authenticated"
@@ -87,7 +88,7 @@ def _nonce(nbytes: int, count: int) -> bytes:
 
 
 class Sealer:
-    """One direction's sending end. Records leave in the order in which they are sealed.
+    """Sending end of one direction. Records leave in the order in which they are sealed.
 
     Args:
         level: AUTHENTICATED or ENCRYPTED.
@@ -103,7 +104,8 @@ class Sealer:
         self._joined = memoryview(bytearray(0))
 
     def frame(self, parts: list[memoryview], *, begins: bool) -> list[memoryview]:
-        """The next records of a frame, taken off `parts`; to be sent before anything else is sealed.
+        """Seals the next records of a frame, taken off `parts`, and returns their bytes; to be sent before anything
+        else is sealed.
 
         Args:
             parts: What is left of it.
@@ -118,7 +120,9 @@ class Sealer:
         return sealed
 
     def record(self, parts: list[memoryview]) -> tuple[int, list[memoryview]]:
-        """The next record of a stream, taken off `parts`: its length in the clear, and what is to be sent."""
+        """Seals the next record of a stream, taken off `parts`; returns its length in the clear, and the bytes to
+        send.
+        """
         self._make_room()
         sealed: list[memoryview] = []
         segment = self._segment(parts, SEGMENT_NBYTES)
@@ -126,7 +130,7 @@ class Sealer:
         return segment.nbytes, sealed
 
     def kept(self, sealed: list[memoryview]) -> list[memoryview]:
-        """The same bytes, where the memory of what was sealed is about to be overwritten: its tag is made already."""
+        """Returns the same bytes, copied if their memory is about to be overwritten: their tag is made already."""
         return [memoryview(bytes(part)) for part in sealed] if self._clear else sealed
 
     def _make_room(self) -> None:
@@ -134,7 +138,7 @@ class Sealer:
             self._out = memoryview(bytearray(_HEADS_NBYTES + SEGMENT_NBYTES + 2 * TAG_NBYTES))
 
     def _segment(self, parts: list[memoryview], most: int) -> memoryview:
-        """Up to `most` bytes off the front; copied only where they lie in pieces."""
+        """Returns up to `most` bytes off the front; copied only where they lie in pieces."""
         first = parts[0]
         if first.nbytes >= most or len(parts) == 1:
             taken = first[:most]
@@ -170,7 +174,7 @@ class Sealer:
 
 
 class Opener:
-    """One direction's receiving end: one record after the other, each placed where `expect` says once it has opened.
+    """Receiving end of one direction: one record after the other, each placed where `expect` says once it has opened.
 
     What is only authenticated is received at its place, so it lies there before it is believed.
 
@@ -200,7 +204,7 @@ class Opener:
         self._spare = memoryview(bytearray(0))
 
     def expect(self, into: memoryview | None, nbytes: int, *, ahead_nbytes: int = 0) -> None:
-        """Says what the next record is, once the one before has opened.
+        """Sets what the next record is, once the one before has opened.
 
         Args:
             into: Where its bytes go; None throws them away.
@@ -226,7 +230,7 @@ class Opener:
         self._ahead_nbytes = ahead_nbytes + TAG_NBYTES if ahead_nbytes and ends else 0
 
     def divert(self) -> None:
-        """The record's place is needed for something else: what came and what comes goes to the bin."""
+        """Diverts the record to the bin, what came and what comes, as its place is needed for something else."""
         if self._into is None:
             return
         if self._clear:
@@ -237,7 +241,7 @@ class Opener:
         self._into = None
 
     def room(self) -> list[memoryview]:
-        """Where the rest of the record is to be received, and what comes behind it if that is known."""
+        """Returns the buffers for the rest of the record, and for what comes behind it if that is known."""
         got = self._got
         if not self._clear:
             rooms = [self._body[got:]]
@@ -250,7 +254,8 @@ class Opener:
         return rooms
 
     def took(self, count: int) -> bool:
-        """So many bytes were received into `room`; 0: whatever came ahead. True once the record is whole and genuine.
+        """Counts bytes that were received into `room`; 0: whatever came ahead. Returns True once the record is whole
+        and genuine.
 
         Raises:
             WireError: It does not open.
@@ -282,7 +287,8 @@ class Opener:
 
 
 class SealedStream:
-    """Bytes without frames that this module would know, as records that each begin with their length (4 bytes).
+    """Stream of bytes without frames that this module would know, as records that each begin with their length (4
+    bytes).
 
     One thread may send while another one receives.
     """
@@ -345,7 +351,7 @@ class SealedStream:
         return placed
 
     def _next_length(self, receive: Callable[[list[memoryview]], int]) -> int:
-        """The next record's; 0 at a clean end. A wait that ends in between may be taken up again."""
+        """Returns the next record's length; 0 at a clean end. A wait that ends in between may be taken up again."""
         while self._length_got < _LENGTH.size:
             count = receive([self._length[self._length_got :]])
             if not count:
@@ -408,13 +414,13 @@ class SealedSession:
 
 
 class ProtectedSocket(socket.socket):
-    """A connection whose records are sealed; whoever sends or receives on it uses its session."""
+    """Connection whose records are sealed; senders and receivers on it use its session."""
 
     session: SealedSession | None = None
 
     @classmethod
     def around(cls, sock: socket.socket, session: SealedSession | None) -> socket.socket:
-        """The same connection, with this session; `sock` is used up. Without a session: `sock`."""
+        """Returns the same connection, with this session; `sock` is used up. Without a session: `sock`."""
         if session is None:
             return sock
         timeout = sock.gettimeout()
@@ -424,7 +430,7 @@ class ProtectedSocket(socket.socket):
         return made
 
     def dup(self) -> ProtectedSocket:
-        """Another descriptor of the same connection, with the same session."""
+        """Returns another descriptor of the same connection, with the same session."""
         made = super().dup()
         assert isinstance(made, ProtectedSocket)
         made.session = self.session

@@ -26,13 +26,13 @@ from chaos_lightning.transport.loop import IoLoop
 
 FRESH_S = 0.5
 END_S = 1.0
-"""A watcher that was told to end has so long."""
+"""Seconds in which a watcher that was told to end must end."""
 _TOLD = {state: s._replace(evidence=f"its machine says that {s.evidence}") for state, s in SIGHTS.items() if state}
-"""The same, as a neighbour's watcher told it."""
+"""Sights of a process, as a neighbour's watcher told them."""
 
 
 class Watching:
-    """See the module. `add` may be called by any thread, everything else by the loop's.
+    """Watcher of neighbours on other machines. `add` may be called by any thread, everything else by the loop's.
 
     Args:
         loop: Reads what the watcher tells.
@@ -125,7 +125,7 @@ class Watching:
                     self._said[peer] = (watcher.STATES.get(message[:1], ""), time.monotonic())
 
     def _lost(self, control: socket.socket) -> None:
-        """The watcher has ended; with the next connection there will be another one."""
+        """Drops the watcher, which has ended; with the next connection there will be another one."""
         self._loop.unregister(control.fileno())
         with self._lock:
             control.close()
@@ -142,11 +142,11 @@ class Watching:
                 self._control.send(order)
 
     def ask(self, peer: str) -> None:
-        """Have the neighbour's watcher asked; the answer is there soon, or never."""
+        """Asks the neighbour's watcher; the answer is here soon, or never."""
         self._order(b"Q" + peer.encode())
 
     def drop(self, peer: str) -> None:
-        """This neighbour is none any more."""
+        """Drops a neighbour that is none any more."""
         self._said.pop(peer, None)
         self._handed.discard(peer)
         self._order(b"D" + peer.encode())
