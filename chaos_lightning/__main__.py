@@ -1,4 +1,4 @@
-"""`python -m chaos_lightning` is the command `chaos-lightning`, for where no folder of programs is on the PATH."""
+"""Runs the command `chaos-lightning` as `python -m chaos_lightning`, for where no folder of programs is on the PATH."""
 
 from __future__ import annotations
 

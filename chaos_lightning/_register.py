@@ -23,7 +23,7 @@ OTHER_HOST = "pytorch_lightning.strategies"
 
 @dataclass(frozen=True)
 class Registered:
-    """One strategy, as Lightning's users name it.
+    """Strategy as Lightning's users name it.
 
     Attributes:
         kind: Its class in `chaos_lightning.strategies`.
@@ -63,14 +63,14 @@ NAMES = {
 
 
 def make_strategy(name: str, **options: Any) -> Any:
-    """The registered factory: what `Trainer(strategy="chaos")` calls."""
+    """Makes a strategy: the registered factory, which `Trainer(strategy="chaos")` calls."""
     from chaos_lightning import strategies
 
     return getattr(strategies, NAMES[name].kind)(**options)
 
 
 def refuse_other_host(name: str, **_: Any) -> Any:
-    """The same for the package `pytorch_lightning`, whose classes are not those of `lightning.pytorch`."""
+    """Refuses a strategy in the package `pytorch_lightning`, whose classes are not those of `lightning.pytorch`."""
     from chaos_lightning.errors import UnsupportedError
 
     raise UnsupportedError(
@@ -101,7 +101,7 @@ _REGISTRIES = ("StrategyRegistry", "STRATEGY_REGISTRY")
 
 
 def registry_of(module: ModuleType) -> Any:
-    """A strategy package's registry; None while the package is being imported."""
+    """Returns a strategy package's registry; None while the package is being imported."""
     return next((found for name in _REGISTRIES if (found := getattr(module, name, None)) is not None), None)
 
 

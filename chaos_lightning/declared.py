@@ -1,4 +1,4 @@
-"""How a setting is declared: once, as a field of a dataclass with its default, its help and its check.
+"""Declares settings: each of them once, as a field of a dataclass with its default, its help and its check.
 
 Theory of operation. `setting` makes such a field, and `declared` reads a class's settings back. All else is derived
 from them: what command lines, torchrun, Hydra, jsonargparse and the environment take, how text becomes a value, what
@@ -21,7 +21,7 @@ from chaos_lightning.errors import ConfigurationError
 
 T = TypeVar("T")
 Check = Callable[[Any], str]
-"""Returns what is wrong with a value, as in "expected a positive number"; "" if nothing is."""
+"""Function that returns what is wrong with a value, as in "expected a positive number"; "" if nothing is."""
 
 _KEY = "chaos_lightning"
 _BOOLEANS = {"0": False, "no": False, "false": False, "1": True, "yes": True, "true": True}
@@ -30,7 +30,7 @@ _EXPECTED = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting, read back.
+    """Setting of a dataclass, read back.
 
     Attributes:
         name: Of the field; also in --rdzv-conf, in Hydra and in `ChaosOptions`.
@@ -50,31 +50,31 @@ class Setting:
 
     @property
     def kind(self) -> type:
-        """bool, int, float or str."""
+        """Type of the setting: bool, int, float or str."""
         return type(self.default)
 
     @property
     def short(self) -> str:
-        """The first sentence of the help, without its full stop."""
+        """First sentence of the help, without its full stop."""
         return re.split(r"\.(?:\s|$)", self.help, maxsplit=1)[0]
 
     @property
     def shown(self) -> str:
-        """The default, for people; "" for none."""
+        """Default, for people; "" for none."""
         return f"{self.default:g}" if self.kind in (bool, float) else str(self.default)
 
     @property
     def variable(self) -> str:
-        """The environment's name of it."""
+        """Environment variable of the setting."""
         return f"CHAOS_{self.name.upper()}"
 
     @property
     def option(self) -> str:
-        """A command's name of it: without the unit."""
+        """Option of a command for the setting: without the unit."""
         return "--" + self.name.removesuffix("_s").replace("_", "-")
 
     def read(self, given: object, where: str) -> Any:
-        """A value of this setting's type, from text, or from what JSON has for it.
+        """Returns a value of this setting's type, from text, or from what JSON has for it.
 
         Args:
             given: The text or value.
@@ -95,7 +95,9 @@ class Setting:
             raise ConfigurationError(f"{where}={given!r}: expected {_EXPECTED[self.kind]}") from error
 
     def demand(self, value: Any, where: str = "") -> None:
-        """Raises ConfigurationError if this setting may not have that value; `where` is its name for the user."""
+        """Checks that this setting may have that value, or raises ConfigurationError; `where` is its name for the
+        user.
+        """
         check = self.check or (positive("seconds") if self.name.endswith("_s") else None)
         if check is not None and (wrong := check(value)):
             raise ConfigurationError(f"{where or self.name}={value!r}: {wrong}")
@@ -109,19 +111,21 @@ def setting(
     absolute: Callable[[str], str] | None = None,
     metavar: str = "",
 ) -> T:
-    """A field of a dataclass that a user may set; see `Setting`."""
+    """Returns a field of a dataclass that a user may set; see `Setting`."""
     made = Setting(default=default, help=help, check=check, absolute=absolute, metavar=metavar)
     return dataclasses.field(default=default, metadata={_KEY: made})
 
 
 def same_as(owner: type, name: str, **changes: Any) -> Any:
-    """The field of another class once more, where one thing is told at two places; `changes` are of `Setting`."""
+    """Returns the field of another class once more, where one thing is told at two places; `changes` are of
+    `Setting`.
+    """
     made = dataclasses.replace(declared(owner)[name], **changes)
     return dataclasses.field(default=made.default, metadata={_KEY: made})
 
 
 def declared(owner: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by name, in the order of its fields."""
+    """Returns the settings of a dataclass by name, in the order of its fields."""
     return {
         f.name: dataclasses.replace(f.metadata[_KEY], name=f.name)
         for f in dataclasses.fields(owner)
@@ -149,7 +153,7 @@ def document(owner: type) -> None:
 
 
 def command_line(instance: Any) -> list[str]:
-    """The options by which a command is told the settings of this instance that are not the default."""
+    """Returns the options by which a command is told the settings of this instance that are not the default."""
     words = []
     for name, made in declared(type(instance)).items():
         value = getattr(instance, name)
@@ -159,7 +163,7 @@ def command_line(instance: Any) -> list[str]:
 
 
 def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Setting]) -> None:
-    """An option for each of these settings; values are left as text, for `read_options`."""
+    """Adds an option for each of these settings; values are left as text, for `read_options`."""
     for name, option in options.items():
         switch = option.kind is bool
         how: dict[str, Any] = {"action": "store_true"} if switch else {"metavar": option.metavar or "VALUE"}
@@ -168,7 +172,7 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Setting])
 
 
 def read_options(given: argparse.Namespace, options: Mapping[str, Setting]) -> dict[str, Any]:
-    """The values of those settings that were given.
+    """Returns the values of those settings that were given.
 
     Raises:
         ConfigurationError: One is of another type.
@@ -180,15 +184,15 @@ def read_options(given: argparse.Namespace, options: Mapping[str, Setting]) -> d
 
 
 def positive(what: str) -> Check:
-    """A finite number above 0; `what` names its unit."""
+    """Returns the check that a value is a finite number above 0; `what` names its unit."""
     return lambda value: "" if 0 < value < math.inf else f"expected a positive number of {what}"
 
 
 def at_least(least: float, what: str) -> Check:
-    """A finite number of `what` from `least` on."""
+    """Returns the check that a value is a finite number of `what` from `least` on."""
     return lambda value: "" if least <= value < math.inf else f"expected {what}"
 
 
 def one_of(names: Collection[str]) -> Check:
-    """One of these words."""
+    """Returns the check that a value is one of these words."""
     return lambda value: "" if value in names else f"expected one of {', '.join(names)}"

@@ -50,12 +50,12 @@ from chaos_lightning.variables import warn_of_unknown
 _log = logging.getLogger("chaos_lightning")
 
 LOSS_EVERY = 10
-"""Steps between two looks at the loss, each of which waits for the device."""
+"""Number of steps between two looks at the loss, each of which waits for the device."""
 _TURN_S = 0.1
 
 
 class DiLoCo:
-    """One cluster of an outer job, for a plain loop.
+    """Cluster of an outer job, for a plain loop.
 
     Args:
         model: Its trained parameters travel, and the statistics of its BatchNorm layers are averaged.
@@ -111,7 +111,7 @@ class DiLoCo:
 
     @property
     def progress(self) -> JobProgress:
-        """How far the job is by this cluster's reckoning."""
+        """Progress of the job by this cluster's reckoning."""
         return self._joined.reckoned
 
     @property
@@ -178,7 +178,7 @@ class DiLoCo:
                 return
 
     def _size(self, loader: Iterable[Any]) -> int:
-        """Samples of a batch: as the loader says, else as its first one has."""
+        """Returns the samples of a batch: as the loader says, else as its first one has."""
         if not (size := declared_batch(loader)):
             batches = iter(loader)
             for first in batches:
@@ -189,7 +189,7 @@ class DiLoCo:
         return size
 
     def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[tuple[int, tuple[Span, ...]], ...]:
-        """Leases for the loader (data.leased.LeaseSource)."""
+        """Leases positions for the loader (data.leased.LeaseSource); returns them by epoch."""
         session = self._joined
         patience = Patience(self.options.name, session.waits_for, self.options.patience_s)
         while not session.ending:
@@ -202,7 +202,7 @@ class DiLoCo:
         return ()
 
     def step(self, loss: Any = None) -> Boundary:
-        """After each optimizer step; returns what happened between it and the next one.
+        """Tells of an optimizer step, after each one; returns what happened between it and the next one.
 
         Args:
             loss: Of that step, for the log: a number, or a tensor of one element.
@@ -230,14 +230,16 @@ class DiLoCo:
     # ------------------------------------------------------------------ going
 
     def leave(self) -> None:
-        """Asks to go: the loop's batches end, and leaving the block waits until what was trained is durable."""
+        """Asks to leave: the loop's batches end, and leaving the block waits until what was trained is durable."""
         self._joined.leave()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Without an error: pushes the rest, and stays until it has left or the job has ended."""
+        """Ends this cluster's part. Without an error it first pushes the rest, and stays until it has left or the job
+        has ended.
+        """
         session = self.session
         if session is None:
             return

@@ -1,4 +1,4 @@
-"""The exception tree: one root, one branch for each thing a reader can do about it."""
+"""Exceptions of the package: one root, one branch for each thing a reader can do about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ EXTRAS = {
     "opentelemetry.exporter": "otel",
     "opentelemetry.exporter.otlp.proto.grpc": "otel",
 }
-"""By the name of a package that is imported, the extra of ours that brings it. OpenTelemetry may be there in part."""
+"""Extra of ours that brings a package, by the name of the package that is imported. OpenTelemetry may be there in
+part.
+"""
 
 
 class ChaosError(Exception):
@@ -23,20 +25,22 @@ class ChaosError(Exception):
 
 
 class ConfigurationError(ChaosError, ValueError):
-    """The user asked for something that cannot work; says what was given, what was expected, what to do."""
+    """Error about a request of the user that cannot work; says what was given, what was expected, what to do."""
 
 
 class UnsupportedError(ConfigurationError):
-    """A feature of the host framework that this package refuses by name instead of doing it wrong."""
+    """Error about a feature of the host framework that this package refuses by name instead of doing it wrong."""
 
 
 class MissingExtraError(ConfigurationError, ImportError):
-    """Something needs a package that an extra of ours brings; says what, which package, and what to run."""
+    """Error about a package that is missing, which an extra of ours brings; says what needs it, which package, and what
+    to run.
+    """
 
 
 @contextmanager
 def needing(what: str) -> Iterator[None]:
-    """Imports in it that fail since an extra is not installed say so.
+    """Explains imports that fail while the block runs, if an extra is not installed.
 
     Args:
         what: What the user asked for.
@@ -56,11 +60,13 @@ def needing(what: str) -> Iterator[None]:
 
 
 class RefusedError(ChaosError):
-    """The scheduler (or a neighbour) did not let this member in: token, name, version, fingerprint, finished job."""
+    """Error that the scheduler (or a neighbour) did not let this member in: token, name, version, fingerprint, finished
+    job.
+    """
 
 
 class FinishedJobError(SystemExit):
-    """The job was finished without this process, which has nothing to train, and not the final weights either.
+    """End of a process without which the job was finished: it has nothing to train, and not the final weights either.
 
     Uncaught it ends the process with exit code 0, which launchers take for success. It is no ChaosError, and none that
     `except Exception` catches: what a script does behind fit would be done with other weights than the job's.
@@ -72,24 +78,26 @@ class FinishedJobError(SystemExit):
 
 
 class DisagreementError(ChaosError):
-    """Members disagree: this one differs from the others and is put out (the message names the field and both values),
-    or nobody can go on, since they gather more than fits into one message or values that do not fit together."""
+    """Error that members disagree: this one differs from the others and is put out (the message names the field and
+    both values), or nobody can go on, since they gather more than fits into one message or values that do not fit
+    together.
+    """
 
 
 class FencedError(ChaosError):
-    """This member was excluded by a decided view; its training state is void and it may join again."""
+    """Error that this member was excluded by a decided view; its training state is void and it may join again."""
 
 
 class NotNowError(FencedError):
-    """This newcomer was let in where it cannot begin; it leaves, and comes again."""
+    """Error that this newcomer was let in where it cannot begin; it leaves, and comes again."""
 
 
 class DepartedError(ChaosError):
-    """This member was let go (it asked to leave, or the job is finished): nothing more commits here."""
+    """Error that this member was let go (it asked to leave, or the job is finished): nothing more commits here."""
 
 
 class LeftJobError(SystemExit):
-    """`fit` ended before the training was over: this process was asked to leave the job, and did.
+    """End of `fit` before the training was over: this process was asked to leave the job, and did.
 
     It ends the program without a traceback, as Lightning's own end at Ctrl+C does, and `except Exception` lets it pass:
     code behind `fit` would take half a training for a whole one, and a sweep would start its next run. Catch it by name
@@ -105,11 +113,11 @@ class LeftJobError(SystemExit):
 
 
 class ProfileError(ChaosError):
-    """A script ended before its model was measured; says after how many steps, or why there was none."""
+    """Error that a script ended before its model was measured; says after how many steps, or why there was none."""
 
 
 class SchedulerUnreachableError(ChaosError):
-    """No scheduler answered within the deadline."""
+    """Error that no scheduler answered within the deadline."""
 
 
 RESTART_CODE = 79
@@ -117,7 +125,7 @@ RESTART_CODE = 79
 
 
 class RestartError(SystemExit):
-    """The job has ended for all its members without being finished, since it cannot go on: start it again.
+    """End of a job for all its members without being finished, since it cannot go on: start it again.
 
     It says why, and names the newest checkpoint that a member told of. Uncaught it ends the process with exit code
     RESTART_CODE, at which torchrun and `chaos-lightning run` start the process again.
@@ -129,7 +137,9 @@ class RestartError(SystemExit):
 
 
 class DryRunError(SystemExit):
-    """`fit` has said what it would do, and has trained nothing: the process ends with exit code 0."""
+    """End of `fit` in a dry run: it has said what it would do, and has trained nothing. The process ends with exit code
+    0.
+    """
 
     def __init__(self) -> None:
         super().__init__("a dry run trains nothing")
@@ -137,23 +147,25 @@ class DryRunError(SystemExit):
 
 
 class AttemptOverError(ChaosError):
-    """An attempt at a slot has ended at a recovery: nothing of it counts any more, and its units run again."""
+    """Error that an attempt at a slot has ended at a recovery: nothing of it counts any more, and its units run
+    again.
+    """
 
 
 class DeadlineError(ChaosError):
-    """A wait ended without its event; names node, link, step, what was expected and what to do."""
+    """Error that a wait ended without its event; names node, link, step, what was expected and what to do."""
 
 
 class WireError(ChaosError):
-    """Bytes that are no frame of ours: magic, length, checksum, unknown type or field out of limits."""
+    """Error about bytes that are no frame of ours: magic, length, checksum, unknown type or field out of limits."""
 
 
 class StateError(ChaosError):
-    """Training state that cannot travel or does not fit; names the piece."""
+    """Error about training state that cannot travel or does not fit; names the piece."""
 
 
 class NoDonorError(StateError):
-    """No donor of the training state can be reached any more; says what became of each.
+    """Error that no donor of the training state can be reached any more; says what became of each.
 
     Attributes:
         refused: Whether one of them answered that it does not have it.
@@ -165,15 +177,15 @@ class NoDonorError(StateError):
 
 
 class PlanError(ConfigurationError):
-    """A plan that does not span all members, has a cycle or does not cover every byte exactly once."""
+    """Error about a plan that does not span all members, has a cycle or does not cover every byte exactly once."""
 
 
 class StoreError(ChaosError):
-    """The coordination store refused or failed."""
+    """Error that the coordination store refused or failed."""
 
 
 class OversizeError(StoreError):
-    """A record is larger than coordination stores take.
+    """Error about a record that is larger than coordination stores take.
 
     Attributes:
         fits: Of a view: the number of its members that would fit; 0: it is no view's.

@@ -1,4 +1,4 @@
-"""Settings of one member: each of them once, with its type, default, help and check.
+"""Settings of one member, each of them declared once, with its type, default, help and check.
 
 To add one, write a field into `EngineConfig` and use it. All else is derived from that field (declared.py): the option
 of `ChaosStrategy(options=...)`, of Hydra (`strategy.options.NAME`) and of LightningCLI, `--rdzv-conf NAME=...`, the
@@ -48,12 +48,12 @@ LOG_DIRS = ("auto", "none")
 
 
 def absolute_path(text: str, words: tuple[str, ...] = ("",)) -> str:
-    """The same path for a process that may run in another folder; `words` are no paths."""
+    """Returns the same path for a process that may run in another folder; `words` are no paths."""
     return text if text in words else str(Path(text).absolute())
 
 
 absolute_log_dir = partial(absolute_path, words=("", *LOG_DIRS))
-"""The same place of event logs for a process that may run in another folder."""
+"""Function that gives the same place of event logs for a process that may run in another folder."""
 
 
 def _read_by(read: Callable[[str], object]) -> Check:
@@ -243,7 +243,7 @@ class EngineConfig:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where a scheduler may be: one, or the candidates of the job."""
+        """Endpoints at which a scheduler may be: one, or the candidates of the job."""
         return split_endpoints(self.endpoint)
 
     @property
@@ -274,12 +274,12 @@ class EngineConfig:
 
 
 def host_name() -> str:
-    """This machine's, as part of a node's name."""
+    """Returns this machine's name, as part of a node's name."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40] or "node"
 
 
 def from_environment(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Those settings that the environment has, by name.
+    """Returns those settings that the environment has, by name.
 
     Raises:
         ConfigurationError: One is of another type; names the variable.
@@ -292,7 +292,7 @@ def from_environment(settings: Mapping[str, Setting], environ: Mapping[str, str]
 
 
 def to_environment(settings: Mapping[str, Setting], instance: object) -> dict[str, str]:
-    """These settings of an object as variables that `from_environment` reads."""
+    """Returns these settings of an object as variables that `from_environment` reads."""
     values = {made.variable: getattr(instance, name) for name, made in settings.items()}
     return {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in values.items()}
 
@@ -304,7 +304,7 @@ ARGUMENTS = ("endpoint", "job", "name", "min_nodes", "max_nodes", "log_dir")
 
 
 def optional(names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """Fields for `make_dataclass`: these settings of a member, where None means that nothing was given."""
+    """Returns fields for `make_dataclass`: these settings of a member, where None means that nothing was given."""
     hints = get_type_hints(EngineConfig)
     return [(name, hints[name] | None, same_as(EngineConfig, name, default=None)) for name in names]
 
@@ -348,7 +348,7 @@ class ChaosOptions(_Options):
         return cls(**given)
 
     def for_engine(self) -> dict[str, Any]:
-        """Those that `EngineConfig` knows under the same name."""
+        """Returns the options that `EngineConfig` knows under the same name."""
         return {name: value for name, value in asdict(self).items() if name in declared(EngineConfig)}
 
 

@@ -1,1 +1,1 @@
-"""The event log: its names, its writer and its reader."""
+"""Writes and reads the event log, and registers its names."""

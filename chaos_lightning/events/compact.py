@@ -1,4 +1,4 @@
-"""Lines of the log that repeat themselves: only what differs from what the line before led to expect.
+"""Shortens lines of the log that repeat themselves, to what differs from what the line before led to expect.
 
 Theory of operation. Nearly all of a log are `committed` lines, and of such a line little is news: the slot is the next
 one, on the header before, by the same contributors, and of the ledger one number grew. So of the names in `SHORTENED` a
@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from typing import Any
 
 WHOLE_EVERY = 100
-"""After so many lines comes a whole one: no more are unreadable when one is lost."""
+"""Number of lines after which a whole one comes: no more are unreadable when one is lost."""
 
 MOST_WHOLE = 16
-"""Views of up to so many members are written whole, for whoever reads the file itself."""
+"""Number of members up to which views are written whole, for people who read the file itself."""
 _LOOK_AHEAD = 32
 """Number of items, one after the other, that an edit of a list may take out or put in."""
 
@@ -34,23 +34,23 @@ _OF_ITS_KIND = ("contributors", "spent", "call", "micro_batches", "coverage")
 """Fields of a commit that are as in the last one of its kind, while the others follow from the last one of any kind."""
 
 Line = dict[str, Any]
-"""A line of the log as JSON has it."""
+"""Line of the log as JSON has it."""
 
 
 class Before:
-    """The last lines of a file; its writer and its reader keep the same ones."""
+    """Last lines of a file; its writer and its reader keep the same ones."""
 
     def __init__(self) -> None:
         self._last: dict[str, Line] = {}
         self._short = 0
-        """Lines since all had to be whole."""
+        """Number of lines since all had to be whole."""
 
     def clear(self) -> None:
-        """After a line that may be missing."""
+        """Forgets the last lines, after a line that may be missing."""
         self._last.clear()
 
     def keep(self, line: Line, *, whole: bool) -> None:
-        """This is now the last line of its name; what came before one that was written whole counts no more."""
+        """Keeps this line as the last one of its name; lines before one that was written whole count no more."""
         name = line["name"]
         if whole and name == COMMITTED:
             self._last = {key: last for key, last in self._last.items() if not key.startswith(COMMITTED)}
@@ -59,7 +59,7 @@ class Before:
             self._last[_kind(line.get("kind"))] = line
 
     def shorten(self, line: Line) -> Line | None:
-        """The short form of a whole line, of values as JSON gives them; None if it must be written whole."""
+        """Returns the short form of a whole line, of values as JSON gives them; None if it must be written whole."""
         self._short += 1
         if self._short > WHOLE_EVERY:
             self._short = 0
@@ -85,7 +85,7 @@ class Before:
         return None if "member" in short else short
 
     def restore(self, short: Line) -> Line:
-        """The whole line.
+        """Returns the whole line of a short one.
 
         Raises:
             LookupError, TypeError, ValueError: It does not follow what was kept, or is damaged.
@@ -126,12 +126,12 @@ def _kind(kind: object) -> str:
 
 
 def _mono(t: float, before: Line) -> float:
-    """The monotonic clock at wall time t, s, if both went on alike since the line before."""
+    """Returns the monotonic clock at wall time t, s, if both went on alike since the line before."""
     return (round(t * 1e6) - round(float(before["t"]) * 1e6) + round(float(before["mono"]) * 1e6)) / 1e6
 
 
 def _differences(path: str, old: object, new: object) -> Iterator[tuple[str, object]]:
-    """(path, value) of whatever is another one."""
+    """Yields (path, value) of each value that is another one."""
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys() and not any("." in k for k in new):
         for key, value in new.items():
             yield from _differences(f"{path}.{key}", old[key], value)
@@ -167,7 +167,7 @@ def _edits(old: list[Any], new: list[Any]) -> list[list[Any]] | None:
 
 
 def _next_alike(old: list[Any], i: int, new: list[Any], j: int) -> tuple[int, int]:
-    """How many items of the one and of the other go before both go on alike, as far as is looked."""
+    """Returns how many items of the one and of the other go before both go on alike, as far as is looked."""
     for count in range(1, _LOOK_AHEAD):
         if i + count < len(old) and j < len(new) and old[i + count] == new[j]:
             return count, 0
@@ -196,12 +196,12 @@ def _at(value: Any, path: list[str]) -> Any:
 
 
 def _all_news(old: list[object], new: list[object]) -> bool:
-    """A list such as [1936, 2000], of which nothing stays: it is shorter than a path for each number."""
+    """Returns whether nothing stays of a list, such as [1936, 2000]: it is shorter than a path for each number."""
     return not any(isinstance(x, (dict, list)) for x in new) and all(a != b for a, b in zip(old, new, strict=True))
 
 
 def _put(value: Any, path: list[str], new: object) -> Any:
-    """A copy of a value with another one at this path; what is not on the path is shared."""
+    """Returns a copy of a value with another one at this path; what is not on the path is shared."""
     if not path:
         return new
     first, rest = path[0], path[1:]

@@ -1,4 +1,4 @@
-"""The event log: one JSON object a line, one file per process; its writer, and the events it writes of itself.
+"""Writes the event log, one JSON object a line, one file per process, and declares the events that it writes of itself.
 
 Theory of operation. Everything that is ever shown or checked about a run (timeline, goodput, report, live view,
 audit) is a fold over these files, so a line must survive whatever kills its writer. Each line is a single `os.write`
@@ -47,13 +47,15 @@ logger = logging.getLogger("chaos_lightning.events")
 
 
 DAY_NBYTES = 100_000_000
-"""Bytes that a process may write in 24 hours, unless it is told otherwise."""
+"""Number of bytes that a process may write in 24 hours, unless it is told otherwise."""
 PARTS_A_DAY = 10
 FORGOTTEN_S = 30 * 86400.0
 LOOK_EVERY_S = 1.0
-"""So often it is seen whether the file is still there."""
+"""Interval, s, of looking whether the file is still there."""
 _CLOCKS_APART_US = 50
-"""The wall clock is told as the monotonic one plus a constant until it is off by more: short lines need but one."""
+"""Difference, microseconds, up to which the wall clock is told as the monotonic one plus a constant: short lines need
+but one.
+"""
 
 EVENTS = (
     Event(
@@ -100,7 +102,9 @@ def _plain(value: object) -> object:
 
 
 def _finite(value: object, depth: int = 0) -> object:
-    """A copy that strict JSON can hold: NaN and infinities become strings, keys become strings, cycles are cut."""
+    """Returns a copy that strict JSON can hold: NaN and infinities become strings, keys become strings, cycles are
+    cut.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, (str, int, float, bool)):
@@ -133,7 +137,7 @@ class EventLog:
         role: str = "member",
         day_nbytes: int = DAY_NBYTES,
     ):
-        """Open `path` for appending (folders are made).
+        """Opens `path` for appending (folders are made).
 
         Args:
             path: The file; None discards.
@@ -143,9 +147,9 @@ class EventLog:
             day_nbytes: Of what is written in 24 hours so much is kept; 0: all.
         """
         self.path: Path | None = None if path is None else Path(path)
-        """File to which it is written; None: to none."""
+        """File to which the log is written; None if it is discarded."""
         self.lost = 0
-        """Lines that did not fit and are not yet accounted for in the file."""
+        """Number of lines that did not fit and are not yet accounted for in the file."""
         self._member, self._node, self._role = member, node, role
         self._lock = threading.RLock()
         self._fd = -1
@@ -175,7 +179,7 @@ class EventLog:
         role: str = "member",
         day_nbytes: int = DAY_NBYTES,
     ) -> EventLog:
-        """A new file `<role>-<name>-<pid>.jsonl` in `directory`; None discards."""
+        """Opens a new file `<role>-<name>-<pid>.jsonl` in `directory`; None discards."""
         if not directory:
             return cls(None, node=name, role=role)
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", name) or "anonymous"
@@ -187,23 +191,23 @@ class EventLog:
         return cls(path, node=name, role=role, day_nbytes=day_nbytes)
 
     def identify(self, member: str, node: str = "") -> None:
-        """Stamp this member id (given at Welcome, new after a rejoin) on the lines that follow."""
+        """Stamps this member id (given at Welcome, new after a rejoin) on the lines that follow."""
         with self._lock:
             self._member = member
             self._node = node or self._node
 
     @property
     def member(self) -> str:
-        """The id stamped on lines."""
+        """Member id that is stamped on lines."""
         return self._member
 
     @property
     def node(self) -> str:
-        """The name stamped on lines."""
+        """Name that is stamped on lines."""
         return self._node
 
     def emit(self, name: str, /, **fields: Any) -> None:
-        """Append one event. Never raises and never blocks on anything but the file system.
+        """Appends one event. Never raises and never blocks on anything but the file system.
 
         Args:
             name: One that a room declares (`registry.py`); others are written all the same, and folds skip them.
@@ -262,7 +266,7 @@ class EventLog:
                 self._writing = False
 
     def _numbered(self, name: str, text: str) -> str:
-        """The line as it is written next, short if it can be."""
+        """Returns the line as it is written next, short if it can be."""
         if name in SHORTENED:
             whole = json.loads(text)
             short = self._before.shorten(whole)
@@ -271,7 +275,7 @@ class EventLog:
         return f'{{"n":{self._number + 1},{text[1:]}'
 
     def _put_line(self, text: str) -> bool:
-        """Whether it is written; else it counts as lost."""
+        """Writes a line; returns whether it is written: else it counts as lost."""
         try:
             if self._put(text.encode("utf-8", "backslashreplace") + b"\n"):
                 return True
@@ -281,7 +285,9 @@ class EventLog:
         return False
 
     def _put(self, data: bytes) -> bool:
-        """One write; False if the disk took only a part of the line, which the next write then closes off."""
+        """Writes bytes at once; returns False if the disk took only a part of the line, which the next write then
+        closes off.
+        """
         if self._torn:
             data = b"\n" + data
         done = os.write(self._fd, data)
@@ -303,7 +309,7 @@ class EventLog:
         )
 
     def _warn(self, trouble: str) -> None:
-        """Once of each sort."""
+        """Warns of a trouble, once of each sort."""
         if trouble.split()[0] not in self._warned:
             self._warned.add(trouble.split()[0])
             logger.warning("event log %s %s", self.path, trouble)
@@ -326,7 +332,9 @@ class EventLog:
         self._number += self._put_line(self._numbered("opened", _strict(line)))
 
     def _look(self) -> None:
-        """Whether the next line goes into this file, which may be gone, or long enough."""
+        """Checks that the next line can go into this file, and opens another one if the file is gone, or long
+        enough.
+        """
         assert self.path is not None
         now = time.monotonic()
         full = self._part_nbytes and self._size >= self._part_nbytes
@@ -345,7 +353,7 @@ class EventLog:
             self._warn(f"stays where it is: the next file cannot be made ({error})")
 
     def _there(self) -> bool:
-        """Whether the file that is open is the one at its path."""
+        """Returns whether the file that is open is the one at its path."""
         assert self.path is not None
         try:
             return os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
@@ -370,7 +378,7 @@ class EventLog:
             )
 
     def close(self) -> None:
-        """Write `closed` and let the file go; later events are discarded."""
+        """Writes `closed` and closes the file; later events are discarded."""
         with self._lock:
             if self._fd >= 0:
                 self.emit("closed")
@@ -399,12 +407,12 @@ def forget_old(folder: Path, now: float) -> None:
 
 
 def _part(path: Path, part: int) -> Path:
-    """The file with this number, of the one without."""
+    """Returns the path of the file with this number, from the one without."""
     return path.with_name(f"{path.stem}.{part}.jsonl")
 
 
 def _whose(path: Path) -> tuple[Path, str]:
-    """Folder, role and name, of which there may be several processes."""
+    """Returns the folder, and role and name, of a file; several processes may have these."""
     return path.parent, part_of(path)[0].stem.rpartition("-")[0]
 
 

@@ -1,4 +1,4 @@
-"""Reading event logs: all files of a directory as one stream in time order, or what is new since the last look.
+"""Reads event logs: all files of a directory as one stream in time order, or what is new since the last look.
 
 Theory of operation. A file is written by one process with one write a line, so it is in order and only its last line
 can be half there: because its writer is still at it, or because the disk was full. A line that is no JSON object is
@@ -37,21 +37,21 @@ logger = logging.getLogger("chaos_lightning.events")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event as it was read."""
+    """Event as it was read."""
 
     t: float
     """Wall time, s since the epoch, never falling within one file."""
     mono: float
-    """The writer's monotonic clock, s."""
+    """Monotonic clock of the writer, s."""
     member: str
     """Member that the event is about (its id; empty before the welcome and for schedulers)."""
     name: str
     fields: Mapping[str, Any]
-    """Everything else of the line."""
+    """All other fields of the line."""
     source: str = ""
-    """File name it came from."""
+    """Name of the file that the event came from."""
     line: int = 0
-    """1-based line number in that file."""
+    """Line number in that file, from 1."""
 
     @property
     def by(self) -> str:
@@ -65,11 +65,11 @@ class Record:
 
     @property
     def node(self) -> str:
-        """The member's name: stamped on the line, else the id up to its last "~"."""
+        """Name of the member: stamped on the line, else the id up to its last "~"."""
         return str(self.fields.get("node") or self.member.rpartition("~")[0] or self.member)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field of the line."""
+        """Returns a field of the line."""
         return self.fields.get(key, default)
 
     def __getitem__(self, key: str) -> Any:
@@ -81,7 +81,7 @@ class Record:
 
 
 def parse_line(text: bytes | str, *, source: str = "", line: int = 0, not_before: float = 0.0) -> Record | None:
-    """One whole line as a Record; None if it is no event (torn, foreign, empty)."""
+    """Returns one whole line as a Record; None if it is no event (torn, foreign, empty)."""
     data = _object(text)
     return None if data is None else _record(data, source, line, not_before)
 
@@ -125,10 +125,10 @@ class _Lines:
     """Number of the last line; 0 before the first, and for logs whose lines have none."""
     before: Before = field(default_factory=Before)
     late: bool = False
-    """The reader begins in the middle, and misses nothing before."""
+    """Whether the reader begins in the middle, and misses nothing before."""
 
     def take(self, text: bytes, line: int) -> Iterator[Record]:
-        """The records of one more line: none if it is no event, two if lines are missing before it."""
+        """Yields the records of one more line: none if it is no event, two if lines are missing before it."""
         data = _object(text)
         if data is None:
             return
@@ -166,7 +166,7 @@ class _Lines:
             yield record
 
     def _lost(self, data: Line, line: int, count: int) -> Record:
-        """Tells of lines that are missing up to this one."""
+        """Returns a record that tells of lines that are missing up to this one."""
         member, latest = data.get("member", ""), self.latest
         if latest is not None:
             member = latest.by
@@ -178,7 +178,7 @@ class _Lines:
 
 
 def wrong_format(record: Record) -> str:
-    """Why what follows this event of a file cannot be read, and what to do; "" if it can."""
+    """Returns why what follows this event of a file cannot be read, and what to do; "" if it can."""
     found = record.get("format", 1)
     if record.name != "opened" or found in registry.READABLE:
         return ""
@@ -193,14 +193,15 @@ _PART = re.compile(r"(.*-\d+)\.(\d+)\.jsonl")
 
 
 def part_of(path: Path) -> tuple[Path, int]:
-    """The first of the files that this one goes on from, and its number; (itself, 0) for a first one."""
+    """Returns the first of the files that this one goes on from, and its number; (itself, 0) for a first one."""
     found = _PART.fullmatch(path.name)
     return (path.with_name(f"{found[1]}.jsonl"), int(found[2])) if found else (path, 0)
 
 
 def log_files(where: str | os.PathLike[str]) -> list[Path]:
-    """The event files of a directory, of the directories in it, or the one file that was named; sorted by name, and
-    those of one process by their number."""
+    """Returns the event files of a directory, of the directories in it, or the one file that was named; sorted by name,
+    and those of one process by their number.
+    """
     path = Path(where)
     if path.is_file():
         return [path]
@@ -208,7 +209,7 @@ def log_files(where: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_files(paths: Iterable[Path], *, source: str) -> Iterator[Record]:
-    """The events that one process wrote, in their order; lines that are no events are skipped.
+    """Yields the events that one process wrote, in their order; lines that are no events are skipped.
 
     Raises:
         ConfigurationError: A file was written in another format, is no regular file, or may not be read.
@@ -230,7 +231,8 @@ def read_files(paths: Iterable[Path], *, source: str) -> Iterator[Record]:
 
 
 def read_events(where: str | os.PathLike[str]) -> Iterator[Record]:
-    """All events of a log directory (or one file), merged by time; within a file, in the order they were written.
+    """Returns all events of a log directory (or one file), merged by time; within a file, in the order they were
+    written.
 
     Raises:
         FileNotFoundError: There is no such directory or file, or no event log in the directory.
@@ -256,12 +258,12 @@ class _Place:
     line: int = 0
     inode: int = 0
     unreadable: bool = False
-    """It is in another format, which was warned of."""
+    """Whether the file is in another format, which was warned of."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """Follows a log directory: each look gives what was appended since the last one.
+    """Follower of a log directory: each look gives what was appended since the last one.
 
     A half-written last line waits for its end; a file in another format is left out with a warning. Not thread-safe.
 
@@ -276,12 +278,13 @@ class Tail:
     _lines: dict[Path, _Lines] = field(default_factory=dict)
 
     def poll(self) -> list[Record]:
-        """New events of all files in time order; an empty list if there are none (or no directory yet)."""
+        """Returns new events of all files in time order; an empty list if there are none (or no directory yet)."""
         return list(self.new())
 
     def new(self) -> Iterator[Record]:
-        """The same one after the other, and none is kept: the first look may find what was logged in a day. To be taken
-        to its end."""
+        """Returns the events of `poll` one after the other, and keeps none: the first look may find what was logged in
+        a day. To be taken to its end.
+        """
         files = []
         for path in log_files(self.where) if self.where.exists() else []:
             with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Registry of events: each room declares those that it writes, in its own `events.py`; here they are found.
+"""Finds the events that rooms declare: each room declares those that it writes, in its own `events.py`.
 
 Theory of operation. A declaration is data: a name, one line that says what happened, the fields with their units, and
 a line of text for readers if the event is to be shown in words. `known` runs the `events.py` of every folder of the
@@ -29,7 +29,7 @@ READABLE = frozenset({1, 2, FORMAT})
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One kind of event."""
+    """Declaration of one kind of event."""
 
     name: str
     meaning: str
@@ -39,10 +39,10 @@ class Event:
     also: Mapping[str, str] = field(default_factory=dict)
     """Fields that some of them have."""
     note: str = ""
-    """A text with {fields} for "Events in words" of the report and the last lines of `top`; "" for neither."""
+    """Text with {fields} for "Events in words" of the report and the last lines of `top`; "" for neither."""
 
     def words(self, fields: Mapping[str, Any]) -> str:
-        """`note` with these fields; one that is missing leaves its place empty."""
+        """Returns `note` with these fields; one that is missing leaves its place empty."""
         try:
             return string.Formatter().vformat(self.note, (), _Given(fields)).strip()
         except (ValueError, TypeError, LookupError, AttributeError):  # evidence may be of any form
@@ -56,7 +56,7 @@ class _Given(dict[str, Any]):
 
 @functools.cache
 def known() -> Mapping[str, Event]:
-    """The events of all rooms, by name.
+    """Returns the events of all rooms, by name.
 
     Raises:
         ValueError: Two rooms declare the same name.

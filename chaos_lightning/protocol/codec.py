@@ -1,4 +1,5 @@
-"""Dataclasses to bytes and back, by a proto file: the job's own (protocol/types.py), and those of other services.
+"""Converts dataclasses to bytes and back, by a proto file: the job's own (protocol/types.py), and those of other
+services.
 
 Theory of operation. A `Vocabulary` is a set of dataclasses with a proto file that has a message of the same name for
 each. For each dataclass a *plan* is made once, from its type hints and from the descriptor of the proto
@@ -34,13 +35,13 @@ MAX_CONTROL_NBYTES = 64 << 20
 """Limit of one gRPC message (bytes); a Decide may hold such a header."""
 
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-"""How a value becomes (part of) a message, and back."""
+"""Functions that make (part of) a message of a value, and the value of it."""
 _INT64 = 1 << 63
 
 
 @dataclasses.dataclass(slots=True)
 class _Field:
-    """How one field travels. `present` fields are messages that must be there; `optional` ones may be None."""
+    """Codec of one field. `present` fields are messages that must be there; `optional` ones may be None."""
 
     name: str
     put: Callable[[Any], Any]
@@ -226,7 +227,7 @@ _SCALARS: dict[type, tuple[tuple[str, ...], Codec]] = {
 
 
 def _single(vocabulary: Vocabulary, hint: Any, descriptor: Any) -> tuple[Codec, bool]:
-    """Codec of one value of this type, and whether it is a message."""
+    """Returns the codec of one value of this type, and whether it is a message."""
     if hint in _SCALARS:
         fitting, codec = _SCALARS[hint]
         if descriptor.type not in [getattr(descriptor, name) for name in fitting]:
@@ -273,7 +274,9 @@ def _all(put: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _put_integers(value: Any) -> Any:
-    """As `_all` of integers, quickly: a view has thousands. Protobuf refuses those of more than 64 bits."""
+    """Returns a tuple of integers as `_all` does, quickly: a view has thousands. Protobuf refuses those of more than 64
+    bits.
+    """
     if type(value) is not tuple or not {int}.issuperset(map(type, value)):
         raise TypeError("expected a tuple of int")
     return value
@@ -286,7 +289,7 @@ def _every(get: Callable[[Any], Any], convert: bool) -> Callable[[Any], Any]:
 
 
 def snake(name: str) -> str:
-    """Name of a message's field in its envelope: LinkEvent -> link_event."""
+    """Returns the name of a message's field in its envelope: LinkEvent -> link_event."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
@@ -337,11 +340,11 @@ class Vocabulary:
 
     @property
     def classes(self) -> frozenset[type]:
-        """All dataclasses that can be said."""
+        """Dataclasses that can be said."""
         return frozenset(self._plans)
 
     def message(self, hint: Any) -> tuple[str, Codec]:
-        """Name of the message that a value of this type becomes, and how.
+        """Returns the name of the message that a value of this type becomes, and the codec.
 
         Raises:
             TypeError: There is none.
@@ -354,7 +357,7 @@ class Vocabulary:
         return plan.message.DESCRIPTOR.name, (plan.encode, plan.decode)
 
     def encode(self, value: object, limit: int = MAX_CONTROL_NBYTES) -> bytes:
-        """Bytes of one of these dataclasses (stores keep views and headers this way).
+        """Returns the bytes of one of these dataclasses (stores keep views and headers this way).
 
         Raises:
             TypeError: It has no message, or a field of another type.
@@ -366,7 +369,7 @@ class Vocabulary:
         return _serialize(plan.encode(value), limit)
 
     def decode(self, cls: type[T], data: bytes | bytearray | memoryview, limit: int = MAX_CONTROL_NBYTES) -> T:
-        """The dataclass `cls` back from `encode`'s bytes.
+        """Returns the dataclass `cls` of which `encode` made these bytes.
 
         Raises:
             WireError: These bytes are no such message.
@@ -376,7 +379,7 @@ class Vocabulary:
         return result
 
     def envelope(self, union: Any, message: Any, limit: int = MAX_CONTROL_NBYTES) -> Envelope:
-        """For one of several of these dataclasses.
+        """Returns an envelope for one of several of these dataclasses.
 
         Args:
             union: All of them.
@@ -396,7 +399,7 @@ class Vocabulary:
 
 
 class Envelope:
-    """One of several messages; `Vocabulary.envelope` makes it."""
+    """Message that holds one of several messages; `Vocabulary.envelope` makes it."""
 
     def __init__(self, message: Any, limit: int, plans: dict[type, tuple[str, _Plan | _Packed]]) -> None:
         self._message = message
@@ -405,25 +408,25 @@ class Envelope:
         self._by_field = dict(plans.values())
 
     def wrap(self, value: Any) -> Any:
-        """The proto message around this one."""
+        """Returns the proto message around this one."""
         field, plan = self._plans.get(type(value), ("", None))
         if plan is None:
             raise TypeError(f"{type(value).__name__} is no message of {self._message.DESCRIPTOR.name}")
         return self._message(**{field: plan.encode(value)})
 
     def unwrap(self, envelope: Any) -> Any:
-        """Back from `wrap`; WireError on anything odd."""
+        """Returns the message that `wrap` was given; WireError on anything odd."""
         field = envelope.WhichOneof("message")
         if field is None:
             raise WireError(f"{self._message.DESCRIPTOR.name} without a known message")
         return self._by_field[field].decode(getattr(envelope, field))
 
     def encode(self, value: Any) -> bytes:
-        """The bytes of `wrap`."""
+        """Returns the bytes of `wrap`."""
         return _serialize(self.wrap(value), self._limit)
 
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
-        """Back from `encode`; WireError on anything odd."""
+        """Returns the message of which `encode` made these bytes; WireError on anything odd."""
         return self.unwrap(_parse(self._message, data, self._limit))
 
 
@@ -461,18 +464,18 @@ encode, decode = JOB.encode, JOB.decode
 
 
 def encode_peer(message: PeerMessage) -> bytes:
-    """A Contribution or Header for another member."""
+    """Returns the bytes of a Contribution or Header for another member."""
     return _PEER.encode(message)
 
 
 def decode_peer(data: bytes | bytearray | memoryview) -> PeerMessage:
-    """Back from `encode_peer`; WireError on anything odd."""
+    """Returns the message of which `encode_peer` made these bytes; WireError on anything odd."""
     message: PeerMessage = _PEER.decode(data)
     return message
 
 
 def wrap_from_member(message: FromMember) -> Any:
-    """The FromMemberEnvelope around this message."""
+    """Returns the FromMemberEnvelope around this message."""
     return _FROM_MEMBER.wrap(message)
 
 
@@ -482,12 +485,12 @@ def unwrap_from_member(envelope: Any) -> FromMember:
 
 
 def wrap_to_member(message: ToMember) -> Any:
-    """The ToMemberEnvelope around this message."""
+    """Returns the ToMemberEnvelope around this message."""
     return _TO_MEMBER.wrap(message)
 
 
 def encode_to_member(message: ToMember) -> bytes:
-    """The bytes of `wrap_to_member`, to be sent to many."""
+    """Returns the bytes of `wrap_to_member`, to be sent to many."""
     return _TO_MEMBER.encode(message)
 
 

@@ -13,20 +13,29 @@ from collections.abc import Callable, Mapping
 from chaos_lightning.protocol.types import MAX_MEMBERS, MAX_PARTS, MOST_SPEED
 
 NAME_NBYTES = 64
-"""Names of jobs and nodes, as in `types.NAME`."""
+"""Limit, bytes, of names of jobs and nodes, as in `types.NAME`."""
 ID_NBYTES = 128
-"""Ids of members (a name, "~" and a number), and hashes."""
+"""Limit, bytes, of ids of members (a name, "~" and a number), and of hashes."""
 PROCESS_NBYTES = 100
-"""Names of an outer job's clusters and followers: what is made of them (an id, a place) fits into its own limit."""
+"""Limit, bytes, of names of an outer job's clusters and followers: an id or place that is made of a name fits into its
+own limit.
+"""
 PLACE_NBYTES = 255
-"""Hosts, addresses, versions of the package, kinds of plans, and where an outer job's processes are."""
+"""Limit, bytes, of hosts, addresses, versions of the package, kinds of plans, and places of an outer job's
+processes.
+"""
 REASON_NBYTES = 16 << 10
-"""Reasons that a member gives, and names of collectives and parameters. `bounded` cuts reasons to a quarter of it."""
+"""Limit, bytes, of reasons that a member gives, and names of collectives and parameters. `bounded` cuts reasons to a
+quarter of it.
+"""
 TEXT_NBYTES = 1 << 20
-"""All other texts: hyperparameters, values of a fingerprint, requests for pipelines, and words for people about many
-members."""
+"""Limit, bytes, of all other texts: hyperparameters, values of a fingerprint, requests for pipelines, and words for
+people about many members.
+"""
 MESSAGE_NBYTES = 64 << 20
-"""Texts that are as long as a message: names of all members of a view, its pipelines, summaries of a chain."""
+"""Limit, bytes, of texts that are as long as a message: names of all members of a view, its pipelines, summaries of a
+chain.
+"""
 
 _NAMES = ("job", "node", "neighbours", "role", "phase", "rule", "remote", "local", "Member.name", "Hello.name")
 _IDS = ("id", "member", "members", "parents", "joiners", "a", "b", "peer", "suspect", "resume", "ids", "gone", "void")

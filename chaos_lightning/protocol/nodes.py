@@ -1,5 +1,6 @@
-"""Counting nodes: `min_nodes` and `max_nodes` mean machines that a user started something on, however many workers each
-has (protocol.md 14)."""
+"""Counts nodes: `min_nodes` and `max_nodes` mean machines that a user started something on, however many workers each
+has (protocol.md 14).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ T = TypeVar("T")
 
 
 def count(members: Iterable[Member]) -> int:
-    """How many nodes these are workers of."""
+    """Returns how many nodes these members are workers of."""
     return len({m.place for m in members})
 
 
 def within(candidates: Sequence[Member], inside: Iterable[Member], limit: int) -> list[Member]:
-    """Those of the candidates that fit, in their order, if at most `limit` nodes may be inside."""
+    """Returns the candidates that fit, in their order, if at most `limit` nodes may be inside."""
     places = {m.place for m in inside}
     fitting = []
     for member in candidates:
@@ -28,7 +29,7 @@ def within(candidates: Sequence[Member], inside: Iterable[Member], limit: int) -
 
 
 def in_words(members: Sequence[Member]) -> str:
-    """How many, for people: "2 nodes with 4 workers", or "2 nodes" where each has one."""
+    """Returns the number of nodes in words: "2 nodes with 4 workers", or "2 nodes" where each has one."""
     number = count(members)
     words = f"{number} node{'' if number == 1 else 's'}"
     return words if number == len(members) else f"{words} with {len(members)} workers"

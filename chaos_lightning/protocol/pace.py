@@ -1,4 +1,5 @@
-"""How often members say that they live: the more there are, the more seldom, so that the scheduler is not kept busy.
+"""Sets how often members say that they live: the more there are, the more seldom, so that the scheduler is not kept
+busy.
 
 The interval changes only when the number of members passes a power of two, since all members must be told.
 """
@@ -29,15 +30,16 @@ def heartbeat_timeout_s(settings: Settings, count: int) -> float:
 
 
 class Pacing:
-    """Interval and timeout that hold now. Slower at once, timeout first; faster later, interval first.
+    """Interval and timeout of heartbeats that hold now. Slower at once, timeout first; faster later, interval first.
 
     Args:
         settings: The job's rules.
     """
 
     FASTER_AFTER_S = 5.0
-    """Members have been fewer for so long before they are told of a shorter interval, and have known of it for so long
-    before it is expected of them."""
+    """Seconds for which members have been fewer before they are told of a shorter interval, and have known of it before
+    it is expected of them.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -46,7 +48,7 @@ class Pacing:
         self._fewer_since: float | None = None
 
     def follow(self, now: float, count: int) -> bool:
-        """Adapts to `count` members; True if these must be told of another interval."""
+        """Adapts to `count` members; returns True if these must be told of another interval."""
         interval_s, timeout_s = heartbeat_interval_s(self._settings, count), heartbeat_timeout_s(self._settings, count)
         before = self.interval_s
         if interval_s >= self.interval_s:

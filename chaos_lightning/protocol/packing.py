@@ -39,7 +39,7 @@ class PackedMembers:
 
 @dataclass(frozen=True, slots=True)
 class PackedTree:
-    """A TreeSpec. If `whole`, it has all members in rank order, and `members` is empty."""
+    """Packed form of a TreeSpec. If `whole`, it has all members in rank order, and `members` is empty."""
 
     start: int
     stop: int
@@ -51,7 +51,9 @@ class PackedTree:
 
 @dataclass(frozen=True, slots=True)
 class PackedView:
-    """A View. `links` has each link's first end less the one before it, then each second end less its first end."""
+    """Packed form of a View. `links` has each link's first end less the one before it, then each second end less its
+    first end.
+    """
 
     id: ViewId
     predecessor: ViewId
@@ -67,7 +69,7 @@ class PackedView:
     chain: str
     pipelines: str
     leaving: PackedMembers | None
-    """None if it lets nobody go."""
+    """Members that the view lets go; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def pack_view(view: View) -> PackedView:
 
 
 def pack_with(view: View, members: Sequence[Member]) -> PackedView:
-    """As `pack_view`, but writes only these of the members; the reader knows the others."""
+    """Returns the packed form as `pack_view` does, but with only these of the members; the reader knows the others."""
     ids = view.ids()
     table = _Table({"": 0})
     joiners, links, trees = _numbered(view, table, ids)
@@ -153,7 +155,7 @@ def _numbered(
 
 
 def unpack_view(packed: PackedView) -> View:
-    """Back from `pack_view`.
+    """Returns the view that `pack_view` packed.
 
     Raises:
         WireError: It is no view's packed form.
@@ -162,7 +164,7 @@ def unpack_view(packed: PackedView) -> View:
 
 
 def unpack_with(packed: PackedView, members: tuple[Member, ...]) -> View:
-    """Back from `pack_with`; `members` are all of the view's."""
+    """Returns the view that `pack_with` packed; `members` are all of the view's."""
     ids = tuple(m.id for m in members)
     names = ("", *ids, *packed.words)
     if len(frozenset(names)) < len(names):
@@ -248,7 +250,7 @@ def pack_members(members: Sequence[Member]) -> PackedMembers:
 
 
 def unpack_members(packed: PackedMembers) -> tuple[Member, ...]:
-    """Back from `pack_members`; WireError if it is no packed form."""
+    """Returns the members that `pack_members` packed; WireError if it is no packed form."""
     count, rest = divmod(len(packed.lengths), 2 * _TEXTS)
     if rest or count > MAX_MEMBERS or len(packed.differences) != _NUMBERS * count or min(packed.lengths, default=0) < 0:
         raise WireError(f"View whose members have no whole columns, or that has more than {MAX_MEMBERS}")

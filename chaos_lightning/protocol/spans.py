@@ -12,7 +12,7 @@ from chaos_lightning.protocol.types import Span
 
 
 def union(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Normal spans that cover the same positions, however often these name them."""
+    """Returns normal spans that cover the same positions, however often these name them."""
     merged: list[Span] = []
     for start, stop in sorted(s for s in spans if s[1] > s[0]):
         if merged and start <= merged[-1][1]:
@@ -23,7 +23,7 @@ def union(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def normalise(spans: Iterable[Span], *, what: str = "spans") -> tuple[Span, ...]:
-    """Sorted, coalesced, without empty spans.
+    """Returns the spans sorted, coalesced, without empty ones.
 
     Raises:
         ValueError: a span is reversed or negative, or two spans overlap; `what` names their owner.
@@ -41,12 +41,12 @@ def normalise(spans: Iterable[Span], *, what: str = "spans") -> tuple[Span, ...]
 
 
 def count(spans: Iterable[Span]) -> int:
-    """Number of positions in normal spans."""
+    """Returns the number of positions in normal spans."""
     return sum(stop - start for start, stop in spans)
 
 
 def first_positions(spans: Iterable[Span], positions: int) -> tuple[Span, ...]:
-    """At most so many positions from the front."""
+    """Returns at most so many positions from the front."""
     found: list[Span] = []
     for start, stop in spans:
         if positions <= 0:

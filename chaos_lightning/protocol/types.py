@@ -47,19 +47,22 @@ VERSION = 5
 """Version of what members and schedulers say. It rises whenever old bytes would mean something else."""
 
 MAX_MEMBERS = 1 << 16
-"""Members of a view at most: fields of messages that count members, or links on a way, have room for so many."""
+"""Largest number of members of a view: fields of messages that count members, or links on a way, have room for so
+many.
+"""
 MOST_SPEED = 1000.0
 """Greatest speed that a member tells, and the inverse of the least one (`Heartbeat.speed`)."""
 MAX_PARTS = 1 << 17
-"""Parts of the training state at most: twice as many as a model may have layers."""
+"""Largest number of parts of the training state: twice as many as a model may have layers."""
 WHOLE: tuple[Span, ...] = ((0, 1),)
 """All parts of the training state in a view without pipelines, as normal spans of part numbers: there is one part,
 which all members own (protocol.md P1)."""
 
 SMALL_JOB = 16
-"""Up to so many members nothing is spared: all have links with each other, all are donors, the root sends headers to
-all, each event is looked at at once, and plans are drawn while a decision waits. What larger jobs do instead costs a
-moment here and there."""
+"""Number of members up to which nothing is spared: all have links with each other, all are donors, the root sends
+headers to all, each event is looked at at once, and plans are drawn while a decision waits. What larger jobs do instead
+costs a moment here and there.
+"""
 MAX_PEER_NBYTES = 64 << 20
 """Limit of one encoded PeerMessage (bytes); the largest are gathered payloads of all members in one header."""
 MAX_GATHER_NBYTES = MAX_PEER_NBYTES - (4 << 20)
@@ -69,7 +72,7 @@ a Report or Decide adds around it have room beside them."""
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One training process. `id` is `name~incarnation`, given by the scheduler and never reused."""
+    """Training process in a job. `id` is `name~incarnation`, given by the scheduler and never reused."""
 
     id: str
     name: str
@@ -79,31 +82,31 @@ class Member:
     pid: int = 0
     pid_start: int = 0
     quota: int = 1
-    """Samples (or batches, for a custom batch sampler) that this member takes per micro-batch."""
+    """Number of samples (or batches, for a custom batch sampler) that this member takes per micro-batch."""
     node: str = ""
-    """The node that it is a worker of: what `min_nodes` and `max_nodes` count; "": it is a node of its own."""
+    """Node that the member is a worker of: `min_nodes` and `max_nodes` count these; "" if it is a node of its own."""
 
     @property
     def place(self) -> str:
-        """The node that it counts for."""
+        """Node that the member counts for."""
         return self.node or self.name
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSpec:
-    """One tree of a user-defined plan: `parents[i]` is the parent of `members[i]`, "" at the root."""
+    """Tree of a user-defined plan: `parents[i]` is the parent of `members[i]`, "" at the root."""
 
     start: int
     stop: int
     members: tuple[str, ...]
     parents: tuple[str, ...]
     weight: float = 0.0
-    """Where start == stop == 0: this tree's part of the buffer, relative to the other trees' weights."""
+    """Weight of this tree where start == stop == 0: its part of the buffer, relative to the other trees' weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """A link between two members that the view may use; `a` is the older one."""
+    """Link between two members that the view may use; `a` is the older one."""
 
     a: str
     b: str
@@ -111,11 +114,11 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """How gradients travel: a kind that every member expands alike, or explicit trees (kind "user")."""
+    """Plan by which gradients travel: a kind that every member expands alike, or explicit trees (kind "user")."""
 
     kind: str = "rotating"
     chunk_nbytes: int = 0
-    """0: by the buffer's size (planning/trees.py)."""
+    """Size of a chunk, bytes; 0: by the buffer's size (planning/trees.py)."""
     trees: tuple[TreeSpec, ...] = ()
 
 
@@ -129,17 +132,20 @@ class View:
     joiners: tuple[str, ...] = ()
     plan: PlanSpec = PlanSpec()
     accumulate: int = 1
-    """Micro-batches per optimizer step and member; equal for all members, part of the fingerprint."""
+    """Number of micro-batches per optimizer step and member; equal for all members, part of the fingerprint."""
     reason: str = ""
     links: tuple[LinkSpec, ...] = ()
-    """The links among the members; empty: every pair has one."""
+    """Links among the members; empty: every pair has one."""
     chain: str = ""
-    """Id of the chain that it is of (protocol.md 7): its number means something within that one only."""
+    """Id of the chain that the view is of (protocol.md 7): its number means something within that one only."""
     pipelines: str = ""
-    """Which member runs which layers of which micro-batch, as JSON (planning/pipelines/units.py, ViewPipelines); "":
-    all members own the whole state, and reduce all of it."""
+    """Units of the pipelines, which say which member runs which layers of which micro-batch, as JSON
+    (planning/pipelines/units.py, ViewPipelines); "": all members own the whole state, and reduce all of it.
+    """
     leaving: tuple[Member, ...] = ()
-    """Members that it lets go, which serve their parts until it is settled (protocol.md P9); only with pipelines."""
+    """Members that the view lets go, which serve their parts until it is settled (protocol.md P9); only with
+    pipelines.
+    """
 
     def ids(self) -> tuple[str, ...]:
         return self._ids
@@ -149,7 +155,7 @@ class View:
 
     @cached_property
     def root(self) -> str:
-        """The commit root: the oldest member that is no joiner; "" if all members leave (protocol.md P13)."""
+        """Id of the commit root: the oldest member that is no joiner; "" if all members leave (protocol.md P13)."""
         joiners = frozenset(self.joiners)
         return next((m for m in self._ids if m not in joiners), next(iter(self._ids), ""))
 
@@ -189,13 +195,13 @@ class LayersCovered:
 
 class Kind(enum.StrEnum):
     STEP = "step"
-    """An optimizer step: gradients are reduced."""
+    """Optimizer step: gradients are reduced."""
     GATHER = "gather"
-    """A numbered collective: a payload of each member comes back to all, in rank order."""
+    """Numbered collective: a payload of each member comes back to all, in rank order."""
     BOUNDARY = "boundary"
-    """A safe point between two accumulations: nothing is reduced; the only slot whose header may admit joiners."""
+    """Safe point between two accumulations: nothing is reduced; the only slot whose header may admit joiners."""
     CLOSING = "closing"
-    """The last slot of the job; members linger until all have its header."""
+    """Last slot of the job; members linger until all have its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +213,10 @@ class Contribution:
     seq: int
     kind: Kind
     step: int
-    """Optimizer steps committed before this slot."""
+    """Number of optimizer steps committed before this slot."""
     prev_hash: str
     name: str = ""
-    """The collective's call site or the step's scope; equal at all members or the slot is refused by name."""
+    """Call site of the collective, or the step's scope; equal at all members or the slot is refused by name."""
     weight: float = 0.0
     coefficient: float = 0.0
     """Factor by which this member's gradient was multiplied before it was summed."""
@@ -221,17 +227,23 @@ class Contribution:
     hyper: str = ""
     """Hyperparameters in words, such as "opt0.lr=0.1;opt0.momentum=0.9"; compared at the root (protocol.md 23)."""
     state_hashes: tuple[str, ...] = ()
-    """Every n steps the hash of each part that the member owns, in the order of parts (protocol.md 24, P12)."""
+    """Hashes, every n steps, of each part that the member owns, in the order of parts (protocol.md 24, P12)."""
     yields: bool = False
-    """Whatever kind of slot the others close, this member goes along: it is on its way out, or has no samples."""
+    """Whether this member goes along with whatever kind of slot the others close: it is on its way out, or has no
+    samples.
+    """
     lets_go: bool = False
-    """A GATHER that is no part of a validation, so that members may go with it as with a step (protocol.md 2)."""
+    """Whether this is a GATHER that is no part of a validation, so that members may leave with it as with a step
+    (protocol.md 2).
+    """
     line: str = ""
     """Line of the member's own code that asked for this slot, such as "save() at train.py:31"; not compared."""
     order: str = ""
     """Order of the epoch's samples, of which this member takes its own, in words; compared at the root."""
     reduced: bool = False
-    """Under pipelines, in a STEP: all bytes of all parts that the member owns are reduced there (protocol.md P4)."""
+    """Whether, under pipelines, in a STEP, all bytes of all parts that the member owns are reduced there (protocol.md
+    P4).
+    """
     micro_batches: tuple[Span, ...] = ()
     """Numbers of the step's micro-batches that have samples, as follows from the header before; compared at the root.
     Only under pipelines."""
@@ -241,7 +253,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class DriftedPart:
-    """A part of the training state that is another at one of its owners than at most others (protocol.md 24, P12)."""
+    """Part of the training state that is another at one of its owners than at most others (protocol.md 24, P12)."""
 
     member: str
     part: int
@@ -257,7 +269,7 @@ class EqualShares:
 
 
 def equal_shares(shares: Iterable[tuple[float, float]]) -> tuple[EqualShares, ...]:
-    """Writes (weight, coefficient) of each contributor in the one way that counts: in runs as long as can be."""
+    """Returns (weight, coefficient) of each contributor in the one form that counts: in runs as long as can be."""
     return tuple(EqualShares(len(list(run)), *share) for share, run in itertools.groupby(shares))
 
 
@@ -268,7 +280,7 @@ class Header:
     seq: int
     kind: Kind
     step: int
-    """Optimizer steps committed including this slot."""
+    """Number of optimizer steps committed including this slot."""
     view: ViewId
     prev_hash: str
     next_view: ViewId
@@ -278,28 +290,34 @@ class Header:
     presence: bytes = b""
     ledger: Ledger = Ledger()
     answers: tuple[bytes, ...] = ()
-    """Payloads of the contributors, in rank order; of one that yielded nothing, b"". Of a STEP only if any member had
-    one."""
+    """Payloads of the contributors, in rank order; b"" of one that yielded nothing. Of a STEP only if any member had
+    one.
+    """
     layout_hash: str = ""
     hyper: str = ""
     view_change: View | None = None
-    """Set when next_view differs from view."""
+    """Next view, set when next_view differs from view."""
     boundary: bool = False
-    """Asks all members for a BOUNDARY slot at the end of this accumulation: somebody waits to join."""
+    """Whether all members are asked for a BOUNDARY slot at the end of this accumulation: somebody waits to join."""
     drifted: tuple[DriftedPart, ...] = ()
     """Parts whose hash at a member differed from the majority's; that member pulls them again (protocol.md 24, P12)."""
     error: str = ""
-    """Set when members disagree or gather too much: everybody raises DisagreementError with this text, nobody
-    applies anything."""
+    """Text of an error, set when members disagree or gather too much: everybody raises DisagreementError with this
+    text, nobody applies anything.
+    """
     learners: tuple[str, ...] = ()
     """Newcomers that replay: members keep the state at the first header that names one of them, and a log from there
     on, until a header names it no more (protocol.md 15, 18)."""
     reduced: bool = False
-    """Every member had reduced all that it owns before this was written: it commits without bytes (protocol.md P4)."""
+    """Whether every member had reduced all that it owns before this was written: it commits without bytes (protocol.md
+    P4).
+    """
 
     @cached_property
     def hash(self) -> str:
-        """16 hex digits over everything in the header; fields that older headers lack count only if they are set."""
+        """Hash of 16 hex digits over everything in the header; fields that older headers lack count only if they are
+        set.
+        """
 
         def plain(value: object) -> object:
             if isinstance(value, bytes):
@@ -318,7 +336,7 @@ class Header:
         return sum(s.count for s in self.shares)
 
     def weights(self) -> list[float]:
-        """Weight of each contributor, in rank order."""
+        """Returns the weight of each contributor, in rank order."""
         return [s.weight for s in self.shares for _ in range(s.count)]
 
     @property
@@ -344,7 +362,7 @@ GENESIS = Header(seq=0, kind=Kind.BOUNDARY, step=0, view=NO_VIEW, prev_hash="", 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A training state that lies in a file since the last member that held it went (protocol.md 14c).
+    """Training state that lies in a file since the last member that held it went (protocol.md 14c).
 
     `header` is what a job stands on that is founded from it: as GENESIS, it names no next view.
     """
@@ -410,33 +428,35 @@ class Hello:
     resume: str = ""
     """Member id of an earlier connection of this very process (the stream broke, the process lives)."""
     replay: str = "it did not offer to replay"
-    """Why this newcomer cannot come in by replay (protocol.md 17); "" if it can."""
+    """Reason for which this newcomer cannot come in by replay (protocol.md 17); "" if it can."""
     view: ViewId = NO_VIEW
-    """The view that it stands in."""
+    """View that the member stands in."""
     term: int = 0
-    """The highest that it heard of: a scheduler with a lower one leads no more."""
+    """Highest term that the member heard of: a scheduler with a lower one leads no more."""
     chain: str = ""
-    """Id of the chain that view, term and `known` are of; "": it is in none yet."""
+    """Id of the chain that view, term and `known` are of; "" if the member is in none yet."""
     known: ViewId | None = None
-    """The highest number that it was told of or has promised: a store that lacks it is not the job's latest (14a)."""
+    """Highest number that the member was told of or has promised: a store that lacks it is not the job's latest
+    (14a).
+    """
     kept: Kept | None = None
-    """The newest state of this job that lies in a file on its machine."""
+    """Newest state of this job that lies in a file on the member's machine."""
     node: str = ""
-    """See Member."""
+    """Node of the member, as in `Member`."""
     workers: int = 1
     """Number of workers of its node, which are started together."""
     version: int = VERSION
-    """0: of a release whose hello did not tell it yet."""
+    """Version of the protocol; 0: of a release whose hello did not tell it yet."""
     pipelines: str = ""
     """Request for pipelines, as JSON (planning/pipelines/request.py, PipelineRequest); "": all members own the whole
     state."""
     saved: Saved | None = None
-    """The newest checkpoint that it has written; only with pipelines."""
+    """Newest checkpoint that the member has written; only with pipelines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The member has written a checkpoint, from which the job can begin again."""
+    """News that the member has written a checkpoint, from which the job can begin again."""
 
     step: int
     """Number of optimizer steps in its state."""
@@ -448,7 +468,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The newcomer has built its model and its links stand."""
+    """News that the newcomer has built its model and its links stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,14 +477,16 @@ class Heartbeat:
     seq: int
     step: int
     step_time_s: float = 0.0
-    """Median of the last steps, in pipelines of those by the plan of `view`; 0: not known yet."""
+    """Median time of the last steps, s, in pipelines of those by the plan of `view`; 0: not known yet."""
     chain: str = ""
-    """As in `Hello`, and so is the next one."""
+    """Id of the chain, as in `Hello`; `known` is as there, too."""
     known: ViewId | None = None
     speed: float = 0.0
-    """How fast the member computes its units, beside what its request for pipelines foresees; 0: not known."""
+    """Speed at which the member computes its units, relative to what its request for pipelines foresees; 0: not
+    known.
+    """
     between_s: float = 0.0
-    """Median time from the last unit of one of these steps to the first unit of the next; 0: not known."""
+    """Median time, s, from the last unit of one of these steps to the first unit of the next; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,12 +498,12 @@ class Report:
     seq: int
     """Last committed slot."""
     head: str
-    """Hash of its header."""
+    """Hash of the header of the last committed slot."""
     parts: tuple[Span, ...] = WHOLE
     """Parts of the training state that the member holds at `head`, as normal spans; none at a joiner that does not hold
     the state yet (protocol.md P5)."""
     raw: bool = True
-    """False if the reduced bytes of the last committed slot are not at hand (a joiner by pause)."""
+    """Whether the reduced bytes of the last committed slot are at hand; they are not at a joiner by pause."""
     pending: Header | None = None
     """Header of slot seq+1, received but not committed for want of ranges; None in a brief report."""
     last: Header | None = None
@@ -506,14 +528,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The member stands in `view` at slot `seq` (committed)."""
+    """News that the member stands in `view` at slot `seq` (committed)."""
 
     view: ViewId
     seq: int
     step: int
     head: str
     parts: tuple[Span, ...] = WHOLE
-    """Parts of the training state that it holds at `head`, as normal spans."""
+    """Parts of the training state that the member holds at `head`, as normal spans."""
     chain: str = ""
     """Id of the chain that `view` is of."""
 
@@ -538,15 +560,15 @@ class RebuildReport:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """A learner tells how far it is (protocol.md 17, 18)."""
+    """News of how far a learner is (protocol.md 17, 18)."""
 
     seq: int
     """Last slot that is applied to its state."""
     able: bool = True
-    """False: it cannot catch up, or lost the log, and asks to be let in by a pause."""
+    """Whether the learner can catch up; False: it cannot, or lost the log, and asks to be let in by a pause."""
     reason: str = ""
     attempt: int = 1
-    """Number of times that the header at which it began names it."""
+    """Number of times that the header at which the learner began names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -558,22 +580,22 @@ class SourceProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A newcomer's transfer, told about once a second."""
+    """State of a newcomer's transfer, told about once a second."""
 
     phase: str
-    """"pull", "replay" or "prove"."""
+    """Phase of the transfer: "pull", "replay" or "prove"."""
     done_nbytes: int
-    """Bytes here, those that were here before included."""
+    """Number of bytes that are here, those that were here before included."""
     total_nbytes: int
     rate_bps: float
-    """Bits per second of late, all sources together; 0: nothing is known yet."""
+    """Rate of late in bits per second, all sources together; 0: nothing is known yet."""
     lag: int = 0
-    """Steps of the log that are not applied yet."""
+    """Number of steps of the log that are not applied yet."""
     sources: tuple[SourceProgress, ...] = ()
 
     @property
     def remaining_s(self) -> float:
-        """At this rate, in seconds; infinite if nothing is known yet."""
+        """Remaining seconds at the present rate; infinite if no rate is known yet."""
         left = max(0, self.total_nbytes - self.done_nbytes)
         return 8 * left / self.rate_bps if self.rate_bps > 0 else (math.inf if left else 0.0)
 
@@ -584,16 +606,16 @@ class LinkReport:
 
     peer: str
     latency_s: float
-    """Half a round trip."""
+    """Latency in seconds: half a round trip."""
     rate_bps: float
     """Bits per second that this member can send to the peer."""
     evidence: str
-    """"probe" or "transfer", and why it was measured."""
+    """Way of the measurement, "probe" or "transfer", and why it was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRequest:
-    """The primitives connect-link and disconnect-link (Chaos, Fig. 4c and 4d), asked for by a member."""
+    """Request of a member for the primitive connect-link or disconnect-link (Chaos, Fig. 4c and 4d)."""
 
     peer: str
     add: bool
@@ -605,7 +627,7 @@ class LinkEvent:
     peer: str
     up: bool
     evidence: str
-    """"connected", MADE_ANEW, "closed" (EOF or reset: a fact), "silent", "refused", "timeout"."""
+    """Evidence: "connected", MADE_ANEW, "closed" (EOF or reset: a fact), "silent", "refused", "timeout"."""
 
 
 MADE_ANEW = "closed, and connected anew"
@@ -619,14 +641,14 @@ class Verdict:
     alive: bool
     evidence: str
     certain: bool = False
-    """The process table of the suspect's own machine says that its process is gone or has died."""
+    """Whether the process table of the suspect's own machine says that its process is gone or has died."""
     seen: bool = False
-    """Said by that process table, whatever it says; else nothing but a link's silence tells."""
+    """Whether that process table said so, whatever it said; else nothing but a link's silence tells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """The commit root's word that a contribution to the open slot differs from the others' (protocol.md 6b).
+    """Word of the commit root that a contribution to the open slot differs from the others' (protocol.md 6b).
 
     Attributes:
         member: Whose contribution it is.
@@ -646,7 +668,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The job's closing header is committed here."""
+    """News that the job's closing header is committed here."""
 
     seq: int
     step: int
@@ -660,18 +682,18 @@ class Welcome:
     member: Member
     term: int
     role: str
-    """"founder", "joiner" or "standby"."""
+    """Role of the newcomer: "founder", "joiner" or "standby"."""
     reason: str
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
     min_nodes: int = 0
     max_nodes: int = 0
-    """0: not told."""
+    """Largest number of nodes; 0: not told."""
     plan: PlanSpec = PlanSpec()
     chain: str = ""
     """Id of the chain by which this scheduler leads."""
     version: int = VERSION
-    """As in `Hello`."""
+    """Version of the protocol, as in `Hello`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -682,30 +704,34 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class OpenLinks:
-    """Make sure that a link to each of these stands (the later member dials); answer Ready when all do.
+    """Order to make sure that a link to each of these members stands (the later member dials), and to answer Ready when
+    all do.
 
     It replaces what was told before, unless it says what has changed of that.
     """
 
     peers: tuple[Member, ...]
     changes: bool = False
-    """These come to those that were told on this stream before."""
+    """Whether these members come to those that were told on this stream before."""
     gone: tuple[str, ...] = ()
-    """Ids of those that are asked for no more; only a change has any."""
+    """Ids of members that are asked for no more; only a change has any."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextView:
-    """Decided and stored; the commit root carries it in a header (joiners: in a BOUNDARY header)."""
+    """News of a view that is decided and stored; the commit root carries it in a header (joiners: in a BOUNDARY
+    header).
+    """
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
 class ServeLearners:
-    """These newcomers are to be served from the next STEP header on; replaces the list before. Told to members, whose
+    """Order to serve these newcomers from the next STEP header on; replaces the list before. Told to members, whose
     commit root writes it into headers, and to the newcomers themselves, who learn from `view` whom to ask. In a large
-    job `view` names only the donors that concern the receiver: a newcomer's own, or a member itself if it is one."""
+    job `view` names only the donors that concern the receiver: a newcomer's own, or a member itself if it is one.
+    """
 
     ids: tuple[str, ...]
     view: View
@@ -716,7 +742,7 @@ class Prepare:
     number: ViewId
     reason: str
     brief: bool = False
-    """The report may name its headers by their hashes alone: others tell them, or they are asked for."""
+    """Whether the report may name its headers by their hashes alone: others tell them, or they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -729,7 +755,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """A decided view after a failure, or the first one (protocol.md 9).
+    """View that is decided after a failure, or the first one (protocol.md 9).
 
     `base` is the header everybody in the view stands on before going on: hand-on if some member has yet to commit it
     (then `sources` hold its raw bytes), redo of slot base.seq+1 otherwise.
@@ -744,11 +770,13 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Say whether this member is alive: link silence, and the process table if it is on your machine."""
+    """Request to say whether this member is alive: link silence, and the process table if it is on the receiver's
+    machine.
+    """
 
     suspect: str
     member: Member | None = None
-    """Where it is, for newcomers that never heard of it."""
+    """Suspect as a member, for newcomers that never heard of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -756,7 +784,9 @@ class Fence:
     reason: str
     rejoin: bool = True
     over: bool = False
-    """The job has ended for all, and not by being finished: it begins again from a checkpoint, or not at all."""
+    """Whether the job has ended for all, and not by being finished: it begins again from a checkpoint, or not at
+    all.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -769,7 +799,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """The scheduler lives; said often where others stand by, so that a frozen one is left soon."""
+    """Sign that the scheduler lives; said often where others stand by, so that a frozen one is left soon."""
 
     timeout_s: float
     """Silence (s) after which a member leaves this scheduler."""
@@ -777,40 +807,44 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPace:
-    """Another interval of heartbeats than the Welcome's: the number of members has changed."""
+    """Order to use another interval of heartbeats than the Welcome's: the number of members has changed."""
 
     heartbeat_interval_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """The chain is lost, and this scheduler is to rebuild it from what members know: tell it."""
+    """Request to tell what the member knows: the chain is lost, and this scheduler is to rebuild it from what members
+    know.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Tells a member that it may go; no other member needs it any more."""
+    """Word that a member may go; no other member needs it any more."""
 
     reason: str
     asked: bool = False
-    """You were to leave, by your own wish or by the operator's; else the job is finished."""
+    """Whether the member was to leave, by its own wish or by the operator's; else the job is finished."""
     keep: bool = False
-    """You may be the last one with the training state: keep it in a file, say so, then close the stream (14c)."""
+    """Whether the member may be the last one with the training state: it keeps the state in a file, says so, then
+    closes the stream (14c).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ToldEnd:
-    """The job is finished, to a newcomer: nothing is left to train."""
+    """Word to a newcomer that the job is finished: nothing is left to train."""
 
     reason: str
     chain: str
     view: View
-    """The job's last one."""
+    """Last view of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """A key that two members share. `name` is no secret, and the same at both."""
+    """Key that two members share. `name` is no secret, and the same at both."""
 
     peer: str
     """Member id of the other end."""
@@ -820,19 +854,19 @@ class LinkKey:
 
 @dataclass(frozen=True, slots=True)
 class LinkKeys:
-    """How links are protected in this job, and new keys of the receiver's own links; older ones hold until void.
+    """Protection of links in this job, and new keys of the receiver's own links; older ones hold until void.
 
     The state machines never see them (control/link_keys.py, member/keyring.py).
     """
 
     rule: str
-    """The job's setting `links`."""
+    """Setting `links` of the job."""
     remote: str
-    """The least protection (transport/sealing.py, Level) of a link between machines."""
+    """Least protection (transport/sealing.py, Level) of a link between machines."""
     local: str
-    """The same within a machine."""
+    """Least protection of a link within a machine."""
     keyed: bool
-    """Links have keys: whoever knows none of them is a stranger, at any level."""
+    """Whether links have keys: a peer that knows none of them is a stranger, at any level."""
     keys: tuple[LinkKey, ...] = ()
     void: tuple[str, ...] = ()
     """Members that are gone."""
@@ -951,8 +985,9 @@ class Settings:
     )
 
     def check(self) -> None:
-        """Raises ConfigurationError where rules cannot work together; `plan` and `links` are checked where they are
-        understood."""
+        """Checks that the rules can work together, or raises ConfigurationError; `plan` and `links` are checked where
+        they are understood.
+        """
         check_each(self)
         check_nodes(self.min_nodes, self.max_nodes)
         if self.last_holder_timeout_s < self.hang_timeout_s:
