@@ -102,7 +102,7 @@ class DiLoCo:
         self._seed = seed
         self._loader: LeasedLoader | None = None
         self._first: Iterable[Any] = ()
-        """A batch that was looked at, and those behind it."""
+        """Batch that was looked at, and those behind it."""
         self._samples = self._steps = 0
         self._ended = ""
         self._signals = leaving_signals(self.leave, lambda: self._joined.at_risk)

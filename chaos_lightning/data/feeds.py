@@ -332,7 +332,7 @@ class IterableFeed:
         self._has_dummy = False
         self._generator: torch.Generator | None = None
         self.length: int | None = None
-        """Batches in this epoch, once the iterable has run dry."""
+        """Number of batches in this epoch, once the iterable has run dry."""
         if isinstance(loader, DataLoader):
             tie_workers(loader)
             if loader.generator is None:

@@ -110,11 +110,11 @@ class LeasedLoader:
         self._quota, self.batch = self._units.quota * part[1], self._units.batch * part[1]
         self._feed = MapFeed(loader, self._units, seed=seed, stats=self.stats)
         self._ahead: deque[Tag] = deque()
-        """Claimed and not handed out, a batch each."""
+        """Batches of positions that are claimed and not handed out."""
         self._place = 0
-        """Place of the first of these among all that were ever claimed."""
+        """Place of the first of these batches among all that were ever claimed."""
         self._out: list[Tag] = []
-        """Handed out, and not yet said to be used."""
+        """Batches of positions that are handed out, and not yet said to be used."""
         self._resync = True
         if self._units.length(0) != self._units.length(1):
             raise UnsupportedError(

@@ -68,7 +68,7 @@ class StepBatch:
         self.micro_batches, self.samples = len(parts), sum(self._weights)
         self.empty = frozenset(j for j, spans in enumerate(self.positions) if not spans)
         self._kept: dict[int, Any] = {}
-        """Copies of what was fetched."""
+        """Copies of micro-batches that were fetched."""
         self._promised: set[int] = set()
         """Numbers of micro-batches that the feed will give."""
 

@@ -74,7 +74,7 @@ class PackedView:
 
 @dataclass(frozen=True, slots=True)
 class PackedChange:
-    """The changes of a view to the one before it (protocol/changes.py).
+    """Changes of a view to the one before it (protocol/changes.py).
 
     Attributes:
         before: Digest for the content of the view that it changes.

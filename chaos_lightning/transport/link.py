@@ -109,18 +109,18 @@ class Link:
         self._owner = owner
         self._fd = sock.fileno()
         self.local = on_this_machine(sock)
-        """Both ends are on one machine, as far as their addresses tell."""
+        """Whether both ends are on one machine, as far as their addresses tell."""
         self.traffic = 0
-        """Frames of the job that were queued here: chunks and messages."""
+        """Number of frames of the job that were queued here: chunks and messages."""
         self.traffic_at = 0.0
-        """When (monotonic, s) a chunk or message was last queued, or a chunk began to arrive."""
+        """Time (monotonic, s) when a chunk or message was last queued, or a chunk began to arrive."""
         session = session_of(sock)
         self._sealer = session.sealer if session is not None else None
         self._opener = session.opener if session is not None else None
         self._sealed: list[memoryview] = []
         """Sealed bytes of the first frame in the queue that are on their way."""
         self.sums = not self.local and session is None
-        """Chunks are sent with checksums."""
+        """Whether chunks are sent with checksums."""
         self._queue: deque[tuple[ViewId, bool, list[memoryview], memoryview | None, tuple[int, int]]] = deque()
         self._holding = Holding(0 if self.local else AT_FIRST_NBYTES)
         self._background: Background | None = None
@@ -138,7 +138,7 @@ class Link:
         self._said_bye = False
         self._neighbour: NeighbourMemory | None = None
         self.by_reference = False
-        """Chunks to this peer are sent as references: it can read them."""
+        """Whether chunks to this peer are sent as references: it can read them."""
         self.open = True
         sock.setblocking(False)
         self._hold_little(self._holding.limit_nbytes)

@@ -48,7 +48,9 @@ PING_INTERVAL_S = 0.1
 SILENCE_S = 3.0
 """Seconds of silence after which a link counts as carrying nothing any more, though it was not closed."""
 BUSY_S = 10.0
-"""The same seconds for a peer that its machine says is running: it may be busy rather than cut off."""
+"""Seconds of silence after which a link is given up whose peer is running, as its machine says: the peer may be busy
+rather than cut off.
+"""
 ASK_S = 1.5 * PING_INTERVAL_S
 """Seconds of silence after which a peer is asked about: the answer is here when the scheduler asks."""
 EXPECT_S = 1.0
@@ -136,7 +138,7 @@ class Links:
         self._acceptor: threading.Thread | None = None
         self._few = FewLines()
         self._told_room = 0
-        """Number of open files of which it was said that there may not be so many."""
+        """Number of open files that was reported as too many for this process."""
         self._links: dict[str, Link] = {}
         self._dialling = Dialling(self._links)
         self._wanted = self._dialling.wanted
@@ -151,9 +153,9 @@ class Links:
         self._host = host_identity()
         self._watching = Watching(loop, refused, self._watch_broke)
         self._bundles: dict[str, list[bytes]] = {}
-        """By neighbour: routed messages that leave at the end of this turn of the loop."""
+        """Routed messages that leave at the end of this turn of the loop, by neighbour."""
         self.relayed = 0
-        """Routed messages of others that were passed on."""
+        """Number of routed messages of others that were passed on."""
         self._slots = threading.Semaphore(_MAX_HANDSHAKES)
         self._closed = False
         self._pinged_at = time.monotonic()

@@ -76,7 +76,7 @@ class Measuring:
         self._reprobes: dict[str, ReprobeSchedule] = {}
         self._soon = False
         self.reports: dict[str, LinkReport] = {}
-        """The last one of each link that stands."""
+        """Last report of each link that stands."""
 
     def emulated(self, peer: str) -> bool:
         """Returns whether bytes to this peer go through an emulated medium. Any thread."""

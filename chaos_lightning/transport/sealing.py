@@ -410,7 +410,7 @@ class SealedSession:
         self.opener = Opener(level, traffic_key(its))
         self.stream = SealedStream(self.sealer, self.opener)
         self.watch_key = traffic_key("watch")
-        """For a connection that is handed over to a watcher, which seals nothing (machine/watcher.py)."""
+        """Key for a connection that is handed over to a watcher, which seals nothing (machine/watcher.py)."""
 
 
 class ProtectedSocket(socket.socket):

@@ -50,9 +50,9 @@ class Watching:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._over = False
-        """No watcher is to be started (any more)."""
+        """Whether no watcher is to be started (any more)."""
         self._said: dict[str, tuple[str, float]] = {}
-        """State and when (monotonic, s) it was told."""
+        """State of each neighbour, and when (monotonic, s) it was told."""
 
     def add(self, peer: str, sock: socket.socket, key: bytes, *, dialled: bool) -> None:
         """Hands a connection to the neighbour's watcher over to the own one; `sock` is used up.

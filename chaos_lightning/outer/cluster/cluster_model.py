@@ -61,15 +61,15 @@ class ClusterModel:
         self.tells = True
         self._replica, self._options, self._events, self._machine = replica, options, events, machine
         self._untold, self._told_at = (0, 0), time.monotonic()
-        """Inner steps and their samples that the log has not heard of; when it last did."""
+        """Inner steps and their samples that are not logged yet; time of the last such line."""
         self._loss: float | None = None
         self.console = Teller()
         """Console of the process that writes the log; others leave it silent."""
         self._away = threading.Event()
-        """Set from the end of a stream to the next welcome."""
+        """Event that is set from the end of a stream to the next welcome."""
         self._version_said = float("-inf")
         self._own: list[Tensor] | None = None
-        """The parameters that are trained, while the model shows the base."""
+        """Parameters that are trained, while the model shows the base; else None."""
 
     def empty(self) -> Part:
         """Returns memory for a version."""

@@ -167,26 +167,26 @@ class ElasticCluster:
         self._changed = threading.Condition(threading.RLock())
         self._state: RanksMachine | None = None
         self._landing: Tensor | None = None
-        """While the state of others arrives: their machine, as text."""
+        """Facts of the other ranks' machine, as text, while their state arrives."""
         self._first = False
         self._attendant: Attendant | None = None
         self._hello: ClusterHello | None = None
         self._news: deque[RankNews] = deque()
         """News that the first rank's next answer tells the machines."""
         self._sent = 0
-        """So many of these stand in an answer that was given."""
+        """Number of these news that stand in an answer that was given."""
         self._encoding: tuple[PushId, Future[Part]] | None = None
         self._encoded: tuple[PushId, Part, str] | None = None
         self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, server=inner.server)
         self._told: tuple[Any, Any] = (None, None)
-        """The parts of these that the last answer told."""
+        """Version and push, here and encoded, that the last answer told."""
         self._me, self._ranks = "", 1
         self._serving = PushServing(
             options, self._secret, self._model.grid, lambda: self._model.who() or options.name, events.emit
         )
         self._step = _Step()
         self._said = RankSays(), text_of(RankSays, RankSays())
-        """Its last answer, and that as text."""
+        """Last answer of this rank, and that as text."""
         self._reason = self._failed = ""
         self.leaves = self.held = False
         self._closing = threading.Event()

@@ -43,7 +43,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """A version that is to be fetched.
+    """Version that is to be fetched.
 
     Attributes:
         version: Its number and hash.

@@ -1,4 +1,4 @@
-"""How a cluster's loop waits and leaves: a wait says what it is for, and signals leave an outer job politely."""
+"""Lets a cluster's loop wait and leave: a wait says what it is for, and signals leave an outer job politely."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class PushServing:
         self._grid, self._me = grid, me
         self._lock = threading.Lock()
         self._cuts: dict[PushId, tuple[Shard, ...]] = {}
-        """How those that are served are cut."""
+        """Shards by whose boundaries each served push is cut."""
         self._spread = options.spread if options.overlap else 0.0
         self._frozen_at = 0.0
         self._pauses: deque[float] = deque(maxlen=_PAUSES)

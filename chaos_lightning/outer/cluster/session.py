@@ -140,9 +140,9 @@ class OuterSession:
         self.agreement = agreement
         self._fit = Fit(options.job, ",".join(options.endpoints))
         self.over = ""
-        """Why this cluster's part is over; "" while it goes on."""
+        """Reason for which this cluster's part is over; "" while it goes on."""
         self.progress = JobProgress()
-        """The job's, with the base."""
+        """Progress of the job with the base."""
         self._events = events or EventLog(None)
         self._secret = Credentials.load(options.keys_dir, options.token_file)
         self._settings = OuterSettings.of_words(agreement.settings)
@@ -150,12 +150,12 @@ class OuterSession:
         self._content = self._model.content
         self._changed = threading.Condition(threading.RLock())
         self._todo: deque[tuple[cl.ClusterEffect, Part | None]] = deque()
-        """For the loop's thread; with the version that an effect adopts."""
+        """Effects for the loop's thread, each with the version that it adopts."""
         self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, self._landed)
         self._claimed: dict[int, tuple[Span, ...]] = {}
         self._rates = TrainingRates()
         self._error: ChaosError | None = None
-        """Why this cluster cannot go on."""
+        """Error for which this cluster cannot go on."""
         self._rested_at = 0.0
         self._waits = Waits()
         self._trouble = ""

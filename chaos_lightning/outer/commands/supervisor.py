@@ -67,9 +67,9 @@ class _Child:
         self.pid = 0
         self.started_s = 0.0
         self.due_s = 0.0
-        """When it is to be started (again)."""
+        """Time (monotonic, s) at which the process is to be started (again)."""
         self.asked_s = 0.0
-        """When the spare was asked for it; 0.0: it was not."""
+        """Time (monotonic, s) at which the spare was asked for the process; 0.0: it was not."""
         self.pause_s = 0.0
         self.stopped = 0
 
@@ -97,14 +97,14 @@ class Supervisor:
         self._spare = _Child(SPARE, ("-m", "chaos_lightning.outer.commands.spare"))
         self._followers = {name: _Child(name, arguments) for name, arguments in followers.items()}
         self._line: socket.socket | None = None
-        """To the spare."""
+        """Connection to the spare."""
         self._warm = False
         self._said = b""
         """Beginning of a line from the spare whose end has not come yet."""
         self._signals: list[int] = []
         self._outlives = outlives
         self._stays = False
-        """The leader was asked to end."""
+        """Whether the leader was asked to end."""
         self._code: int | None = None
         """Exit code with which the supervisor is to end; None: it goes on."""
 

@@ -163,7 +163,7 @@ class ControlClient(threading.Thread):
         self._reviver = Reviver(revive, self._inbox.put)
         self._silent_s = SILENT_S if len(endpoints) == 1 else SILENT_S / 2
         self._stream: _Stream | None = None
-        """The one that `say` uses."""
+        """Stream that `say` uses; None if none stands."""
         self._stopping = False
         self._told = ""
 

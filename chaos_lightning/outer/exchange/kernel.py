@@ -85,7 +85,7 @@ class OuterState:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors of a snapshot: theta, momentum, buffer."""
+        """Tensors of a snapshot: theta, momentum, buffer."""
         return self.theta, self.momentum, self.buffer
 
     def blocks(self, block: int) -> tuple[Tensor, Tensor, Tensor]:

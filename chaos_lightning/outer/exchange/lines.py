@@ -80,7 +80,7 @@ def _cut(socks: Sequence[socket.socket]) -> None:
 
 
 class DataListener:
-    """A follower's end of data connections. Methods may be called by any thread.
+    """Follower's end of data connections. Methods may be called by any thread.
 
     Args:
         host: Address to listen at.
@@ -115,11 +115,11 @@ class DataListener:
         self._slots = threading.BoundedSemaphore(_MAX_HANDSHAKES)
         self._changed = threading.Condition()
         self._parked: dict[str, list[socket.socket]] = {}
-        """By incarnation, oldest first."""
+        """Parked connections by incarnation, oldest first."""
         self._whose: weakref.WeakKeyDictionary[socket.socket, str] = weakref.WeakKeyDictionary()
-        """As who parked it said it: incarnation and mark."""
+        """Incarnation and mark of the process that parked each connection, as it said them."""
         self._open: set[socket.socket] = set()
-        """Those that a thread of this listener greets or serves."""
+        """Connections that a thread of this listener greets or serves."""
         self._closed = False
         self._listener = open_listener(host, [port])
         close_in_children(self._listener.fileno())
@@ -307,7 +307,7 @@ class DataListener:
 
 
 class ParkedLines:
-    """A cluster's end of data connections: keeps some parked at each follower, and serves requests on them. Any thread.
+    """Cluster's end of data connections: keeps some parked at each follower, and serves requests on them. Any thread.
 
     Args:
         server: Holds this process's pushes.
@@ -341,7 +341,7 @@ class ParkedLines:
         self._note, self._count = note, count
         self._lock = threading.Lock()
         self._lines: dict[tuple[str, str, str], list[_Line]] = {}
-        """By follower, endpoint, and who this process was when they were made."""
+        """Connections by follower, endpoint, and this process's name when they were made."""
         self._standing: dict[str, int] = {}
         self._told: dict[str, bool] = {}
 

@@ -216,7 +216,7 @@ QUIET_S = 3.0
 
 
 class _State:
-    """A follower's shard of the outer state; methods are called in the state thread."""
+    """Shard of the outer state that a follower holds; methods are called in the state thread."""
 
     def __init__(self, files: ShardFiles, staged: Callable[[], StagedPushes], server: StateServer, note: Note) -> None:
         self._files, self._staged, self._note = files, staged, note
@@ -361,7 +361,7 @@ class FollowerProcess:
             *bind, job=files.job, me=name, secret=secret, server=self._server, note=note, keys=self._keys
         )
         self.endpoint = advertise or self._listener.endpoint
-        """HOST:PORT of its data connections."""
+        """HOST:PORT of the follower's data connections."""
         if advertise and not has_port(advertise):
             bound = split_endpoint(self._listener.endpoint)[1]
             self.endpoint = join_endpoint(split_endpoint(advertise)[0], bound)

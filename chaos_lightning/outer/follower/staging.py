@@ -141,14 +141,14 @@ class StagedPushes:
         self._lock = threading.Lock()
         self._parts: dict[PushId, Part] = {}
         self._arriving: dict[PushId, tuple[Part, Counter[str]]] = {}
-        """Those that are not whole, each with the bytes that were verified of it, by source."""
+        """Parts that are not whole, each with the bytes that were verified of it, by source."""
         self._decided: Collection[PushId] = ()
         self._broken: set[PushId] = set()
-        """Those that are not finite, or malformed."""
+        """Pushes whose parts are not finite, or malformed."""
         self._reasons: dict[PushId, str] = {}
-        """Why they were not fetched, as told last."""
+        """Reasons for which pushes were not fetched, as told last."""
         self._most: tuple[int, ...] = (0, 0)
-        """Pushes that were held at once since it was told last: of all clusters, and of one incarnation."""
+        """Largest numbers of pushes held at once since they were told last: of all clusters, and of one incarnation."""
         self._slots = threading.BoundedSemaphore(AT_ONCE)
         self._measuring = threading.Lock()
         self._closing = threading.Event()

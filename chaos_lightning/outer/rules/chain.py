@@ -151,12 +151,12 @@ BEGINNING = RoundState(Counters(), GateState())
 
 
 Holds = dict[IncarnationId, str]
-"""By incarnation, a digest of the numbers of its pushes that a version holds."""
+"""Digests, by incarnation, of the numbers of its pushes that a version holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummedChain:
-    """A chain behind which entries may be cut: `OuterChain`'s attributes of these names, and `leases` as a text."""
+    """Chain behind which entries may be cut: `OuterChain`'s attributes of these names, and `leases` as a text."""
 
     agreement: Agreement | None
     by: str

@@ -296,51 +296,53 @@ class ClusterMachine:
         self.agreement = agreement
         self._hello = ClusterHello(name, place, nonce, 0, None, NO_VERSION, NO_VERSION, agreement, process)
         self.job_id = ""
-        """Name of the job that it was let into; "" before."""
+        """Name of the job that the cluster was let into; "" before."""
         self.ahead_steps = ahead_steps if overlap else None
-        """Beyond a push; None: without overlap."""
+        """Number of steps that the cluster may train beyond a push; None without overlap."""
         self.inner_steps = self._usual_steps = OuterSettings.of_words(agreement.settings).inner_steps
-        """From one push to the next, at least."""
+        """Least number of inner steps from one push to the next."""
         self.phase, self.term = Phase.WAITING, 0
         self.incarnation: IncarnationId | None = None
         self.oldest: IncarnationId | None = None
         """Oldest incarnation that is in, as the leader told last."""
         self.base = NO_VERSION
         self.newest = NO_VERSION
-        """The newest version that it was told of."""
+        """Newest version that the cluster was told of."""
         self.open: Offer | None = None
-        """Frozen and not answered."""
+        """Push that is frozen and not answered; None if there is none."""
         self.kept: dict[PushId, Offer] = {}
-        """Accepted once, and not freed."""
+        """Pushes that were accepted once, and are not freed."""
         self.leased: dict[int, tuple[Span, ...]] = {}
         self.unpushed = Unpushed()
         self.job = JobProgress()
-        """The job's, with the base."""
+        """Progress of the job with the base."""
         self.rate, self.step_rate, self.batches = 0.0, 0.0, UNTOLD
-        """Samples and steps that it trains per second, and positions of shared data that it takes at once."""
+        """Samples and steps that the cluster trains per second, and positions of shared data that it takes at once."""
         self.leaving, self.verdict = False, ""
-        """Whether it was asked to leave; why its own loop is over."""
+        """Whether the cluster was asked to leave; why its own loop is over."""
         self._reopened: list[PushId] = []
-        """Kept, and unanswered again; in order."""
+        """Kept pushes that are unanswered again, in order."""
         self._freezing: PushId | None = None
         self._covered = Unpushed()
-        """By the push that is being frozen."""
+        """Training that the push covers which is being frozen."""
         self._next = 1
         self._due: VersionId | None = None
-        """All pushes are answered: a version at or after this one is to be adopted."""
+        """Version at or after which one is to be adopted, as all pushes are answered; None if none is due."""
         self._outright = False
         self._served = NO_VERSION
         self._durable = NO_VERSION
         self._progress: dict[VersionId, JobProgress] = {}
-        """The job's, with versions that may be adopted."""
+        """Progress of the job with each version that may be adopted."""
         self._in: dict[PushId, VersionId] = {}
-        """Kept pushes: the version that holds each."""
+        """Version that holds each kept push."""
         self._fetching = self._here = NO_VERSION
         self._last: tuple[VersionId, str, int] | None = None
-        """The job is over: with this version, why, and how many heartbeats may go by until it is here."""
+        """Last version of the job once it is over, why it ended, and how many heartbeats may go by until the version is
+        here.
+        """
         self._resting = True
         self._stream, self._whole = _AWAY, True
-        """How it stands with the leader, and whether all followers are there, as told last."""
+        """State of the stream to the leader, and whether all followers are there, as told last."""
         self._founded = True
         self._out: list[ClusterEffect] = []
 

@@ -126,28 +126,30 @@ class FollowerMachine:
         self.lost = ""
         self.job_id = ""
         self._obeys = False
-        """The leader of this term has shown it its own start."""
+        """Whether the leader of this term has shown the follower its own start."""
         self._connected = False
         self._durable: tuple[ShardFile, ...] = ()
-        """With this shard's digests, oldest first; both come before the newest version."""
+        """Files of the durable versions, with this shard's digests, oldest first; both come before the newest
+        version.
+        """
         self._base = NO_VERSION
         """Newest version whose pushes are never needed again; NO_VERSION: the first version is computed from nothing.
         """
         self._entries: list[Entry] = []
         """Entries that made the versions since the base, oldest first, with those that were rolled back."""
         self._offers: dict[PushId, Offer] = {}
-        """Pushes that it has to fetch or hold."""
+        """Pushes that the follower has to fetch or hold."""
         self._staged: dict[PushId, Fetched] = {}
         self._fetching: set[PushId] = set()
         self._busy = False
-        """The state is being loaded or computed."""
+        """Whether the state is being loaded or computed."""
         self._keep = NO_VERSION
-        """To be saved when the state stands at it."""
+        """Version to be saved when the state is at it."""
         self._saving = NO_VERSION
         self._momentum: tuple[PushProduct, ...] = ()
-        """Products with the momentum, where the state stands."""
+        """Products of staged pushes with the momentum of the present state."""
         self._differs = NO_VERSION
-        """With it this process began to compute other bits than were durable."""
+        """Version with which this process began to compute other bits than were durable."""
         self._out: list[FollowerEffect] = []
 
     @property

@@ -74,7 +74,7 @@ Products = Mapping[tuple[PushId, PushId], float]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPush:
-    """A staged push with what the followers measured of it, over all shards.
+    """Staged push with what the followers measured of it, over all shards.
 
     Attributes:
         offer: As its cluster made it.

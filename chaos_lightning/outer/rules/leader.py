@@ -122,8 +122,9 @@ class LeaderMachine:
         self.end = Ending(desk, attendance)
         self.summaries = Summaries(desk, attendance)
         self._late: set[int] = set()
-        self._told_refused: set[tuple[str, str]] = set()
         """Streams of clusters that came after the job's end."""
+        self._told_refused: set[tuple[str, str]] = set()
+        """Refusals, as cluster and reason, of which the other clusters were told."""
 
     # ------------------------------------------------------------------ questions
 

@@ -55,7 +55,7 @@ class Pushes:
         self._attendance = attendance
         self.rounds = Rounds(desk.chain)
         self._refused: dict[IncarnationId, tuple[PushId, str]] = {}
-        """Told last, of those that ever had a push refused."""
+        """Last refusal that was told, by incarnation that ever had a push refused."""
 
     # ------------------------------------------------------------------ questions
 

@@ -168,7 +168,7 @@ class OuterSettings:
 
     @property
     def optimizer_used(self) -> str:
-        """The optimizer that `auto` stands for."""
+        """Optimizer that `auto` stands for, or the chosen one."""
         if self.optimizer != "auto":
             return self.optimizer
         return "delayed_nesterov" if self.policy in ("robust", "sync") else "nesterov"

@@ -69,7 +69,9 @@ class Shards:
         self._conns: dict[int, str] = {}
         self._keep = NO_VERSION
         self._held: VersionId | None = None
-        """For those who fetch it; None: nobody has been told anything, and an earlier leader's word holds."""
+        """Version that is served for clusters that fetch it; None: nobody has been told anything, and an earlier
+        leader's word holds.
+        """
         self._held_since = 0.0
         self.followers: dict[str, Follower] = {}
         self.served = NO_VERSION

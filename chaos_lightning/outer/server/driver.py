@@ -48,9 +48,9 @@ class OuterDriver:
         self._keys = keys
         self._emit = emit
         self.machine: LeaderMachine | None = None
-        """None while this process does not lead."""
+        """State machine of the leader; None while this process does not lead."""
         self.done: Done | None = None
-        """Why the machine decides nothing more."""
+        """Reason for which the machine decides nothing more."""
         self._inbox: asyncio.Queue[LeaderEvent] = asyncio.Queue()
         self._time_waits = False
 

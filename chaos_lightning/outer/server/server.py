@@ -107,7 +107,7 @@ class OuterServer:
         )
         self._server: Any = None
         self._over = asyncio.Event()
-        """The machine decides nothing more."""
+        """Event that the machine decides nothing more."""
         self._auth = AuthInterceptor(config.secret, events.emit)
         self._store = ChainStore(open_store, events.emit)
         keys = LineKeyIssuer(config.job, secret_channel=Credentials.of(config.secret).secret_channel)

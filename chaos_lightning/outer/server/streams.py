@@ -54,10 +54,10 @@ class ClientStream:
         self.call = call
         self.peer = peer
         self.name = ""
-        """The cluster's or follower's, once it has said hello."""
+        """Name of the cluster or follower, once it has said hello."""
         self.process = ProcessPlace()
         self.end: tuple[grpc.StatusCode, str] | None = None
-        """Status and reason with which it is ended from here; None while it is not."""
+        """Status and reason with which the stream is ended from here; None while it is not."""
         self.outbox: asyncio.Queue[Any] = asyncio.Queue()
         self.cut = asyncio.Event()
         self.from_client, self.to_client, self.pulse = _CALLS[call]
