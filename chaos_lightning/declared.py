@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def shown(self) -> str:
-        """Default, for people; "" for none."""
+        """Default as it is shown to people; "" for none."""
         return f"{self.default:g}" if self.kind in (bool, float) else str(self.default)
 
     @property

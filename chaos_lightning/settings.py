@@ -248,7 +248,7 @@ class EngineConfig:
 
     @property
     def neighbour_names(self) -> tuple[str, ...]:
-        """Names in `neighbours`."""
+        """Names of nodes or members in the setting `neighbours`."""
         return tuple(name for name in re.split(r"[\s,+]+", self.neighbours) if name)
 
     @cached_property

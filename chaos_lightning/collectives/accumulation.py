@@ -96,7 +96,7 @@ class Accumulation:
             self._begin()
 
     def flush(self, shares: Mapping[str, float] | None = None) -> bytes:
-        """Settles what no hook reported; returns presence bits. Shares are those of `Gradients.flush`."""
+        """Settles gradients that no hook reported; returns presence bits. Shares are those of `Gradients.flush`."""
         return b"" if self.empty else self._gradients.flush(shares)
 
     def apply(self, header: Header, totals: Mapping[str, float] | None = None) -> None:
@@ -119,7 +119,9 @@ class Accumulation:
         self._gradients.apply(header, raw)
 
     def settle(self) -> None:
-        """Notes that the member holds the job's state now, which steps without any samples leave as it is."""
+        """Copies the reduced buffers, as the member holds the job's state now: steps without any samples leave them
+        so.
+        """
         self._gradients.settle()
 
     def restore(self) -> None:

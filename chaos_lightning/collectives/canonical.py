@@ -167,7 +167,7 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _item(several: Any, key: Any) -> Any:
-    """Returns what a mapping or sequence holds, or a stand-in for a value that it does not give, as a configuration
+    """Returns an item of a mapping or sequence, or a stand-in for a value that it does not give, as a configuration
     may.
     """
     try:
@@ -185,7 +185,7 @@ class _Text:
         self._inside: set[int] = set()
 
     def of(self, value: Any) -> str:
-        """Returns the text.
+        """Returns the canonical text of a value.
 
         Raises:
             _NoForm: There is none; says what the value is.

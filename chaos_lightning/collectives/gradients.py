@@ -217,7 +217,7 @@ class Gradients:
 
     @torch.no_grad()
     def flush(self, shares: Mapping[str, float] | None = None) -> bytes:
-        """Settles what no hook reported; returns the presence bits of the section's parameters.
+        """Copies or zeroes the gradients that no hook reported; returns the presence bits of the section's parameters.
 
         Args:
             shares: Coefficients of reduced buffers, by part; None: the one of gradients.

@@ -111,7 +111,7 @@ def _literal(value: object) -> str:
 
 
 def _value(text: str) -> object:
-    """Reads what `_literal` wrote. Text that came from elsewhere is never run."""
+    """Returns the value that `_literal` wrote as this text. Text that came from elsewhere is never run."""
     value = math.nan if text == "nan" else ast.literal_eval(text)
     if _literal(value) != text:
         raise ValueError(f"{text[:100]!r} is no number, flag, text or tuple of these")
@@ -119,7 +119,7 @@ def _value(text: str) -> object:
 
 
 def _filled(current: object, value: object) -> object:
-    """Returns what takes the place of `current`: itself if it is a tensor, which then holds the value."""
+    """Returns the replacement for `current`: itself if it is a tensor, which then holds the value."""
     if isinstance(current, Tensor):
         if not isinstance(value, int | float) or current.numel() != 1:
             raise ValueError(f"here it is a tensor of {current.numel()} elements")

@@ -150,7 +150,7 @@ class Reducer:
     # ------------------------------------------------------------------ attempts
 
     def open(self, view: View, seq: int) -> None:
-        """Starts (view, seq); replaces any older attempt."""
+        """Starts the attempt (view, seq); replaces any older attempt."""
         route = self._route(view)
         count = len(route.chunks)
         attempt = _Attempt(
@@ -227,8 +227,8 @@ class Reducer:
         return self._own.view in (None, attempt.route.view.id)
 
     def ready(self, seq: int, cells: Iterable[int], view: ViewId | None = None) -> None:
-        """Takes the gradient of these grid cells (by start offset), which is final in own memory; `view` as in
-        `begin`.
+        """Notes that the gradient of these grid cells (by start offset) is final in own memory, and sums what is
+        complete; `view` as in `begin`.
         """
         if (self._own.seq, self._own.view) != (seq, view):
             return

@@ -137,7 +137,7 @@ class Accumulations:
         self._forecast = None
 
     def pending(self) -> tuple[Spent, ...]:
-        """Returns what a contribution made now spends: samples handed out, and in no committed ledger."""
+        """Returns the positions that a contribution made now spends: those handed out, and in no committed ledger."""
         now = self.ledger
         if self._base is None or self._base.member != self._source.member_id:
             return ()
@@ -183,8 +183,8 @@ class Accumulations:
         return self._size - self._index + self._steps(self._base, self._ahead + 1) * self._accumulate(self._base.ruling)
 
     def future(self) -> Iterator[tuple[int, Part]]:
-        """Yields my micro-batches that are not idle, from the one `advance` gave last, if every step commits as
-        assigned.
+        """Yields this member's micro-batches that are not idle, from the one `advance` gave last, if every step commits
+        as assigned.
 
         Ends where the epoch would.
         """
@@ -196,8 +196,9 @@ class Accumulations:
             index = 0
 
     def upcoming(self) -> Iterator[tuple[Part, ...]]:
-        """Returns my micro-batches of the present accumulation, and of each later one if every step commits as
-        assigned. Ends where the epoch would."""
+        """Returns this member's micro-batches of the present accumulation, and of each later one if every step commits
+        as assigned. Ends where the epoch would.
+        """
         return self._upcoming(self._base, self._ahead)
 
     # --- inside ------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class ElasticLoader:
         return self._start_count(epoch) + self._make_accumulations(epoch).left()
 
     def foreseen(self, members: int) -> int:
-        """Returns the length that `len` will have in a job of so many members, as seen before it."""
+        """Returns the length that `len` will have in a job of so many members, as seen before the job."""
         return -(-len(self) // members)
 
     def set_epoch(self, epoch: int) -> None:
@@ -206,7 +206,7 @@ class ElasticLoader:
         return accumulations.over()
 
     def spent(self) -> tuple[Spent, ...]:
-        """Returns what a contribution made now spends: samples yielded, and in no committed header yet.
+        """Returns the positions that a contribution made now spends: samples yielded, and in no committed header yet.
 
         The same until a step commits, empty after it; so a second optimizer's step on the same batch spends nothing.
         """
@@ -290,7 +290,7 @@ class ElasticLoader:
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Checks that this loader can go on where that state stood.
+        """Checks that this loader can go on from a saved state.
 
         Raises:
             ConfigurationError: the state is of another version, mode or order: its positions mean other samples.

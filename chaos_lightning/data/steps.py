@@ -82,7 +82,9 @@ class StepBatch:
         return float(self._weights[self._known(j)])
 
     def spent(self, j: int) -> tuple[Spent, ...]:
-        """Returns what the member that runs the first layers of micro-batch `j` names in its contribution."""
+        """Returns the positions that the member that runs the first layers of micro-batch `j` names as spent in its
+        contribution.
+        """
         last = max(set(range(self.micro_batches)) - self.empty, default=-1)
         spans = normalise((*self.positions[self._known(j)], *(self._dropped if j == last else ())))
         return (Spent(self._stream, self.epoch, spans),) if spans else ()

@@ -37,7 +37,7 @@ class Event:
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that every such event has -> what they are, with units."""
     also: Mapping[str, str] = field(default_factory=dict)
-    """Fields that some of them have."""
+    """Fields that some such events have -> what they are, with units."""
     note: str = ""
     """Text with {fields} for "Events in words" of the report and the last lines of `top`; "" for neither."""
 

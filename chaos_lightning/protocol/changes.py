@@ -16,7 +16,7 @@ from chaos_lightning.protocol.types import LinkSpec, PlanSpec, View
 
 
 def change_to(before: View, view: View, digest: str) -> PackedChange | None:
-    """Returns what leads from `before` to `view`; None if that cannot be told as a change.
+    """Returns the change that leads from `before` to `view`; None if that cannot be told as a change.
 
     Args:
         before: The view that `view` follows.

@@ -23,7 +23,7 @@ _TEXTS, _NUMBERS = 5, 4
 
 @dataclass(frozen=True, slots=True)
 class PackedMembers:
-    """Members by columns.
+    """Packed form of members, by columns.
 
     Attributes:
         texts: All texts, each without the beginning that it shares with the text before it (an id: with the member's

@@ -369,7 +369,7 @@ class Kept:
 
     header: Header
     member: str
-    """Member that kept it."""
+    """Member that kept the state."""
     chain: str = ""
     """Id of the chain whose view it stood in."""
     parts: tuple[Span, ...] = WHOLE
@@ -496,7 +496,7 @@ class Report:
     number: ViewId
     entered: ViewId
     seq: int
-    """Last committed slot."""
+    """Number of the last committed slot."""
     head: str
     """Hash of the header of the last committed slot."""
     parts: tuple[Span, ...] = WHOLE
@@ -627,7 +627,9 @@ class LinkEvent:
     peer: str
     up: bool
     evidence: str
-    """Evidence: "connected", MADE_ANEW, "closed" (EOF or reset: a fact), "silent", "refused", "timeout"."""
+    """Evidence of the event: "connected", MADE_ANEW, "closed" (EOF or reset: a fact), "silent", "refused",
+    "timeout".
+    """
 
 
 MADE_ANEW = "closed, and connected anew"
@@ -643,7 +645,7 @@ class Verdict:
     certain: bool = False
     """Whether the process table of the suspect's own machine says that its process is gone or has died."""
     seen: bool = False
-    """Whether that process table said so, whatever it said; else nothing but a link's silence tells."""
+    """Whether the verdict is that process table's, whatever it says; else nothing but a link's silence tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -869,7 +871,7 @@ class LinkKeys:
     """Whether links have keys: a peer that knows none of them is a stranger, at any level."""
     keys: tuple[LinkKey, ...] = ()
     void: tuple[str, ...] = ()
-    """Members that are gone."""
+    """Members that are gone, whose keys count no more."""
 
 
 # --- between members, beside the reduced bytes -------------------------------------------------------------------

@@ -200,8 +200,8 @@ class Link:
             self._write()
 
     def quiet(self, now: float, quiet_s: float) -> bool:
-        """Returns whether this link has been without chunks and messages for so long, and all that was queued has
-        left.
+        """Returns whether this link has been without chunks and messages for `quiet_s` seconds, and all that was queued
+        has left.
         """
         still = now - self.traffic_at >= quiet_s and not self._queue and self._frame is None
         return still and self._unacknowledged_nbytes() == 0
@@ -503,7 +503,9 @@ class Link:
             self._owner.broken(self.peer, self, evidence)
 
     def close(self, *, bye: bool = False) -> None:
-        """Closes at once; with `bye` the peer is told first that this is no failure, if the socket takes it."""
+        """Closes the link at once; with `bye` the peer is told first that this is no failure, if the socket takes
+        it.
+        """
         if not self.open:
             return
         if bye and not self._started:

@@ -169,7 +169,7 @@ class ReprobeSchedule:
 
     @property
     def behind(self) -> bool:
-        """Whether it carries clearly less than it did not long ago."""
+        """Whether the link carries clearly less than it did not long ago."""
         return self._fell_at is not None
 
 
@@ -217,7 +217,7 @@ class LinkMeter:
         return self._peers[peer].estimate.rate_bps if peer in self._peers else 0.0
 
     def stale(self, peer: str, now: float, age_s: float) -> bool:
-        """Returns whether neither a probe nor traffic has said anything about this peer's link for so long."""
+        """Returns whether neither a probe nor traffic has said anything about this peer's link for `age_s` seconds."""
         return peer in self._peers and now - self._peers[peer].estimate.at_s > age_s
 
     def waiting(self, peer: str) -> list[socket.socket]:
@@ -227,13 +227,13 @@ class LinkMeter:
         return [sock for sock, r in self._peers[peer].socks.items() if r is not None and r.unsent_nbytes > 0]
 
     def _carried(self, peer: str, nbytes: int, seconds: float, now: float) -> None:
-        """Adds that the filled link carried so much."""
+        """Adds that the filled link to a peer carried `nbytes` in `seconds`."""
         rate = self._peers.setdefault(peer, _Peer()).estimate.fold(nbytes, seconds, now)
         if rate is not None:
             self._tell(peer, rate)
 
     def tick(self, now: float, skip: Callable[[str], bool] = lambda peer: False) -> bool:
-        """Reads all counters.
+        """Reads the counters of all watched connections.
 
         Args:
             now: Monotonic seconds.

@@ -477,7 +477,7 @@ class Links:
         return float("inf") if link is None else now - link.heard_at
 
     def sight(self, peer: str) -> Sight:
-        """Returns what this peer's machine says of its process, if it says anything."""
+        """Returns the word of this peer's machine about the peer's process, if there is any."""
         return self._watching.sight(peer)
 
     def message(self, peer: str, payload: bytes, view: ViewId = NO_VIEW) -> None:

@@ -78,7 +78,7 @@ class Unpaced:
 
 
 class Direct:
-    """Network as it is."""
+    """Network as it is: dials, and bounds nothing."""
 
     def connect(self, address: str, port: int, *, me: str, peer: str, timeout_s: float) -> socket.socket:
         return socket.create_connection((address, port), timeout=timeout_s)

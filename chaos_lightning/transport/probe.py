@@ -118,7 +118,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Coming:
-    """Train that comes in."""
+    """Train of PROBE frames that comes in from a peer."""
 
     peer: str
     link: Link

@@ -303,7 +303,7 @@ class SealedStream:
         """Opened bytes of a record that have not been taken yet."""
 
     def records(self, parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-        """Yields what is to be sent for these bytes; send each record before asking for the next one."""
+        """Yields the records to send for these bytes; send each before asking for the next one."""
         left = [part for part in parts if part.nbytes]
         while left:
             nbytes, sealed = self._sealer.record(left)

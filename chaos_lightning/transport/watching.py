@@ -152,14 +152,16 @@ class Watching:
         self._order(b"D" + peer.encode())
 
     def sight(self, peer: str) -> Sight:
-        """Returns what the neighbour's machine said of it last; without evidence if that is too long ago."""
+        """Returns the last word of the neighbour's machine about the neighbour; without evidence if that is too long
+        ago.
+        """
         state, at = self._said.get(peer, ("", 0.0))
         if not state or time.monotonic() - at > FRESH_S:
             return Sight(False, "")
         return _TOLD[state]
 
     def close(self) -> None:
-        """Ends the watcher."""
+        """Ends the watcher of this member."""
         with self._lock:
             self._over, control, self._control = True, self._control, None
         if control is None:

@@ -129,7 +129,7 @@ class ClusterModel:
                 _log.warning("cluster %s is out: %s", self._options.name, reason)
 
     def say(self, line: str) -> None:
-        """Says it on the console, if this process tells."""
+        """Says a line on the console, if this process is the one that writes the cluster's log."""
         if self.tells:
             self.console.tell(line)
 

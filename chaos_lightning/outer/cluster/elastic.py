@@ -174,7 +174,7 @@ class ElasticCluster:
         self._news: deque[RankNews] = deque()
         """News that the first rank's next answer tells the machines."""
         self._sent = 0
-        """Number of these news that stand in an answer that was given."""
+        """Number of `_news` that stand in an answer that was given."""
         self._encoding: tuple[PushId, Future[Part]] | None = None
         self._encoded: tuple[PushId, Part, str] | None = None
         self._getter = VersionGetter(self._changed, self._model.empty, self._sought, self._missed, server=inner.server)
@@ -196,7 +196,7 @@ class ElasticCluster:
 
     @property
     def state(self) -> RanksMachine:
-        """State that all ranks hold alike."""
+        """State of the cluster that all its ranks hold alike."""
         assert self._state is not None, "this rank is not in the cluster yet"
         return self._state
 

@@ -22,7 +22,7 @@ from chaos_lightning.replication.server import StateServer
 AGAIN_S = 0.1
 """Pause before another attempt, s."""
 _LOOK_S = 0.5
-"""Poll interval, s."""
+"""Interval, s, at which the thread looks whether another version is wanted."""
 _log = logging.getLogger("chaos_lightning")
 
 

@@ -43,7 +43,8 @@ _ODD_LISTENER_PATIENCE_S = 6.0
 
 
 def look(endpoint: str, job: str, secret: Secret) -> str:
-    """Returns what is at the endpoint: "free", "serves" (this job), "ended" (and still about), "silent" or "odd".
+    """Returns the state of the endpoint: "free", "serves" (a server of this job), "ended" (such a server, and still
+    about), "silent" or "odd".
 
     Raises:
         ConfigurationError: The server of another job is there.

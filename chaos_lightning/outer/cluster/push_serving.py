@@ -84,7 +84,7 @@ class PushServing:
         self._lines.follow(holders)
 
     def share(self, ranks: int) -> None:
-        """Divides the cluster's rate among so many ranks, which serve the same pushes."""
+        """Divides the cluster's rate among this number of ranks, which serve the same pushes."""
         self._lines.share(ranks)
 
     def serve(self, pushes: Mapping[PushId, Part]) -> None:

@@ -43,11 +43,11 @@ class Waits:
         return waited_s
 
     def add(self, seconds: float) -> None:
-        """Adds seconds of another wait."""
+        """Adds the seconds of another wait to those since the last adoption."""
         self._waited_s += seconds
 
     def let_go(self, now: float) -> None:
-        """Notes that outer sync gives the training thread back at this time."""
+        """Notes the time at which outer sync gives the training thread back."""
         self._waited_s, self.kept_at = self._waited_s + now - self.kept_at, 0.0
 
 

@@ -110,7 +110,7 @@ def read_version(chain: OuterChain, folder: Path, job: str, wanted: str) -> tupl
 def read_while_it_runs(
     load: Callable[[], OuterChain], folder: Path, job: str, wanted: str
 ) -> tuple[VersionId, dict[str, Tensor], JobProgress]:
-    """Returns a version and what `read_version` returns, of a job whose followers may delete files meanwhile.
+    """Returns a durable version, its tensors and progress, of a job whose followers may delete files meanwhile.
 
     Args:
         load: Reads the chain.

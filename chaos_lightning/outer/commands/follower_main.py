@@ -105,7 +105,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a follower; returns the exit code."""
+    """Reads the options of `ps follower` and runs a follower; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="chaos-lightning ps follower",
         description=HELP,

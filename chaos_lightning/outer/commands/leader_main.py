@@ -128,7 +128,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a leader; returns the exit code."""
+    """Reads the options of `ps leader` and runs a leader; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="chaos-lightning ps leader",
         description=HELP,

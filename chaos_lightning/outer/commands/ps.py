@@ -39,7 +39,7 @@ _SECRETS = {name: declared(EngineConfig)[name] for name in ("token_file", "keys_
 
 
 def ps(arguments: Sequence[str]) -> None:
-    """Runs the command; ends with SystemExit."""
+    """Runs a sub-command of `chaos-lightning ps`; ends with SystemExit."""
     name, *rest = arguments or ["--help"]
     if name in ("--help", "-h", "help"):
         print("Usage: chaos-lightning ps COMMAND ...\n\nThe parameter server of clusters that train one model apart.\n")
@@ -103,7 +103,7 @@ def end(arguments: Sequence[str]) -> int:
 
 
 def show_outer(facts: dict[str, Any]) -> None:
-    """Prints what a leader says of an outer job."""
+    """Prints the facts of an outer job that a leader tells."""
     from chaos_lightning.machine.tables import console_of_stdout
 
     console = console_of_stdout()

@@ -228,7 +228,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a server; returns the exit code."""
+    """Reads the options of `ps up` and runs a server; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="chaos-lightning ps up",
         description=HELP,

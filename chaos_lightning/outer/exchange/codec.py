@@ -62,7 +62,9 @@ class Format(Protocol):
         ...
 
     def nbytes(self, elements: int) -> int:
-        """Returns the bytes of a block of so many elements: at least one, and no more than for a larger block."""
+        """Returns the number of bytes of a block of `elements` elements: at least one, and no more than for a larger
+        block.
+        """
         ...
 
     def encode(self, values: Tensor, out: Tensor) -> None:

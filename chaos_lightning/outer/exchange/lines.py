@@ -124,7 +124,7 @@ class DataListener:
         self._listener = open_listener(host, [port])
         close_in_children(self._listener.fileno())
         self.endpoint = join_endpoint(host, int(self._listener.getsockname()[1]))
-        """HOST:PORT, as bound."""
+        """HOST:PORT at which the follower listens, as bound."""
         self._threads = {threading.Thread(target=self._accept_all, name="chaos-lines-accept", daemon=True)}
         next(iter(self._threads)).start()
 
@@ -382,7 +382,7 @@ class ParkedLines:
         return sock
 
     def share(self, processes: int) -> None:
-        """Divides the rate among so many processes of this cluster, which send at once from now on."""
+        """Divides the rate among this number of processes of the cluster, which send at once from now on."""
         with self._lock:
             self._processes = processes
         self._pace_all()

@@ -407,7 +407,7 @@ class FollowerProcess:
         return self._end
 
     def end(self, reason: str, *, failed: bool = False) -> None:
-        """Lets `wait` return; the first reason counts. Any thread, also a signal's handler."""
+        """Ends the follower: `wait` returns; the first reason counts. Any thread, also a signal's handler."""
         self._ends.put(FollowerEnd(reason, failed))
 
     def linger(self) -> None:

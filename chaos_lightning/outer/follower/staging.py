@@ -49,7 +49,7 @@ TELL_S = 0.3
 
 @dataclass(frozen=True)
 class HeldShard:
-    """Shard that a follower holds.
+    """Shard of the outer state that a follower holds, with its codec.
 
     Attributes:
         shard: Its blocks.
@@ -158,7 +158,7 @@ class StagedPushes:
         self._held = held
 
     def fetch(self, offer: Offer) -> None:
-        """Begins an attempt; it ends with `measured`, or with NotFetched."""
+        """Starts an attempt to fetch a push's part; it ends with `measured`, or with NotFetched."""
         threading.Thread(target=self._fetch, args=(offer,), name="chaos-follower-fetch", daemon=True).start()
 
     def decide(self, pushes: Collection[PushId]) -> None:
@@ -187,7 +187,7 @@ class StagedPushes:
             self._broken.discard(push)
 
     def close(self) -> None:
-        """Stops all attempts; nothing is told any more."""
+        """Stops all attempts to fetch pushes; nothing is told any more."""
         self._closing.set()
 
     # ------------------------------------------------------------------ in a thread of a push

@@ -38,7 +38,7 @@ MOST_RATE = 1e12
 
 @dataclass(slots=True)
 class ClusterState:
-    """News that the leader has of one incarnation; `in_s`: by follower, when its push will be in."""
+    """Last news that the leader has of one incarnation; `in_s`: by follower, when its push will be in."""
 
     conn: int | None
     heard_s: float

@@ -503,7 +503,7 @@ class ClusterMachine:
     # ------------------------------------------------------------------ events
 
     def on(self, event: ClusterEvent, *, resting: bool = True) -> list[ClusterEffect]:
-        """Takes one event in; returns the effects in order.
+        """Takes one event into the machine; returns the effects in order.
 
         Args:
             event: What happened.

@@ -164,7 +164,7 @@ class FollowerMachine:
     # ------------------------------------------------------------------ events
 
     def on(self, event: FollowerEvent) -> list[FollowerEffect]:
-        """Takes one event in; returns the effects in order.
+        """Takes one event into the machine; returns the effects in order.
 
         Raises:
             StateError: The leader says what no chain can hold.

@@ -130,7 +130,7 @@ class LeaderMachine:
 
     @property
     def chain(self) -> OuterChain:
-        """Chain of the job, as it is stored."""
+        """Chain of entries of the job, as it is stored."""
         return self.desk.chain
 
     @property
@@ -176,7 +176,7 @@ class LeaderMachine:
     # ------------------------------------------------------------------ events
 
     def on(self, now: float, event: LeaderEvent) -> list[LeaderEffect]:
-        """Takes one event in; returns the effects in the order in which they must happen.
+        """Takes one event into the machine; returns the effects in the order in which they must happen.
 
         Args:
             now: Seconds by a clock that never goes back.

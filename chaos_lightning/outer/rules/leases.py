@@ -262,12 +262,12 @@ class Leases:
     def grant_rest(
         self, incarnation: IncarnationId, batches: Batches, among: Collection[IncarnationId] | None = None
     ) -> Leased | None:
-        """Returns what is free and no whole step, as `grant` does: it has tried that."""
+        """Returns free positions that make no whole step, as `grant` does, which has found none."""
         spans = self._for(incarnation, among)
         return self._lease(incarnation, spans, batches.rest(count(spans)))
 
     def left_over(self) -> LeftOver | None:
-        """Returns the entry that sets aside what is free."""
+        """Returns the entry that sets aside all free positions; None if there are none."""
         spans = self._free(self._epochs[self.epoch])
         return LeftOver(self.epoch, spans) if spans else None
 
@@ -300,7 +300,7 @@ class Leases:
         self._in_a_row[incarnation] = 0
 
     def lease(self, body: Leased) -> None:
-        """Leases what the entry says.
+        """Leases the positions that the entry names to its incarnation.
 
         Raises:
             ValueError: the incarnation is not in the job, the epoch is not the one that is leased, or a position is
@@ -317,7 +317,7 @@ class Leases:
         state.leased[body.incarnation] = normalise((*state.leased.get(body.incarnation, ()), *spans))
 
     def set_aside(self, body: LeftOver) -> None:
-        """Sets aside what the entry says.
+        """Sets aside the positions that the entry names.
 
         Raises:
             ValueError: The epoch is not the one that is leased, or a position is not free.
@@ -332,7 +332,7 @@ class Leases:
         self._turn()
 
     def accept(self, offer: Offer, round: int) -> None:
-        """Spends what a push covers that this round accepted.
+        """Spends the positions of a push that this round accepted.
 
         Raises:
             ValueError: it covers a position that is not leased to its incarnation; the message names it, and what
@@ -352,7 +352,7 @@ class Leases:
         self._turn()
 
     def reject(self, offer: Offer) -> tuple[Aside, ...]:
-        """Gives back what is leased to a push's incarnation; whether that one must end is for `failing` to say.
+        """Frees what is leased to a rejected push's incarnation; `failing` says whether the incarnation must end.
 
         Returns:
             What is set aside by this.

@@ -179,7 +179,8 @@ class RanksMachine:
     def commit(
         self, ranks: Sequence[str], said: Sequence[RankSays], steps: int, spent: Sequence[Span]
     ) -> Iterator[RanksEffect]:
-        """Takes a commit; each effect is carried out before the next one is asked for.
+        """Takes a commit of the ranks' job; yields effects, each of which is carried out before the next one is asked
+        for.
 
         Args:
             ranks: Who contributed, in rank order.
@@ -268,7 +269,7 @@ class RanksMachine:
     # ------------------------------------------------------------------ for newcomers
 
     def facts(self) -> RanksFacts:
-        """Returns the whole state, for `restore`."""
+        """Returns the machine's whole state, for `restore` at another rank."""
         return RanksFacts(MachineFacts(**self.machine.facts()), self.machine.nonce, self.over, self.leased)
 
     def restore(self, facts: RanksFacts) -> None:
