@@ -689,7 +689,7 @@ class FitSession:
             return None
         before = self.members
         try:
-            with self.meeting(name):
+            with meeting(self.state, name):
                 answers = self.engine.gather(name, payload, yields=self.collectives.owes, lets_go=lets_go, line=line)
                 while self.engine.header.name != name:
                     self._went_along(self.engine.header)
@@ -706,15 +706,6 @@ class FitSession:
             _log.warning("%s died before %r, which misses what it had to say", ", ".join(lost), name)
         self._observe()
         return answers
-
-    @contextmanager
-    def meeting(self, name: str) -> Iterator[None]:
-        """Parts may move within; whoever gets the state then is in this collective, too, or cannot go on from it."""
-        self.state.meeting = "" if name == _FOUNDING else name
-        try:
-            yield
-        finally:
-            self.state.meeting = ""
 
     def _observe(self, *, fresh: bool = False) -> None:
         """A slot committed, or this member came in: who is it now?"""
@@ -877,7 +868,7 @@ class FitSession:
             return
         self.finish_outer()
         if self.in_job:
-            with contextlib.suppress(DepartedError), self.meeting("end of fit"):
+            with contextlib.suppress(DepartedError):
                 # The final state of a cluster of outer sync is at its server.
                 self.engine.finish(self.state if self.outer is None else None, self.alone())
             # The writer may have died since the last slot: one of those who finish saves what is saved after fit.
@@ -965,7 +956,7 @@ def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str
     if not session.in_job:
         return None
     try:
-        with session.meeting(name):
+        with meeting(session.state, name):
             header = session.engine.gather_by_units(name, attempt, order=order)
     except FencedError as error:
         session.fenced(error)
@@ -975,6 +966,16 @@ def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str
         return None
     session._observe()
     return dict(zip(session.engine.contributors, header.answers, strict=True))
+
+
+@contextmanager
+def meeting(state: LightningState, name: str) -> Iterator[None]:
+    """Parts may move within; whoever gets the state then is in this collective, too, or cannot go on from it."""
+    state.meeting = "" if name == _FOUNDING else name
+    try:
+        yield
+    finally:
+        state.meeting = ""
 
 
 def end_unused_batch(session: FitSession) -> None:

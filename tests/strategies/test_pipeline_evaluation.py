@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -429,7 +428,7 @@ def test_a_session_takes_part_in_rounds_as_in_other_collectives(
     heard: list[str] = []
     session: Any = SimpleNamespace(
         in_job=True,
-        meeting=lambda name: contextlib.nullcontext(),
+        state=SimpleNamespace(),
         engine=Gathering(error),
         fenced=lambda error: heard.append(f"fenced {error}"),
         _depart=lambda: heard.append("departed"),
