@@ -1,1 +1,1 @@
-"""Pure functions: data in, a plan and a reason out. No torch, no clock, no randomness of its own."""
+"""Planners as pure functions: data in, a plan and a reason out. No torch, no clock, no randomness of their own."""

@@ -35,9 +35,11 @@ class Assignment:
 
     member: str
     micro_batches: tuple[tuple[Span, ...], ...]
-    """Exactly `view.accumulate` entries; an empty one is idle."""
+    """Positions by micro-batch: exactly `view.accumulate` entries, of which an empty one is idle."""
     samples: int
-    """Positions in all micro-batches together (batches, where a custom batch sampler makes the batch the unit)."""
+    """Number of positions in all micro-batches together (of batches, where a custom batch sampler makes the batch the
+    unit).
+    """
     stream: str
     epoch: int
     dropped: tuple[Span, ...] = ()
@@ -45,12 +47,12 @@ class Assignment:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All positions of the step, dropped ones included, in assigning order."""
+        """All positions of the step, dropped ones included, in the order of assigning."""
         return (*(span for part in self.micro_batches for span in part), *self.dropped)
 
 
 def ruling_view(header: Header, known: Iterable[View]) -> View | None:
-    """The view that rules the assignment after `header`, out of those this member knows.
+    """Returns the view that rules the assignment after `header`, out of those that this member knows.
 
     It is the one the header names, even if a later view was decided since (protocol.md 10: a view change reassigns
     nothing). The genesis header names none: there the view rules that founded the job, or founded it again when nobody
@@ -81,7 +83,7 @@ def assign_step(
     drop_last: bool = False,
     least: int = 1,
 ) -> dict[str, Assignment]:
-    """The assignment of the next step of this view.
+    """Returns each member's part of the next step of this view.
 
     Args:
         view: the view that rules the step (`ruling_view`); all its members get some, joiners included.
@@ -175,7 +177,9 @@ def assign_micro_batches(
 def steps_left(
     view: View, ledger: Ledger, *, epoch: int, length: int, stream: str = SHARED, drop_last: bool = False
 ) -> int:
-    """Steps until this epoch of the stream is spent, if all commit as assigned and the view stays as it is."""
+    """Returns the steps until this epoch of the stream is spent, if all commit as assigned and the view stays as it
+    is.
+    """
     members = _assigned_to(view, stream)
     if not members:
         return 0
@@ -202,7 +206,9 @@ def after_step(
     ahead: int = 0,
     drop_last: bool = False,
 ) -> tuple[Span, ...]:
-    """Returns what is unspent once the step of `assign_step` with the same arguments has committed as assigned."""
+    """Returns the positions that are unspent once the step of `assign_step` with the same arguments has committed as
+    assigned.
+    """
     members = _assigned_to(view, stream)
     spans = remaining(ledger, stream, epoch, length)
     if not members:
@@ -213,7 +219,7 @@ def after_step(
 
 
 def local_steps_left(view: View, ledger: Ledger, epoch: int) -> int | None:
-    """Steps until each member's own data are spent; None while a member has not announced its length."""
+    """Returns the steps until each member's own data are spent; None while a member has not announced its length."""
     most = 0
     for member in view.members:
         length = announced_length(ledger, member.name, epoch)
@@ -237,7 +243,7 @@ def _quotas(view: View, members: Sequence[Member]) -> list[int]:
 
 
 def _used(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool) -> tuple[int, int]:
-    """Positions that one step uses and drops of `total` unspent ones."""
+    """Returns the numbers of positions that one step uses and drops of `total` unspent ones."""
     full = accumulate * sum(quotas)
     if not drop_last:
         return min(full, total), 0
@@ -254,7 +260,7 @@ def _used(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool) -
 
 
 def _used_by(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool, steps: int) -> int:
-    """Positions that the next `steps` steps use and drop of `total` unspent ones."""
+    """Returns the number of positions that the next `steps` steps use and drop of `total` unspent ones."""
     full = accumulate * sum(quotas)
     if not drop_last:
         return min(total, steps * full)
@@ -268,7 +274,9 @@ def _used_by(quotas: Sequence[int], accumulate: int, total: int, drop_last: bool
 
 
 def _taken(quota: int, total: int, room: int, least: int) -> int:
-    """Positions that a micro-batch takes where later ones of its step have room for so many: it leaves them enough."""
+    """Returns the positions that a micro-batch takes; it leaves enough for the later ones of its step, which have
+    `room` for so many.
+    """
     short = least - (total - quota)
     return quota - short if 0 < short < least <= min(quota - short, room) else min(quota, total)
 

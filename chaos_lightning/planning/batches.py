@@ -21,7 +21,7 @@ class Batches:
     least: int = 1
 
     def whole(self, wanted: int, there: int) -> int:
-        """Returns the positions of whole steps to lease of those that are there, one step at least.
+        """Returns the positions to lease, of those that are there: whole steps, one at least.
 
         A rest that would be no batch of its own is leased with the last step: its batches are made smaller.
         """
@@ -30,12 +30,12 @@ class Batches:
         return there if steps and 0 < rest < self.least < self.batch else steps * self.step
 
     def rest(self, there: int) -> int:
-        """Returns the positions to lease where fewer are there than a step needs."""
+        """Returns the positions to lease when fewer are there than a step needs."""
         usable = there - there % self.batch if self.least >= self.batch else there
         return usable if usable >= self.least else 0
 
     def next(self, wanted: int, there: int) -> int:
-        """Returns the positions of the next batch: it leaves none, or enough for another batch."""
+        """Returns the positions of the next batch, such that none are left after it, or enough for another batch."""
         short = self.least - (there - wanted)
         return max(0, wanted - short) if 0 < short < self.least < self.batch else min(wanted, there)
 

@@ -19,7 +19,7 @@ _EXPONENT = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+")
 
 
 def read_json(text: str, source: str) -> Any:
-    """Returns what `json.loads` does.
+    """Returns the values of a JSON text as `json.loads` does.
 
     Args:
         text: The file's text.
@@ -50,7 +50,7 @@ def read_json(text: str, source: str) -> Any:
 
 
 def read_yaml(text: str, source: str) -> Any:
-    """Returns mappings, lists and scalars as `yaml.safe_load` does; 1e9 is a number, as in YAML 1.2.
+    """Returns the mappings, lists and scalars of a YAML text as `yaml.safe_load` does; 1e9 is a number, as in YAML 1.2.
 
     Args:
         text: The file's text.
@@ -77,11 +77,11 @@ def read_yaml(text: str, source: str) -> Any:
 
 
 def compose_yaml(text: str, source: str) -> Any:
-    """Returns the text's root node, with lines, or None for an empty text; refuses what `read_yaml` refuses."""
+    """Returns the root node of a YAML text, with lines, or None for an empty text; refuses what `read_yaml` refuses."""
     import yaml
 
     class _Yaml12(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        """Reads 1e9 as a number, as YAML 1.2 does; 1.1 takes it for a text."""
+        """Loader that reads 1e9 as a number, as YAML 1.2 does; 1.1 takes it for a text."""
 
     _Yaml12.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-.0123456789"))
     try:
@@ -95,7 +95,7 @@ def compose_yaml(text: str, source: str) -> Any:
 
 
 def _count(node: Any, source: str, known: dict[int, int]) -> int:
-    """Returns how many values the node stands for; `known` has 0 for nodes that are being counted."""
+    """Returns the number of values that the node stands for; `known` has 0 for nodes that are being counted."""
     if node is None or isinstance(node.value, str):
         return 1
     found = known.get(id(node))
@@ -121,7 +121,7 @@ def _count(node: Any, source: str, known: dict[int, int]) -> int:
 
 
 def _demand_once(key: Any, seen: dict[str, int], source: str) -> None:
-    """Raises ConfigurationError if the mapping has this key already; notes its line."""
+    """Raises ConfigurationError if the mapping has this key already; else notes the key's line."""
     line, name = key.start_mark.line + 1, key.value
     if not isinstance(name, str):
         raise ConfigurationError(f"{source}:{line}: a key is a list or mapping; expected plain text")

@@ -14,7 +14,9 @@ Pair = tuple[str, str]
 
 
 def neighbours(members: Sequence[Node], links: Iterable[tuple[Node, Node]]) -> dict[Node, list[Node]]:
-    """Returns the members that each member has a link to, in rank order. Pairs that name others are left out."""
+    """Returns the neighbours of each member, to which it has a link, in rank order. Pairs that name others are left
+    out.
+    """
     linked: dict[Node, set[Node]] = {m: set() for m in members}
     for a, b in links:
         if a != b and a in linked and b in linked:
@@ -28,7 +30,7 @@ def neighbours(members: Sequence[Node], links: Iterable[tuple[Node, Node]]) -> d
 
 
 def connected_parts(members: Sequence[Node], near: Mapping[Node, Sequence[Node]]) -> list[list[Node]]:
-    """The parts that links connect, each in rank order, oldest member first."""
+    """Returns the parts of the graph that links connect, each in rank order, that with the oldest member first."""
     part: dict[Node, int] = {}
     parts: list[list[Node]] = []
     for name in members:
@@ -40,7 +42,8 @@ def connected_parts(members: Sequence[Node], near: Mapping[Node, Sequence[Node]]
 
 
 def removable(near: Mapping[Node, Sequence[Node]], leaving: Sequence[Node]) -> list[Node]:
-    """Returns those of `leaving` that can go in this order, each without parting those that are there then.
+    """Returns those of `leaving` that can go in this order, each without cutting a path between those that are there
+    then.
 
     Whether one can go depends on who has gone before it. So one half of them is decided, then the other one, and those
     of the other half that are there meanwhile count as one with all that stay. Each link is looked at once where the
@@ -67,7 +70,9 @@ def removable(near: Mapping[Node, Sequence[Node]], leaving: Sequence[Node]) -> l
 
 
 def _united(groups: Mapping[Node, Node], more: Iterable[Node], near: Mapping[Node, Sequence[Node]]) -> dict[Node, Node]:
-    """Returns groups of linked members with more members in them: the one above each, which at the top is itself."""
+    """Returns groups of linked members with `more` members in them, as the member above each, which at the top is
+    itself.
+    """
     found = dict(groups)
     for member in more:
         found[member] = member
@@ -80,7 +85,8 @@ def _united(groups: Mapping[Node, Node], more: Iterable[Node], near: Mapping[Nod
 
 
 def parting_nodes(places: Mapping[str, str], links: Iterable[Pair]) -> list[str]:
-    """Nodes without which others lose their last path to each other, in rank order; linear in members and links.
+    """Returns the nodes without which others lose their last path to each other, in rank order; takes time linear in
+    members and links.
 
     Args:
         places: Node of each member, in rank order. The workers of a node count as linked with each other.
@@ -118,7 +124,7 @@ def parting_nodes(places: Mapping[str, str], links: Iterable[Pair]) -> list[str]
 
 
 def not_connected(parts: Sequence[Sequence[str]]) -> str:
-    """Error text for a graph in several parts."""
+    """Returns the error text for a graph in several parts."""
     words = " | ".join(", ".join(part) for part in parts)
     return (
         f"the links do not connect all members; the parts are: {words}. Expected a path between any two: "
@@ -131,7 +137,8 @@ def pairs_in_words(pairs: Iterable[Pair]) -> str:
 
 
 def breadth_first(root: Node, near: Mapping[Node, Sequence[Node]], above: Node) -> dict[Node, tuple[Node, int]]:
-    """(parent, depth) of all that can be reached from `root`; fewest hops, then the parent that is found first.
+    """Returns (parent, depth) of all nodes that can be reached from `root`, by fewest hops; of equal parents, the one
+    that is found first.
 
     `above` is given as the root's own parent.
     """
@@ -146,7 +153,8 @@ def breadth_first(root: Node, near: Mapping[Node, Sequence[Node]], above: Node) 
 
 
 def centred(size: int, edges: Iterable[tuple[int, int]], length: Callable[[int, int], float]) -> list[tuple[int, ...]]:
-    """Parents of a tree's nodes, -1 at the root, which is in the middle of its longest way; the best one first.
+    """Returns the parents of a tree's nodes, -1 at the root, which is in the middle of the tree's longest way; the best
+    tree first.
 
     Args:
         size: Number of nodes, which are 0, 1, ...

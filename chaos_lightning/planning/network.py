@@ -1,4 +1,4 @@
-"""The measured network as the planners see it, and how long an all-reduce over given trees takes on it.
+"""Holds the measured network as planners see it, and predicts how long an all-reduce over given trees takes on it.
 
 Theory of operation. A tree that carries a part x of the buffer sends x up and x down each of its edges, so it loads
 both directions of each edge alike, and an edge is worth the slower of its directions. Three things have a capacity: a
@@ -25,7 +25,7 @@ from chaos_lightning.planning.trees import Shape, chunk_of, shares
 from chaos_lightning.protocol.types import SMALL_JOB, PlanSpec, TreeSpec
 
 Edge = tuple[int, int]
-"""Two ranks, the lower one first."""
+"""Pair of ranks, the lower one first."""
 
 INFINITE = float("inf")
 
@@ -41,17 +41,19 @@ class Rank(Protocol):
 
 
 class Measured(NamedTuple):
-    """A link (a, b): half a round trip, and what each direction carries. A direction of 0 bps makes it no link."""
+    """Measured values of a link (a, b): half a round trip, and the rate of each direction. A direction of 0 bps makes
+    it no link.
+    """
 
     latency_s: float
     forward_bps: float
-    """From a to b."""
+    """Rate from a to b (bit/s)."""
     backward_bps: float
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Something that edges share."""
+    """Capacity that several edges share: a link, a member's access or a machine's network card."""
 
     name: str
     capacity_bps: float
@@ -88,7 +90,7 @@ class Network:
         if len(self.rank) != len(self.ids):
             raise PlanError(f"members are not distinct: {list(self.ids)}")
         self.rate: dict[tuple[int, int], float] = {}
-        """bps from one rank to another."""
+        """Rate (bit/s) from one rank to another."""
         self.latency: dict[Edge, float] = {}
         self._take(links)
         self.edges: tuple[Edge, ...] = tuple(sorted(self.latency))
@@ -100,14 +102,14 @@ class Network:
             raise PlanError(not_connected([[self.ids[i] for i in part] for part in parts]))
         self.access = {self.rank[name]: _least(pair) for name, pair in (access or {}).items() if name in self.rank}
         self.cards = dict(cards or {})
-        """bps of the cards that count, by host."""
+        """Rates (bit/s) of the network cards that count, by host."""
         self.resources = tuple(self._resources())
         uses: dict[Edge, list[int]] = {e: [] for e in self.edges}
         for r, resource in enumerate(self.resources):
             for e in resource.edges:
                 uses[e].append(r)
         self.uses: dict[Edge, tuple[int, ...]] = {e: tuple(found) for e, found in uses.items()}
-        """Resources, by place in `resources`, that an edge takes from."""
+        """Places in `resources` of the resources that each edge uses."""
 
     def _take(self, links: Mapping[Pair, tuple[float, float, float]]) -> None:
         for (a, b), (latency_s, forward, backward) in links.items():
@@ -151,7 +153,7 @@ class Network:
         return len(self.ids)
 
     def worth(self, edge: Edge) -> float:
-        """bps that a tree can carry over this edge both ways at once."""
+        """Returns the rate (bit/s) that a tree can carry over this edge both ways at once."""
         i, j = edge
         return min(self.rate[i, j], self.rate[j, i])
 
@@ -160,25 +162,29 @@ class Network:
         return len(self.edges) == len(self.ids) * (len(self.ids) - 1) // 2
 
     def local(self, edge: Edge) -> bool:
-        """Whether both ends are on one machine."""
+        """Returns whether both ends of the edge are on one machine."""
         return self.hosts[edge[0]] == self.hosts[edge[1]]
 
     # ------------------------------------------------------------------ trees
 
     def hop_s(self, child: int, parent: int, chunk_nbytes: int) -> tuple[float, float]:
-        """Seconds that one chunk takes up this edge, and down."""
+        """Returns the seconds that one chunk takes up this edge, and down."""
         latency = self.latency[min(child, parent), max(child, parent)]
         return latency + 8 * chunk_nbytes / self.rate[child, parent], latency + 8 * chunk_nbytes / self.rate[
             parent, child
         ]
 
     def rooted(self, edges: Iterable[Edge], chunk_nbytes: int) -> tuple[int, ...]:
-        """Parent of each rank (-1 at the root) in the tree of these edges, with the root in its middle."""
+        """Returns the parent of each rank (-1 at the root) in the tree of these edges, with the root in the tree's
+        middle.
+        """
         trees = centred(len(self), edges, lambda i, j: sum(self.hop_s(i, j, chunk_nbytes)))
         return min(trees, key=lambda parents: (self.fill_s(parents, chunk_nbytes), parents.index(-1)))
 
     def fill_s(self, parents: Sequence[int], chunk_nbytes: int) -> float:
-        """Seconds from the moment when all have the first chunk to the moment when all have its sum."""
+        """Returns the seconds from the moment when all ranks have the first chunk to the moment when all have its
+        sum.
+        """
         ways: dict[int, tuple[float, float]] = {i: (0.0, 0.0) for i, p in enumerate(parents) if p < 0}
         for i in range(len(self.ids)):
             path = []
@@ -192,7 +198,9 @@ class Network:
         return max(up for up, _ in ways.values()) + max(down for _, down in ways.values())
 
     def spec(self, trees: Sequence[tuple[Sequence[int], float]]) -> PlanSpec:
-        """A plan of kind "trees" from (parents, weight) pairs; the heaviest tree first, weights relative to it."""
+        """Returns a plan of kind "trees" from (parents, weight) pairs; the heaviest tree first, weights relative to
+        it.
+        """
         heaviest = max(weight for _, weight in trees)
         ordered = sorted(trees, key=lambda tree: -tree[1])
         return PlanSpec(
@@ -208,7 +216,8 @@ class Network:
     # ------------------------------------------------------------------ time
 
     def seconds(self, plan: PlanSpec, nbytes: int) -> float:
-        """Predicted seconds of an all-reduce of `nbytes`; infinite if the plan needs a link that is not there.
+        """Returns the predicted seconds of an all-reduce of `nbytes`; infinity if the plan needs a link that is not
+        there.
 
         Raises:
             PlanError: The plan does not fit the members.
@@ -217,7 +226,7 @@ class Network:
         return self.time_s(trees, nbytes, chunk_of(plan, nbytes))
 
     def time_s(self, trees: Iterable[tuple[Sequence[int], float]], nbytes: int, chunk_nbytes: int) -> float:
-        """As `seconds`, for trees given as (parents, fraction of the buffer)."""
+        """Returns the same as `seconds`, for trees given as (parents, fraction of the buffer)."""
         chunk = min(chunk_nbytes, nbytes)
         load = [0.0] * len(self.resources)
         fill = 0.0
@@ -239,5 +248,5 @@ class Network:
 
 
 def _least(pair: tuple[float, float]) -> float:
-    """The smaller of what is known (0: not known)."""
+    """Returns the smaller one of the rates that are known (0: not known)."""
     return min((value for value in pair if value > 0), default=0.0)

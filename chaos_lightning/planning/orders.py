@@ -1,4 +1,4 @@
-"""The order of an epoch: a permutation that is a function of (seed, epoch, stream) alone (protocol.md 10, 22).
+"""Computes the order of an epoch: a permutation that is a function of (seed, epoch, stream) alone (protocol.md 10, 22).
 
 Theory of operation. Positions are assigned, samples are trained on; the order says which sample lies at which
 position. All members must hold the same order, a joiner must find it without having lived through earlier epochs,
@@ -23,17 +23,17 @@ MULTIPLIER_2 = 0x94D049BB133111EB
 MASK = 0xFFFFFFFFFFFFFFFF
 
 VERSION = "splitmix64-1"
-"""Part of every fingerprint: members with another definition must not assign together."""
+"""Version of this definition, part of every fingerprint: members with another definition must not assign together."""
 
 
 def key(*words: int | str) -> int:
-    """A 64-bit key out of seed, epoch and names; no two different lists of words collide but by chance."""
+    """Returns a 64-bit key from seed, epoch and names; no two different lists of words collide but by chance."""
     text = "\x00".join(f"{type(word).__name__}:{word}" for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def mix(value: int) -> int:
-    """The output function of splitmix64, a bijection on 64-bit integers."""
+    """Applies the output function of splitmix64, a bijection on 64-bit integers."""
     value &= MASK
     value = ((value ^ (value >> 30)) * MULTIPLIER_1) & MASK
     value = ((value ^ (value >> 27)) * MULTIPLIER_2) & MASK
@@ -41,11 +41,11 @@ def mix(value: int) -> int:
 
 
 def order_key(seed: int, epoch: int, stream: str = SHARED) -> int:
-    """The key of one epoch's order."""
+    """Returns the key of one epoch's order."""
     return key("order", seed, epoch, stream)
 
 
 def permutation(length: int, seed: int, epoch: int, stream: str = SHARED) -> list[int]:
-    """The samples 0..length-1 in the order of this epoch."""
+    """Returns the samples 0..length-1 in the order of this epoch."""
     start = order_key(seed, epoch, stream)
     return sorted(range(length), key=lambda i: mix(start + (i + 1) * GAMMA))

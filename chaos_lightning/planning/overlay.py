@@ -36,32 +36,34 @@ from chaos_lightning.planning.trees import PLANNERS_GROUP, chunk_of, misfit
 from chaos_lightning.protocol.types import SMALL_JOB, PlanSpec
 
 Links = Mapping[Pair, tuple[float, float, float]]
-"""Latency in seconds, bps from a to b and bps from b to a, by (a, b)."""
+"""Measured links: latency in seconds, bps from a to b and bps from b to a, by (a, b)."""
 Access = Mapping[str, tuple[float, float]]
 """Rates (bps in, bps out) that all links of a member share, by its id; 0: not known."""
 Planner = Callable[[Network, int], tuple[PlanSpec, str]]
-"""(network, bytes of the buffer) -> the plan and the reason in words; raises PlanError where it can draw none."""
+"""Function of (network, bytes of the buffer) that returns a plan and the reason in words; raises PlanError if it can
+draw none.
+"""
 
 TYPICAL_NBYTES = 64 << 20
-"""Bytes of gradients that are planned for where nobody says how many there are."""
+"""Bytes of gradients for which trees are planned where their number is not given."""
 
 _EVEN = 1.25
-"""Links whose rates differ by less are alike: measuring again would give as much of a difference."""
+"""Ratio of rates below which links count as alike: measuring again would give as much of a difference."""
 _AS_GOOD = 1.03
 _MOST_TREES = 16
 _TOO_MANY = 256
-"""Number of members beyond which `auto` does not search: that would take up to a minute and hardly pay."""
+"""Number of members beyond which `auto` does not search: a search would take up to a minute and hardly pay."""
 
 
 class Planned(NamedTuple):
     spec: PlanSpec
     reason: str
     seconds: float
-    """Predicted, of one all-reduce."""
+    """Predicted seconds of one all-reduce."""
 
 
 class Bound(NamedTuple):
-    """Seconds below which no all-reduce can be, by the bytes that must cross links (latencies come on top)."""
+    """Least seconds of any all-reduce, by the bytes that must cross links (latencies come on top)."""
 
     one_tree_s: float
     several_trees_s: float
@@ -75,7 +77,7 @@ def plan(
     nbytes: int = TYPICAL_NBYTES,
     access: Access | None = None,
 ) -> Planned:
-    """The plan for these members over these links.
+    """Returns the plan for these members over these links.
 
     Args:
         members: Members in rank order.
@@ -110,7 +112,7 @@ def replan(
     cost_s: float = 0.05,
     steps: int = 100,
 ) -> tuple[PlanSpec | None, str]:
-    """Another plan, if it pays to change to it, and the reason in words.
+    """Returns another plan, if it pays to change to it, and the reason in words.
 
     A plan that no longer fits is always replaced. One that does is replaced where an all-reduce is predicted to take at
     least `gain` (a fraction) less than with it, and the time saved in `steps` steps exceeds `cost_s`, the seconds that
@@ -135,7 +137,7 @@ def replan(
 
 
 def bound(members: Sequence[Rank], links: Links, nbytes: int, access: Access | None = None) -> Bound:
-    """Returns the least times that the links allow.
+    """Returns the least seconds of an all-reduce that the links allow.
 
     One tree takes as long as the buffer over the narrowest link of the widest spanning tree; for several trees see
     `planning/packing.py`.
@@ -149,7 +151,7 @@ def bound(members: Sequence[Rank], links: Links, nbytes: int, access: Access | N
 
 
 def planner(name: str) -> Planner:
-    """The planner of this name: built in, MODULE:FUNCTION, or an installed entry point.
+    """Returns the planner of this name: built in, MODULE:FUNCTION, or an installed entry point.
 
     Raises:
         PlanError: There is none; lists those there are.
@@ -250,7 +252,7 @@ def _fapt(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
 
 
 def _local(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
-    """Plans for one head of each machine and hangs the others below."""
+    """Plans for one head of each machine and hangs the machine's other ranks below it."""
     heads = _heads(network)
     chunk = _chunk(network, nbytes)
     if len(heads) in (1, len(network)):
@@ -278,7 +280,7 @@ def _spread(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
 
 
 def _auto(network: Network, nbytes: int) -> tuple[PlanSpec, str]:
-    """The best of all; see the module."""
+    """Returns the best plan of all planners; see the module."""
     ranks_share = 1 < len(set(network.hosts)) < len(network)
     rates = [network.worth(e) for e in network.edges]
     if network.complete and not ranks_share and max(rates, default=1.0) <= _EVEN * min(rates, default=1.0):
@@ -346,7 +348,7 @@ def _bps(rate: float) -> str:
 
 
 def _line(network: Network) -> list[int]:
-    """A way through all members whose narrowest link is as wide as a bounded search finds."""
+    """Returns a way through all members whose narrowest link is as wide as a bounded search finds."""
     size = len(network)
     if size == 1:
         return [0]
@@ -365,7 +367,9 @@ def _line(network: Network) -> list[int]:
 
 
 def _way_through(network: Network, limit_bps: float) -> list[int] | None:
-    """Goes on to the member with the fewest ways on; comes back from dead ends, for a bounded number of tries."""
+    """Returns a way through all members over links of at least `limit_bps`; None if a bounded number of tries finds
+    none. Goes on to the member with the fewest ways on, and comes back from dead ends.
+    """
     near = [
         [j for j in there if network.worth((min(i, j), max(i, j))) >= limit_bps] for i, there in enumerate(network.near)
     ]
@@ -389,13 +393,14 @@ def _way_through(network: Network, limit_bps: float) -> list[int] | None:
 
 
 def _onward(near: Sequence[Sequence[int]], at: int, seen: set[int]) -> list[int]:
-    """Returns the members to go to from here, the best last."""
+    """Returns the members to which the way can go on from here, the best last."""
     return sorted((j for j in near[at] if j not in seen), key=lambda j: (-sum(k not in seen for k in near[j]), -j))
 
 
 def _heads(network: Network) -> list[int]:
-    """One rank for each part of a machine that its own links connect: that with the widest links outwards; if those
-    heads have no connected graph among them, every rank that has a link outwards is one."""
+    """Returns one rank for each part of a machine that the machine's own links connect: that with the widest links
+    outwards; all ranks, if links do not connect those heads.
+    """
     heads, outside = [], [0.0] * len(network)
     for i, j in network.edges:
         if not network.local((i, j)):
@@ -411,7 +416,7 @@ def _heads(network: Network) -> list[int]:
 
 
 def _below(network: Network, heads: Sequence[int], chunk_nbytes: int) -> list[int]:
-    """Parent of each rank that is no head, on the fastest way to its machine's head; -1 for heads."""
+    """Returns the parent of each rank that is no head, on the fastest way to its machine's head; -1 for heads."""
     parents = [-1] * len(network)
     reached = list(heads)
     while len(reached) < len(network):

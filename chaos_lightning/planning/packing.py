@@ -1,4 +1,4 @@
-"""Spanning trees of a measured network: the widest one, the nearest ones, and several at once.
+"""Finds spanning trees of a measured network: the widest one, the nearest ones, and several at once.
 
 Theory of operation. One tree is as wide as its narrowest link, so the widest spanning tree takes links from the widest
 down; of all trees that are as wide, the one with the shortest ways is drawn.
@@ -23,7 +23,7 @@ from chaos_lightning.planning.network import INFINITE, Edge, Network
 EdgeTree = tuple[Edge, ...]
 
 _MOST_EDGES = 96
-"""Networks with more links are thinned for packing: what a plan gains by yet more of them is little."""
+"""Number of links beyond which a network is thinned for packing: a plan gains little by yet more of them."""
 _WORK = 4_000_000
 """Multiplications that the simplex method may spend (about half a second); then the best packing so far is taken."""
 _TINY = 1e-9
@@ -34,9 +34,9 @@ class Packing:
     """Trees that fit into the network together."""
 
     trees: tuple[tuple[EdgeTree, float], ...]
-    """(edges, bps), the largest first."""
+    """Pairs of (edges, bps), the largest rate first."""
     bound_bps: float
-    """No set of trees carries more."""
+    """Rate (bit/s) that no set of trees exceeds."""
 
     @property
     def rate_bps(self) -> float:
@@ -47,7 +47,7 @@ class Packing:
 
 
 def spanning(size: int, edges: Iterable[Edge]) -> EdgeTree:
-    """The spanning tree that takes `edges` in their order and leaves out what would close a circle."""
+    """Returns the spanning tree that takes `edges` in their order and leaves out those that would close a circle."""
     part = list(range(size))
 
     def find(i: int) -> int:
@@ -68,7 +68,9 @@ def spanning(size: int, edges: Iterable[Edge]) -> EdgeTree:
 
 
 def bottleneck_bps(network: Network) -> float:
-    """Most that one tree can carry (bit/s); exact where only links have a capacity, an upper bound otherwise."""
+    """Returns the most that one tree can carry (bit/s); exact where only links have a capacity, an upper bound
+    otherwise.
+    """
     if len(network) == 1:
         return INFINITE
     tree = spanning(len(network), sorted(network.edges, key=lambda e: (-network.worth(e), e)))
@@ -77,7 +79,7 @@ def bottleneck_bps(network: Network) -> float:
 
 
 def widest(network: Network, nbytes: int, chunk_nbytes: int) -> tuple[int, ...]:
-    """Parents of the widest tree; of those as wide, the one with the least predicted time."""
+    """Returns the parents of the widest tree; of trees that are as wide, the one with the least predicted time."""
     size = len(network)
     if size == 1:
         return (-1,)
@@ -91,7 +93,7 @@ def widest(network: Network, nbytes: int, chunk_nbytes: int) -> tuple[int, ...]:
 
 
 def nearest(network: Network, root: int, chunk_nbytes: int, limit_bps: float = 0.0) -> tuple[int, ...]:
-    """Parents of the tree of fastest ways to `root`, for one chunk, over links of at least `limit_bps`."""
+    """Returns the parents of the tree of fastest ways to `root`, for one chunk, over links of at least `limit_bps`."""
     found: dict[int, int] = {}
     queue: list[tuple[float, int, int, int]] = [(0.0, 0, root, -1)]
     while queue:
@@ -107,7 +109,9 @@ def nearest(network: Network, root: int, chunk_nbytes: int, limit_bps: float = 0
 
 
 def _sparing(network: Network) -> EdgeTree:
-    """A tree that spreads its edges over what they share: each time the edge that leaves its resources widest."""
+    """Returns a tree that spreads its edges over shared resources: each edge is the one that leaves its resources
+    widest.
+    """
     count = [0] * len(network.resources)
     part = list(range(len(network)))
     taken: list[Edge] = []
@@ -129,7 +133,7 @@ def _sparing(network: Network) -> EdgeTree:
 
 
 def pack(network: Network) -> Packing:
-    """Trees that carry (nearly) as much as any set of trees can."""
+    """Returns trees that carry (nearly) as much as any set of trees can."""
     size = len(network)
     if size == 1:
         return Packing((), INFINITE)
@@ -162,7 +166,7 @@ def pack(network: Network) -> Packing:
 
 
 def weigh(network: Network, trees: Sequence[EdgeTree]) -> list[float]:
-    """bps that each of these trees should carry so that all together carry the most."""
+    """Returns the rate (bit/s) that each of these trees should carry so that all together carry the most."""
     rows = sorted({r for tree in trees for e in tree for r in network.uses[e]})
     uses = {e: [rows.index(r) for r in network.uses[e]] for tree in trees for e in tree}
     scale = max(network.resources[r].capacity_bps for r in rows)
@@ -192,7 +196,7 @@ def _column(tree: EdgeTree, uses: Mapping[Edge, Sequence[int]]) -> dict[int, flo
 
 
 def _thinned(network: Network) -> tuple[Edge, ...]:
-    """The links to pack over: all, or of many the widest forests."""
+    """Returns the links to pack over: all, or of many the widest forests."""
     left = sorted(network.edges, key=lambda e: (-network.worth(e), e))
     if len(left) <= _MOST_EDGES:
         return network.edges
@@ -206,7 +210,9 @@ def _thinned(network: Network) -> tuple[Edge, ...]:
 
 
 def _partition_bound(network: Network) -> float:
-    """The least of `most_across` for machines, and for the parts met while the widest links are joined first."""
+    """Returns the least value of `most_across` for machines, and for the parts that arise while the widest links are
+    joined first.
+    """
     bound = most_across(network, network.hosts)
     part = list(range(len(network)))
     for i, j in spanning(len(network), sorted(network.edges, key=lambda e: (-network.worth(e), e))):
@@ -216,7 +222,7 @@ def _partition_bound(network: Network) -> float:
 
 
 def most_across(network: Network, part: Sequence[Hashable]) -> float:
-    """Returns a rate (bps) that no set of trees exceeds, by what crosses between these parts.
+    """Returns a rate (bps) that no set of trees exceeds, by the bytes that must cross between these parts.
 
     Each tree crosses between k parts at least k - 1 times. What crosses leaves two parts, and out of a part goes no
     more than its links carry, nor than what all of these links share: an access, or a network card.
@@ -240,7 +246,7 @@ def most_across(network: Network, part: Sequence[Hashable]) -> float:
 
 
 class _Simplex:
-    """max(sum of amounts), each resource's use at most its capacity; columns are offered one by one.
+    """Simplex method for max(sum of amounts), each resource's use at most its capacity; columns are offered one by one.
 
     Capacities are widened by a ten-millionth each, differently, so that no two are exhausted at the very same amount:
     then every step gains something and none can be repeated.
@@ -265,7 +271,9 @@ class _Simplex:
         return [sum(column) for column in zip(*chosen, strict=True)] or [0.0] * len(self._level)
 
     def enter(self, column: Mapping[int, float], label: int | None) -> None:
-        """Uses this column as much as it goes; None is the column of an unused resource."""
+        """Uses this column as much as the capacities allow; `label` None stands for the column of an unused
+        resource.
+        """
         move = [sum(row[r] * count for r, count in column.items()) for row in self._inverse]
         leaving = [i for i, step in enumerate(move) if step > _TINY]
         if not leaving:  # only rounding can do that; the next prices will tell

@@ -1,4 +1,4 @@
-"""Values of the setting `plan`: a kind's name, or a file with trees.
+"""Reads values of the setting `plan`: a kind's name, or a file with trees.
 
 Theory of operation. `rotating`, `chain`, `tree` and `tree:K` are named, and so are planners (`auto`, the default, and
 others, see planning/overlay.py), which draw trees from the links that were measured. Anything that begins with `file:`
@@ -39,20 +39,20 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def plan_path(text: str) -> Path | None:
-    """The file that this plan names; None if it names none."""
+    """Returns the path of the file that this plan names; None if it names none."""
     if text.startswith(_PREFIX):
         return Path(text[len(_PREFIX) :])
     return Path(text) if text.endswith(_SUFFIXES) else None
 
 
 def absolute_plan(text: str) -> str:
-    """The same plan for a process that may run in another directory."""
+    """Returns the same plan for a process that may run in another directory: a file's path becomes absolute."""
     path = plan_path(text)
     return text if path is None else f"{_PREFIX}{path.absolute()}"
 
 
 def read_plan(text: str, chunk_nbytes: int = 0) -> PlanSpec:
-    """The plan that a user wrote, checked as far as that goes without members and buffer.
+    """Returns the plan that a user wrote, checked as far as that goes without members and buffer.
 
     Args:
         text: See the module.
@@ -99,7 +99,7 @@ def check_bytes(text: str, spec: PlanSpec, nbytes: int, sections: Sequence[Span]
 
 
 def plan_from(given: object, what: str) -> PlanSpec:
-    """A plan from a mapping with kind, chunk_nbytes and trees (of start, stop, members, parents).
+    """Returns a plan from a mapping with kind, chunk_nbytes and trees (of start, stop, members, parents).
 
     Raises:
         ConfigurationError: `what`, and what is wrong.

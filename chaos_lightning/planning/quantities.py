@@ -1,4 +1,6 @@
-"""Quantities as people write them, with a unit ("300 Mbps", "20 ms", "80 GiB"), in bits per second, seconds, bytes."""
+"""Reads quantities as people write them, with a unit ("300 Mbps", "20 ms", "80 GiB"), in bits per second, seconds,
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(.*)")
 
 
 def rate_bps(text: str) -> float:
-    """Bits per second of "300 Mbps".
+    """Returns the bits per second of a text such as "300 Mbps".
 
     Raises:
         ValueError: It is none; says what is expected.
@@ -30,7 +32,7 @@ def rate_bps(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Seconds of "20 ms"; 0 needs no unit.
+    """Returns the seconds of a text such as "20 ms"; 0 needs no unit.
 
     Raises:
         ValueError: It is no time; says what is expected.
@@ -44,7 +46,7 @@ def seconds(text: str) -> float:
 
 
 def size_nbytes(text: str) -> int:
-    """Bytes of "80 GiB", as a whole number.
+    """Returns the bytes of a text such as "80 GiB", as a whole number.
 
     Raises:
         ValueError: It is no size; says what is expected.

@@ -1,4 +1,4 @@
-"""A plan in milliseconds: a few trees that spread their work over the links of up to thousands of members.
+"""Draws a plan in milliseconds: a few trees that spread their work over the links of up to thousands of members.
 
 Theory of operation. With k equal trees a node whose neighbours hang below it in every tree sends and receives k times
 as much as one that is always a leaf. So each network card gets a budget of edges, by its rate: two per tree on average,
@@ -23,13 +23,15 @@ from chaos_lightning.planning.network import Edge, Rank
 from chaos_lightning.protocol.types import PlanSpec, TreeSpec
 
 _TREES, _FEWER_TREES, _LARGE = 8, 4, 256
-"""Eight trees spread the work within a sixteenth, four within an eighth; beyond 256 members shorter views count."""
+"""Numbers of trees, and of members beyond which the fewer trees are drawn: eight trees spread the work within a
+sixteenth, four within an eighth; beyond 256 members shorter views count.
+"""
 _AHEAD = 0.75
-"""Fraction of a tree's budget that a tree may take from what later trees have coming: it keeps the first ones low."""
+"""Fraction of a tree's budget that a tree may take from the budgets of later trees: it keeps the first trees low."""
 
 
 def quick(members: Sequence[Rank], links: Mapping[Pair, tuple[float, float, float]]) -> tuple[PlanSpec, str]:
-    """A plan for these members over these links, and the reason in words.
+    """Returns a plan for these members over these links, and the reason in words.
 
     Args:
         members: Members in rank order; one with `host` "" has a machine of its own.
@@ -66,9 +68,9 @@ class _Growth:
         cards = {host: c for c, host in enumerate(dict.fromkeys(hosts))}
         self._card = [cards[host] for host in hosts]
         self._inside: list[list[int]] = [[] for _ in hosts]
-        """Ranks on the same machine that each rank has a link to."""
+        """Ranks on the same machine to which each rank has a link."""
         self._near: list[list[tuple[int, int]]] = [[] for _ in hosts]
-        """Ranks on other machines that each rank has a link to, and these links."""
+        """Ranks on other machines to which each rank has a link, with the number of that link."""
         width = [0.0] * len(cards)
         for link, ((i, j), bps) in enumerate(wide.items()):
             for one, other in ((i, j), (j, i)):
@@ -87,7 +89,7 @@ class _Growth:
         self._link_load = [0] * len(wide)
 
     def trees(self) -> list[tuple[int, ...]]:
-        """Parent of each rank, -1 at the root, by tree."""
+        """Returns the parent of each rank, -1 at the root, by tree."""
         size = len(self._near)
         count = _TREES if size <= _LARGE else _FEWER_TREES
         found = []
@@ -99,7 +101,9 @@ class _Growth:
         return found
 
     def _grown(self, root: int, limit: float) -> list[Edge]:
-        """Edges of a tree that no card and no link has more work by than `limit` times its budget, where possible."""
+        """Returns the edges of a tree in which no card and no link has more work than `limit` times its budget, where
+        possible.
+        """
         ways = [sorted(near, key=lambda way: -self._link_fullness(way[1])) for near in self._near]
         depths = {root: 0}
         edges: list[Edge] = []
@@ -109,14 +113,14 @@ class _Growth:
             return max(0.0, self._card_fullness(i) - limit, self._link_fullness(link) - limit)
 
         def offer(i: int) -> None:
-            """Notes how well the next member would hang below this one, by its link with the least work."""
+            """Notes how well the next member would hang below member `i`, by the link of `i` with the least work."""
             while ways[i] and ways[i][-1][0] in depths:
                 ways[i].pop()
             if ways[i]:
                 heappush(offers, (excess(i, ways[i][-1][1]), depths[i], i))
 
         def enter(i: int) -> None:
-            """Begins to offer, after those on the same machine have been hung below this one."""
+            """Lets member `i` offer places below it, after those on the same machine have been hung below it."""
             inside = [i]
             for one in inside:
                 for other in self._inside[one]:
@@ -142,9 +146,9 @@ class _Growth:
         return edges
 
     def _card_fullness(self, i: int) -> float:
-        """Edges of the card of this rank, with one more, beside its budget for one tree."""
+        """Returns the edges of this rank's network card, with one more, divided by the card's budget for one tree."""
         return (self._card_load[self._card[i]] + 1) / self._card_budget[self._card[i]]
 
     def _link_fullness(self, link: int) -> float:
-        """Trees that take this link, with one more, beside its budget for one tree."""
+        """Returns the trees that take this link, with one more, divided by the link's budget for one tree."""
         return (self._link_load[link] + 1) / self._link_budget[link]

@@ -1,4 +1,4 @@
-"""Which neighbour sends a newcomer how many bytes of the state, and how long that takes.
+"""Plans which neighbour sends a newcomer how many bytes of the state, and predicts how long that takes.
 
 Theory of operation. Neighbour u can begin `delay_s` after the start (its latency, and the time until it has finished
 its all-reduce) and then needs `s_per_byte` for each byte. With n bytes it is done at delay_s + n * s_per_byte; a
@@ -27,10 +27,11 @@ class Policy:
     """Facts that a job must know of a transfer policy before it makes one."""
 
     in_place: bool = True
-    """A state may be read out of a member's memory instead: the policy is not about the way that bytes take."""
+    """Whether a state may be read out of a member's memory instead: the policy is not about the way that bytes take."""
     by_estimates: bool = False
-    """Shares follow from estimates of the links and are not corrected, so estimates are waited for. What gives every
-    source the same does not need them."""
+    """Whether shares follow from estimates of the links and are not corrected, so that estimates are waited for. A
+    policy that gives every source the same does not need them.
+    """
     corrects: bool = False
     """Whether sources with room take over work, so that sources may come in late."""
 
@@ -45,12 +46,15 @@ POLICIES: Mapping[str, Policy] = {
     "stop_resume": Policy(in_place=False),
     "shared": Policy(corrects=True),
 }
-"""Values of the setting `transfer`; replication/policies.py carries each of them out."""
+"""Values of the setting `transfer`; replication/policies.py implements each of them."""
 SHARD_NBYTES = 1 << 20
-"""Default shard of `optimal`, and of `greedy` where no layers are given: the piece that is hashed and sent as one."""
+"""Default bytes of a shard of `optimal`, and of `greedy` where no layers are given: the piece that is hashed and sent
+as one.
+"""
 
 Links = Mapping[tuple[str, str], tuple[float, float]]
-"""(latency in seconds, seconds per byte) of each link; one that is given in one direction only is the same in both."""
+"""Latency in seconds and seconds per byte of each link; a link that is given in one direction only is the same in both.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,8 @@ class Neighbour:
 
     member: str
     delay_s: float
-    """Until its first byte can arrive: propagation, and what it has to finish before."""
+    """Seconds until the source's first byte can arrive: propagation, and the work that the source has to finish before.
+    """
     s_per_byte: float
 
     def __post_init__(self) -> None:
@@ -69,7 +74,7 @@ class Neighbour:
             raise ValueError(f"neighbour {self.member}: s_per_byte must be finite and positive, got {self.s_per_byte}")
 
     def seconds(self, nbytes: float) -> float:
-        """When it has sent so many bytes, undisturbed by others."""
+        """Returns the seconds until the source has sent so many bytes, undisturbed by others."""
         return self.delay_s + nbytes * self.s_per_byte
 
 
@@ -79,16 +84,18 @@ class SharePlan:
 
     policy: str
     shares: Mapping[str, int]
-    """Bytes by source; their sum is the state's size. Who sends nothing is absent."""
+    """Bytes by source; their sum is the state's size. A source that sends nothing is absent."""
     seconds: float
-    """Predicted, from the start of the transfer to the last byte."""
+    """Predicted seconds from the start of the transfer to the last byte."""
     reason: str
     shard_nbytes: int = 0
-    """Size of a shard where the policy has one."""
+    """Bytes of a shard where the policy has one."""
     routes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By source: whom the newcomer asks, and who forwards the request, up to the source itself. Absent: direct."""
+    """Members on the way to each source: the one that the newcomer asks first, those that forward the request, and the
+    source itself. Absent: direct.
+    """
     barrier: bool = False
-    """Whether everybody waits for the end of the transfer."""
+    """Whether all members wait for the end of the transfer."""
 
 
 def mib(nbytes: float) -> str:
@@ -117,7 +124,9 @@ def check(nbytes: int, neighbours: Sequence[Neighbour], ingress_s_per_byte: floa
 
 
 def _fluid(nbytes: int, neighbours: Sequence[Neighbour], ingress_s_per_byte: float) -> tuple[float, list[float]]:
-    """When the last byte can be there at the earliest, and fractional shares, aligned, that get it there."""
+    """Returns the seconds until the last byte can be there at the earliest, and fractional shares, aligned, that get it
+    there.
+    """
     order = sorted(range(len(neighbours)), key=lambda i: (neighbours[i].delay_s, i))
     limit = 1 / ingress_s_per_byte if ingress_s_per_byte else math.inf
     shares = [0.0] * len(neighbours)
@@ -138,13 +147,13 @@ def _fluid(nbytes: int, neighbours: Sequence[Neighbour], ingress_s_per_byte: flo
 
 
 def bound_s(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> float:
-    """No plan is faster than this many seconds; byte ranges reach it."""
+    """Returns the seconds that no plan can beat; byte ranges reach it."""
     check(nbytes, neighbours, ingress_s_per_byte)
     return _fluid(nbytes, neighbours, ingress_s_per_byte)[0] if nbytes else 0.0
 
 
 def closed_form(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> SharePlan:
-    """All neighbours worth using end at the same time.
+    """Returns a plan in which all neighbours worth using end at the same time.
 
     Args:
         nbytes: Size of the state.
@@ -166,7 +175,7 @@ def closed_form(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_b
 
 
 def _whole(nbytes: int, exact: Sequence[float], neighbours: Sequence[Neighbour]) -> dict[str, int]:
-    """Whole bytes with the same sum: rounded down, what is left goes to the largest fractions."""
+    """Returns whole bytes with the same sum: shares are rounded down, the rest goes to the largest fractions."""
     floors = [int(x) for x in exact]
     surplus = nbytes - sum(floors)
     order = sorted(range(len(exact)), key=lambda i: (floors[i] - exact[i], i))
@@ -181,7 +190,9 @@ def _whole(nbytes: int, exact: Sequence[float], neighbours: Sequence[Neighbour])
 
 
 def predict_s(shares: Mapping[str, int], neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> float:
-    """How long these shares take if nobody deviates from them; a full access link is shared fairly, as TCP does."""
+    """Returns the seconds that these shares take if no source deviates from them; a full access link is shared fairly,
+    as TCP does.
+    """
     known = {n.member: n for n in neighbours}
     unknown = next((member for member in shares if member not in known), None)
     if unknown is not None:
@@ -206,7 +217,7 @@ def predict_s(shares: Mapping[str, int], neighbours: Sequence[Neighbour], *, ing
 
 
 def _fair(caps: Mapping[str, float], limit: float) -> dict[str, float]:
-    """Max-min fair rates under one common limit."""
+    """Returns max-min fair rates under one common limit."""
     rates: dict[str, float] = {}
     for count, member in zip(range(len(caps), 0, -1), sorted(caps, key=lambda m: caps[m]), strict=True):
         rates[member] = min(caps[member], limit / count)

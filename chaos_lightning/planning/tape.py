@@ -1,4 +1,4 @@
-"""A tape: positions of several leases, numbered through, so that a ledger of places on it says what is spent.
+"""Numbers the positions of several leases through (a tape), so that a ledger of places on the tape says what is spent.
 
 Theory of operation. An elastic cluster of outer sync is leased positions of an epoch in chunks, here and there
 (docs/outer.md, O11), while its ranks share out one stretch [0, length) from its front (assignment.py). So what is
@@ -19,7 +19,7 @@ from chaos_lightning.protocol.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """See the module.
+    """Positions of several leases in one sequence (see the module).
 
     Attributes:
         number: Of the tape.
@@ -33,15 +33,15 @@ class Tape:
 
     @property
     def length(self) -> int:
-        """Places."""
+        """Number of places on the tape."""
         return count(self.pieces)
 
     def longer(self, spans: Iterable[Span]) -> Tape:
-        """With these positions at its end."""
+        """Returns a tape with these positions at its end."""
         return replace(self, pieces=(*self.pieces, *spans))
 
     def next(self, epoch: int) -> Tape:
-        """An empty one that takes its place."""
+        """Returns the empty tape that takes this one's place."""
         return Tape(self.number + 1, epoch)
 
     def positions(self, places: Iterable[Span]) -> tuple[Span, ...]:

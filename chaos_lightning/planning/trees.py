@@ -1,4 +1,4 @@
-"""Plans become trees: which member sends which bytes to whom.
+"""Expands plans into trees, which say which member sends which bytes to whom.
 
 Theory of operation. A plan (`PlanSpec`) is a rule that every member expands alike, from the view's members in rank
 order and the buffer's layout, without a message. The expansion is a list of trees, each over one *chunk* (a byte
@@ -49,10 +49,10 @@ from chaos_lightning.planning.graph import (
 from chaos_lightning.protocol.types import SMALL_JOB, PlanSpec, Span, TreeSpec
 
 ALIGNMENT = 64
-"""Bytes; chunk borders inside a section are multiples of it."""
+"""Bytes of which chunk borders inside a section are multiples."""
 
 SMALLEST_CHUNK = 16384
-"""Bytes; below this a section is not split further to give every member a root."""
+"""Bytes below which a section is not split further to give every member a root."""
 
 _LARGE_NBYTES = 32 << 20
 _SMALL_CHUNK, _MEDIUM_CHUNK, _LARGE_CHUNK = 1 << 16, 1 << 18, 1 << 20
@@ -60,8 +60,9 @@ _SMALL_CHUNK, _MEDIUM_CHUNK, _LARGE_CHUNK = 1 << 16, 1 << 18, 1 << 20
 KINDS = ("rotating", "chain", "tree", "user", "trees")
 
 DRAWN = ("auto", "widest", "packed", "star", "fapt", "local", "spread")
-"""Kinds that nobody expands: the scheduler has `planning/overlay.py` draw trees in their place. So it is with
-MODULE:FUNCTION, and with the names of installed planners (entry points in the group PLANNERS_GROUP)."""
+"""Kinds that are never expanded: the scheduler has `planning/overlay.py` draw trees in their place. So it is with
+MODULE:FUNCTION, and with the names of installed planners (entry points in the group PLANNERS_GROUP).
+"""
 
 PLANNERS_GROUP = "chaos_lightning.planners"
 
@@ -70,12 +71,12 @@ _EXPLICIT = ("user", "trees")
 _KNOWN = f"rotating, chain, tree, tree:K, user, trees, a planner ({', '.join(DRAWN)}) or MODULE:FUNCTION"
 _WEIGHT_STEPS = 1 << 24
 _FEW = 16
-"""Links that are missing are named one by one among so many members, or if they are so few."""
+"""Number of members, or of missing links, up to which links that are missing are named one by one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
-    """A tree without its bytes; all chunks that climb the same tree share one."""
+    """Shape of a tree without its bytes; all chunks that climb the same tree share one."""
 
     root: str
     parent: Mapping[str, str]
@@ -106,7 +107,7 @@ class Tree:
         return self.stop - self.start
 
     def parent_of(self, member: str) -> str | None:
-        """None at the root."""
+        """Returns the member above this one; None at the root."""
         return self.shape.parent.get(member)
 
     def children(self, member: str) -> tuple[str, ...]:
@@ -114,7 +115,7 @@ class Tree:
 
 
 def expand(spec: PlanSpec, members: Sequence[str], nbytes: int, sections: Sequence[Span]) -> tuple[Tree, ...]:
-    """All chunks of a buffer with their trees, in byte order.
+    """Returns all chunks of a buffer with their trees, in byte order.
 
     Args:
         spec: the plan.
@@ -201,12 +202,14 @@ def _expand(spec: PlanSpec, names: tuple[str, ...], nbytes: int, borders: list[S
 
 
 def chunk_for(nbytes: int) -> int:
-    """A chunk's size in bytes: small enough to overlap, large enough that handling it costs little (docs/LOG.md)."""
+    """Returns a chunk's size in bytes: small enough to overlap, large enough that handling it costs little
+    (docs/LOG.md).
+    """
     return 524288 if nbytes < _LARGE_NBYTES else 1 << 20
 
 
 def chunk_of(spec: PlanSpec, nbytes: int, members: int = 0) -> int:
-    """Size in bytes of this plan's chunks in a buffer of `nbytes`.
+    """Returns the size in bytes of this plan's chunks in a buffer of `nbytes`.
 
     Trees drawn for slow links have chunks of a 256th of the buffer, 64 KiB to 1 MiB: on its way up and down a tree of
     height h a chunk is sent 2 h times one after the other, and the last one's way is hidden behind nothing. Beyond
@@ -224,7 +227,7 @@ def chunk_of(spec: PlanSpec, nbytes: int, members: int = 0) -> int:
 
 
 def shares(spec: PlanSpec, members: Sequence[str]) -> tuple[tuple[Shape, float], ...]:
-    """A plan's trees, each with the fraction of a large buffer that it carries.
+    """Returns a plan's trees, each with the fraction of a large buffer that it carries.
 
     Raises:
         PlanError: as `expand`.
@@ -244,14 +247,14 @@ def shares(spec: PlanSpec, members: Sequence[str]) -> tuple[tuple[Shape, float],
 
 
 def edges(spec: PlanSpec, members: Sequence[str]) -> frozenset[tuple[str, str]]:
-    """The links a plan needs, each as (earlier, later) in rank order."""
+    """Returns the links that a plan needs, each as (earlier, later) in rank order."""
     rank = {name: i for i, name in enumerate(members)}
     found = {pair for shape in dict(shares(spec, members)) for pair in shape.parent.items()}
     return frozenset((a, b) if rank[a] < rank[b] else (b, a) for a, b in found)
 
 
 def check_plan(spec: PlanSpec) -> None:
-    """Refuses a plan that fits no members at all: explicit trees must fit their own.
+    """Refuses a plan that can fit no members at all: explicit trees must fit the members that they name.
 
     Raises:
         PlanError: as `expand`; only ranges beyond a buffer's end cannot be seen here.
@@ -265,7 +268,7 @@ def check_plan(spec: PlanSpec) -> None:
 
 
 def misfit(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ()) -> str:
-    """Why a plan cannot rule these members over these links; "" if it can.
+    """Returns the reason why a plan cannot rule these members over these links; "" if it can.
 
     Args:
         spec: the plan.
@@ -293,7 +296,7 @@ def misfit(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ())
 
 
 def plan_for(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = ()) -> tuple[PlanSpec, str]:
-    """The plan for these members, and the reason in words.
+    """Returns the plan for these members, and the reason in words.
 
     It is `spec` where that fits (see `misfit`), else rotating, or the tree of fewest hops where links are missing.
 
@@ -311,7 +314,7 @@ def plan_for(spec: PlanSpec, members: Sequence[str], links: Collection[Pair] = (
 
 
 def fewest_hops(members: Sequence[str], links: Collection[Pair]) -> PlanSpec:
-    """One tree over links of which nothing is known but that they exist: the one of least height.
+    """Returns one tree, that of least height, over links of which nothing is known but that they exist.
 
     Raises:
         PlanError: The links do not connect the members; names the parts.
@@ -332,7 +335,9 @@ def fewest_hops(members: Sequence[str], links: Collection[Pair]) -> PlanSpec:
 
 
 def _split(section: Span, chunk_nbytes: int, at_least: int) -> list[Span]:
-    """Chunks of nearly equal size, at most `chunk_nbytes`; `at_least` so many unless they would get too small."""
+    """Returns chunks of nearly equal size, at most `chunk_nbytes`; at least `at_least` of them unless they would get
+    too small.
+    """
     start, stop = section
     low = start // ALIGNMENT  # borders lie on multiples of ALIGNMENT in the buffer, whatever the section begins at
     cells = -(-stop // ALIGNMENT) - low
@@ -367,7 +372,7 @@ def _members(members: Sequence[str]) -> tuple[str, ...]:
 
 
 def _arity(spec: PlanSpec) -> int:
-    """Children per node for the balanced tree; also the check of the kind."""
+    """Returns the children per node of the balanced tree; also checks the plan's kind."""
     match = re.fullmatch(r"tree(?::(\d+))?", spec.kind)
     if match:
         arity = int(match.group(1) or 2)
@@ -489,7 +494,7 @@ def _expand_user(spec: PlanSpec, names: tuple[str, ...], nbytes: int, sections: 
 
 
 def _weights(spec: PlanSpec) -> list[int]:
-    """The trees' weights as integers: what follows from them is then alike on every machine."""
+    """Returns the trees' weights as integers, so that chunks computed from them are alike on every machine."""
     for i, tree in enumerate(spec.trees):
         if tree.start or tree.stop:
             raise PlanError(
@@ -522,7 +527,9 @@ def _expand_weighted(spec: PlanSpec, names: tuple[str, ...], sections: list[Span
 
 
 def _apportioned(owed: Sequence[int], cells: int, least: int) -> list[int]:
-    """How many of a section's cells each tree gets: by what it is owed, but none for whom that is less than `least`."""
+    """Returns the cells of a section that each tree gets: by what each is owed, but none for a tree that is owed less
+    than `least`.
+    """
     top = max(owed)
     due = [o if o >= least or o == top else 0 for o in owed]
     if top < least:  # too little for several
@@ -538,7 +545,7 @@ def _apportioned(owed: Sequence[int], cells: int, least: int) -> list[int]:
 
 
 def _take_turns(given: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """(tree, cells) of each chunk, at most `most` cells, so that at any point each tree has had its part."""
+    """Returns (tree, cells) of each chunk, at most `most` cells, so that at any point each tree has had its part."""
     turns: list[tuple[int, int, int]] = []
     for i, cells in enumerate(given):
         number = -(-cells // most)
