@@ -1,1 +1,1 @@
-"""Pipelines: what one member runs of a model whose layers are spread over several."""
+"""Pipelines: runs one member's part of a model whose layers are spread over several members."""

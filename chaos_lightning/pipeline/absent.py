@@ -1,4 +1,4 @@
-"""Stand-ins for parameters and buffers that this member does not own.
+"""Makes stand-ins for parameters and buffers that this member does not own.
 
 Theory of operation. A stand-in has the shape, type and device of what it stands for, and one element of memory, which
 is NaN (0 where the type knows no NaN). So code that asks a weight for its device or its type gets the true answer, and
@@ -28,7 +28,7 @@ def set_stand_in(tensor: Tensor, value: float | None) -> None:
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Whether a tensor is a stand-in, or on the meta device."""
+    """Returns whether a tensor is a stand-in, or on the meta device."""
     if tensor.is_meta:
         return True
     if tensor.layout != torch.strided or tensor.storage_offset() != 1 or not tensor.numel():
@@ -39,7 +39,7 @@ def is_absent(tensor: Tensor) -> bool:
 
 
 def named_tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yields all parameters and buffers, tied ones once for each name: full name, module, own name, tensor."""
+    """Yields all parameters and buffers, tied ones once for each name, as (full name, module, own name, tensor)."""
     for prefix, module in root.named_modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
@@ -47,7 +47,9 @@ def named_tensors(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor
 
 
 def put(module: nn.Module, name: str, old: Tensor, data: Tensor) -> Tensor:
-    """Gives a parameter or buffer other memory; returns it, a new object if the old one was on the meta device."""
+    """Gives a parameter or buffer other memory; returns the tensor, a new object if the old one was on the meta
+    device.
+    """
     if not old.is_meta:
         old.data = data
         return old
@@ -60,7 +62,9 @@ def put(module: nn.Module, name: str, old: Tensor, data: Tensor) -> Tensor:
 
 @contextmanager
 def made_up(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it those of these tensors that are absent have memory, and values that a model can run with."""
+    """Gives memory, and values that a model can run with, to those of these tensors that are absent, while the block
+    runs.
+    """
     lent = {id(t): (t, t.data) for t in tensors if is_absent(t)}
     try:
         for tensor, absent in lent.values():
@@ -72,7 +76,7 @@ def made_up(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _plausible(like: Tensor) -> Tensor:
-    """Returns a tensor of this shape: random weights that keep the size of inputs; norms and biases are 1."""
+    """Returns a tensor of this shape with random weights that keep the size of inputs; norms and biases are 1."""
     made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if not (like.is_floating_point() or like.is_complex()):
         return made.zero_()

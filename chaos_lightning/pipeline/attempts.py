@@ -1,4 +1,4 @@
-"""One member's attempts at a step of a pipeline, as `Engine.step_by_units` asks for them.
+"""Runs one member's attempts at a step of a pipeline, as `Engine.step_by_units` asks for them.
 
 Theory of operation. An attempt opens the `PipelineStep` with the pipelines of its view, and runs this member's units.
 What they gave becomes the contribution: weights of micro-batches whose last layers ran here, positions of those whose
@@ -32,7 +32,7 @@ def _nothing(sums: StepSums) -> Mapping[int, bytes]:
 
 @dataclass(eq=False)
 class UnitAttempt:
-    """An `Attempt` (member/unit_steps.py), for one step.
+    """Attempts of one member at one step of a pipeline (`Attempt` in member/unit_steps.py).
 
     Attributes:
         step: Runs the units.
@@ -57,7 +57,7 @@ class UnitAttempt:
     view: View | None = field(default=None, init=False)
 
     def __call__(self, view: View, seq: int) -> UnitsDone:
-        """Runs this member's units in a view, for a slot.
+        """Runs this member's units in a view, as an attempt at a slot.
 
         Raises:
             AttemptOverError: The attempt ended meanwhile.
@@ -80,7 +80,7 @@ class UnitAttempt:
         )
 
     def outcome(self, header: Header) -> StepOutcome:
-        """Returns what all members know of the step that this header commits."""
+        """Returns the outcome of the step that this header commits, as all members know it."""
         assert self.view is not None, "no attempt was made at the step"
         return agreed(header, self.view)
 

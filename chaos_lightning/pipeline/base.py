@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes, and their values at the base: the state that the last header committed.
+"""Keeps the values at the base, the state that the last header committed, of buffers that a forward pass changes.
 
 Theory of operation. A step that runs again must begin with the buffers that it began with before (running statistics
 of batch norms count micro-batches). Which buffers a forward pass changes is not known before, so copies of all are
@@ -23,7 +23,7 @@ class _Kept(NamedTuple):
     version: int
     address: int
     copy: Tensor | None
-    """None: it is absent."""
+    """Values of the buffer at the base; None: the buffer is absent."""
 
 
 class BaseBuffers:
@@ -49,7 +49,7 @@ class BaseBuffers:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Takes the buffers as they are now for their values at the base."""
+        """Takes the buffers' present values for those at the base."""
         before, self._kept = self._kept, {}
         for module, name, buffer in self._buffers():
             key = (id(module), name)

@@ -1,4 +1,5 @@
-"""Border tensors over links: what one member's executor sends, and what waits here until its executor takes it.
+"""Exchanges border tensors over links: sends those of one member's executor, and keeps others until the executor takes
+them.
 
 Theory of operation. A border goes as frames of the type FORWARD or BACKWARD, whose `start` holds the micro-batch and
 the layer. Like chunks of gradients they carry their attempt, are purged with its view, and are kept where this member
@@ -21,18 +22,18 @@ from chaos_lightning.transport.frames import Frame, FrameType
 from chaos_lightning.transport.reference import PartialSum
 
 LIMIT_NBYTES = 16 << 30
-"""Borders that wait here have at most so many bytes together."""
+"""Most bytes of all borders together that wait here."""
 
 _TYPES = {FORWARD: FrameType.FORWARD, BACKWARD: FrameType.BACKWARD}
 _KINDS = {frame_type: kind for kind, frame_type in _TYPES.items()}
 _LAYER_BITS = 32
 
 SendFrame = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], None]
-"""(peer, type, view, slot, start, pieces of the payload); called in the training thread."""
+"""Function of (peer, type, view, slot, start, pieces of the payload), called in the training thread."""
 
 
 class BorderExchange:
-    """See the module.
+    """Borders that this member sends, and those that wait here (see the module).
 
     Args:
         send: Queues a frame for a peer; one that has no link loses it, and a recovery follows.
@@ -49,7 +50,7 @@ class BorderExchange:
         self._changed = threading.Condition()
         self._open: SlotAttempt | None = None
         self._due: dict[BorderKey, str] = {}
-        """By border of the open attempt that was not taken yet: who sends it."""
+        """Sender of each border of the open attempt that was not taken yet."""
         self._here: dict[SlotAttempt, dict[BorderKey, tuple[str, BorderReader]]] = {}
         self._dropped = NO_VIEW
         self._error: BaseException | None = None
@@ -57,7 +58,7 @@ class BorderExchange:
     # ------------------------------------------------------------------ the training thread
 
     def open(self, attempt: SlotAttempt, units: Sequence[StepUnit]) -> None:
-        """Begins an attempt with these units; borders of older ones are forgotten."""
+        """Begins an attempt with these units; borders of older attempts are forgotten."""
         due = {u.taken: u.source for u in units if u.taken is not None}
         with self._changed:
             self._open, self._due = attempt, due
@@ -67,7 +68,7 @@ class BorderExchange:
             self._changed.notify_all()
 
     def send(self, attempt: SlotAttempt, to: str, key: BorderKey, border: Border) -> None:
-        """Sends a border; its tensors must not change before it has left."""
+        """Sends a border; its tensors must not change before the border has left."""
         payloads = write(border)
         self.check(attempt)
         for payload in payloads:
@@ -75,12 +76,12 @@ class BorderExchange:
             self._send(to, _TYPES[key.kind], attempt.view, attempt.seq, start, payload)
 
     def there(self, attempt: SlotAttempt, key: BorderKey) -> bool:
-        """Whether `take` would not wait for a border of the open attempt."""
+        """Returns whether `take` would not wait for a border of the open attempt."""
         with self._changed:
             return self._over(attempt) or self._there(attempt, key)
 
     def take(self, attempt: SlotAttempt, key: BorderKey) -> Border:
-        """Waits for a border of the open attempt.
+        """Waits for a border of the open attempt and returns it.
 
         Raises:
             AttemptOverError: The attempt has ended, or ends meanwhile.
@@ -100,7 +101,7 @@ class BorderExchange:
             return self._here[attempt].pop(key)[1].border()
 
     def check(self, attempt: SlotAttempt) -> None:
-        """Looks whether the attempt goes on.
+        """Checks that the attempt goes on.
 
         Raises:
             AttemptOverError: It does not.
@@ -134,7 +135,7 @@ class BorderExchange:
             self._due, self._here = {}, {}
 
     def stop(self, error: BaseException) -> None:
-        """Lets every wait end with this error: this member takes part no more."""
+        """Lets every wait end with this error, because this member takes part no more."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -150,7 +151,8 @@ class BorderExchange:
         return sum(reader.nbytes for found in self._here.values() for _, reader in found.values())
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Returns memory for a frame's payload; None diverts it.
+        """Returns memory for a frame's payload; None: the frame belongs to an attempt that is over and is to be
+        dropped.
 
         Raises:
             WireError: The peer does not send this border, or it is beyond the limits.
@@ -173,7 +175,7 @@ class BorderExchange:
             return reader.room(frame.length)
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None:
-        """A frame's payload lies where `target` said.
+        """Notes that a frame's payload lies in the memory that `target` returned.
 
         Raises:
             WireError: It is no border.

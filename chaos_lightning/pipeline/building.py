@@ -32,7 +32,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 class ModelMemory:
-    """Which tensors of a model have memory.
+    """Memory of a model's tensors: which of them have any.
 
     Args:
         root: The model, as it was built.
@@ -48,14 +48,14 @@ class ModelMemory:
         self._seed = seed
         self._recording = recording
         self._recorded: dict[int, Tensor] = {}
-        """By the id of a tensor of the model: how it lay on the meta device, if there is a record of it."""
+        """Tensors on the meta device as they lay there, by the id of the model's tensor, if there is a record of it."""
         self._unknown: set[int] = set()
         self.built_nbytes = sum(t.nbytes for t in self._tensors().values() if not t.is_meta)
         """Bytes that the model had when it was built: its peak in this process's memory."""
         self._stand_in_for_meta()
 
     def own(self, names: Collection[str]) -> None:
-        """Has the named tensors be real, as `make` does, and frees all others."""
+        """Makes the named tensors real, as `make` does, and frees all others."""
         owned = {id(tensor) for name, tensor in self._named() if name in names}
         for key, tensor in self._tensors().items():
             if key not in owned and not is_absent(tensor):
@@ -63,7 +63,7 @@ class ModelMemory:
         self.make(names)
 
     def make(self, names: Collection[str]) -> None:
-        """Has the named tensors be real, with their first values if they had none.
+        """Makes the named tensors real, with their first values if they had none.
 
         Raises:
             ConfigurationError: Nobody fills a tensor; names it.
@@ -124,7 +124,7 @@ class ModelMemory:
                     object.__setattr__(module, name, made)
 
     def _attribute(self, module: nn.Module, name: str, value: Any, new: dict[int, Tensor]) -> Any:
-        """Makes a tensor that a module keeps and that is no buffer of it."""
+        """Makes a tensor that a module keeps as a plain attribute, not as a buffer."""
         if not isinstance(value, Tensor) or not value.is_meta:
             return value
         if id(value) not in new:
@@ -181,7 +181,9 @@ class ModelMemory:
         return found
 
     def _initializer(self, name: str) -> Callable[[nn.Module], Any] | None:
-        """Returns what initializes a module of this name: the nearest one above it that has such a method."""
+        """Returns the method that initializes a module of this name: that of the nearest module above it that has one;
+        None if none has.
+        """
         holders = [self._root]
         for part in name.split(".") if name else ():
             holders.append(getattr(holders[-1], part))
@@ -232,7 +234,7 @@ def _full(name: str, own: str) -> str:
 
 @contextmanager
 def _scratch(tensors: Collection[tuple[str, Tensor]], but: set[int]) -> Iterator[None]:
-    """Within it all of these tensors but some have other memory."""
+    """Gives other memory to all of these tensors but some while the block runs."""
     before = {id(t): (t, t.data) for _, t in tensors if id(t) not in but}
     for tensor, data in before.values():
         tensor.data = torch.zeros(data.shape, dtype=data.dtype, device=data.device)
@@ -244,7 +246,7 @@ def _scratch(tensors: Collection[tuple[str, Tensor]], but: set[int]) -> Iterator
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    """Returns memory that shows whether it was filled."""
+    """Returns memory with values that show whether it was filled."""
     if like.dtype == torch.bool or not (like.is_floating_point() or like.is_complex()):
         value = True if like.dtype == torch.bool else torch.iinfo(like.dtype).max
         return torch.full(like.shape, value, dtype=like.dtype, device=device)

@@ -52,7 +52,7 @@ _ADVICE = (
 
 
 class _Place(NamedTuple):
-    """An intercepted module."""
+    """Module whose calls are intercepted."""
 
     name: str
     block: int | None
@@ -62,11 +62,13 @@ class _Place(NamedTuple):
 
 
 class _Left(BaseException):
-    """Ends a step where the next stage's first block is called; no `except Exception` of the user's catches it."""
+    """Exception that ends a step where the next stage's first block is called; no `except Exception` of the user's
+    catches it.
+    """
 
 
 class LayerChain:
-    """The layers of a model.
+    """Layers of a model, any stretch of which can run by itself.
 
     Args:
         root: The user's module.
@@ -91,7 +93,9 @@ class LayerChain:
         """Stretches whose NaN was found to be the user's own."""
         self._intercepted: list[nn.Module] = []
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Entered around a pass that only repeats one, to look at it: what user code does there must leave no trace."""
+        """Context that is entered around a pass that only repeats another one, to look at it: user code must leave no
+        trace there.
+        """
         for index, block in enumerate(self.blocks):
             self._intercept(block, _Place(f"{path}.{index}", index, _first_parameter(block)))
         for name, module in outside_modules(root, path):
@@ -102,7 +106,7 @@ class LayerChain:
 
     @property
     def layer_under_way(self) -> int:
-        """The layer whose part of the step runs now."""
+        """Number of the layer whose part of the step runs now."""
         return 0 if self._unit is None else max(self._unit.due - 1, 0)
 
     @property
@@ -111,7 +115,7 @@ class LayerChain:
         return self._unit is not None and self._unit.end == len(self.blocks)
 
     def close(self) -> None:
-        """Makes the model what it was."""
+        """Makes the model what it was before its modules were intercepted."""
         for module in self._intercepted:
             release(module)
         self._intercepted.clear()
@@ -160,12 +164,14 @@ class LayerChain:
         return unit
 
     def stream(self, name: str) -> AbstractContextManager[None]:
-        """Random numbers of their own, after which it is as if none had been drawn."""
+        """Returns a context that draws from random numbers of its own; after it, generators are as if none had been
+        drawn.
+        """
         return (self._randomness or Randomness(0)).stream(name)
 
     @contextmanager
     def under_way(self, unit: ForwardUnit) -> Iterator[None]:
-        """Within it, calls of blocks are this unit's."""
+        """Counts calls of blocks as this unit's while the block runs."""
         before, self._unit = self._unit, unit
         try:
             yield
@@ -173,7 +179,7 @@ class LayerChain:
             self._unit = before
 
     def refuse_placeholders(self, value: Any, what: str) -> None:
-        """Refuses a value that depends on placeholders, in the first pass of a stretch; `what` names it."""
+        """Refuses a value that depends on placeholders, in the first pass of a stretch; `what` names the value."""
         if self._unit is not None:
             self._refuse_tainted(self._unit, value, what)
 
@@ -216,7 +222,9 @@ class LayerChain:
         self._intercepted.append(module)
 
     def _by_hand(self, unit: ForwardUnit, batch: Any) -> Any:
-        """Runs a step that the user has taken apart, without what stands before the stage."""
+        """Runs a step that the user has split into `chaos_before` and `chaos_after`, without what precedes the
+        stage.
+        """
         assert self._hands is not None
         before, after = self._hands
         unit.due, unit.given = unit.first, len(unit.calls)
@@ -226,7 +234,7 @@ class LayerChain:
         return after(x, batch)
 
     def _taint(self, *, deep: bool) -> Taint:
-        """Returns one that knows what this member does not own."""
+        """Returns a mode that follows the tensors that this member does not own."""
         taint = Taint(deep=deep)
         for name, _, _, tensor in named_tensors(self.root):
             if is_absent(tensor) and not tensor.is_meta:
@@ -236,7 +244,7 @@ class LayerChain:
     # --- calls of modules
 
     def _called(self, place: _Place, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answers for an intercepted module."""
+        """Answers a call of an intercepted module."""
         unit = self._unit
         if unit is None and torch._C._current_graph_task_id() != -1:
             raise StateError(
@@ -286,7 +294,9 @@ class LayerChain:
     def _call_outside(
         self, unit: ForwardUnit, name: str, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A module outside of the chain is real once block `first` was called, and before it in the first stage."""
+        """Calls a module outside of the chain: it is real once block `first` was called, and before that in the first
+        stage.
+        """
         if unit.first and unit.due <= unit.first:
             following = unit.calls[unit.given][0] if unit.given < len(unit.calls) else ""
             if following.startswith(f"{name}."):
@@ -312,7 +322,7 @@ class LayerChain:
     def _call_again(
         self, unit: ForwardUnit, place: _Place, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Activation checkpointing runs a piece of the step again, within a backward pass."""
+        """Answers a call while activation checkpointing runs a piece of the step again, within a backward pass."""
         if place.block is None:
             forms = dict(unit.calls)
             return self._made(unit, place.name, forms[place.name]) if place.name in forms else real(*args, **kwargs)
@@ -348,7 +358,9 @@ class LayerChain:
         unit.due += 1
 
     def _placeholder(self, unit: ForwardUnit, name: str) -> Any:
-        """Returns the placeholder for the next call of a module, which must be this one."""
+        """Returns the placeholder for the next call of a module; refuses another module than the one that the stage
+        before called there.
+        """
         if unit.given == len(unit.calls) or unit.calls[unit.given][0] != name:
             due = unit.calls[unit.given][0] if unit.given < len(unit.calls) else "none"
             raise UnsupportedError(
@@ -370,7 +382,7 @@ class LayerChain:
     # --- refusals
 
     def _refuse_absent(self, place: _Place) -> None:
-        """Refuses a module that is called outside of units, where it is not whole here: it would give NaN."""
+        """Refuses a module that is called outside of units and is not whole here: it would give NaN."""
         module = self.root.get_submodule(place.name)
         absent = next((name for name, _, _, tensor in named_tensors(module) if is_absent(tensor)), None)
         if absent is not None:
@@ -445,7 +457,7 @@ def chain_blocks(root: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _hands(root: nn.Module) -> tuple[Step, Call] | None:
-    """Returns `chaos_before` and `chaos_after` of a module that has them."""
+    """Returns `chaos_before` and `chaos_after` of a module that has them; None if it has neither."""
     before, after = getattr(root, "chaos_before", None), getattr(root, "chaos_after", None)
     if (before is None) != (after is None):
         raise ConfigurationError(
@@ -469,12 +481,12 @@ def outside_modules(root: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 
 def changes_buffers(module: nn.Module) -> bool:
-    """Whether a module is a norm that keeps statistics in buffers."""
+    """Returns whether a module is a norm that keeps statistics in buffers."""
     return isinstance(module, _NormBase) and module.running_mean is not None
 
 
 def _first_parameter(block: nn.Module) -> str:
-    """Returns the name of the first argument that a block takes; "": it does not say."""
+    """Returns the name of the first argument that a block takes; "" if its signature has none."""
     try:
         parameters = inspect.signature(getattr(block, "_orig_mod", block).forward).parameters.values()
     except (TypeError, ValueError):
@@ -495,7 +507,7 @@ def _first_argument(
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Whether a reentrant checkpoint's forward pass calls, which is without gradients."""
+    """Returns whether the forward pass of a reentrant checkpoint, which is without gradients, makes this call."""
     frame = sys._getframe() if not torch.is_grad_enabled() else None
     code = CheckpointFunction.forward.__code__
     while frame is not None:

@@ -32,16 +32,16 @@ from chaos_lightning.pipeline.undo import undone
 from chaos_lightning.planning.pipelines.job import Costs, TrainingJob
 
 SUM_TOLERANCE = 1e-5
-"""Largest difference of a sum in another order, by the largest element."""
+"""Largest difference of a sum in another order, relative to the largest element."""
 DEVICE_TOLERANCE = 1e-3
-"""Largest difference on an accelerator, by the largest element."""
+"""Largest difference on an accelerator, relative to the largest element."""
 _STRETCH = 4
 _UNCOMPARED = "the step in stages was not compared with the whole"
 _At = tuple[int, int]
 
 
 class _Received(NamedTuple):
-    """Values that a stretch takes from the layers before it."""
+    """Tensors and specs that a stretch takes from the layers before it."""
 
     tensors: tuple[Tensor, ...] = ()
     specs: str = ""
@@ -50,11 +50,11 @@ class _Received(NamedTuple):
 class _Outcome(NamedTuple):
     loss: Tensor | None
     tensors: dict[str, Tensor]
-    """Gradients, buffers, and what leaves the stretch, by what they are and the name."""
+    """Gradients, buffers, and tensors that leave the stretch, by their kind and name."""
 
 
 def check_before_training(chain: LayerChain, parts: ModelParts, batch: Any, job: TrainingJob) -> str:
-    """Compares as much at once as the memory of the job's device holds; returns in words what was compared.
+    """Compares as many layers at once as the memory of the job's device holds; returns in words what was compared.
 
     Args:
         chain: The layers; tensors may be absent.
@@ -90,7 +90,7 @@ def _compare_what_fits(chain: LayerChain, parts: ModelParts, batch: Any, job: Tr
 
 
 def _needed_nbytes(costs: Costs, layers: range) -> int:
-    """Returns the memory for a comparison of these layers; gradients of the whole are kept beside those of stages."""
+    """Returns the bytes for a comparison of these layers; gradients of the whole are kept beside those of stages."""
     sums = ((costs.parameters, 1), (costs.gradients, 2), (costs.activations, 1))
     needed = sum(factor * (found[layers.stop] - found[layers.start]) for found, factor in sums)
     return needed + costs.workspace(layers.start, layers.stop)
@@ -99,7 +99,7 @@ def _needed_nbytes(costs: Costs, layers: range) -> int:
 def check_cut(
     chain: LayerChain, parts: ModelParts, batch: Any, cuts: Sequence[int] | None = None, *, at: _At = (0, 0)
 ) -> float | None:
-    """Compares the whole with its stages; returns the loss.
+    """Compares the whole model with its stages; returns the loss.
 
     Args:
         chain: The layers. There is memory for all of them.
@@ -120,7 +120,7 @@ def check_cut(
 def check_stretches(
     chain: LayerChain, parts: ModelParts, batch: Any, most: int = _STRETCH, *, at: _At = (0, 0)
 ) -> list[range]:
-    """Compares stretches of a model that is too large for this machine; returns them.
+    """Compares stretches of a model that is too large for this machine; returns the stretches.
 
     Args:
         chain: The layers; tensors may be absent.
@@ -148,7 +148,7 @@ def check_stretches(
 
 
 def _stretches(chain: LayerChain, most: int) -> list[range]:
-    """Returns the stretches of a chain that are compared, in order, each of so many layers."""
+    """Returns the stretches of a chain that are compared, in order, each of `most` layers."""
     kinds = [kind_of(block) for block in chain.blocks]
     last = max(0, len(kinds) - most)
     found, seen = [], set[tuple[str, ...]]()
@@ -169,7 +169,9 @@ def _compare(
     received: _Received,
     restore: Callable[[], None],
 ) -> _Outcome:
-    """Runs the layers between the outer bounds at once, and then in stages; refuses what differs from the former."""
+    """Runs the layers between the outer bounds at once, and then in stages; refuses a stage's result that differs from
+    that at once.
+    """
     with _made_up(chain, parts, range(bounds[0], bounds[-1]), restore) as put_back:
         whole = _run(chain, parts, batch, [bounds[0], bounds[-1]], at, received)
         put_back()
@@ -220,7 +222,7 @@ def _buffers(root: nn.Module) -> dict[str, Tensor]:
 def _made_up(
     chain: LayerChain, parts: ModelParts, layers: range, restore: Callable[[], None]
 ) -> Iterator[Callable[[], None]]:
-    """Within it the tensors that an owner of these layers has are there, with made-up values if they are absent.
+    """Gives the tensors that an owner of these layers has made-up values, if they are absent, while the block runs.
 
     Yields:
         A function that puts buffers and attributes back; that is done at the end, too.
@@ -241,7 +243,7 @@ def _made_up(
 
 
 def _differing(whole: _Outcome, cut: _Outcome, parts: ModelParts) -> list[str]:
-    """Returns in words what differs."""
+    """Returns in words which results differ."""
     found = []
     pairs = {name: (whole.tensors.get(name), cut.tensors.get(name)) for name in {**whole.tensors, **cut.tensors}}
     for name, (one, other) in {"loss": (whole.loss, cut.loss), **pairs}.items():
@@ -283,7 +285,7 @@ def _shown(other: Tensor, one: Tensor) -> str:
 
 @contextmanager
 def _alone(root: nn.Module, parts: ModelParts, layers: range) -> Iterator[None]:
-    """Within it all that an owner of these layers has not stands in with NaN."""
+    """Lets all tensors that an owner of these layers lacks stand in with NaN while the block runs."""
     owned = parts.owned_by(layers)
     left = {id(t): (t, t.data) for name, _, _, t in named_tensors(root) if parts.part_of[name] not in owned}
     for tensor, data in left.values():

@@ -1,4 +1,4 @@
-"""Describes the user's model to the planner before training: what each layer costs on this device.
+"""Describes the user's model to the planner before training: the costs of each layer on this device.
 
 Theory of operation. Bytes of parameters, gradients and optimizer state are counted. Times and the bytes of activations
 are measured: the user's step runs a micro-batch forward and backward, several times. It runs as a whole if the state
@@ -39,14 +39,14 @@ from chaos_lightning.pipeline.undo import undone
 from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
 
 BUDGET_S = 2.0
-"""Passes are timed for so long at most, one of them at least."""
+"""Most seconds for which passes are timed; one pass is timed at least."""
 MOST_PASSES = 7
 TOLD_EVERY_S = 5.0
 """Seconds between two lines about the progress."""
 TOLERANCE = 0.1
 """Share by which the parameters of a layer may differ from those in a profile."""
 _USUAL_S_PER_BYTE = 1e-11
-"""Forward pass of one sample through a layer of which nothing was measured, by bytes of its parameters."""
+"""Seconds per byte of parameters that a sample's forward pass takes in a layer of which nothing was measured."""
 
 
 def describe(
@@ -63,7 +63,7 @@ def describe(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     say: Callable[[str], None] = lambda line: None,
 ) -> TrainingJob:
-    """Returns what the planner needs to know of the model, with this member's device.
+    """Returns the planner's description of the model, with this member's device.
 
     Args:
         chain: The layers. Tensors may be absent, but none is on the meta device.
@@ -143,11 +143,11 @@ _Sent = tuple[tuple[Tensor, ...], str]
 
 
 class _NoRoomError(Exception):
-    """A stretch cannot run here; says why."""
+    """Error that a stretch cannot run here; says why."""
 
 
 class _Measurement:
-    """Times and bytes of layers, as they are measured.
+    """Measurement of the seconds and bytes of layers.
 
     Args:
         chain: The layers.
@@ -182,7 +182,7 @@ class _Measurement:
         self._told_s = time.monotonic()
         self._measured = 0
         self._sent_kept: list[Tensor] = []
-        """Tensors that the last layer has sent and keeps itself; the next one keeps the same memory."""
+        """Tensors that the last layer has sent and keeps itself; the next layer keeps the same memory."""
 
     def run(self) -> None:
         """Measures as many layers as can run here."""
@@ -218,7 +218,7 @@ class _Measurement:
             self._progress(f"{self._measured} of {count} layers are measured, one by one")
 
     def _stretch(self, layers: range, received: Sequence[Tensor], specs: str, budget_s: float) -> _Sent:
-        """Runs a stretch several times; returns what it sends on.
+        """Runs a stretch several times; returns the border that it sends on.
 
         Args:
             layers: Of the stretch.
@@ -251,7 +251,9 @@ class _Measurement:
     def _passes(
         self, layers: range, most_nbytes: int, received: Sequence[Tensor], specs: str, budget_s: float
     ) -> _Sent:
-        """Runs a stretch: once to see that it keeps no more than that, once to count bytes, and then for times."""
+        """Runs a stretch: once to see that it keeps no more than `most_nbytes`, once to count bytes, and then for
+        times.
+        """
         state = [*self._tensors.values(), *(t for t in received if any(t is x for x in self._sent_kept))]
         guard = PassBytes(len(self._chain), None)
         guard.begin(state, layers.start, most_nbytes)
@@ -282,7 +284,7 @@ class _Measurement:
         watching: PassBytes | None,
         counts: bool | None,
     ) -> _Sent:
-        """Runs a stretch forward and backward; returns what it sends on.
+        """Runs a stretch forward and backward; returns the border that it sends on.
 
         Args:
             layers: Of the stretch.
@@ -324,7 +326,7 @@ class _Measurement:
     # ------------------------------------------------------------------------------------------------ its answer
 
     def layers(self, samples: int) -> Iterator[Layer]:
-        """Yields what each layer costs.
+        """Yields the costs of each layer.
 
         Args:
             samples: In one micro-batch.

@@ -1,4 +1,4 @@
-"""Tells how much memory a member's device has: what the user says, else what the accelerator or the machine has."""
+"""Tells the memory of a member's device: what the user says, else what the accelerator or the machine has."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from chaos_lightning.protocol.types import LayersCovered, ViewId
 
 
 class SlotAttempt(NamedTuple):
-    """One try at a slot; a tensor is used in its own attempt only."""
+    """Attempt at a slot under one view; a tensor is used in its own attempt only."""
 
     view: ViewId
     seq: int
@@ -54,17 +54,17 @@ class Exchange(Protocol):
         """
 
     def there(self, attempt: SlotAttempt, key: BorderKey) -> bool:
-        """Whether `take` would not wait."""
+        """Returns whether `take` would not wait."""
 
     def take(self, attempt: SlotAttempt, key: BorderKey) -> Border:
-        """Waits for a border.
+        """Waits for a border and returns it.
 
         Raises:
             AttemptOverError: The attempt has ended, or ends meanwhile.
         """
 
     def check(self, attempt: SlotAttempt) -> None:
-        """Looks whether the attempt goes on.
+        """Checks that the attempt goes on.
 
         Raises:
             AttemptOverError: It does not.
@@ -72,7 +72,7 @@ class Exchange(Protocol):
 
 
 class Pass(Protocol):
-    """A forward pass of some layers, kept for its backward pass."""
+    """Forward pass of some layers, kept for its backward pass."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -87,16 +87,18 @@ class Pass(Protocol):
         """Result of the user's step, behind the last layer."""
 
     def let_go(self) -> Sequence[Tensor | GradientEdge]:
-        """Lets go of `tensors`; returns where their backward pass begins, or those that have none."""
+        """Lets go of `tensors`; returns the graph edges at which their backward pass begins, or the tensors that have
+        none.
+        """
 
     def backward(
         self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of what was received."""
+        """Runs the backward pass; returns the gradients of the received tensors."""
 
 
 class Layers(Protocol):
-    """The layers of a model, any run of which can run by itself."""
+    """Layers of a model, any run of which can run by itself."""
 
     def __len__(self) -> int: ...
 
@@ -125,18 +127,18 @@ class Layers(Protocol):
 
 
 class Finishing(Protocol):
-    """Hears when layers of this member are done with backward passes."""
+    """Listener that is told when layers of this member are done with backward passes."""
 
     def closing(self, layers: Sequence[int]) -> None:
-        """The next backward pass is the last one of these layers."""
+        """Notes that the next backward pass is the last one of these layers."""
 
     def layer_done(self, layer: int) -> None:
-        """The layer's gradients are whole here."""
+        """Notes that the layer's gradients are whole here."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """The units that one member runs in one attempt, and what they need.
+    """Units that one member runs in one attempt, and what they need.
 
     Attributes:
         attempt: See `SlotAttempt`.
@@ -156,7 +158,7 @@ class StepWork:
 
 
 class UnitTime(NamedTuple):
-    """A unit that ran, and when the device computed it.
+    """Unit that ran, and the marks between which the device computed it.
 
     Attributes:
         began: Before the first operation, once its tensors and its micro-batch were there.
@@ -170,7 +172,7 @@ class UnitTime(NamedTuple):
 
 @dataclass
 class StepSums:
-    """The results of one member's units; the sums themselves lie in `.grad`.
+    """Results of one member's units; the sums themselves lie in `.grad`.
 
     Attributes:
         times: Units that ran, in order.
@@ -193,7 +195,7 @@ class StepSums:
 
 
 class _Sent(NamedTuple):
-    """A tensor that was sent, without its memory.
+    """Record of a tensor that was sent, without its memory.
 
     Attributes:
         counter: Has no memory, and the tensor's count of writes.
@@ -213,16 +215,16 @@ class _Sent(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward unit that waits for its backward unit."""
+    """Forward unit that waits for its backward unit."""
 
     done: Pass
     roots: Sequence[Tensor | GradientEdge]
     sent: tuple[_Sent, ...]
-    """By root; none behind the last layer."""
+    """Tensors that were sent, by root; none behind the last layer."""
 
 
 class PipelineExecutor:
-    """See the module.
+    """Runs the units of one member in order (see the module).
 
     Args:
         root: The model, whose parameters and buffers the units change.
@@ -252,20 +254,22 @@ class PipelineExecutor:
         self._buffers = BaseBuffers(root)
         self._forwards: dict[tuple[int, int, int], _Forward] = {}
         self._coming: deque[int] = deque()
-        """Micro-batches of forward units that have not run yet, ..."""
+        """Micro-batches of forward units that have not run yet."""
         self._fetched: list[Any] = []
-        """... and the first one of them if it was fetched."""
+        """Batch of the first of `_coming`, if it was fetched; else empty."""
         self.kept = KeptBytes(root) if counted else None
         self.begun: set[int] = set()
         """Micro-batches of which units have run since the last header."""
 
     def remember_base(self) -> None:
-        """Before the first attempt of a step or a round of evaluation: the model is what the last header committed."""
+        """Takes the model for the state that the last header committed: to be called before the first attempt of a step
+        or of a round of evaluation.
+        """
         self.begun = set()
         self._buffers.remember()
 
     def drop(self) -> None:
-        """Undoes what the attempt has done; the same units may run again then, or others."""
+        """Undoes all that the attempt has done; the same units may run again then, or others."""
         self._fetched = []
         self._begin()
         self._buffers.restore()
@@ -278,7 +282,7 @@ class PipelineExecutor:
             parameter.grad = None
 
     def run(self, work: StepWork) -> StepSums:
-        """Runs the units; sums of gradients begin empty.
+        """Runs the units and returns their results; sums of gradients begin empty.
 
         Raises:
             AttemptOverError: The attempt has ended; what it did was dropped.
@@ -328,7 +332,7 @@ class PipelineExecutor:
         return UnitTime(unit, began, ended)
 
     def _fetch(self, work: StepWork) -> None:
-        """Fetches what the next forward unit needs of the user's data, as while tensors are on their way."""
+        """Fetches the user's data for the next forward unit, for instance while tensors are on their way."""
         if self._coming and not self._fetched:
             self._fetched.append(work.batch(self._coming[0]))
 
@@ -411,7 +415,7 @@ def _refuse_written(unit: StepUnit, forward: _Forward) -> None:
 
 
 def loss_of(result: Any) -> Tensor | None:
-    """Returns the loss in what a user's step has returned; None: the step has none for this micro-batch.
+    """Returns the loss in the result of a user's step; None: the step has none for this micro-batch.
 
     Raises:
         ConfigurationError: The result has none, or one of several numbers.

@@ -25,7 +25,7 @@ MOST_LISTED = 8
 
 @dataclass(frozen=True)
 class FoundChain:
-    """A model's list of blocks."""
+    """Chain of a model: its list of blocks."""
 
     path: str
     blocks: tuple[nn.Module, ...]
@@ -36,7 +36,7 @@ class FoundChain:
 
 
 def kind_of(block: nn.Module) -> str:
-    """Returns the class of a block, also of one that `torch.compile(block)` wraps."""
+    """Returns the name of a block's class, also if `torch.compile(block)` wraps the block."""
     return type(getattr(block, "_orig_mod", block)).__name__
 
 
@@ -91,7 +91,7 @@ def _lists(root: nn.Module) -> Iterable[tuple[str, tuple[nn.Module, ...]]]:
 
 
 def _within(name: str, lists: dict[str, tuple[nn.Module, ...]]) -> bool:
-    """Whether a list is part of a block of another list whose blocks are alike."""
+    """Returns whether a list is part of a block of another list whose blocks are alike."""
     return any(
         name.startswith(f"{other}." if other else "") and len(set(map(kind_of, blocks))) == 1
         for other, blocks in lists.items()
@@ -115,7 +115,7 @@ def _listed(lists: dict[str, tuple[nn.Module, ...]]) -> str:
 
 
 def check_model(root: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses what no pipeline could run.
+    """Refuses a model or an optimizer that no pipeline could run.
 
     Raises:
         UnsupportedError: Says which, and what to do instead.

@@ -1,4 +1,4 @@
-"""One micro-batch in one stage: what its forward pass keeps, and its backward pass."""
+"""Runs one micro-batch in one stage: keeps its forward pass, and runs its backward pass."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class _Enter(torch.autograd.Function):
 
 
 Again = Callable[["ForwardUnit"], AbstractContextManager[None]]
-"""Has a unit be the one under way."""
+"""Function that makes a unit the one under way."""
 
 
 class ForwardUnit:
-    """One micro-batch's forward pass through the layers [first, end), kept for its backward pass.
+    """Forward pass of one micro-batch through the layers [first, end), kept for its backward pass.
 
     Attributes:
         tensors: What layer `end` receives, in the graph; empty at the last stage.
@@ -62,7 +62,7 @@ class ForwardUnit:
         self._gradients: list[Tensor | None] = []
 
     def enter(self, received: Sequence[Tensor], specs: Specs) -> None:
-        """Takes what the stage before has sent.
+        """Takes the tensors that the stage before has sent.
 
         Raises:
             StateError: The tensors are not those of the specs.
@@ -94,7 +94,7 @@ class ForwardUnit:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Within it a backward pass of this unit may run blocks again (activation checkpointing)."""
+        """Lets a backward pass of this unit run blocks again (activation checkpointing) while the block runs."""
         self.again = True
         with self._under_way(self):
             yield
@@ -119,11 +119,13 @@ class ForwardUnit:
         return self.gradients()
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of what was received, and lets go of the graph."""
+        """Returns the gradients of the received tensors, and lets go of the graph."""
         self.tensors, self.result, self.entered = (), None, None
         return tuple(self._gradients)
 
 
 def some_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Returns gradients such as the next stage may send for these tensors, where only the computation matters."""
+    """Returns gradients such as the next stage may send for these tensors, for use where only the computation
+    matters.
+    """
     return tuple(torch.full_like(t, 1e-3) if t.requires_grad else None for t in tensors)

@@ -1,4 +1,5 @@
-"""The parts of a model in this process: which have memory here, what others get of them, and their first values.
+"""Holds the parts of a model in this process: which have memory here, their states for other members, and their first
+values.
 
 Theory of operation. Before the job's first slot a part is made by its oldest owner alone (protocol.md P14): from the
 record of how the model was built, or it is here since it was built. Who that is may change with a recovery before that
@@ -21,7 +22,7 @@ from chaos_lightning.replication.part_state import PartState
 
 
 class HeldModel:
-    """See the module; in the training thread.
+    """Parts of a model in this process (see the module); belongs to the training thread.
 
     Args:
         module: The model.
@@ -42,7 +43,7 @@ class HeldModel:
         self._module, self._memory, self._parts, self._loaded = module, memory, parts, loaded
         self._optimizers = tuple(optimizers)
         self._first = True
-        """No slot has closed yet, so first values may be made."""
+        """Whether no slot has closed yet, so that first values may be made."""
 
     def _names(self, parts: Collection[str]) -> list[str]:
         return [name for part in parts for name in self._parts.names(part)]
@@ -53,7 +54,7 @@ class HeldModel:
         return frozenset(name for name, _, _, tensor in named_tensors(self._module) if not is_absent(tensor))
 
     def states(self, names: Collection[str]) -> Sequence[PartState]:
-        """Returns these parts as they are, without those that have no tensors of their own (the rest)."""
+        """Returns the states of these parts as they are, without those that have no tensors of their own (the rest)."""
         wanted = [part for part in names if part != REST and self._parts.names(part)]
         self._make(self._names(wanted))
         return [PartState(p, self._module, self._parts.names(p), self._optimizers) for p in wanted]
@@ -63,7 +64,7 @@ class HeldModel:
         self._memory.room(self._names(names))
 
     def forget(self, names: Collection[str]) -> None:
-        """Lets go of these parts: others own them."""
+        """Frees these parts, which other members own."""
         for state in self.states(names):
             state.forget()
         self._memory.leave_out(self._names(names))
@@ -82,7 +83,8 @@ class HeldModel:
             self._loaded.fill(lacking)
 
     def settle(self, owned: Collection[str]) -> None:
-        """A slot has closed: what else is here is freed, once, and no part has first values any more.
+        """Frees the tensors that this member does not own, once, when a slot has closed; no part has first values any
+        more.
 
         Args:
             owned: Parts that this member holds.
@@ -95,6 +97,6 @@ class HeldModel:
         self._loaded.forget()
 
     def restart(self) -> None:
-        """This member joins again: what it holds is void, unless the job has not begun."""
+        """Frees all parts, because this member joins again, unless the job has not begun."""
         if not self._first:
             self.forget([part for part in self._parts.users if part != REST])

@@ -28,11 +28,11 @@ from chaos_lightning.machine.imports import call_after_import
 
 HOOK = "from chaos_lightning.pipeline.hooked import hook\n\nhook(__file__)\n"
 SETTINGS, CLAIMED, PROFILE, REFUSED, PROGRESS = "settings.json", "claimed", "profile.json", "refused.txt", "steps.txt"
-"""Files of the folder."""
+"""Names of the files in the folder."""
 
 
 def prepare(folder: Path, settings: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """Writes what the script's processes read; returns the environment to start it with.
+    """Writes the files that the script's processes read; returns the environment to start the script with.
 
     Args:
         folder: Empty; it has to stay until the script has ended.
@@ -46,7 +46,7 @@ def prepare(folder: Path, settings: Mapping[str, Any], environ: Mapping[str, str
 
 
 def _own_job(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment with a job of one process in the place of those that it names."""
+    """Returns the environment with a job of one process in place of the jobs that it names."""
     from chaos_lightning.control.options import HOSTED
     from chaos_lightning.declared import declared
     from chaos_lightning.settings import PROFILED, EngineConfig
@@ -62,7 +62,7 @@ def _own_job(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def alone(who: str, but: str = "") -> bool:
-    """Whether `chaos-lightning profile` runs this script, which then trains alone; if so, it says so.
+    """Returns whether `chaos-lightning profile` runs this script, which then trains alone; if so, prints that.
 
     Args:
         who: The part of this package that would take part in a job.
@@ -83,7 +83,9 @@ def alone(who: str, but: str = "") -> bool:
 
 
 def hook(place: str) -> None:
-    """Prepares this process, in which `place` was imported as sitecustomize; another module of that name follows."""
+    """Prepares this process, in which `place` was imported as sitecustomize; another module of that name is run,
+    too.
+    """
     folder = Path(place).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
     other = PathFinder.find_spec("sitecustomize")
@@ -127,5 +129,5 @@ def _made(folder: Path) -> Any:
 
 
 def say(line: str) -> None:
-    """Tells how far the measurement is, among the script's own lines."""
+    """Prints a line about the progress of the measurement among the script's own lines."""
     print(f"chaos-lightning profile: {line}", file=sys.stderr, flush=True)

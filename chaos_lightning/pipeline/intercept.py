@@ -1,4 +1,4 @@
-"""Calls of single modules of a model go elsewhere first.
+"""Intercepts calls of single modules of a model: a substitute answers first.
 
 Theory of operation. The module gets a class of its own, derived from its class, with another `__call__`; torch's own
 `fully_shard` does the like. Hooks, activation checkpointing and `torch.compile` of the module lie within that call.
@@ -21,7 +21,7 @@ Call = Callable[..., Any]
 
 
 class Substitute(Protocol):
-    """Answers instead of a module; `real` is the module's own call."""
+    """Function that answers instead of a module; `real` is the module's own call."""
 
     def __call__(self, real: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -30,7 +30,7 @@ _ANSWERS: WeakKeyDictionary[nn.Module, Substitute] = WeakKeyDictionary()
 
 
 def intercept(module: nn.Module, name: str, answer: Substitute) -> None:
-    """Has `answer` answer for the calls of a module.
+    """Lets `answer` answer the calls of a module.
 
     Args:
         module: The module.
@@ -53,7 +53,7 @@ def intercept(module: nn.Module, name: str, answer: Substitute) -> None:
 
 
 def release(module: nn.Module) -> None:
-    """Makes the module what it was."""
+    """Gives the module its own class back."""
     del _ANSWERS[module]
     object.__setattr__(module, "__class__", type(module).__mro__[1])
 

@@ -30,7 +30,7 @@ class KeptBytes:
 
     @contextmanager
     def during(self, key: Hashable, entered: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Within it what torch saves is counted under this key, beside what has entered."""
+        """Counts the tensors that torch saves under this key while the block runs, and those that have entered."""
         state = (*self._root.parameters(), *self._root.buffers())
         ours = {t.untyped_storage()._cdata for t in state if not t.is_meta}
         self.add(key, entered)
@@ -44,7 +44,7 @@ class KeptBytes:
             yield
 
     def add(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
-        """Counts these tensors, too."""
+        """Counts these tensors under this key, too."""
         held = self._held.setdefault(key, {})
         for tensor in tensors:
             storage = tensor.untyped_storage()

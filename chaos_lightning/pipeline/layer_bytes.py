@@ -1,4 +1,4 @@
-"""Counts the bytes of layers: state, kept activations, workspace, and what enters each block.
+"""Counts the bytes of layers: state, kept activations, workspace, and the tensors that enter each block.
 
 Theory of operation. Autograd hands each tensor that it keeps for the backward pass to a hook; storages are counted
 once, at the layer that first keeps them, and those of parameters and buffers are not. Under activation checkpointing
@@ -36,7 +36,7 @@ from chaos_lightning.pipeline.find_chain import compiled
 
 
 class TensorGauge(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the tensors that operations have made since it began, now and at the peak."""
+    """Gauge of the bytes of tensors that operations have made since it began, now and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class TensorGauge(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class AllocatorGauge:
-    """Bytes that an accelerator's allocator has given out, now and at the peak."""
+    """Gauge of the bytes that an accelerator's allocator has given out, now and at the peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,7 +98,9 @@ def gauge_of(root: nn.Module, device: torch.device) -> TensorGauge | AllocatorGa
 
 
 class TooMuchKept(BaseException):
-    """Ends a forward pass that keeps more bytes than there are; no `except Exception` of the user's catches it."""
+    """Exception that ends a forward pass that keeps more bytes than there are; no `except Exception` of the user's
+    catches it.
+    """
 
 
 class PassBytes:
@@ -132,7 +134,7 @@ class PassBytes:
         return self._gauge is not None
 
     def begin(self, state: Iterable[Tensor], first: int = 0, most_nbytes: float = math.inf) -> None:
-        """A forward pass begins.
+        """Begins to count the bytes of a forward pass.
 
         Args:
             state: Parameters, buffers, and what others keep: these are no activations of this pass.
@@ -147,7 +149,9 @@ class PassBytes:
             self._before = self._gauge.now
 
     def watch(self, layer: int, tensors: Sequence[Tensor] | None) -> None:
-        """A block is called with these tensors; or (None) a layer's forward or backward part ends."""
+        """Notes that a block is called with these tensors; or, if they are None, that a layer's forward or backward
+        part ends.
+        """
         if tensors is not None:
             self._layer = layer
             self.entered[layer] = sum(t.numel() * t.element_size() for t in tensors)
@@ -162,7 +166,7 @@ class PassBytes:
         self._forward.close()
 
     def look(self, roots: Iterable[Tensor]) -> None:
-        """Looks at the graph of a forward pass that is over.
+        """Finds the layers that use each parameter in the graph of a forward pass that is over.
 
         Args:
             roots: What the backward pass begins with, such as the loss.
@@ -175,7 +179,9 @@ class PassBytes:
         self._borders.clear()
 
     def _walk(self, layer: int, above: Iterable[Node], earlier: set[Node]) -> None:
-        """Goes through a layer's part of the graph, which ends at the parts of those before it; adds it to them."""
+        """Walks a layer's part of the graph, which ends at the parts of the layers before it, and adds that part to
+        theirs.
+        """
         entry, todo, own = set(self._borders.get(layer, ())), list(above), set[Node]()
         while todo:
             node = todo.pop()
@@ -193,13 +199,13 @@ class PassBytes:
         earlier |= own
 
     def ends(self) -> None:
-        """The pass is over, or given up. Idempotent."""
+        """Ends the count: the pass is over, or given up. Idempotent."""
         self._forward.close()
         self._whole.close()
         self._borders.clear()
 
     def keeps(self, tensor: Tensor) -> bool:
-        """Whether the last pass kept the memory of a tensor."""
+        """Returns whether the last pass kept the memory of a tensor."""
         return tensor.untyped_storage().data_ptr() in self._seen
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -215,7 +221,7 @@ class PassBytes:
 
 
 class StateRow(NamedTuple):
-    """A parameter or buffer of a model, and the layers that use it."""
+    """Parameter or buffer of a model, and the layers that use it."""
 
     name: str
     nbytes: int
@@ -226,7 +232,7 @@ class StateRow(NamedTuple):
 
 @dataclass
 class StateBytes:
-    """Bytes of the training state by layer; what several layers use counts at each of them.
+    """Bytes of the training state by layer; a tensor that several layers use counts at each of them.
 
     Attributes:
         parameters: Parameters and buffers.
@@ -244,7 +250,7 @@ class StateBytes:
 
     @staticmethod
     def of(rows: Iterable[StateRow], count: int, name_of: Callable[[int], str]) -> StateBytes:
-        """Adds up parameters and buffers.
+        """Adds up the bytes of parameters and buffers by layer.
 
         Args:
             rows: Each once.
@@ -268,7 +274,7 @@ class StateBytes:
 def state_rows(
     root: nn.Module, blocks: Sequence[nn.Module], used: Mapping[Tensor, set[int]], optimizer: Optimizer
 ) -> Iterator[StateRow]:
-    """Yields the state after a step, while gradients are there.
+    """Yields the rows of parameters and buffers after a step, while gradients are there.
 
     Args:
         root: The model.

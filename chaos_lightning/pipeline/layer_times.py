@@ -29,10 +29,10 @@ from torch.utils.hooks import RemovableHandle
 from chaos_lightning.errors import UnsupportedError
 
 WINDOW = 101
-"""Passes of which medians are taken: the latest ones."""
+"""Number of the latest passes of which medians are taken."""
 
 Mark = Any
-"""A moment: seconds as a float, or an event of an accelerator's stream."""
+"""Mark of a moment: seconds as a float, or an event of an accelerator's stream."""
 
 
 class LayerClock:
@@ -47,7 +47,7 @@ class LayerClock:
         self._of_stream = device.type != "cpu"
 
     def mark(self) -> Mark:
-        """Returns this moment; on an accelerator the one at which the stream comes to it."""
+        """Returns a mark of this moment; on an accelerator, of the moment at which the stream comes to it."""
         if not self._of_stream:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -55,7 +55,7 @@ class LayerClock:
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Returns the time between two marks, at least 0; waits until an accelerator has passed the second one."""
+        """Returns the seconds between two marks, at least 0; waits until an accelerator has passed the second one."""
         if not self._of_stream:
             return max(0.0, float(end - begin))
         end.synchronize()
@@ -63,7 +63,7 @@ class LayerClock:
 
 
 class TimedPass:
-    """The forward and backward pass of one micro-batch through layers [first, end). `LayerTimer.begin` makes it."""
+    """Forward and backward pass of one micro-batch through layers [first, end). `LayerTimer.begin` makes it."""
 
     def __init__(self, timer: LayerTimer, first: int, end: int, counts: bool) -> None:
         self.first, self.end = first, end
@@ -76,7 +76,7 @@ class TimedPass:
         self._backward: Mark = None
 
     def enter(self, layer: int, tensors: Sequence[Tensor]) -> None:
-        """A block is called with these tensors.
+        """Notes that a block is called with these tensors.
 
         Raises:
             UnsupportedError: Another block is due.
@@ -102,12 +102,12 @@ class TimedPass:
                 tensor.register_hook(partial(self._gradient, layer))  # type: ignore[no-untyped-call]
 
     def _gradient(self, layer: int, _: Tensor) -> None:
-        """The gradient of a tensor that entered this layer is there; the last one of several counts."""
+        """Notes that the gradient of a tensor that entered this layer is there; the last one of several counts."""
         self._done[layer] = self._clock.mark()
         self._timer.closed(layer)
 
     def forward_ends(self) -> None:
-        """The loss is there, or the next stage's first block is called.
+        """Notes that the loss is there, or that the next stage's first block is called.
 
         Raises:
             UnsupportedError: A block was not called.
@@ -127,14 +127,14 @@ class TimedPass:
         self._backward = self._clock.mark()
 
     def ends(self) -> None:
-        """The backward pass is over: its times count."""
+        """Notes that the backward pass is over, so that its times count."""
         self._done[self.first] = self._clock.mark()
         self._timer.closed(self.first)
         if self._counts:
             self._timer.took(self)
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Returns seconds by layer, forward and backward; no backward time where nothing is trained up to there."""
+        """Returns the seconds by layer, forward and backward; no backward time where nothing is trained up to there."""
         seconds, done, backward = self._clock.seconds, self._backward, [0.0] * (self.end - self.first)
         for layer in range(self.end - 1, self.first - 1, -1):
             # Without a mark, no gradient passes from here to the layers before.
@@ -192,7 +192,7 @@ class LayerTimer:
                 block._compiled_call_impl = partial(_call, called, block, block._compiled_call_impl)
 
     def detach(self) -> None:
-        """Takes its hooks off the blocks; what was measured stays. Idempotent."""
+        """Takes the timer's hooks off the blocks; measured times stay. Idempotent."""
         for handle in self._handles:
             handle.remove()
         for block, real in self._compiled.items():
@@ -201,7 +201,7 @@ class LayerTimer:
         self._handles, self._current = [], None
 
     def begin(self, first: int = 0, end: int | None = None, *, counts: bool = True) -> TimedPass:
-        """A micro-batch begins its forward pass through layers [first, end); by default through all.
+        """Begins a micro-batch's forward pass through layers [first, end); by default through all.
 
         Calls of blocks belong to it until it says `forward_ends`. Others may begin before its backward pass does.
 
@@ -214,7 +214,7 @@ class LayerTimer:
         return self._current
 
     def leave(self, timed: TimedPass) -> None:
-        """Blocks that are called from now on are not of this pass: activation checkpointing calls them again."""
+        """Takes later calls of blocks for none of this pass's: activation checkpointing calls blocks again."""
         if self._current is timed:
             self._current = None
 
@@ -234,13 +234,13 @@ class LayerTimer:
         self._ended.clear()
 
     def drop(self) -> None:
-        """Forgets all that was measured until now, as after a warm-up."""
+        """Forgets all times that were measured until now, as after a warm-up."""
         self._ended.clear()
         for values in (*self._forward, *self._backward):
             values.clear()
 
     def medians(self) -> dict[int, tuple[float, float]]:
-        """Returns (forward, backward) in seconds by layer, of those that were timed."""
+        """Returns the median (forward, backward) seconds by layer, of layers that were timed."""
         self.settle()
         pairs = enumerate(zip(self._forward, self._backward, strict=True))
         return {layer: (statistics.median(f), statistics.median(b)) for layer, (f, b) in pairs if f}

@@ -1,4 +1,4 @@
-"""Takes the values of a model's parts from a checkpoint of the whole model, of which a member needs its own parts only.
+"""Takes the values of a model's parts from a checkpoint of the whole model; a member needs only its own parts.
 
 Theory of operation. The file is mapped into memory, so what nobody looks at is not read. The model's own
 `load_state_dict` runs as ever, with its hooks and messages, but copies into tensors that are absent are left out. The
@@ -26,7 +26,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def read_whole(path: Path, *, weights_only: bool | None = None) -> dict[str, Any] | None:
-    """Maps a checkpoint; its tensors are read from the file when they are looked at.
+    """Maps a checkpoint into memory; tensors are read from the file when their values are used.
 
     Args:
         path: A local file, which may be replaced afterwards, but not written to.
@@ -58,7 +58,7 @@ class LoadedParts:
         self._place: Callable[[Optimizer], None] = lambda optimizer: None
 
     def load_model(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Loads what is here, and looks at the keys and shapes of all.
+        """Loads the values of parts that are here, and checks the keys and shapes of all.
 
         Args:
             state: The checkpoint's state dict, of the whole model.
@@ -93,7 +93,7 @@ class LoadedParts:
             self._load(optimizer, state, here)
 
     def fill(self, names: Collection[str]) -> frozenset[str]:
-        """Gives values to tensors that have memory by now.
+        """Gives values from the checkpoint to tensors that have memory by now.
 
         Args:
             names: Of parameters and buffers; of tied ones, any.
@@ -121,7 +121,7 @@ class LoadedParts:
         self._optimizers.clear()
 
     def _load(self, optimizer: Optimizer, given: Mapping[str, Any], wanted: Collection[int]) -> None:
-        """Loads hyperparameters and what is kept for some parameters, in place of all that the optimizer has."""
+        """Loads hyperparameters and the state of some parameters, in place of all that the optimizer has."""
         numbers = [number for group in given["param_groups"] for number in group["params"]]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         left_out = {n for n, p in zip(numbers, parameters, strict=False) if id(p) not in wanted}
@@ -138,7 +138,7 @@ class LoadedParts:
 
 
 class _Into(TorchFunctionMode):
-    """Within it `Tensor.copy_` writes into some tensors of a model only, and never into one that is absent.
+    """Mode in which `Tensor.copy_` writes into some tensors of a model only, and never into one that is absent.
 
     Args:
         root: The model.

@@ -1,4 +1,5 @@
-"""A measured model as the planner's file: what was measured, the devices and links it runs on, and how well it fits.
+"""Writes a measured model as the planner's file: the measured values, the devices and links that it runs on, and how
+well the estimator fits.
 
 Theory of operation. `ModelProfile` is what a process measured; it travels as JSON to the command that asked for it. A
 `ProfiledFleet` says on what the model is to run: this machine, or the members of a running job with their measured
@@ -28,12 +29,12 @@ from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Plan
 LEAST_S = 1e-9
 UNKNOWN = "links cost nothing until you write them (within_host, between_hosts)"
 ALIKE = 1.25
-"""Two links count as alike if neither's rate is more than so many times the other's."""
+"""Ratio of rates up to which two links count as alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model as one process measured it."""
+    """Measurements of a model by one process."""
 
     chain: str
     """Path of the list of blocks; "": the model itself."""
@@ -41,19 +42,19 @@ class ModelProfile:
     """Class of the blocks."""
     layers: tuple[Layer, ...]
     micro_batches: int
-    """In one optimizer step of the script."""
+    """Number of micro-batches in one optimizer step of the script."""
     samples: int
-    """In one micro-batch."""
+    """Number of samples in one micro-batch."""
     tied_nbytes: int
     step_s: float
-    """Median of a step without measuring layers: forward and backward passes, and the optimizer."""
+    """Median seconds of a step without measuring layers: forward and backward passes, and the optimizer."""
     period_s: float
-    """From one step to the next, what lies between them included."""
+    """Median seconds from one step to the next, what lies between them included."""
     device: str
     devices: int
     """Number of devices of this kind on this machine."""
     memory_nbytes: int
-    """Memory of one device."""
+    """Bytes of memory of one device."""
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -68,7 +69,7 @@ class ModelProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledFleet:
-    """Devices and links, as the keys of a file."""
+    """Devices and links, as the keys of the planner's file."""
 
     devices: tuple[Mapping[str, Any], ...]
     within_host: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +90,7 @@ def this_machine(profile: ModelProfile) -> ProfiledFleet:
 
 
 def fleet_of_job(facts: Mapping[str, Any], profile: ModelProfile) -> ProfiledFleet | None:
-    """Returns the members of a job as devices like the measured one, with their links; None if nobody is in.
+    """Returns the members of a job as devices like the measured one, with their links; None if the job has no members.
 
     Args:
         facts: What `chaos-lightning status --json --all` says of the job.
@@ -126,7 +127,7 @@ def fleet_of_job(facts: Mapping[str, Any], profile: ModelProfile) -> ProfiledFle
 
 
 def _usual(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the median link, and each that differs from it; the slower direction of each counts."""
+    """Returns the median link, and each link that differs from it; the slower direction of each counts."""
     rates = [min(float(r["there_bps"]), float(r["back_bps"] or math.inf)) for r in rows]
     middle = statistics.median_low(rates)
     latency = statistics.median_low(float(r["latency_s"] or 0.0) for r in rows)
@@ -139,7 +140,7 @@ def _usual(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[dict
 
 
 def write(path: Path, profile: ModelProfile, fleet: ProfiledFleet) -> None:
-    """Writes the planner's file; JSON where its name ends so, else YAML."""
+    """Writes the planner's file; as JSON if its name ends in .json, else as YAML."""
     about: dict[str, Any] = {"micro_batches": profile.micro_batches, "samples": profile.samples}
     if profile.tied_nbytes:
         about["tied_nbytes"] = profile.tied_nbytes
@@ -165,7 +166,7 @@ def write(path: Path, profile: ModelProfile, fleet: ProfiledFleet) -> None:
 
 
 def _told(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that say something, with times in milliseconds and rates in Mbps."""
+    """Returns the fields that are not empty, with times in milliseconds and rates in Mbps."""
     told = dict[str, Any]()
     for key, value in about.items():
         if key.endswith("_s") and value:
@@ -178,7 +179,7 @@ def _told(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimated_s(path: Path) -> float:
-    """Returns the estimator's step of a file's model on one device, without `overheads`, in seconds."""
+    """Returns the estimator's seconds for a step of a file's model on one device, without `overheads`."""
     job = replace(read_job(path), overheads=Overheads())
     whole = Pipeline((PlanStage(job.devices[0].name, 0, len(job.layers)),), job.micro_batches)
     return estimate(job, PipelinePlan(len(job.layers), (whole,))).step_s

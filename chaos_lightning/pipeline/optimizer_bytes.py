@@ -27,13 +27,13 @@ _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 _TIMED = (512, 512)
 _TIMES = 3
 _USUAL_COPIES = 2
-"""Copies of a parameter in the state of an optimizer that cannot be tried, as Adam has them."""
+"""Copies of a parameter in the state of an optimizer that cannot be tried; Adam has as many."""
 _Shape = tuple[tuple[int, ...], int]
 """Shape of a state tensor, and bytes of one element."""
 
 
 class OptimizerCosts:
-    """State and time of optimizers.
+    """Bytes of state and seconds per step of optimizers.
 
     Args:
         optimizers: As the user has made them; their state is neither needed nor changed.
@@ -50,7 +50,7 @@ class OptimizerCosts:
         self._rates: dict[int, float] = {}
 
     def nbytes(self, parameter: Tensor) -> int:
-        """Returns the bytes of state that a parameter will have."""
+        """Returns the bytes of optimizer state that a parameter will have."""
         if parameter not in self._group_of:
             return 0
         optimizer, number = self._group_of[parameter]
@@ -63,7 +63,7 @@ class OptimizerCosts:
         return sum(itemsize * math.prod(_size(x, parameter.shape) for x in shape) for shape, itemsize in shapes)
 
     def seconds(self, parameter: Tensor) -> float:
-        """Returns what one step takes for a parameter on its device; 0 where that cannot be tried."""
+        """Returns the seconds of one optimizer step for a parameter on its device; 0 if that cannot be tried."""
         if parameter not in self._group_of:
             return 0.0
         optimizer, number = self._group_of[parameter]
@@ -73,7 +73,9 @@ class OptimizerCosts:
 
 
 def _size(size: int, shape: Sequence[int]) -> int:
-    """Returns what a dimension of a small parameter's state is for a parameter of another shape."""
+    """Returns the size of a state tensor's dimension for a parameter of this shape, given its size for the small
+    parameter.
+    """
     small = _PRIMES[: len(shape)]
     if size in small:
         return shape[small.index(size)]
@@ -112,7 +114,7 @@ def _seconds_per_byte(optimizer: Optimizer, number: int, like: Tensor) -> float:
 def _copy(
     optimizer: Optimizer, number: int, like: Tensor, shape: Sequence[int]
 ) -> tuple[Optimizer, Callable[[], None]]:
-    """Returns a copy of an optimizer that has one parameter of a shape, and its step."""
+    """Returns a copy of an optimizer that has one parameter of this shape, and a function that steps the copy."""
     if any(isinstance(x, Optimizer) for x in vars(optimizer).values()):
         raise TypeError("it holds another optimizer, which steps parameters of its own")
     parameter = nn.Parameter(torch.ones(tuple(shape), dtype=like.dtype, device=like.device))

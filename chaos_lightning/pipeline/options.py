@@ -1,4 +1,4 @@
-"""Settings of strategy `chaos_pipeline` beside those of `chaos`, declared once (declared.py).
+"""Declares the settings of strategy `chaos_pipeline` beside those of `chaos`, once each (declared.py).
 
 Nothing here imports torch or Lightning, so Hydra's types and docs/settings.md can be made of it.
 """
@@ -18,7 +18,7 @@ from chaos_lightning.settings import absolute_path, from_environment
 
 
 def _size(text: str) -> str:
-    """Returns what is wrong with a size; "" if nothing is."""
+    """Returns an error text about a size; "" if it is right."""
     try:
         return "" if not text or int(text if text.isdigit() else size_nbytes(text)) > 0 else "expected bytes above 0"
     except ValueError as error:
@@ -88,12 +88,12 @@ class PipelineOptions:
 
     @property
     def given_memory(self) -> int | str | None:
-        """The device's memory as `device_memory` (pipeline/device_memory.py) takes it; None: not given."""
+        """Memory of the device as `device_memory` (pipeline/device_memory.py) takes it; None: not given."""
         return (int(self.device_memory) if self.device_memory.isdigit() else self.device_memory) or None
 
     @classmethod
     def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> PipelineOptions:
-        """Merges arguments that are not None over the environment over the defaults.
+        """Returns the settings: arguments that are not None go over the environment, which goes over the defaults.
 
         Raises:
             ConfigurationError: A setting cannot have this value; names it and what is expected.

@@ -1,4 +1,4 @@
-"""Which parameter and buffer belongs to which part of the training state.
+"""Finds which parameter and buffer belongs to which part of the training state.
 
 Theory of operation. A tensor belongs to the layer that uses it: a block's own to that block's layer, others by when an
 operation of the user's step takes them: before the chain (layer 0), between the calls of block i and block i + 1 (layer
@@ -33,7 +33,7 @@ _FILLING = 0.01
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Parts of a model.
+    """Parts of a model, and the layers that use each.
 
     Attributes:
         layers: Number of layers.
@@ -58,7 +58,7 @@ class ModelParts:
 
 
 def find_parts(chain: LayerChain, batch: Any, call: Step | None = None) -> ModelParts:
-    """Runs the user's step once, without gradients, and sees what uses what.
+    """Runs the user's step once, without gradients, and returns which layers use which parameters and buffers.
 
     The model is as before then (`undo.undone`).
 
@@ -112,7 +112,7 @@ def _named(
 
 
 class _Uses(TorchDispatchMode):
-    """Sees at which layer each tensor is taken by an operation, and which ones are written to."""
+    """Mode that notes at which layer an operation takes each tensor, and which tensors are written to."""
 
     supports_higher_order_operators = True
 
@@ -141,7 +141,9 @@ class _Uses(TorchDispatchMode):
 
 @contextmanager
 def _buffers_kept(chain: LayerChain) -> Iterator[set[int]]:
-    """Gives buffers memory of their own within, and their values back after it; yields those of norms that count."""
+    """Gives buffers memory of their own while the block runs, and their values back after it; yields the ids of buffers
+    of norms that keep statistics.
+    """
     buffers = {id(t): t for _, _, _, t in named_tensors(chain.root) if not isinstance(t, torch.nn.Parameter)}
     before = {key: buffer.data for key, buffer in buffers.items()}
     for buffer in buffers.values():
@@ -162,7 +164,7 @@ def _buffers_kept(chain: LayerChain) -> Iterator[set[int]]:
 
 @contextmanager
 def _filled(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Stand-ins of parameters are numbers within, and NaN after it."""
+    """Gives stand-ins of parameters a number for a value while the block runs, and NaN after it."""
     absent = [t for t in tensors if isinstance(t, torch.nn.Parameter) and is_absent(t) and t.is_floating_point()]
     for tensor in absent:
         set_stand_in(tensor, _FILLING)

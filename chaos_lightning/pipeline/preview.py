@@ -1,4 +1,6 @@
-"""Says in a few lines what the planner makes of a job, before anything is trained: does it fit, and who does what."""
+"""Says in a few lines how the planner would run a job, before anything is trained: whether the job fits, and which
+member runs which layers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 def preview(job: TrainingJob, answer: PipelineAnswer, *, ends: bool, memory: bool = True) -> list[str]:
-    """Returns lines for the console: at most four, and one for each stage up to `MOST_ROWS`.
+    """Returns lines for the console about a planned job: at most four, and one for each stage up to `MOST_ROWS`.
 
     Args:
         job: Layers and micro-batches; its devices are the members, by their ids.
@@ -46,7 +48,8 @@ def preview(job: TrainingJob, answer: PipelineAnswer, *, ends: bool, memory: boo
 
 
 def dry_run(request: PipelineRequest, config: EngineConfig) -> list[str]:
-    """Returns what a job of the members at the endpoint would do, or without any, one of `min_nodes` such members.
+    """Returns lines on how a job of the members at the endpoint would run, or without any, one of `min_nodes` such
+    members.
 
     Args:
         request: Of this process; each member's device is taken to be like its own.
@@ -70,14 +73,14 @@ def dry_run(request: PipelineRequest, config: EngineConfig) -> list[str]:
 
 
 def preview_of_view(request: PipelineRequest, view: View) -> list[str]:
-    """Returns what the members of a view do, with times as this member measured them, and without memory."""
+    """Returns lines on what the members of a view do, with times as this member measured them, and without memory."""
     job = _on(request, [(m.id, m.host or m.address) for m in view.members])
     answer = PipelineAnswer(text=view.pipelines, reason="")
     return preview(job, answer, ends=request.ends_without_parts, memory=False)
 
 
 def _on(request: PipelineRequest, ends: Iterable[tuple[str, str]]) -> TrainingJob:
-    """Returns the job on members (id, host) with devices like this one."""
+    """Returns the job on members (id, host) with devices like this process's."""
     devices = [replace(request.device, name=name, host=f"machine {host}") for name, host in ends]
     return replace(request.job, devices=tuple(devices))
 
@@ -113,8 +116,9 @@ def _fit(job: TrainingJob, cost: StepEstimate) -> str:
 
 
 def _rows(job: TrainingJob, plan: PipelinePlan, cost: StepEstimate | None) -> list[str]:
-    """Returns a line for each run of layers that members own, with the memory if that is known, and one for those that
-    are idle."""
+    """Returns a line for each run of layers that members own, with the memory if that is known, and one for idle
+    members.
+    """
     owners: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name, stages in plan.stages.items():
         for stage in stages:
@@ -132,7 +136,8 @@ def _fullest(job: TrainingJob, names: list[str], cost: StepEstimate) -> str:
 
 
 def risk(plan: PipelinePlan, *, ends: bool) -> list[str]:
-    """Returns a line about losses that take the last owner of a layer along; none if each layer has two.
+    """Returns a line about losses of members that take the last owner of a layer along; none if each layer has two
+    owners.
 
     Args:
         plan: The pipelines of the members.

@@ -35,7 +35,7 @@ from chaos_lightning.replication.snapshot import available_nbytes
 
 LEAST_STEPS, STEPS, WARM_UP = 4, 20, 3
 MOST_SPREAD = 0.2
-"""Between the quartiles of steps, as a share of their median, before a note says so."""
+"""Spread between the quartiles of steps, as a share of their median, above which a note tells of it."""
 Outcome = ModelProfile | ConfigurationError
 
 
@@ -83,11 +83,11 @@ class ModelProfiler:
 
     @property
     def done_steps(self) -> int:
-        """Steps of the measurement that are over, without the warm-up."""
+        """Number of steps of the measurement that are over, without the warm-up."""
         return max(0, self._at - WARM_UP - 1)
 
     def attach(self) -> None:
-        """Hears of optimizer steps from now on."""
+        """Begins to hear of optimizer steps."""
         _listen()
         _attached.append(self)
 
@@ -104,7 +104,7 @@ class ModelProfiler:
                 torch.autograd.backward = self._real_backward
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, in this process."""
+        """Notes that an optimizer has stepped in this process."""
         if self._over:
             return
         try:
@@ -123,7 +123,7 @@ class ModelProfiler:
     # ------------------------------------------------------------------------------------------------ its parts
 
     def _meet(self, optimizer: Optimizer) -> None:
-        """Gets to know the model, at the end of the first step."""
+        """Finds the model and its chain, at the end of the first step, and begins to measure them."""
         found = model_of(optimizer) if self.root is None else self.root
         parallel = isinstance(found, nn.parallel.DistributedDataParallel | nn.DataParallel)
         root: nn.Module = found.get_submodule("module") if parallel else found
@@ -157,7 +157,7 @@ class ModelProfiler:
         self._await()
 
     def _await(self) -> None:
-        """The next call of one of the model's modules begins a micro-batch."""
+        """Lets the next call of one of the model's modules begin a micro-batch."""
         self._awaiting = register_module_forward_pre_hook(self._begin)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -192,7 +192,7 @@ class ModelProfiler:
             self._close_pass(timed, began)
 
     def _turn(self, timed: TimedPass | None, began: Any, roots: Sequence[Tensor]) -> None:
-        """The forward pass is over, and the backward pass begins."""
+        """Notes that the forward pass is over and the backward pass begins."""
         if began is None:
             raise UnsupportedError(
                 f"a backward pass began without a forward pass of {type(self.root).__name__} before it; expected one "
@@ -252,7 +252,7 @@ class ModelProfiler:
     # ------------------------------------------------------------------------------------------------ its answer
 
     def profile(self) -> ModelProfile:
-        """Returns what was measured; all steps are over."""
+        """Returns the measured profile, once all steps are over."""
         of_number = Counter(number for number, _ in self._whole)
         micro_batches = of_number.most_common(1)[0][0]
         device, accelerator = self.clock.device, self.clock.device.type != "cpu"
@@ -305,6 +305,8 @@ def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @cache
 def _listen() -> None:
-    """Once in a process; a hook cannot be taken away within a step. It does not keep members from joining by replay."""
+    """Registers the hook of optimizer steps, once in a process: a hook cannot be taken away within a step. The hook
+    does not keep members from joining by replay.
+    """
     _tell.only_looks = True  # type: ignore[attr-defined]
     register_optimizer_step_post_hook(_tell)

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is computed, not on who computes it when (docs/protocol.md, P16).
+"""Gives random numbers that depend on what is computed, not on which member computes it when (docs/protocol.md, P16).
 
 Theory of operation. Each micro-batch of a step has a stream of its own, and within it each block and each module
 outside the chain that has parameters. A stream is seeded by (seed, step, micro-batch, name) when it begins, and the
@@ -20,13 +20,13 @@ from chaos_lightning.data.generators import keyed_randomness
 
 
 def key(*names: object) -> int:
-    """Returns 64 bits that depend on all names."""
+    """Returns a 64-bit key that depends on all names."""
     digest = hashlib.blake2b("\0".join(map(str, names)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 
 class Randomness:
-    """The streams of one job.
+    """Streams of random numbers of one job.
 
     Args:
         seed: The job's.
@@ -40,7 +40,9 @@ class Randomness:
 
     @contextmanager
     def stream(self, *names: object) -> Iterator[None]:
-        """Within it numbers are drawn from the stream of these names; after it, as if nothing had been drawn."""
+        """Draws numbers from the stream of these names while the block runs; after it, generators are as if nothing had
+        been drawn.
+        """
         seed = key(self._seed, *names)
         with keyed_randomness(seed):
             if self._module is None:

@@ -37,7 +37,9 @@ _OVERWRITES = frozenset(("normal_", "uniform_", "fill_", "zero_", "_no_grad_trun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lying:
-    """A tensor on the meta device as it lay when it was logged; its storage is kept, so that none has its address."""
+    """Tensor on the meta device as it lay when it was logged; its storage is kept, so that no other storage gets its
+    address.
+    """
 
     storage: Any
     dtype: torch.dtype
@@ -51,7 +53,7 @@ class _Lying:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it takes all of its storage."""
+        """Whether the tensor takes all of its storage."""
         return math.prod(self.shape) * self.dtype.itemsize == int(self.storage.nbytes())
 
 
@@ -62,13 +64,13 @@ class _Operation:
     kwargs: Any
     out: Any
     written: tuple[_Lying, ...]
-    """Inputs that it writes to."""
+    """Inputs that the operation writes to."""
     dtype: torch.dtype
-    """Default type of floating-point tensors then."""
+    """Default type of floating-point tensors when the operation ran."""
 
 
 class Recording:
-    """The operations by which models were built.
+    """Log of the operations by which models were built.
 
     Args:
         seed: The job's.
@@ -78,11 +80,11 @@ class Recording:
         self._randomness = Randomness(seed)
         self._log: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}
-        """By storage: numbers of the operations that make it or write to it."""
+        """Numbers of the operations that make a storage or write to it, by storage."""
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within it tensors are created without memory."""
+        """Creates tensors without memory while the block runs, and logs their operations."""
         truncated = torch.nn.init._no_grad_trunc_normal_
 
         def logged(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -97,11 +99,11 @@ class Recording:
                 torch.nn.init._no_grad_trunc_normal_ = truncated
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether this tensor was created within `recorded`."""
+        """Returns whether this tensor was created within `recorded`."""
         return tensor.device.type == "meta" and tensor.untyped_storage()._cdata in self._writers
 
     def make(self, tensor: Tensor, name: str) -> Tensor:
-        """Returns what the constructor has made of a tensor that is known, on the CPU.
+        """Returns a tensor that is known, with the values that the constructor gives it, on the CPU.
 
         Raises:
             StateError: An operation cannot run again.
@@ -180,7 +182,7 @@ class Recording:
 
 
 class _WithoutMemory(TorchFunctionMode):
-    """Functions that create tensors do so on the meta device, unless they are given data or a device."""
+    """Mode in which functions that create tensors do so on the meta device, unless they are given data or a device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -242,14 +244,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 def _overwrites(operation: _Operation, storage: int) -> bool:
-    """Whether an operation writes to all of a storage and reads nothing of it."""
+    """Returns whether an operation writes to all of a storage and reads nothing of it."""
     name = str(operation.func).split(".")[1] if hasattr(operation.func, "_schema") else operation.func.__name__
     first = operation.args[0] if operation.args else None
     return name in _OVERWRITES and isinstance(first, _Lying) and first.key == storage and first.is_whole
 
 
 def _viewed(lying: _Lying, env: dict[int, Tensor]) -> Tensor:
-    """Returns the real tensor that lies in its storage as the other one does on the meta device."""
+    """Returns the real tensor that lies in its storage as the logged one does on the meta device."""
     base = env[lying.key]
     if base.dtype != lying.dtype:
         base = torch.view_as_real(base) if base.is_complex() else torch.view_as_complex(base)

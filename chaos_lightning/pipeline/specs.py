@@ -1,4 +1,4 @@
-"""Specs that travel beside the tensors of a border: their form, and what the modules behind it have returned.
+"""Describes the tensors of a border: their form, and what the modules behind it have returned.
 
 Theory of operation. A tree of tuples, lists, dicts and plain values is taken apart into its tensors and a *form*, plain
 data from which the tree is made again: with tensors that were received, or with placeholders. A placeholder has the
@@ -23,8 +23,9 @@ from torch import Tensor
 from chaos_lightning.errors import UnsupportedError, WireError
 
 Form = list[Any]
-"""["tensor", shape, type, whether it needs a gradient, order of dimensions or null], ["tuple" or "list", forms],
-["dict", names, forms] or ["plain", value]."""
+"""Form of a tree: ["tensor", shape, type, whether it needs a gradient, order of dimensions or null], ["tuple" or
+"list", forms], ["dict", names, forms] or ["plain", value].
+"""
 
 _MOST_DIMENSIONS, _MOST_BYTES, _DEEPEST = 16, 1 << 40, 32
 _PLAIN = (bool, int, float, str, type(None))
@@ -33,13 +34,15 @@ _KINDS = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isin
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """Form of a border, and in the order of the calls the name and the form of what each module returned before it."""
+    """Form of a border, and in the order of the calls the name of each module before it and the form of that module's
+    result.
+    """
 
     border: Form
     calls: tuple[tuple[str, Form], ...] = ()
 
     def text(self) -> str:
-        """Returns the JSON text; forms that are equal stand in it once."""
+        """Returns the JSON text; equal forms stand in it once."""
         forms: dict[str, int] = {}
         calls = [[name, forms.setdefault(json.dumps(form), len(forms))] for name, form in self.calls]
         return json.dumps({"border": self.border, "calls": calls, "forms": [json.loads(form) for form in forms]})
@@ -61,7 +64,7 @@ def read(text: str) -> Specs:
 
 
 def take_apart(tree: Any, what: str) -> tuple[tuple[Tensor, ...], Form]:
-    """Returns the tensors of a tree and its form.
+    """Returns the tensors of a tree, and its form.
 
     Args:
         tree: A tensor, or tuples, lists and dicts of tensors and plain values.
@@ -76,7 +79,7 @@ def take_apart(tree: Any, what: str) -> tuple[tuple[Tensor, ...], Form]:
 
 
 def put_together(form: Form, tensors: Iterator[Tensor]) -> Any:
-    """Returns the tree of a form, its tensors taken in order."""
+    """Returns the tree of a form; its tensors are taken in order."""
     kind = form[0]
     if kind == "tensor":
         return next(tensors)
@@ -111,7 +114,7 @@ def laid_out(tensor: Tensor, form: Form) -> Tensor:
 
 
 def fits(tensor: Tensor, form: Form) -> bool:
-    """Whether a tensor has the shape and the type of a form."""
+    """Returns whether a tensor has the shape and the type of a form."""
     return list(tensor.shape) == form[1] and tensor.dtype == _KINDS[form[2]]
 
 
@@ -135,7 +138,9 @@ def _form(tree: Any, tensors: list[Tensor], what: str) -> Form:
 
 
 def _order(tensor: Tensor) -> list[int] | None:
-    """Returns the dimensions from the widest stride to the least one, if the elements are dense in that order alone."""
+    """Returns the dimensions from the widest stride to the least one, if the elements are dense in that order alone;
+    else None.
+    """
     if tensor.is_contiguous():
         return None
     strides = tensor.stride()

@@ -1,4 +1,5 @@
-"""Speed at which a member computes its units, beside what it foresaw when it asked for pipelines; and its steps.
+"""Measures the speed at which a member computes its units, relative to the one foreseen when it asked for pipelines;
+and times its steps.
 
 Theory of operation. The request has a time for each layer, so it foresees a time for the units of a step, whichever
 layers they are of. The speed of a step is that time over the one that the device took. The median of the latest steps
@@ -33,7 +34,7 @@ IDLE_STEPS = 200
 
 
 class UnitSpeed:
-    """See the module.
+    """Speed of one member's units, and times of its steps (see the module).
 
     Args:
         foreseen: Layers with their times, and this member's device.
@@ -45,7 +46,7 @@ class UnitSpeed:
         self._steps = deque[float](maxlen=WINDOW)
         self._idle = 0
         self.told = 0.0
-        """Median of the latest steps, 1: as foreseen, 0: not known. Any thread may read it."""
+        """Median speed of the latest steps, 1: as foreseen, 0: not known. Any thread may read it."""
         self.step_time = StepTime()
         """Medians of the latest steps of the plan in force. Any thread may read it."""
         self._plan: PipelinePlan | None = None
@@ -53,7 +54,7 @@ class UnitSpeed:
         self._last: tuple[Mark, Mark] | None = None  # of the last step: its first unit begins, its last one ends
 
     def follow(self, plan: PipelinePlan) -> None:
-        """Steps run by this plan from now on."""
+        """Takes this plan for the one by which steps run from now on."""
         if plan != self._plan:
             self._plan, self._last, self.step_time = plan, None, StepTime()
             self._times.clear()

@@ -1,4 +1,4 @@
-"""One member's part of a training step in a pipeline: an attempt at it runs its units, and reduces what they sum up.
+"""Runs one member's part of a training step in a pipeline: an attempt at it runs its units, and reduces their sums.
 
 Theory of operation. `open` begins an attempt: borders of other members are let in, an accumulation by parts begins, and
 memory is laid out for the parts that the member owns under the attempt's view. `run` has the executor run the units.
@@ -45,7 +45,7 @@ from chaos_lightning.settings import EngineConfig
 
 @dataclass(frozen=True)
 class StepContribution:
-    """Results of an attempt at this member, all of whose parts are reduced here.
+    """Results of an attempt at this member, once all parts that it owns are reduced here.
 
     Attributes:
         weight: Sum of the weights of micro-batches whose last layers ran here.
@@ -65,7 +65,7 @@ class StepContribution:
 
 
 class _Readiness:
-    """Tells an accumulation which parts are done with backward passes, given layers that are.
+    """Tells an accumulation which parts are done with backward passes, given the layers that are.
 
     A part that several layers use is done when all of them are that run here; one that none of them uses, at once.
     """
@@ -76,7 +76,7 @@ class _Readiness:
         self._running: dict[str, set[int]] = {}
 
     def begin(self, units: Sequence[StepUnit]) -> None:
-        """The units of the attempt that was opened."""
+        """Takes the units of the attempt that was opened, and closes the parts that none of them uses."""
         here = {layer for u in units if u.kind == BACKWARD for layer in range(u.first, u.end)}
         left = {part: here.intersection(users) for part, users in self._parts.users.items()}
         self._closing = {part: set(layers) for part, layers in left.items() if layers}
@@ -92,7 +92,7 @@ class _Readiness:
 
 
 def _used_up(left: dict[str, set[int]], layers: Collection[int]) -> list[str]:
-    """Takes these layers off; returns the parts that have none left, and forgets them."""
+    """Takes these layers off the parts that wait for them; returns the parts that have none left, and forgets them."""
     found = []
     for part in [part for part, its in left.items() if not its.isdisjoint(layers)]:
         left[part].difference_update(layers)
@@ -103,7 +103,8 @@ def _used_up(left: dict[str, set[int]], layers: Collection[int]) -> list[str]:
 
 
 class PipelineStep:
-    """See the module. One for the life of a member; its methods belong to the training thread unless said otherwise.
+    """Runs this member's units of each step, and reduces their sums. One object serves for the life of a member; its
+    methods belong to the training thread unless said otherwise.
 
     Args:
         root: The model.
@@ -130,7 +131,7 @@ class PipelineStep:
     ) -> None:
         self._root, self._accumulation, self._parts = root, accumulation, parts
         self.borders = exchange
-        """Takes frames with border tensors (the loop's thread)."""
+        """Exchange of border tensors; takes their frames (the loop's thread)."""
         self._readiness = _Readiness(parts, accumulation)
         self.executor = PipelineExecutor(root, layers, exchange, self._readiness, around=around, device=device)
         self._speed: UnitSpeed | None = None
@@ -140,18 +141,20 @@ class PipelineStep:
         self._micro_batches: tuple[Span, ...] = ()
         self._changed = threading.Condition()
         self._reduced = SlotAttempt(NO_VIEW, -1)
-        """The last attempt all of whose bytes are here."""
+        """Last attempt all of whose bytes are reduced here."""
         self._over = NO_VIEW
-        """Attempts of this and older views are over."""
+        """View whose attempts, and those of older views, are over."""
 
     def foresee(self, job: TrainingJob) -> None:
-        """Measures from now on how fast this member computes, beside what it has told the scheduler of its layers."""
+        """Measures from now on this member's speed, relative to the layer times that it has told the scheduler."""
         self._speed = UnitSpeed(job, self.executor.clock)
 
     # ------------------------------------------------------------------ an attempt
 
     def remember_base(self) -> None:
-        """Before the first attempt of a step, and when parts were pulled: the model is the last header's."""
+        """Takes the model for the last header's: to be called before the first attempt of a step, and when parts were
+        pulled.
+        """
         self.executor.remember_base()
         self._accumulation.settle()
 
@@ -179,7 +182,7 @@ class PipelineStep:
         self._readiness.begin(self._units)
 
     def run(self, step: int, batch: Callable[[int], Any], weight: Callable[[int], float]) -> StepContribution:
-        """Runs the attempt's units, and waits until all that this member owns is reduced.
+        """Runs the attempt's units, and waits until all parts that this member owns are reduced.
 
         Args:
             step: Number of the optimizer step.
@@ -234,7 +237,7 @@ class PipelineStep:
         return self.executor.run(StepWork(attempt, -attempt.seq, units, batch, lambda _: 0.0, call))
 
     def drop(self) -> None:
-        """Undoes what the attempt has done at this member: buffers are as they were, and gradients are gone."""
+        """Undoes all that the attempt has done at this member: buffers are as they were, and gradients are gone."""
         self.executor.drop()
 
     def commit(self, header: Header) -> None:
@@ -244,7 +247,7 @@ class PipelineStep:
         self._accumulation.apply(header, totals)
 
     def _shares(self, covered: Sequence[LayersCovered]) -> dict[str, float]:
-        """By part: how many passes of micro-batches through its layers its buffers have seen here."""
+        """Returns by part the number of passes of micro-batches through its layers that its buffers have seen here."""
         passes = {layer: count(row.micro_batches) for row in covered for layer in range(row.first, row.end)}
         return {part: float(sum(passes.get(u, 0) for u in users)) for part, users in self._parts.users.items()}
 
@@ -267,21 +270,21 @@ class PipelineStep:
 
     @property
     def speed(self) -> float:
-        """How fast this member computes its units, beside what was foreseen; 0: not known."""
+        """Speed at which this member computes its units, relative to the foreseen one; 0: not known."""
         return 0.0 if self._speed is None else self._speed.told
 
     def step_time(self, view: ViewId) -> StepTime:
-        """Medians of the latest steps by the plan of this view."""
+        """Returns the medians of the latest steps by the plan of this view."""
         return self._speed.step_time if self._speed is not None and view == self._attempt.view else StepTime()
 
     def reduced(self, view: ViewId, seq: int) -> None:
-        """All that this member owns is reduced; the reducer's `on_done`."""
+        """Notes that all parts that this member owns are reduced; the reducer's `on_done`."""
         with self._changed:
             self._reduced = SlotAttempt(view, seq)
             self._changed.notify_all()
 
     def end(self, view: ViewId) -> None:
-        """Ends attempts of this and older views, for a recovery has begun, or this member is out.
+        """Ends attempts of this and older views, because a recovery has begun, or this member is out.
 
         The reducer and links were told before.
         """
@@ -291,7 +294,7 @@ class PipelineStep:
             self._changed.notify_all()
 
     def restart(self) -> None:
-        """No attempt is known any more: this member joins again, and views of another chain may be older."""
+        """Forgets all attempts: this member joins again, and views of another chain may be older."""
         self.borders.restart()
         with self._changed:
             self._over, self._reduced = NO_VIEW, SlotAttempt(NO_VIEW, -1)

@@ -1,4 +1,5 @@
-"""Finds what depends on placeholders: a mode in which each operation hands the names of its inputs on to its outputs.
+"""Finds which tensors depend on placeholders: a mode in which each operation hands the names of its inputs on to its
+outputs.
 
 Theory of operation. Modes of torch see every operation with its tensors. A tensor that was made from a placeholder, by
 whatever way, carries its name, by the memory that it lies in. Operations that take but the shape of their input (such
@@ -32,7 +33,7 @@ _OURS = ("/torch/", "/chaos_lightning/pipeline/", "/lightning/")
 
 
 class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names on tensors that depend on placeholders.
+    """Mode that puts names on tensors that depend on placeholders.
 
     Args:
         deep: It follows operations within modules that are real, too. They may then be other operations, with other
@@ -45,7 +46,9 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._deep = deep
         self._named: dict[int, tuple[frozenset[str], object]] = {}
-        """By the address of a storage: names, and the storage, so that its address is not another one's meanwhile."""
+        """Names by the address of a storage, with the storage itself, so that no other storage gets its address
+        meanwhile.
+        """
 
     def mark(self, tree: Any, names: frozenset[str]) -> None:
         """Puts names on all tensors of a tree."""
@@ -62,7 +65,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset().union(*found)
 
     def through(self, given: Any, real: Callable[[], Any]) -> Any:
-        """Returns the result of a real module, which has the names of what it was given."""
+        """Returns the result of a real module, which gets the names of the module's inputs."""
         names = self.names(given)
         aside = not self._deep and _get_current_dispatch_mode() is self
         with _pop_mode_temporarily() if aside else nullcontext():
@@ -87,12 +90,12 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _masked(self, args: tuple[Any, ...]) -> bool:
-        """Whether an index by a mask needs the mask's values for the shape of its result."""
+        """Returns whether an index by a mask needs the mask's values for the shape of its result."""
         return any(t.dtype in (torch.bool, torch.uint8) and self.names(t) for t in _tensors(args[1:]))
 
 
 def takes_shape_only(func: Any) -> bool:
-    """Whether an operation takes no values of its inputs."""
+    """Returns whether an operation takes no values of its inputs."""
     return bool(_SHAPE_ONLY.fullmatch(_operation(func)))
 
 
@@ -102,13 +105,13 @@ def _operation(func: Any) -> str:
 
 
 def listed(names: frozenset[str]) -> str:
-    """Returns the names in order, for a sentence."""
+    """Returns the names in order, as text for a sentence."""
     ordered = sorted(names)
     return ", ".join(ordered[:6]) + (f" and {len(ordered) - 6} more" if len(ordered) > 6 else "")
 
 
 def has_nan(tree: Any) -> bool:
-    """Whether a tensor of a tree holds NaN; a sum that is a number tells at once that it does not."""
+    """Returns whether a tensor of a tree holds NaN; a sum that is a number tells at once that the tensor does not."""
     floats = [t.detach() for t in _tensors(tree) if (t.is_floating_point() or t.is_complex()) and not t.is_meta]
     return any(bool(t.sum().isnan()) and bool(t.isnan().any()) for t in floats)
 
@@ -119,7 +122,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _place() -> str:
-    """Returns where in the user's program this is."""
+    """Returns the place in the user's program that runs this operation, as text for an error; "" if there is none."""
     for frame in reversed(traceback.extract_stack()):
         if not any(part in frame.filename for part in _OURS) and "<" not in frame.filename:
             return f' ({frame.filename.rpartition("/")[2]}, line {frame.lineno}: "{frame.line}")'

@@ -1,5 +1,5 @@
-"""How border tensors lie in frames: what one stage of a pipeline sends to the next one, and the gradients that go
-back.
+"""Writes border tensors into frames and reads them: activations that one stage of a pipeline sends to the next one, and
+the gradients that go back.
 
 Theory of operation. A border is a few tensors and a text (its specs). It is written as a head, a table with the type
 and the shape of each tensor, the text, and the tensors' bytes, each tensor at a multiple of 64 bytes. If that fits
@@ -27,7 +27,7 @@ MAX_TENSORS = 256
 MAX_DIMENSIONS = 16
 MAX_SPECS_NBYTES = 4 << 20
 MAX_BORDER_NBYTES = 1 << 40
-"""No border is larger, whatever memory there is."""
+"""Bytes of the largest border, whatever memory there is."""
 ALIGNED_NBYTES = 64
 
 _FORMAT = 1
@@ -45,7 +45,7 @@ _NO_TENSOR = 0
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Tensors between two stages.
+    """Tensors that pass between two stages.
 
     Attributes:
         tensors: Activations, or gradients; None stands for no gradient.
@@ -114,7 +114,7 @@ def _bytes_of(tensor: Tensor) -> list[memoryview]:
 
 
 def _cut(pieces: Sequence[memoryview], most_nbytes: int) -> list[list[memoryview]]:
-    """Returns the pieces in groups of at most so many bytes."""
+    """Returns the pieces in groups of at most `most_nbytes` bytes."""
     groups: list[list[memoryview]] = [[]]
     room = most_nbytes
     for piece in pieces:
@@ -142,7 +142,7 @@ class BorderReader:
         self._limit_nbytes = limit_nbytes
         self._first: np.ndarray | None = None
         self._memory: np.ndarray | None = None
-        """The tensors' bytes, once the head is known."""
+        """Bytes of the tensors, once the head is known."""
         self._got = 0
         self._rows: list[tuple[torch.dtype | None, tuple[int, ...]]] = []
         self._specs = ""
@@ -173,7 +173,7 @@ class BorderReader:
         return self._memory[self._got : self._got + nbytes].data
 
     def filled(self, nbytes: int) -> None:
-        """Takes note that the memory that `room` gave last is filled.
+        """Notes that the memory that `room` returned last is filled.
 
         Raises:
             WireError: The first frame announces no border, or one beyond the limits.
@@ -211,7 +211,7 @@ class BorderReader:
         return Border(tuple(tensors), self._specs)
 
     def _read_head(self, memory: np.ndarray) -> tuple[int, int]:
-        """Returns the bytes of the head with table and specs, and of the tensors."""
+        """Reads the head; returns the bytes of the head with table and specs, and of the tensors."""
         data = memory.data
         if data.nbytes < _HEAD.size:
             raise WireError(f"a border tensor begins with {data.nbytes} bytes; expected at least {_HEAD.size}")

@@ -1,4 +1,5 @@
-"""Words of pipeline members beside a step's gradients, and the conclusions of all of them (protocol.md P11).
+"""Encodes the values that pipeline members send beside a step's gradients, and computes what follows from those of all
+(protocol.md P11).
 
 Theory of operation. A member says the squared norm of each part whose oldest owner it is, the losses of micro-batches
 whose last layers it ran, and for each of these bytes that its strategy gives (logged values). This is the payload of
@@ -34,13 +35,13 @@ from chaos_lightning.protocol.types import MAX_PARTS, Header, View
 T = TypeVar("T")
 _VERSION = 1
 _HEAD = struct.Struct("<BQIII")
-"""Version, samples, and the numbers of norms, losses and extras that follow."""
+"""Head of a payload: version, samples, and the numbers of norms, losses and extras that follow."""
 _NORM, _LOSS, _EXTRA = struct.Struct("<IdB"), struct.Struct("<Idd"), struct.Struct("<II")
 
 
 @dataclass(frozen=True)
 class ToldStep:
-    """Words of one member beside its gradients.
+    """Values that one member sends beside its gradients.
 
     Attributes:
         norms: By number of a part whose oldest owner it is: of the reduced sum of its gradients.
@@ -55,7 +56,7 @@ class ToldStep:
     samples: int = 0
 
     def encode(self) -> bytes:
-        """Returns the payload; empty if there is nothing to say."""
+        """Returns the payload; empty if there are no values."""
         if not (self.norms or self.losses or self.extra or self.samples):
             return b""
         extra = sorted(self.extra.items())
@@ -71,7 +72,7 @@ class ToldStep:
 
     @staticmethod
     def decode(data: bytes) -> ToldStep:
-        """Reads what `encode` wrote.
+        """Reads a payload that `encode` wrote.
 
         Raises:
             WireError: Somebody else wrote it; says what is wrong.
@@ -140,7 +141,7 @@ class StepOutcome:
 
 
 def agreed(header: Header, view: View) -> StepOutcome:
-    """Returns what the members have said with a committed step.
+    """Returns the outcome of a committed step, from the payloads of all members.
 
     Args:
         header: The step's.

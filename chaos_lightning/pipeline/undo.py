@@ -32,7 +32,7 @@ from chaos_lightning.pipeline.randomness import Randomness
 MOST_ITEMS = 64
 MOST_ARRAY_NBYTES = 1 << 20
 _DEEPEST = 3
-"""Containers within containers that are looked into."""
+"""Greatest depth of containers within containers that are looked into."""
 _CONTAINERS = (list, dict, set, deque, tuple)
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 _CONSTANT = frozenset((*vars(nn.Module()), "_compiled_call_impl", "_defaults", "_persistent", "_reductions"))
@@ -44,7 +44,7 @@ _Batch = list[tuple[Tensor, Tensor]]
 
 @dataclass(slots=True)
 class _Saved:
-    """A value that can change in place, and what was in it.
+    """Value that can change in place, and a copy of what was in it.
 
     Attributes:
         value: The object itself.
@@ -59,7 +59,7 @@ class _Saved:
     inner: dict[Any, _Saved] = field(default_factory=dict)
 
     def renewed(self, value: Any, batch: _Batch) -> bool:
-        """Takes a tensor in the place of the one that was saved; returns whether that could be.
+        """Takes a tensor in place of the one that was saved; returns whether that was possible.
 
         Args:
             value: Of the same type, shape and device.
@@ -130,7 +130,7 @@ def _holds_modules(value: Any) -> bool:
 
 
 class _Attributes:
-    """Attributes of one object."""
+    """Attributes of one object, as they were when they were remembered."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
@@ -140,7 +140,7 @@ class _Attributes:
         self._modules: dict[str, Any] = {}
 
     def remember(self, batch: _Batch) -> bool:
-        """Keeps the attributes; returns whether the object may hold other modules than before.
+        """Keeps the attributes as they are; returns whether the object may hold other modules than before.
 
         Args:
             batch: Takes copies whose values are still to be filled in.
@@ -184,7 +184,7 @@ class _Attributes:
 
 
 class Undo:
-    """Keeps what a step may change in Python, to put it back. See the module.
+    """Keeps the attributes that a step may change in Python, to put them back. See the module.
 
     Args:
         module: The user's model.
@@ -197,7 +197,7 @@ class Undo:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Keeps what is there now."""
+        """Keeps all attributes as they are now."""
         batch: _Batch = []
         moved = [attributes.remember(batch) for attributes in self._kept.values()]
         if not moved or any(moved):
@@ -208,7 +208,7 @@ class Undo:
             torch._foreach_copy_([copy for copy, _ in batch], [value for _, value in batch])
 
     def restore(self) -> None:
-        """Puts back what was there when `remember` was called."""
+        """Puts back the attributes as they were when `remember` was called."""
         for attributes in self._kept.values():
             attributes.restore()
 
@@ -233,7 +233,7 @@ class Undo:
 
 @contextmanager
 def undone(module: nn.Module, *others: object) -> Iterator[Callable[[], None]]:
-    """Within it the user's step may run; afterwards it is as if it had not.
+    """Lets the user's step run while the block runs; afterwards the model is as if it had not run.
 
     Attributes, buffers, gradients and random numbers are as before then; within it there are no gradients at first.
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of the whole model where some of its parts are here, and the others at other members.
+"""Writes a checkpoint of the whole model by a member that has some of its parts; other members hold the rest.
 
 Theory of operation. The file is what `torch.save` writes where the whole model is in one process. torch lays it out
 without the bytes of tensors (`torch.serialization.skip_data`), and tensors that are absent here stand in it as fake
@@ -43,24 +43,26 @@ from chaos_lightning.replication.access import module_tensors, rebuild
 from chaos_lightning.replication.memory import region, synchronize
 
 PIECE_NBYTES = 4 << 20
-"""Bytes that are written at a time."""
+"""Number of bytes that are written at a time."""
 _DESCRIPTOR, _ENTRY = b"PK\x07\x08", b"PK\x01\x02"
-"""Marks of zip archives: of what follows a record's bytes, and of a record's entry in the directory at the end."""
+"""Marks of zip archives: of the descriptor after a record's bytes, and of a record's entry in the directory at the
+end.
+"""
 
 
 class PartSource(Protocol):
-    """Gives the parts that others hold (member/part_moves.py)."""
+    """Source of the parts that other members hold (member/part_moves.py)."""
 
     def manifest(self, part: str) -> Mapping[str, Any]:
-        """Returns what is no tensor of a part: `PartState.manifest` of an owner."""
+        """Returns the description of a part without its tensors: `PartState.manifest` of an owner."""
 
     def tensors(self, part: str) -> Iterable[tuple[str, Tensor]]:
-        """Returns the tensors of a part, by the names of `PartState.tensors`."""
+        """Yields the tensors of a part, by the names of `PartState.tensors`."""
 
 
 @dataclass(frozen=True)
 class PartialModel:
-    """A model of which some parts are here.
+    """Model of which some parts are here.
 
     Attributes:
         root: The model, with stand-ins for what is absent.
@@ -73,7 +75,7 @@ class PartialModel:
     optimizers: Sequence[Optimizer] = ()
 
     def absent(self) -> dict[int, tuple[str, Tensor]]:
-        """Returns stand-ins, with names as in `PartState.tensors`, by the storage that they lie in."""
+        """Returns the stand-ins, with names as in `PartState.tensors`, by the storage that they lie in."""
         return {storage_of(t): (name, t) for name, t in module_tensors(self.root) if is_absent(t)}
 
     def lacking(self) -> list[str]:
@@ -86,7 +88,7 @@ class PartialModel:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Returns a number of the memory that a tensor lies in; 0 if it lies in none of its own."""
+    """Returns a number for the memory that a tensor lies in; 0 if the tensor has none of its own."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return int(tensor.untyped_storage()._cdata)
@@ -126,9 +128,9 @@ class WholeFile:
         self._model, self._source = model, source
         self._absent = model.absent()
         self._fakes: dict[str, Tensor] = {}
-        """By their names in parts, absent tensors that are in the checkpoint."""
+        """Fake tensors of absent ones that are in the checkpoint, by their names in parts."""
         self._parts: set[str] = set()
-        """Parts that these are of."""
+        """Parts to which the fake tensors belong."""
         self._mode = FakeTensorMode()
         whole = dict(checkpoint)
         if self._absent and whole.get("optimizer_states"):
@@ -146,7 +148,7 @@ class WholeFile:
         return self._fakes[name]
 
     def _whole_states(self, given: Sequence[Any]) -> list[Any]:
-        """Adds what optimizers keep for absent parameters to their states."""
+        """Returns optimizer states with those of absent parameters added."""
         optimizers = self._model.optimizers
         manifests = {part: self._source.manifest(part)["optimizers"] for part in self._model.lacking()}
         for part, theirs in manifests.items():
@@ -184,7 +186,7 @@ class WholeFile:
         return make
 
     def _for_absent(self, tensor: Tensor) -> Tensor | None:
-        """Returns what is written for a tensor that is absent; None: it is here."""
+        """Returns the fake tensor that is written for an absent tensor; None: the tensor is here."""
         found = self._absent.get(storage_of(tensor))
         if found is None:
             return None
@@ -197,12 +199,14 @@ class WholeFile:
         return self._fake(name, stands_in.dtype, stands_in.shape, stands_in.device, part)
 
     def _lay_out(self, whole: dict[str, Any]) -> tuple[_Skeleton, dict[str, UntypedStorage]]:
-        """Has torch lay out the file; returns what is no tensor's, and the storages by the names of their records."""
+        """Lets torch lay out the file; returns the bytes that belong to no tensor, and the storages by the names of
+        their records.
+        """
         storages: dict[str, UntypedStorage] = {}
         skeleton, for_absent = _Skeleton(), self._for_absent
 
         class Pickler(pickle.Pickler):
-            """torch's own is made of this one."""
+            """Pickler from which torch derives its own."""
 
             def __init_subclass__(cls) -> None:
                 theirs = cls.persistent_id
@@ -254,7 +258,9 @@ class WholeFile:
     def _write_part(
         self, fd: int, part: str, awaited: dict[str, str], places: Mapping[str, tuple[int, int]]
     ) -> list[tuple[str, int]]:
-        """Writes what is awaited of a part; returns the checksums of these records. Nothing of it stays in memory."""
+        """Writes the awaited tensors of a part; returns the checksums of their records. Nothing of the part stays in
+        memory.
+        """
         sums = []
         for name, tensor in self._source.tensors(part):
             if name in awaited:
@@ -273,7 +279,7 @@ class WholeFile:
 
 
 def _kept(state: Any, optimizer: Optimizer) -> Mapping[Any, Any]:
-    """Returns what an optimizer's state has by the numbers of parameters."""
+    """Returns the entries of an optimizer's state, by the numbers of parameters."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise StateError(
             f"{type(optimizer).__qualname__}.state_dict() has a form of its own, which members with parts of the model "
@@ -283,7 +289,7 @@ def _kept(state: Any, optimizer: Optimizer) -> Mapping[Any, Any]:
 
 
 class _Skeleton:
-    """Takes a file from torch: what is written, and the gaps that it leaves for tensors."""
+    """File object that takes a file from torch: the pieces that are written, and the gaps that are left for tensors."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, bytes]] = []
@@ -307,7 +313,7 @@ class _Skeleton:
 
 
 def _check_room(fd: int, path: Path, nbytes: int) -> None:
-    """A file that has no room is not begun, for others would send parts of it in vain."""
+    """Raises OSError if the disk has no room for the file, before other members send parts of it in vain."""
     disk = os.fstatvfs(fd)
     if disk.f_bavail * disk.f_frsize < nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
@@ -369,7 +375,7 @@ _SHAPE_ONLY = frozenset(
 
 
 class AbsentTensor(Tensor):
-    """Stands in a state dict for a tensor at other members: its shape can be asked for, its values cannot."""
+    """Stand-in in a state dict for a tensor at other members: its shape can be asked for, its values cannot."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.dtype}{list(self.shape)} at other members>"
@@ -385,7 +391,7 @@ class AbsentTensor(Tensor):
 
 
 class _NoValues(TorchFunctionMode):
-    """Within it nothing uses the values of absent tensors.
+    """Mode in which nothing uses the values of absent tensors.
 
     Args:
         absent: From `PartialModel.absent`.
@@ -406,7 +412,7 @@ class _NoValues(TorchFunctionMode):
 
 
 def _gives_itself(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a function gives of an absent tensor one that is as absent, in the same memory."""
+    """Returns whether a function returns for an absent tensor one that is as absent, in the same memory."""
     return func is Tensor.detach or (func is Tensor.cpu and args[0].device.type == "cpu")
 
 
