@@ -1,4 +1,4 @@
-"""The training state as byte ranges: publishing it as a donor, pulling it as a joiner.
+"""Replicates the training state as byte ranges: donors publish it, joiners pull it.
 
 `table` says what the state consists of, `memory` gets at its bytes, `manifest` carries the rest, `access` names the
 parts of a training process, `bulk` frames them on a socket, `server` serves (and `forward` relays for those without a

@@ -1,4 +1,5 @@
-"""Where the training state is: the protocol that donors and joiners use, and an implementation for plain PyTorch.
+"""Gives access to the training state: the protocol that donors and joiners use, and an implementation for plain
+PyTorch.
 
 Theory of operation. A `StateAccess` names the replicated tensors in a fixed order and gives everything else as a
 manifest. The joiner side works in two calls around the transfer: `prepare(manifest, table)` makes its tensors match
@@ -27,27 +28,29 @@ from chaos_lightning.replication.table import DTYPES, StateTable, dtype_name
 
 @runtime_checkable
 class StateAccess(Protocol):
-    """The replicated state of one training process (protocol.md 21)."""
+    """Access to the replicated state of one training process (protocol.md 21)."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Parameters, buffers, optimizer tensors: live references, in an order that is equal on all members."""
+        """Returns parameters, buffers and optimizer tensors: live references, in an order that is equal on all
+        members.
+        """
         ...
 
     def manifest(self) -> dict[str, object]:
-        """Everything else, as values that `manifest.encode_manifest` takes."""
+        """Returns everything else, as values that `manifest.encode_manifest` takes."""
         ...
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        """Make `tensors()` match the donor's table; tensors within the manifest are not filled yet."""
+        """Makes `tensors()` match the donor's table; tensors within the manifest are not filled yet."""
         ...
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """All bytes arrived: take over the rest."""
+        """Takes over the manifest's other values, once all bytes have arrived."""
         ...
 
 
 class Stateful(Protocol):
-    """Schedulers, gradient scalers and the like."""
+    """Object with a state dict, such as a scheduler or a gradient scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -58,14 +61,14 @@ class Stateful(Protocol):
 
 
 def module_tensors(module: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
-    """Parameters, then buffers (persistent or not), each memory once, as `param.NAME` and `buffer.NAME`."""
+    """Returns parameters, then buffers (persistent or not), each memory once, as `param.NAME` and `buffer.NAME`."""
     named: list[tuple[str, Tensor]] = [(f"{prefix}param.{n}", p) for n, p in module.named_parameters()]
     named += [(f"{prefix}buffer.{n}", b) for n, b in module.named_buffers()]
     return named
 
 
 def module_extra(module: nn.Module) -> dict[str, Any]:
-    """Returns what submodules keep beside tensors (`get_extra_state`), by name."""
+    """Returns the extra state that submodules keep beside tensors (`get_extra_state`), by name."""
     return {
         name: child.get_extra_state()
         for name, child in module.named_modules()
@@ -74,7 +77,7 @@ def module_extra(module: nn.Module) -> dict[str, Any]:
 
 
 def restore_module_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Give submodules back what `module_extra` collected."""
+    """Gives submodules back the extra state that `module_extra` collected."""
     children = dict(module.named_modules())
     for name, value in extra.items():
         if name not in children:
@@ -101,7 +104,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _slots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """(key, state value) in fixed order: by parameter position, then what is kept under other keys."""
+    """Yields (key, state value) in fixed order: by parameter position, then values that are kept under other keys."""
     positions = {id(p): i for i, p in enumerate(_parameters(optimizer))}
     by_position = {positions[id(k)]: v for k, v in optimizer.state.items() if id(k) in positions}
     for position in sorted(by_position):
@@ -111,7 +114,7 @@ def _slots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def optimizer_tensors(optimizer: Optimizer, prefix: str = "optim0", *, rest: bool = False) -> list[tuple[str, Tensor]]:
-    """State tensors (moments, step counters), then hyperparameters that are tensors, in fixed order.
+    """Returns state tensors (moments, step counters), then hyperparameters that are tensors, in fixed order.
 
     Args:
         optimizer: Any.
@@ -127,7 +130,7 @@ def optimizer_tensors(optimizer: Optimizer, prefix: str = "optim0", *, rest: boo
 
 
 def _describe(value: Any, beside: Tensor | None) -> dict[str, Any]:
-    """A state value with its tensors replaced by what is needed to make them."""
+    """Returns a description of a state value: each tensor is replaced by the facts that are needed to make it."""
     if isinstance(value, Tensor):
         # Step counters stay on the host although a donor's parameters may lie there, too: the joiner's may not.
         counter = value.device.type == "cpu" and value.dim() == 0
@@ -143,8 +146,9 @@ def _describe(value: Any, beside: Tensor | None) -> dict[str, Any]:
 
 
 Make = Callable[[str, Any, torch.dtype, tuple[int, ...], bool], Tensor]
-"""Makes a tensor of a state value, given its name, what is there now, its type, its shape, and whether it lies beside
-its parameter; else it lies on the host."""
+"""Function that makes a tensor of a state value, given its name, the present value, its type, its shape, and whether it
+lies beside its parameter; else it lies on the host.
+"""
 
 
 def rebuild(tree: Mapping[str, Any], current: Any, path: str, make: Make) -> Any:
@@ -175,7 +179,9 @@ def rebuild(tree: Mapping[str, Any], current: Any, path: str, make: Make) -> Any
 
 
 def _rebuild(tree: Mapping[str, Any], current: Any, beside: Tensor | None, path: str) -> Any:
-    """Returns the value that `_describe` saw; tensors of `current` that fit are kept: references to them stay good."""
+    """Returns the value that `_describe` saw; tensors of `current` that fit are kept, so that references to them stay
+    good.
+    """
 
     def make(_: str, current: Any, dtype: torch.dtype, shape: tuple[int, ...], is_beside: bool) -> Tensor:
         if isinstance(current, Tensor) and current.dtype is dtype and tuple(current.shape) == shape:
@@ -189,7 +195,9 @@ def _rebuild(tree: Mapping[str, Any], current: Any, beside: Tensor | None, path:
 
 
 def optimizer_manifest(optimizer: Optimizer, *, rest: bool = False) -> dict[str, Any]:
-    """Groups and state of an optimizer without its tensors' bytes; `rest`: without what it keeps for parameters."""
+    """Returns groups and state of an optimizer without its tensors' bytes; with `rest`, without the state of
+    parameters.
+    """
     params = _parameters(optimizer)
     groups = []
     for group in optimizer.param_groups:
@@ -204,7 +212,7 @@ def optimizer_manifest(optimizer: Optimizer, *, rest: bool = False) -> dict[str,
 def restore_optimizer(
     optimizer: Optimizer, manifest: Mapping[str, Any], *, prefix: str = "optim0", rest: bool = False
 ) -> None:
-    """Make the optimizer match a manifest: hyperparameters, state values, and tensors of the right type and shape.
+    """Makes the optimizer match a manifest: hyperparameters, state values, and tensors of the right type and shape.
 
     Tensors that are new here hold zeros until somebody fills them.
 
@@ -240,7 +248,7 @@ def restore_optimizer(
 def restore_optimizers(
     optimizers: Sequence[Optimizer], given: Sequence[Mapping[str, Any]], *, rest: bool = False
 ) -> None:
-    """`restore_optimizer` for all of a member's; they are called optim0, optim1, ..."""
+    """Calls `restore_optimizer` for all optimizers of a member, which are named optim0, optim1, ..."""
     _check_count(optimizers, given)
     for number, (optimizer, manifest) in enumerate(zip(optimizers, given, strict=True)):
         restore_optimizer(optimizer, manifest, prefix=f"optim{number}", rest=rest)
@@ -250,7 +258,7 @@ def restore_optimizers(
 
 
 def _kept_for(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Those of the parameters that the optimizer steps."""
+    """Returns those of the parameters that the optimizer steps."""
     mine = {id(p) for p in _parameters(optimizer)}
     return [(name, p) for name, p in parameters if id(p) in mine]
 
@@ -258,7 +266,9 @@ def _kept_for(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) ->
 def parameter_tensors(
     optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]]
 ) -> list[tuple[str, Tensor]]:
-    """State tensors of these parameters, as `optim0.NAME.exp_avg`, in the order in which they are given."""
+    """Returns the state tensors of these parameters, as `optim0.NAME.exp_avg`, in the order in which the parameters are
+    given.
+    """
     return [
         leaf
         for number, optimizer in enumerate(optimizers)
@@ -271,7 +281,7 @@ def parameter_tensors(
 def parameter_manifest(
     optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]]
 ) -> list[dict[str, Any]]:
-    """By optimizer: what it keeps for these parameters, without the tensors' bytes."""
+    """Returns by optimizer its state of these parameters, without the tensors' bytes."""
     return [
         {
             "kind": type(o).__qualname__,
@@ -284,7 +294,7 @@ def parameter_manifest(
 def restore_parameters(
     optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]], given: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Makes what optimizers keep for these parameters match; that of others stays.
+    """Makes the optimizers' state of these parameters match manifests; that of other parameters stays.
 
     Args:
         optimizers: Of the same kinds.
@@ -351,7 +361,7 @@ def state_tensors(
 def rest_tensors(
     module: nn.Module, buffers: Collection[str], optimizers: Sequence[Optimizer]
 ) -> list[tuple[str, Tensor]]:
-    """Returns the tensors of the rest, where members own parts of the model (part_state.py).
+    """Returns the tensors of the rest of the state, where members own parts of the model (part_state.py).
 
     Args:
         module: The model.
@@ -368,7 +378,7 @@ def rest_tensors(
 
 
 class ModuleState:
-    """StateAccess of a module, its optimizers, and other objects with `state_dict` and `load_state_dict`."""
+    """Access to the state of a module, its optimizers, and other objects with `state_dict` and `load_state_dict`."""
 
     def __init__(
         self,
@@ -378,7 +388,7 @@ class ModuleState:
         *,
         rest: Collection[str] | None = None,
     ) -> None:
-        """Refer to the parts of the training state.
+        """Takes references to the parts of the training state.
 
         Args:
             module: The model.
@@ -408,7 +418,9 @@ class ModuleState:
         return rest_tensors(self.module, self._rest, self.optimizers)
 
     def volatile(self) -> list[str]:
-        """Names of tensors that a forward pass may write: a donor that goes on has to publish copies of these."""
+        """Returns the names of tensors that a forward pass may write: a donor that goes on has to publish copies of
+        these.
+        """
         modules = {"": self.module, **{f"{name}.": copy for name, copy in self._copies().items()}}
         buffers = {f"{prefix}buffer.{name}" for prefix, module in modules.items() for name, _ in module.named_buffers()}
         return [name for name, _ in self.tensors() if name in buffers]
@@ -442,7 +454,7 @@ class ModuleState:
 
 
 def unique(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Drop tensors that were named before: tied memory travels once."""
+    """Drops tensors that were named before, so that tied memory travels once."""
     seen: set[int] = set()
     kept = []
     for name, tensor in named:

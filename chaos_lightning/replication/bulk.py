@@ -1,4 +1,4 @@
-"""Frames on a bulk socket: how state ranges and reduced bytes are asked for and answered.
+"""Sends and receives frames on a bulk socket, with which state ranges and reduced bytes are asked for and answered.
 
 Theory of operation. A bulk socket is a connected, already authenticated, blocking TCP socket. The asking side sends
 requests, headers without payload (but for ROUTE); the serving side answers each in order, so they can be pipelined and
@@ -35,12 +35,12 @@ VERSION = 1
 _FIELDS = struct.Struct("!4sBBHQ8sQQQ")
 HEADER_NBYTES = _FIELDS.size + 8
 MAX_RANGE_NBYTES = 64 << 20
-"""A single request asks for at most this many bytes."""
+"""Most bytes that a single request asks for."""
 MAX_CONTROL_NBYTES = 128 << 20
-"""Manifest and table; whoever has more state than this describes has to raise it here."""
+"""Most bytes of a manifest or a table; a job with more state than these describe has to raise it here."""
 MAX_NOTE_NBYTES = 1 << 14
 MAX_INLINE_NBYTES = 1 << 20
-"""A slot of the log with so few reduced bytes may come in one reply."""
+"""Most reduced bytes of a slot of the log that may come in one reply."""
 MAX_ROUTE_NBYTES = 1 << 12
 MAX_STATE_NBYTES = 1 << 50
 _GROW_NBYTES = 1 << 20
@@ -48,7 +48,7 @@ _IOV = min(512, os.sysconf("SC_IOV_MAX"))
 
 
 class Type(enum.IntEnum):
-    """Requests are below 16, replies above."""
+    """Types of frames: requests are below 16, replies above."""
 
     GET_DIGEST = 1
     GET_TABLE = 2
@@ -56,39 +56,46 @@ class Type(enum.IntEnum):
     GET_STATE = 4
     GET_RESULT = 5
     GET_ENTRY = 6
-    """The header of slot `seq`, which stands on `head`, from the log; `length`: send its bytes along if they are so
-    few."""
+    """Request for the header of slot `seq`, which stands on `head`, from the log; reduced bytes come along if they are
+    at most `length`.
+    """
     GET_PLACES = 7
-    """Asks for the places of the state in the donor's memory (by_reference.py); `length` 1: a snapshot's, with its
+    """Request for the places of the state in the donor's memory (by_reference.py); `length` 1: a snapshot's, with its
     manifest.
     """
     GET_BUFFERS = 8
-    """Asks for the places of reduced bytes in the donor's memory; the sender reads the log until this connection
+    """Request for the places of reduced bytes in the donor's memory; the sender reads the log until this connection
     ends.
     """
     HAVE_STATE = 9
-    """Told, not asked: the sender holds the first `offset` bytes of the snapshot."""
+    """Message without a reply: the sender holds the first `offset` bytes of the snapshot."""
     HAVE_RESULT = 10
-    """Told, not asked: the sender holds the reduced bytes of this slot."""
+    """Message without a reply: the sender holds the reduced bytes of this slot."""
     PACE = 11
-    """Told, not asked: at most `offset` bytes a second are to come on this connection from now on; 0: no bound."""
+    """Message without a reply: at most `offset` bytes a second are to come on this connection from now on; 0: no
+    bound.
+    """
     ROUTE = 12
-    """Everything that follows on this connection is for another member; the payload says the way (forward.py)."""
+    """Request to pass everything that follows on this connection on to another member; the payload says the way
+    (forward.py).
+    """
     SAVE = 13
-    """Write the state to the checkpoint folder (checkpoint.py)."""
+    """Request to write the state to the checkpoint folder (checkpoint.py)."""
     DIGEST = 17
     TABLE = 18
     MANIFEST = 19
     DATA = 20
     REFUSED = 21
     ENTRY = 23
-    """Length of an encoded header (4 bytes), the header, and the slot's reduced bytes if they are few; `offset` is the
-    last slot in the donor's log."""
+    """Reply with the length of an encoded header (4 bytes), the header, and the slot's reduced bytes if they are few;
+    `offset` is the last slot in the donor's log.
+    """
     PLACES = 24
     BUFFERS = 25
     PENDING = 22
-    """The donor lives, but has not published this head yet, or is still hashing; the answer follows. `offset`: so many
-    milliseconds ago it got something of this state itself, or a donor of its own did; 0 if it has the state."""
+    """Reply that the donor lives, but has not published this head yet, or is still hashing; the answer follows.
+    `offset`: milliseconds since the donor, or a donor of its own, got something of this state; 0 if it has the state.
+    """
     ROUTED = 28
     SAVED = 29
 
@@ -133,11 +140,11 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class BulkFrame:
-    """The header of one request or reply."""
+    """Header of one request or reply."""
 
     type: Type
     head: str
-    """16 hex digits: hash of the committed header whose state or result is meant."""
+    """First 8 bytes, as 16 hex digits, of the hash of the committed header whose state or result is meant."""
     seq: int
     offset: int = 0
     length: int = 0
@@ -145,7 +152,7 @@ class BulkFrame:
     checksum: int = 0
 
     def encode(self) -> bytes:
-        """The header's bytes, checksum of the header included."""
+        """Returns the header's bytes, with the checksum of the header."""
         fields = _FIELDS.pack(
             MAGIC,
             VERSION,
@@ -161,19 +168,19 @@ class BulkFrame:
 
 
 def head_bytes(head: str) -> bytes:
-    """The 8 bytes of a head's 16 hex digits; ValueError for anything else."""
+    """Returns the 8 bytes of a head's 16 hex digits; raises ValueError for anything else."""
     if len(head) != 16 or head != head.lower():
         raise ValueError(f"a head is 16 lower-case hex digits (Header.hash), got {head!r}")
     return bytes.fromhex(head)
 
 
 def named_head(name: str) -> str:
-    """The head that stands for a state by this name, which no header of a job has but by chance (2**-64)."""
+    """Returns the head that stands for a state of this name, which no header of a job has but by chance (2**-64)."""
     return hashlib.blake2b(f"state:{name}".encode(), digest_size=8).hexdigest()
 
 
 def decode(data: bytes | bytearray | memoryview) -> BulkFrame:
-    """Read a header; everything in it is checked here, before anything is allocated for its payload."""
+    """Reads a header; everything in it is checked here, before anything is allocated for its payload."""
     if len(data) != HEADER_NBYTES:
         raise WireError(f"a bulk frame header has {HEADER_NBYTES} bytes, got {len(data)}")
     fields, checksum = bytes(data[: _FIELDS.size]), bytes(data[_FIELDS.size :])
@@ -198,7 +205,7 @@ def decode(data: bytes | bytearray | memoryview) -> BulkFrame:
 
 
 def checksum_of(parts: Sequence[memoryview | bytes]) -> int:
-    """xxh3-64 over the concatenation of the parts."""
+    """Returns the xxh3-64 checksum of the concatenation of the parts."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -206,10 +213,12 @@ def checksum_of(parts: Sequence[memoryview | bytes]) -> int:
 
 
 class BulkSocket:
-    """A blocking socket with the waits of a bulk transfer: a stall timeout that progress winds up, and a deadline."""
+    """Blocking socket with the waits of a bulk transfer: a stall timeout that starts anew with each progress, and a
+    deadline.
+    """
 
     def __init__(self, sock: socket.socket, *, stall_timeout_s: float, deadline: float = float("inf")) -> None:
-        """Take over `sock`; `deadline` is a `time.monotonic()` value that no wait passes."""
+        """Takes over `sock`; `deadline` is a `time.monotonic()` value that no wait passes."""
         self.sock = sock
         self.stall_timeout_s = stall_timeout_s
         self.deadline = deadline
@@ -225,7 +234,7 @@ class BulkSocket:
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send(self, frame: BulkFrame, payload: Sequence[memoryview | bytes] = ()) -> None:
-        """Send header and payload straight from the memory given, without joining or copying it."""
+        """Sends header and payload straight from the memory given, without joining or copying it."""
         parts = [memoryview(p) for p in payload if len(p)]
         if self._stream is not None:  # the payload has records of its own, which open straight at its place
             self._send([memoryview(frame.encode())])
@@ -234,7 +243,7 @@ class BulkSocket:
             self._send([memoryview(frame.encode()), *parts])
 
     def send_bytes(self, part: memoryview) -> None:
-        """A part of a payload whose header has gone ahead."""
+        """Sends a part of a payload whose header has gone ahead."""
         self._send([part])
 
     def _send(self, parts: list[memoryview]) -> None:
@@ -260,7 +269,7 @@ class BulkSocket:
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def receive_header(self, *, patience_s: float | None = None) -> BulkFrame | None:
-        """The next header; None at a clean end of the stream.
+        """Returns the next header; None at a clean end of the stream.
 
         Args:
             patience_s: How long to wait for the first byte; the stall timeout if None.
@@ -281,7 +290,9 @@ class BulkSocket:
         return decode(data)
 
     def receive_into(self, buffers: Sequence[memoryview], on_bytes: Callable[[int], None] | None = None) -> None:
-        """Fill the buffers, in order, with what arrives; ConnectionError if the stream ends before they are full."""
+        """Fills the buffers, in order, with the arriving bytes; raises ConnectionError if the stream ends before they
+        are full.
+        """
         parts = [b for b in buffers if len(b)]
         index = 0
         while index < len(parts):
@@ -299,7 +310,7 @@ class BulkSocket:
     def _receive(
         self, parts: list[memoryview], patience_s: float, on_bytes: Callable[[int], None] | None = None
     ) -> int:
-        """Fills the front of `parts`; 0 at the end of the stream."""
+        """Fills the front of `parts`; returns the number of bytes, 0 at the end of the stream."""
 
         def receive(views: list[memoryview]) -> int:
             nonlocal patience_s
@@ -317,7 +328,7 @@ class BulkSocket:
     def reply_to(
         self, request: BulkFrame, answer: Type, heard: Callable[[BulkFrame], None] = lambda frame: None
     ) -> BulkFrame:
-        """The header of the answer to a request that was sent before; whoever is asked may say first that it lives.
+        """Returns the header of the answer to a request that was sent before; the donor may say first that it lives.
 
         Args:
             request: What was asked.
@@ -351,7 +362,9 @@ class BulkSocket:
         return self.receive_payload(self.reply_to(request, answer, heard))
 
     def receive_payload(self, frame: BulkFrame) -> bytes:
-        """A control payload. Memory grows with what has arrived, never with what a header claims."""
+        """Returns a control payload. Memory grows with the bytes that have arrived, never with the length that a header
+        claims.
+        """
         data = bytearray()
         while len(data) < frame.length:
             step = bytearray(min(_GROW_NBYTES, frame.length - len(data)))
@@ -362,11 +375,11 @@ class BulkSocket:
 
 
 def check_payload(frame: BulkFrame, parts: Sequence[memoryview]) -> None:
-    """WireError unless the payload matches the header's checksum."""
+    """Raises WireError unless the payload matches the header's checksum."""
     if checksum_of(parts) != frame.checksum:
         raise WireError(f"payload of bulk frame {frame.type.name} arrived corrupted: its checksum does not match")
 
 
 def reply(type_: Type, head: str, seq: int, payload: bytes, offset: int = 0) -> tuple[BulkFrame, tuple[bytes, ...]]:
-    """A control reply with its checksum."""
+    """Returns a control reply with its checksum."""
     return BulkFrame(type_, head, seq, offset, len(payload), 0, checksum_of([payload])), (payload,)

@@ -1,4 +1,4 @@
-"""State and reduced bytes between members of one machine: read out of the donor's memory, not sent.
+"""Reads state and reduced bytes between members of one machine out of the donor's memory, instead of sending them.
 
 Theory of operation. As with gradients (transport/reference.py) one copy by the kernel takes the place of two and of the
 network stack, and it is the newcomer that makes it: donors, who train meanwhile, only say where their bytes lie. They
@@ -28,14 +28,14 @@ from chaos_lightning.replication.work_queue import WorkQueue
 from chaos_lightning.transport.reference import MAX_PIECES, Generation, NeighbourMemory, address_of
 
 UNCHECKED = 0
-"""In the place of a generation where none need be looked at: hashes tell whether the bytes were right."""
+"""Value in place of a generation where none need be looked at: hashes tell whether the bytes were right."""
 _LENGTH = struct.Struct("!I")
 Readable = Callable[[str], bool]
-"""Whether this member has shown that it can read this process's memory."""
+"""Function that returns whether a member has shown that it can read this process's memory."""
 
 
 class MemoryExport:
-    """Says to members of this machine where this process's bytes lie. Any thread.
+    """Tells members of this machine where this process's bytes lie. Any thread.
 
     Args:
         readable: Asked with a member id.
@@ -49,7 +49,7 @@ class MemoryExport:
         self._results = tuple(results)
 
     def places(self, item: Published, *, manifest: bool) -> bytes:
-        """Where a state lies, as `Places` reads it.
+        """Returns the places of a state in memory, as `Places` reads them.
 
         Args:
             item: The state, or what stands for it.
@@ -70,13 +70,13 @@ class MemoryExport:
         return _LENGTH.pack(len(head)) + head + (item.manifest if manifest else b"")
 
     def buffers(self) -> bytes:
-        """Where reduced bytes lie, as `Buffers` reads it."""
+        """Returns the places of reduced bytes in memory, as `Buffers` reads them."""
         at = [(address_of(b), b.nbytes) for b in self._results]
         return json.dumps({"offer": self._generation.offer().hex(), "results": at}).encode()
 
 
 def refuse_unless(export: MemoryExport | None, peer: str) -> MemoryExport:
-    """RefusalError if this member may not read here."""
+    """Returns the export; raises RefusalError if the peer may not read this process's memory."""
     if export is None or not export.readable(peer):
         raise RefusalError("this member's memory is not read from there")
     return export
@@ -113,18 +113,18 @@ class Places:
         except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
             raise WireError(f"malformed places: {error!r}") from error
         self.table = StateTable(tuple(entries))
-        """Without hashes."""
+        """Tensors of the state, without hashes."""
         self.manifest = data[_LENGTH.size + length :]
         self._starts = [e.offset for e in entries]
         self._neighbour = NeighbourMemory(offer)
 
     @property
     def readable(self) -> bool:
-        """Whether all of it lies in host memory."""
+        """Whether all of the state lies in host memory."""
         return all(address or not e.nbytes for e, address in zip(self.table.entries, self._addresses, strict=True))
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(address, length) there of address range [start, stop)."""
+        """Returns (address, length) in the donor's memory of the address range [start, stop)."""
         found = []
         at = max(0, bisect_right(self._starts, start) - 1)
         while start < stop:
@@ -139,7 +139,8 @@ class Places:
         return found
 
     def read(self, start: int, into: Sequence[memoryview]) -> bool:
-        """Fills these buffers, each within one tensor, from address `start` on; whether what was read was still.
+        """Fills these buffers, each within one tensor, from address `start` on; returns whether the bytes were still
+        unchanged.
 
         Raises:
             OSError: The donor is gone, or what it pointed at.
@@ -177,7 +178,8 @@ class Buffers:
         self._neighbour = NeighbourMemory(offer)
 
     def read(self, seq: int, raw: memoryview, spans: Sequence[Span]) -> bool:
-        """Fills these ranges of `raw` with the sums of slot `seq`; False if they are overwritten there by now.
+        """Fills these ranges of `raw` with the sums of slot `seq`; returns False if they are overwritten at the donor
+        by now.
 
         Raises:
             OSError: The donor is gone.
@@ -196,7 +198,8 @@ class Buffers:
 
 
 def deliver(donor: Donor, work_queue: WorkQueue, sink: Sink) -> None:
-    """A donor's jobs (client.Deliver): read out of its memory where that is possible, else by requests.
+    """Receives a donor's jobs (client.Deliver): reads them out of its memory where that is possible, else asks by
+    requests.
 
     What was read counts after the sink has verified it.
     """

@@ -1,4 +1,4 @@
-"""The joiner's side of one donor: a connection, and the thread that uses it.
+"""Runs the joiner's side of one donor: a connection, and the thread that uses it.
 
 Theory of operation. A `Donor` is dialled by its own thread and only that thread touches its connection, so a donor that
 hangs holds up nobody else; `close()` from outside cuts the connection and thereby ends any wait. Requests go out up
@@ -36,7 +36,7 @@ _REDIAL_MOST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """State that a donor says it has."""
+    """Hashes and size of the state that a donor says it has."""
 
     state: str
     attached: str
@@ -49,32 +49,36 @@ class PullConfig:
     """Waits and sizes of the joiner's side."""
 
     deadline_s: float = 120.0
-    """For the whole pull."""
+    """Most seconds for the whole pull."""
     stall_timeout_s: float = 5.0
-    """A donor that sends nothing for so long, not even that it is still waiting, is given up."""
+    """Seconds of silence after which a donor is given up, if it has not even said that it is still waiting."""
     survey_grace_s: float = 1.5
-    """A donor silent for so long is not waited for with the vote on the state hash, if others have answered; one that
-    says it is on its way to the header is waited for four times as long. Either may still deliver later."""
+    """Seconds of silence after which the vote on the state hash does not wait for a donor, if others have answered; a
+    donor that says it is on its way to the header is waited for four times as long. Either may still deliver later.
+    """
     depth: int = 2
-    """Requests under way per donor."""
+    """Number of requests under way per donor."""
     request_nbytes: int = 4 << 20
     max_failures: int = 3
     """Broken connections or corrupted replies in a row after which a donor is given up."""
     redial_s: float = 3.0
-    """A donor that was heard and cannot be dialled any more is tried again for so long."""
+    """Seconds for which a donor that was heard and cannot be dialled any more is tried again."""
     max_attached_nbytes: int = 4 << 30
-    """Tensors that a manifest refers to are made here for the donor; refuse more than this."""
+    """Most bytes of tensors that a manifest refers to and that are made here for the donor; more are refused."""
     redial_silent: bool = False
-    """One that sent nothing for too long is dialled again, like one whose connection broke: what lies between may have
-    forgotten the connection."""
+    """Whether a donor that sent nothing for too long is dialled again, like one whose connection broke: the network
+    between may have forgotten the connection.
+    """
     prove: bool = True
-    """Hash the whole state again where it lies at last; False: the caller proves it by other hashes."""
+    """Whether the whole state is hashed again where it lies at last; False: the caller proves it by other hashes."""
     blank: bool = False
-    """Nothing of the state is here yet, so that it is not hashed to find out what is: all of it is fetched."""
+    """Whether nothing of the state is here yet, so that nothing is hashed to find out which parts are: all of it is
+    fetched.
+    """
     by_reference: bool = False
-    """Read the state out of the memory of donors on this machine that lend it (by_reference.py)."""
+    """Whether the state is read out of the memory of donors on this machine that lend it (by_reference.py)."""
     piece_nbytes: int = PIECE_NBYTES
-    """Size of the pieces that are hashed; donors cut alike."""
+    """Bytes of the pieces that are hashed; donors cut alike."""
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "stall_timeout_s", "survey_grace_s"):
@@ -90,41 +94,43 @@ class PullConfig:
 
 
 class Sink(Protocol):
-    """Takes received ranges."""
+    """Destination of received ranges."""
 
     request: Type
     flags: int
-    """Flags that its DATA frames must have."""
+    """Flags that DATA frames for this sink must have."""
 
     def land(self, job: Job) -> list[memoryview]:
-        """Memory for the job's bytes, in order, at their place if possible."""
+        """Returns memory for the job's bytes, in order, at their place if possible."""
         ...
 
     def landed(self, job: Job, buffers: list[memoryview], frame: BulkFrame, *, in_place: bool) -> list[Piece] | None:
-        """Verify what arrived; the corrupted pieces, or None if all of it is corrupted.
+        """Verifies the bytes that arrived; returns the corrupted pieces, or None if all bytes are corrupted.
 
         With `in_place` the buffers came from `land`, and what is verified is brought to its place.
         """
         ...
 
     def place(self, job: Job, buffers: list[memoryview]) -> None:
-        """Bring verified bytes that were received elsewhere to their place."""
+        """Copies verified bytes that were received elsewhere to their place."""
         ...
 
 
 class Donor:
-    """One donor: its connection, and the thread that uses it."""
+    """Donor, its connection, and the thread that uses it."""
 
     def __init__(self, endpoint: Endpoint, dial: Dial, *, head: str, seq: int, config: PullConfig, deadline: float):
         self.member = endpoint.member
         self.head, self.seq = head, seq
         self.deadline = deadline
         self.broken = ""
-        """Why there is no connection just now, if one broke."""
+        """Reason why there is no connection just now, if one broke."""
         self.heard_at = time.monotonic()
-        """When it last said something (or was first asked)."""
+        """Moment of its last message (or of the first request to it), by `time.monotonic()`."""
         self.grew: Callable[[float], None] = lambda idle_s: None
-        """Told how many seconds ago the donor had something new of what is asked for, whenever it says so."""
+        """Function that is called with the seconds since the donor had something new of the requested state, whenever
+        the donor says so.
+        """
         self.source = ByteSource(
             endpoint, dial, stall_timeout_s=config.stall_timeout_s, deadline=deadline, head=head, seq=seq
         )
@@ -137,18 +143,18 @@ class Donor:
     # --- from any thread ------------------------------------------------------------------------------------------
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have the donor's thread do this, after what it was given before."""
+        """Hands this work to the donor's thread, which does it after all earlier work; returns its future."""
         future: Future[T] = Future()
         self._work.put((work, future))
         return future
 
     def close(self) -> None:
-        """Cut the connection and end the thread as soon as it notices."""
+        """Cuts the connection and ends the thread as soon as the thread notices."""
         self.source.cut()
         self._work.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """After `close`: wait until its thread writes nowhere any more."""
+        """Waits, after `close`, until the donor's thread writes nowhere any more."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -171,7 +177,7 @@ class Donor:
         return channel
 
     def _survives(self, error: Exception) -> bool:
-        """After a failure: whether to dial this donor again."""
+        """Returns whether to dial this donor again after a failure."""
         self.source.disconnect()
         self._failures += 1
         self.broken = reason_of(error)
@@ -179,7 +185,7 @@ class Donor:
         return not silent and not self.source.closed and self._failures < self._config.max_failures
 
     def _wants_redial(self, work_queue: WorkQueue, error: Exception) -> bool:
-        """After a failure in mid-transfer: wait a little if nothing answers there, then whether to dial again."""
+        """Waits a little after a failure in mid-transfer if nothing answers there; returns whether to dial again."""
         dialling, self.source.dialling = self.source.dialling, False
         if not dialling or isinstance(error, ConnectionRefusedError):  # refused: nobody listens there any more
             return self._survives(error)
@@ -190,7 +196,7 @@ class Donor:
         return work_queue.pause(min(_REDIAL_MOST_S, max(_REDIAL_S, silent / 2)), self.deadline)
 
     def ask(self, type_: Type, answer: Type) -> bytes:
-        """One control request, dialling again if the connection breaks."""
+        """Sends one control request and returns the answer; dials again if the connection breaks."""
         while True:
             try:
                 payload = self._connect().ask(BulkFrame(type_, self.head, self.seq), answer, self._heard)
@@ -201,7 +207,7 @@ class Donor:
                     raise
 
     def digest(self) -> StateDigest:
-        """Asks this donor for the state that it has at the head."""
+        """Asks this donor for the hashes of the state that it has at the head."""
         data = self.ask(Type.GET_DIGEST, Type.DIGEST)
         try:
             document = json.loads(data)
@@ -214,7 +220,8 @@ class Donor:
         return digest
 
     def deliver(self, work_queue: WorkQueue, sink: Sink, how: Deliver | None = None) -> None:
-        """Take jobs and have them sent until none are left. Raises what ended it early; the work queue knows already.
+        """Takes jobs and has the donor send them until none are left. Raises the error that ended it early; the work
+        queue knows already.
 
         Args:
             work_queue: Gives the jobs.
@@ -245,7 +252,7 @@ class Donor:
             raise
 
     def stream(self, work_queue: WorkQueue, sink: Sink) -> None:
-        """Jobs by requests on this connection, until none are left."""
+        """Receives jobs by requests on this connection, until none are left."""
         under_way: deque[Request] = deque()
         self._connect()
         while True:
@@ -277,7 +284,7 @@ class Donor:
     def judge(
         self, request: Request, work_queue: WorkQueue, sink: Sink, buffers: list[memoryview], frame: BulkFrame
     ) -> None:
-        """All of a request's bytes are here: verify them and tell the work queue.
+        """Verifies all of a request's bytes, which are here, and tells the work queue.
 
         Raises:
             StateError: Too many were wrong, one after the other.
@@ -304,7 +311,7 @@ def _fulfil(work: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def elsewhere(job: Job) -> list[memoryview]:
-    """Memory for a job that somebody else may be receiving in place."""
+    """Returns memory for a job that another donor may be receiving in place."""
     sizes = [piece.nbytes for piece in job.pieces] or [job.nbytes]
     whole = memoryview(bytearray(job.nbytes))
     views, at = [], 0
@@ -315,4 +322,4 @@ def elsewhere(job: Job) -> list[memoryview]:
 
 
 Deliver = Callable[[Donor, WorkQueue, Sink], None]
-"""Another way for a donor's bytes than by requests on its connection."""
+"""Function that gets a donor's bytes by another way than by requests on its connection."""

@@ -22,14 +22,14 @@ from chaos_lightning.replication.table import PIECE_NBYTES, Named, cuts
 T = TypeVar("T")
 _HASHERS = 4
 _TOGETHER = 16
-"""Pieces that a thread hashes in one go."""
+"""Number of pieces that a thread hashes in one go."""
 
 Hashes = tuple[bytes, ...]
 Mark = tuple[int, int, str, tuple[int, ...]]
 
 
 def hash_regions(regions: Sequence[Region], piece_nbytes: int = PIECE_NBYTES) -> list[Hashes]:
-    """xxh3-128 of each piece of each region, on several cores."""
+    """Returns the xxh3-128 hash of each piece of each region; hashes on several cores."""
     pieces = [(number, *cut) for number, r in enumerate(regions) for cut in cuts(r.nbytes, piece_nbytes)]
 
     def digests(group: Sequence[tuple[int, int, int]]) -> list[bytes]:
@@ -79,7 +79,7 @@ class Own:
         return dict(zip(self._marks, found, strict=True))
 
     def of(self, tensors: Sequence[tuple[str, Tensor]], regions: Sequence[Region]) -> list[Hashes]:
-        """Hashes of these tensors as they lie there now; waits for those that are under way.
+        """Returns the hashes of these tensors as they lie there now; waits for those that are under way.
 
         Args:
             tensors: Any, named.

@@ -1,4 +1,4 @@
-"""A training state in a file: what the last member leaves behind, and a founder goes on from (protocol.md 14c).
+"""Keeps a training state in a file, which the last member leaves behind and a founder goes on from (protocol.md 14c).
 
 Theory of operation. The bytes are written as a checkpoint for a newcomer is (checkpoint.py): all tensors end to end,
 flushed and renamed into place. Beside it, and after it, comes a *record*: one JSON document with the table of tensors
@@ -39,28 +39,30 @@ from chaos_lightning.replication.table import StateTable, build_table, decode_ta
 
 RECORD = "kept.json"
 _VERSION, _VERSION_WITH_PARTS = 1, 2
-"""A release that does not know of parts must not take the rest for the whole."""
+"""Versions of a record without and with parts: a release that does not know of parts must not take the rest for the
+whole.
+"""
 MAX_ATTACHED_NBYTES = 8 << 30
-"""Limit for tensors that only the manifest refers to (bytes)."""
+"""Most bytes of tensors that only the manifest refers to."""
 
 
 @dataclass(frozen=True)
 class StateOnDisk:
-    """A state on disk."""
+    """Training state on disk."""
 
     folder: Path
     said: Mapping[str, Any]
-    """Facts that the keeper told of it: plain values."""
+    """Facts that its keeper has told about the state: plain values."""
     name: str
     nbytes: int
     table: str
     manifest: str
     parts: Mapping[str, StateOnDisk] = field(default_factory=dict)
-    """By name: parts of the state beside the rest, each as a state."""
+    """Parts of the state beside the rest, by name, each as a state."""
 
     @property
     def path(self) -> Path:
-        """File of the bytes."""
+        """Path of the file with the bytes."""
         return self.folder / self.name
 
     @property
@@ -77,7 +79,7 @@ def write(
     said: Mapping[str, Any],
     parts: Mapping[str, StateAccess] | None = None,
 ) -> StateOnDisk:
-    """Keeps the state, which must be still, in this folder.
+    """Keeps the state, which must not change meanwhile, in this folder.
 
     Args:
         folder: Holds one state; made if it is not there.
@@ -135,7 +137,8 @@ def _write(
 
 
 def read(folder: Path) -> StateOnDisk:
-    """The record in this folder, if its bytes are there in their length, and those of all its parts.
+    """Returns the record in this folder, if the files of its bytes are there with their lengths, and those of all its
+    parts.
 
     Raises:
         StateError: There is none that can be used; the message says why.
@@ -175,7 +178,7 @@ def _read_part(folder: Path, part: str, head: str) -> StateOnDisk:
 
 
 def load(record: StateOnDisk, state: StateAccess) -> None:
-    """Puts the kept state in the place of this one.
+    """Loads the kept state in place of this one.
 
     Raises:
         StateError: The file is not what was written, or does not fit what is trained here.
@@ -203,7 +206,7 @@ def _fill(record: StateOnDisk, table: StateTable, sink: StateSink) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Nothing is kept there any more; the record goes first."""
+    """Removes all that is kept in this folder; the record goes first."""
     with contextlib.suppress(OSError):
         (folder / RECORD).unlink(missing_ok=True)
     _remove_parts(folder, but=set())
@@ -230,7 +233,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def forget(folder: Path, job: str, chain: str) -> list[Path]:
-    """Removes what members of this chain kept in the folder; returns what was there."""
+    """Removes all that members of this chain kept in the folder; returns the folders that had been there."""
     found = []
     for path in sorted(folder.glob(f"*/{RECORD}")):
         with contextlib.suppress(StateError):  # what cannot be read is nobody's, and is named when a member comes

@@ -1,4 +1,6 @@
-"""A state takes the place of another one: what is made for its bytes before they come, and done when all are there."""
+"""Lets a state take the place of another one: makes memory for its bytes before they come, and finishes when all are
+there.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,10 @@ class Landing:
         check_layout(table, tensors)
         self.named = [*tensors, *make_attached(table, max_attached_nbytes).items()]
         self.regions = [region(name, tensor) for name, tensor in self.named]
-        """Aligned with the table's entries, as `named` is."""
+        """Regions aligned with the table's entries, as `named` is."""
 
     def finish(self) -> None:
-        """All bytes are there: the state takes over the rest."""
+        """Takes over the rest of the state, once all bytes are there."""
         for item in self.regions:
             item.finish()
         values = decode_values(self._manifest, dict(self.named))

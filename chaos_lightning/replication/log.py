@@ -1,4 +1,5 @@
-"""The log: headers and raw reduced bytes of the last slots, kept by members for newcomers that replay (protocol.md 18).
+"""Keeps the log: headers and raw reduced bytes of the last slots, kept by members for newcomers that replay
+(protocol.md 18).
 
 Theory of operation. From the header that first names a learner on, the I/O thread hands every committed slot to
 `SlotLog.keep`. Reduced bytes lie in a buffer that the slot after next will use again, so they are copied at once, by a
@@ -31,31 +32,33 @@ from chaos_lightning.protocol.types import Header, Span
 _LENGTH = struct.Struct("!I")
 DEFAULT_CAP_NBYTES = 2 << 30
 AT_ONCE_NBYTES = 1 << 18
-"""So much is copied in the I/O thread itself, which takes some 30 microseconds."""
+"""Most bytes that are copied in the I/O thread itself, which takes some 30 microseconds."""
 GRACE_S = 0.005
-"""Reading 17 MiB takes some 3 ms, as copying does; only one of them is needed."""
+"""Seconds that a reader is waited for before a copy is made: reading 17 MiB takes some 3 ms, as copying does, and only
+one of them is needed.
+"""
 _REMEMBERED = 1024
-"""Slots of which it is known who has them."""
+"""Number of slots for which it is known which learners have them."""
 _KEPT_AT_LEAST = 4
-"""Entries that are kept whatever the cap says, or a single large model would have no log at all."""
+"""Number of entries that are kept whatever the cap says, or a single large model would have no log at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedSlot:
-    """One committed slot."""
+    """Committed slot in the log."""
 
     seq: int
     prev: str
     """Hash of the header before."""
     head: str
     encoded: bytes
-    """The header as it travels."""
+    """Bytes of the header as it travels."""
     raw: memoryview | None
-    """The result buffer's size; only `spans` of it are meaningful. None: this slot reduced nothing."""
+    """Buffer of the result's size, of which only `spans` are meaningful. None: this slot reduced nothing."""
     spans: tuple[Span, ...]
 
     def packed(self, inline_nbytes: int) -> bytes:
-        """As it travels: with the reduced bytes, if there are no more than this."""
+        """Returns the entry as it travels: with the reduced bytes, if they are at most `inline_nbytes`."""
         parts = [_LENGTH.pack(len(self.encoded)), self.encoded]
         if self.raw is not None and sum(stop - start for start, stop in self.spans) <= inline_nbytes:
             parts += [bytes(self.raw[start:stop]) for start, stop in self.spans]
@@ -73,13 +76,13 @@ class _Order:
     still: Callable[[], bool]
     generation: int
     readers: frozenset[str]
-    """Members that must have said that they have the bytes, or they are copied; none: they are copied at once."""
+    """Members that must have said that they have the bytes, or the bytes are copied; none: they are copied at once."""
     not_before: float
-    """When (monotonic, s) they are copied if somebody has not."""
+    """Moment (monotonic, s) at which the bytes are copied if a reader lacks them."""
 
 
 class SlotLog:
-    """See the module. `changed` guards everything and is notified about every entry.
+    """Log of the last slots (see the module). `changed` guards everything and is notified about every entry.
 
     Args:
         changed: A condition that readers wait on.
@@ -89,19 +92,19 @@ class SlotLog:
     def __init__(self, changed: threading.Condition, cap_nbytes: int = DEFAULT_CAP_NBYTES) -> None:
         self.cap_nbytes = cap_nbytes
         self.late = 0
-        """Entries that were left out because their bytes were about to be overwritten."""
+        """Number of entries that were left out because their bytes were about to be overwritten."""
         self._changed = changed
         self._entries: dict[int, LoggedSlot] = {}
         self._newest = -1
         self.gone = -1
-        """The last slot of a log that was ended."""
+        """Last slot of a log that was ended."""
         self._left: set[int] = set()
         """Slots of this log that were left out."""
         self._generation = 0
         self._waiting = 0
-        """Orders whose entries are not in the log before the thread has dealt with them."""
+        """Number of orders whose entries are not in the log before the thread has dealt with them."""
         self._ordered = 0
-        """Orders that the thread has not dealt with."""
+        """Number of orders that the thread has not dealt with."""
         self._hasty = False
         self._taken: dict[int, set[str]] = {}
         self._sated: set[str] = set()
@@ -156,7 +159,7 @@ class SlotLog:
         self._orders.put(order)
 
     def settle(self, timeout_s: float) -> None:
-        """Returns when all slots so far are copied, or known to all who want them; in the training thread.
+        """Returns when all slots so far are copied, or all learners that want them have them; in the training thread.
 
         Who reads in place has `GRACE_S` left to do so.
         """
@@ -189,24 +192,24 @@ class SlotLog:
     # ------------------------------------------------------------------ the serving threads' side (holding `changed`)
 
     def after(self, head: str, seq: int) -> LoggedSlot | None:
-        """The entry of slot `seq`, if it stands on `head`."""
+        """Returns the entry of slot `seq`, if it stands on `head`; else None."""
         entry = self._entries.get(seq)
         return entry if entry is not None and entry.prev == head else None
 
     def at(self, head: str, seq: int) -> LoggedSlot | None:
-        """The entry of slot `seq` with the header `head`."""
+        """Returns the entry of slot `seq` with the header `head`; else None."""
         entry = self._entries.get(seq)
         return entry if entry is not None and entry.head == head else None
 
     def taken(self, reader: str, seq: int) -> None:
-        """This learner has the bytes of a slot, which this member may have yet to commit."""
+        """Notes that this learner has the bytes of a slot, which this member may have yet to commit."""
         self._taken.setdefault(seq, set()).add(reader)
         while len(self._taken) > _REMEMBERED:
             del self._taken[min(self._taken)]
         self._changed.notify_all()
 
     def attend(self, reader: str, *, until: bool = False) -> None:
-        """This learner begins to read bytes in place; `until`: it will read no more."""
+        """Notes that this learner begins to read bytes in place; with `until`, that it will read no more."""
         if until:
             self._sated.add(reader)
             self._changed.notify_all()
@@ -214,11 +217,11 @@ class SlotLog:
             self._sated.discard(reader)
 
     def lacks(self, seq: int) -> bool:
-        """The slot was committed; that its entry is not here will not change."""
+        """Returns whether the slot was committed and its entry will never be here."""
         return seq in self._left or seq <= max(self.newest, self.gone)
 
     def why_not(self, seq: int) -> str:
-        """Why an entry is lacking."""
+        """Returns in words why an entry is lacking."""
         if seq in self._left:
             return "its bytes were used again before they were copied"
         if not self._entries:
@@ -227,7 +230,7 @@ class SlotLog:
 
     @property
     def newest(self) -> int:
-        """The last slot that was kept; -1 if none is."""
+        """Last slot that was kept; -1 if none is."""
         return self._newest if self._entries else -1
 
     # ------------------------------------------------------------------ the log's own thread
@@ -253,11 +256,11 @@ class SlotLog:
                 self._store(entry)
 
     def _held(self, order: _Order) -> bool:
-        """All who read in place have these bytes."""
+        """Returns whether all learners that read in place have these bytes."""
         return bool(order.readers) and order.readers <= self._taken.get(order.entry.seq, set()) | self._sated
 
     def _all_take(self, order: _Order) -> bool:
-        """Waits for the readers; whether there is nothing to copy."""
+        """Waits for the readers; returns whether there is nothing to copy."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._hasty or order.generation != self._generation or self._held(order),
@@ -266,7 +269,7 @@ class SlotLog:
             return order.generation != self._generation or self._held(order)
 
     def _left_out(self, order: _Order) -> None:
-        """Its bytes are gone; who wants them still finds them at other members."""
+        """Leaves an entry out whose bytes are gone; learners that want it still find it at other members."""
         if self._held(order):
             return
         self.late += 1
@@ -290,7 +293,7 @@ class SlotLog:
 
 
 def unpacked(payload: bytes) -> tuple[bytes, memoryview]:
-    """An encoded header, and whatever reduced bytes came with it; WireError if it is neither."""
+    """Returns an encoded header, and the reduced bytes that came with it; raises WireError for other bytes."""
     if len(payload) < _LENGTH.size:
         raise WireError(f"a log entry has at least {_LENGTH.size} bytes, got {len(payload)}")
     (length,) = _LENGTH.unpack_from(payload)
@@ -301,7 +304,7 @@ def unpacked(payload: bytes) -> tuple[bytes, memoryview]:
 
 
 def _copy(source: memoryview, spans: Sequence[Span]) -> memoryview:
-    """These ranges of a buffer in one of the same size."""
+    """Copies these ranges of a buffer into one of the same size."""
     copy = np.empty(source.nbytes, np.uint8)
     for start, stop in spans:
         np.copyto(copy[start:stop], np.frombuffer(source[start:stop], np.uint8))

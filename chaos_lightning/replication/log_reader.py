@@ -1,4 +1,4 @@
-"""The learner's side of the log: entries in order, their bytes from all donors at once.
+"""Reads the log for a learner: entries in order, their bytes from all donors at once.
 
 Theory of operation. One thread walks the chain: it asks a member for the header that stands on the last one, checks
 that it does, and has the slot's reduced bytes fetched, in stripes: each source a part that is as large as the source
@@ -29,27 +29,27 @@ from chaos_lightning.replication.source import ByteSource, Dial, Endpoint, reaso
 
 REQUEST_NBYTES = 4 << 20
 INLINE_NBYTES = 64 << 10
-"""So few bytes come with their header: a second round trip, to several members, would take longer than they do."""
+"""Most bytes that come with their header: a second round trip, to several members, would take longer than they do."""
 _ALIGNMENT = 64
 NOBODY = "0" * 16
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A committed slot and, if it reduced anything, its raw bytes."""
+    """Committed slot and, if it reduced anything, its raw bytes."""
 
     header: Header
     raw: memoryview | None
 
 
 class _Keeper:
-    """A member that keeps the log."""
+    """Member that keeps the log."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
         self.failed = ""
         self.lent: Buffers | None = None
-        """Where its reduced bytes lie, if they can be read there."""
+        """Places of the member's reduced bytes in memory, if they can be read there."""
         self.lock = threading.Lock()
         self._nbytes = 0
         self._busy_s = 0.0
@@ -60,13 +60,13 @@ class _Keeper:
         return self._nbytes / self._busy_s if self._busy_s else 0.0
 
     def sent(self, nbytes: int, seconds: float) -> None:
-        """So much came of it in so long."""
+        """Notes that so many bytes came of this member in so many seconds."""
         self._nbytes += nbytes
         self._busy_s += seconds
 
 
 class LogReader:
-    """See the module.
+    """Reader of the log for one learner (see the module).
 
     Args:
         sources: Members that keep the log.
@@ -93,10 +93,10 @@ class LogReader:
         stall_timeout_s: float = 10.0,
     ) -> None:
         self.error = ""
-        """Why no further entry will come."""
+        """Reason why no further entry will come; "" as long as there is none."""
         self.newest = header.seq
         self.listening = False
-        """A source has been asked for the next entry, and could have answered."""
+        """Whether a source has been asked for the next entry, and could have answered."""
         self.received_nbytes = 0
         self._began = (header.seq, time.monotonic())
         self._told_at = 0.0
@@ -122,24 +122,24 @@ class LogReader:
                 self._pool.submit(self._greet, keeper)
 
     def take(self, timeout_s: float) -> LogEntry | None:
-        """The next entry, or None if there is none within the timeout."""
+        """Returns the next entry, or None if there is none within the timeout."""
         try:
             return self._ready.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def give_back(self, entry: LogEntry) -> None:
-        """The entry's bytes are not needed any more."""
+        """Notes that the entry's bytes are not needed any more."""
         if entry.raw is not None:
             self._spare.put(entry.raw)
 
     @property
     def waiting(self) -> bool:
-        """Nothing that was fetched waits to be applied."""
+        """Whether the reader waits for entries: none that was fetched waits to be applied."""
         return self._ready.empty()
 
     def behind(self, seq: int) -> float:
-        """How many slots beyond `seq` members probably are by now, at the pace they had so far.
+        """Returns the number of slots by which members probably are beyond `seq` by now, at the pace they had so far.
 
         What was told about them grows old while an entry is applied, or while no buffer is free to ask for another.
         """
@@ -148,7 +148,7 @@ class LogReader:
         return self.newest - seq + pace * (time.monotonic() - self._told_at)
 
     def close(self) -> None:
-        """Ends all threads and connections; nobody writes into buffers any more when this returns."""
+        """Ends all threads and connections; no thread writes into buffers any more when this returns."""
         self._closed = True
         self._spare.put(None)
         for keeper in self._keepers:
@@ -184,7 +184,9 @@ class LogReader:
                 self._ready.put(None)
 
     def _next(self, at: Header) -> tuple[Header, int, memoryview]:
-        """The header that stands on `at`, from the first source that can tell; with its bytes, if they are few."""
+        """Returns the header that stands on `at`, from the first source that can tell; with its bytes, if they are
+        few.
+        """
         while living := [k for k in self._keepers if not k.failed]:
             keeper = living[0]
             try:
@@ -205,7 +207,7 @@ class LogReader:
     # ------------------------------------------------------------------ bytes
 
     def _look(self, header: Header, raw: memoryview, spans: Sequence[Span]) -> bool:
-        """Reads them out of a source's memory; False if no source has them there (any more)."""
+        """Reads the slot's bytes out of a source's memory; returns False if no source has them there (any more)."""
         for keeper in self._keepers:
             lent = keeper.lent if not keeper.failed else None
             if lent is None:
@@ -222,7 +224,7 @@ class LogReader:
         return False
 
     def _tell(self, header: Header) -> None:
-        """These bytes are here: those who lend theirs need not keep them."""
+        """Tells the sources that lend their memory that these bytes are here, so that they need not keep them."""
         for keeper in self._keepers:
             channel = keeper.source.channel
             if channel is not None and keeper.lent is not None and not keeper.failed:
@@ -255,7 +257,7 @@ class LogReader:
         self._tell(header)
 
     def _place(self, header: Header, raw: memoryview, spans: Sequence[Span], inline: memoryview) -> None:
-        """Bytes that came with the header."""
+        """Takes the bytes that came with the header into `raw`."""
         if inline.nbytes != sum(stop - start for start, stop in spans):
             raise WireError(f"slot {header.seq} came with {inline.nbytes} bytes; it reduced {list(spans)}")
         at = 0
@@ -312,7 +314,7 @@ class LogReader:
 
 
 def _shares(spans: Sequence[Span], rates: Sequence[float]) -> list[list[Span]]:
-    """The ranges dealt to sources in proportion to their rates (equal shares while none is known)."""
+    """Returns the ranges dealt to sources in proportion to their rates (equal shares while none is known)."""
     known = [r for r in rates if r > 0]
     usual = sum(known) / len(known) if known else 1.0
     weights = [r or usual for r in rates]

@@ -1,4 +1,4 @@
-"""Everything of a training state that is no big tensor: a typed codec on JSON.
+"""Encodes everything of a training state that is no big tensor, by a typed codec on JSON.
 
 Theory of operation. Counters, hyperparameters, scheduler and callback states are plain Python values. JSON carries
 most of them as they are; what it cannot say is an object with the key "$" naming the kind: `{"$": "tuple", "v":
@@ -39,11 +39,11 @@ from chaos_lightning.replication.table import DTYPES, Named, dtype_name
 TAG = "$"
 MAX_DEPTH = 100
 INLINE_NBYTES = 1 << 16
-"""Larger numpy arrays travel like tensors."""
+"""Bytes above which numpy arrays travel like tensors."""
 _ARRAY_KINDS = "biufcmMSU"
 _WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _TENSOR_NAMES = frozenset([*_WHOLE, "bool", "float16", "float32", "float64", "complex64", "complex128"])
-"""Types that numpy and torch share."""
+"""Names of the types that numpy and torch share."""
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str, "bool": bool, "tuple": tuple
 }  # fmt: skip
@@ -51,14 +51,14 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """A manifest as text, and the attached tensors that the text refers to."""
+    """Text of a manifest, and the attached tensors that the text refers to."""
 
     data: bytes
     tensors: tuple[tuple[str, Tensor], ...]
 
 
 def encode_manifest(value: object, known: Named = ()) -> Encoded:
-    """Encode `value`; StateError naming the path of the first thing that cannot travel.
+    """Encodes `value`; raises StateError naming the path of the first thing that cannot travel.
 
     Args:
         value: Usually a dict of state dicts.
@@ -71,7 +71,7 @@ def encode_manifest(value: object, known: Named = ()) -> Encoded:
 
 
 def decode_manifest(data: bytes, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """Read what `encode_manifest` wrote; WireError for anything else.
+    """Reads a manifest that `encode_manifest` wrote; raises WireError for anything else.
 
     Args:
         data: The text.
@@ -362,7 +362,7 @@ class _Decoder:
 
 
 def decode_values(text: bytes, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    """A manifest as states make it: values by name.
+    """Reads a manifest as states make it: values by name.
 
     Raises:
         WireError: It cannot be decoded, or is something else.
@@ -375,7 +375,8 @@ def decode_values(text: bytes, tensors: Mapping[str, Tensor]) -> Mapping[str, An
 
 @contextmanager
 def fitting() -> Iterator[None]:
-    """Around the use of a manifest: one that opens can still be another program's, and lack a key or a type anywhere.
+    """Turns errors in the use of a manifest into StateError while the block runs: a manifest that opens can still be
+    another program's, and lack a key or a type anywhere.
 
     Raises:
         StateError: Something was looked for in vain.

@@ -1,4 +1,4 @@
-"""Tensor memory as bytes, wherever it lies.
+"""Gives access to tensor memory as bytes, wherever it lies.
 
 Theory of operation. On the wire a tensor is the bytes of its elements in logical (row-major) order, whatever its
 strides or device. A `Region` gives access to them: contiguous host memory is read and received in place, without a
@@ -25,27 +25,27 @@ class Region(Protocol):
 
     nbytes: int
     address: int
-    """Where they lie in this process, as they travel; 0 if they do not lie in host memory."""
+    """Address of the bytes in this process, in the form in which they travel; 0 if they do not lie in host memory."""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """The bytes, in host memory; to be used before the tensor changes."""
+        """Returns the bytes, in host memory; to be used before the tensor changes."""
         ...
 
     def land(self, start: int, stop: int) -> memoryview:
-        """Host memory to receive these bytes into."""
+        """Returns host memory to receive these bytes into."""
         ...
 
     def landed(self, start: int, stop: int, landing: memoryview) -> None:
-        """The bytes in `landing` are verified: bring them to where they belong."""
+        """Copies the verified bytes in `landing` to where they belong."""
         ...
 
     def finish(self) -> None:
-        """All bytes are there."""
+        """Writes back any copy, once all bytes are there."""
         ...
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
-    """StateError for tensors that are no plain run of bytes."""
+    """Raises StateError for tensors that are no plain run of bytes."""
     problem = ""
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         problem = "its shape is not known yet (lazy module): run one forward pass before training starts"
@@ -64,7 +64,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as flat uint8 of the same memory."""
+    """Returns a contiguous tensor as flat uint8 of the same memory."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -73,7 +73,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def in_place(tensor: Tensor) -> bool:
-    """Whether its bytes lie in host memory as they travel."""
+    """Returns whether a tensor's bytes lie in host memory as they travel."""
     try:
         check_tensor("", tensor)
     except StateError:
@@ -82,12 +82,12 @@ def in_place(tensor: Tensor) -> bool:
 
 
 def host_view(flat: Tensor) -> memoryview:
-    """Memoryview of a flat uint8 host tensor (empty ones have no memory to view)."""
+    """Returns a memoryview of a flat uint8 host tensor (empty ones have no memory to view)."""
     return memoryview(flat.numpy().data) if flat.numel() else memoryview(bytearray())
 
 
 class HostRegion:
-    """Contiguous host memory: no copy in either direction."""
+    """Region of contiguous host memory: no copy in either direction."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._view = host_view(as_bytes(tensor))
@@ -107,7 +107,7 @@ class HostRegion:
 
 
 class StridedRegion(HostRegion):
-    """A host tensor with other strides than row-major: a contiguous copy stands in for it."""
+    """Region of a host tensor with other strides than row-major: a contiguous copy stands in for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -120,7 +120,7 @@ class StridedRegion(HostRegion):
 
 
 class DeviceRegion:
-    """A tensor on an accelerator: bytes are staged through pinned host memory, a range at a time."""
+    """Region of a tensor on an accelerator: bytes are staged through pinned host memory, a range at a time."""
 
     address = 0
 
@@ -161,12 +161,12 @@ def _can_pin() -> bool:
 
 
 def staging(nbytes: int) -> Tensor:
-    """A host buffer that an accelerator copies to and from quickly."""
+    """Returns a host buffer that an accelerator copies to and from quickly."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_can_pin() and nbytes > 0)
 
 
 def region(name: str, tensor: Tensor) -> Region:
-    """The way to this tensor's bytes; StateError (naming it) if there is none."""
+    """Returns the region of this tensor's bytes; raises StateError (naming the tensor) if there is none."""
     check_tensor(name, tensor)
     try:
         if tensor.device.type != "cpu":
@@ -177,6 +177,6 @@ def region(name: str, tensor: Tensor) -> Region:
 
 
 def synchronize(tensors: Iterable[Tensor]) -> None:
-    """Wait until no accelerator still computes what these tensors hold: other threads read them next."""
+    """Waits until no accelerator still computes values of these tensors: other threads read them next."""
     if any(t.device.type not in ("cpu", "meta") for t in tensors) and torch.accelerator.is_available():
         torch.accelerator.synchronize()

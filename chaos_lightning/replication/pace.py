@@ -1,4 +1,4 @@
-"""How fast a donor sends a snapshot while it trains: as fast as its own steps bear.
+"""Sets the rate at which a donor sends a snapshot while it trains: as fast as its own steps bear.
 
 Theory of operation. Serving costs the donor's links and, on few cores, its compute. Neither can be told ahead, but both
 show in one number, the time of its steps. While nothing is sent, the median of the last steps is the *usual* one. While
@@ -17,19 +17,21 @@ from collections import deque
 
 START_S, LONGEST_S = 0.25, 30.0
 SLOW, LOWER, RAISE = 1.3, 0.6, 1.25
-"""A step so much longer than usual is slow; what a slow step and another one do to the rate."""
+"""Factor beyond the usual time at which a step is slow, and the factors by which a slow step and another one change the
+rate.
+"""
 REMEMBERED = 25
 BURST_S = 0.02
 
 
 class Pace:
-    """A token bucket whose rate follows the donor's steps. Methods may be called by any thread."""
+    """Token bucket whose rate follows the donor's steps. Methods may be called by any thread."""
 
     def __init__(self) -> None:
         self.rate_nbytes_s = 0.0
-        """0: nothing is being sent."""
+        """Rate in bytes per second; 0: nothing is being sent."""
         self.slowed = 0
-        """How often a slow step lowered the rate."""
+        """Number of times that a slow step lowered the rate."""
         self._usual: deque[float] = deque(maxlen=REMEMBERED)
         self._nbytes = 0
         self._free_at = 0.0
@@ -38,12 +40,12 @@ class Pace:
 
     @property
     def usual_s(self) -> float:
-        """Median of the last steps while nothing was sent; 0: not known yet."""
+        """Median seconds of the last steps while nothing was sent; 0: not known yet."""
         with self._lock:
             return statistics.median(self._usual) if len(self._usual) >= 5 else 0.0
 
     def begin(self, nbytes: int) -> None:
-        """A snapshot of this size is about to be sent."""
+        """Begins to pace a snapshot of this size, which is about to be sent."""
         with self._lock:
             self._nbytes = nbytes
             self.rate_nbytes_s = nbytes / START_S
@@ -55,7 +57,7 @@ class Pace:
             self.rate_nbytes_s = 0.0
 
     def step(self, seconds: float, now: float) -> None:
-        """A step of the donor's was committed so long after the one before."""
+        """Takes the seconds of a donor's step, from the commit before to its own, and adapts the rate."""
         with self._lock:
             sending = self.rate_nbytes_s > 0 and now - self._sent_at < seconds + BURST_S
             if not sending:
@@ -70,7 +72,7 @@ class Pace:
                 self.rate_nbytes_s *= RAISE
 
     def delay_s(self, nbytes: int, now: float) -> float:
-        """Books so many bytes; how long to wait before they are sent."""
+        """Books so many bytes; returns the seconds to wait before they are sent."""
         with self._lock:
             self._sent_at = now
             if self.rate_nbytes_s <= 0:

@@ -1,4 +1,5 @@
-"""The training state by parts: what a member of a pipeline holds, serves to others, pulls, hashes and keeps.
+"""Gives access to the training state by parts, which a member of a pipeline holds, serves to others, pulls, hashes and
+keeps.
 
 Theory of operation. A *part* is a layer, a parameter that several layers share, or the rest (protocol.md, pipelines).
 `PartState` is the access to one: its parameters and buffers, and what optimizers keep for these parameters, by name and
@@ -39,30 +40,30 @@ from chaos_lightning.replication.table import DTYPES, StateTable, state_hash
 
 
 class PartAccess(Protocol):
-    """`StateAccess` of one part of the training state."""
+    """Access (`StateAccess`) to one part of the training state."""
 
     @property
     def part(self) -> str:
-        """Its name."""
+        """Name of the part."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """As of `StateAccess`."""
+        """Returns the part's tensors, as `StateAccess.tensors` does."""
 
     def volatile(self) -> list[str]:
         """Returns names of tensors that a forward pass may write."""
 
     def manifest(self) -> dict[str, object]:
-        """As of `StateAccess`."""
+        """Returns the part's manifest, as `StateAccess.manifest` does."""
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        """As of `StateAccess`."""
+        """Makes the part's tensors match a table, as `StateAccess.prepare` does."""
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """As of `StateAccess`."""
+        """Takes over a manifest's values, as `StateAccess.adopt` does."""
 
 
 class PartState:
-    """`PartAccess` of a layer, or of a parameter that several layers share.
+    """Access (`PartAccess`) to a layer, or to a parameter that several layers share.
 
     Args:
         part: Its name.
@@ -76,7 +77,9 @@ class PartState:
         self._module, self._names, self._optimizers = module, frozenset(names), tuple(optimizers)
 
     def _parameters(self) -> list[tuple[str, Tensor]]:
-        """Each once, under its first name in the model, whichever of its names were given."""
+        """Returns the part's parameters, each once, under its first name in the model, whichever of its names were
+        given.
+        """
         given = {id(p) for n, p in self._module.named_parameters(remove_duplicate=False) if n in self._names}
         return [(n, p) for n, p in self._module.named_parameters() if id(p) in given]
 
@@ -90,7 +93,9 @@ class PartState:
         return named + parameter_tensors(self._optimizers, parameters)
 
     def volatile(self) -> list[str]:
-        """Names of tensors that a forward pass may write: a donor that goes on has to serve copies of these."""
+        """Returns the names of tensors that a forward pass may write: a donor that goes on has to serve copies of
+        these.
+        """
         return [f"buffer.{n}" for n, _ in self._buffers()]
 
     def manifest(self) -> dict[str, object]:
@@ -104,14 +109,14 @@ class PartState:
         restore_parameters(self._optimizers, self._parameters(), manifest["optimizers"])
 
     def forget(self) -> None:
-        """Lets go of what optimizers keep for this part, which another member owns from now on."""
+        """Frees the optimizers' state of this part, which another member owns from now on."""
         for optimizer in self._optimizers:
             for _, parameter in self._parameters():
                 optimizer.state.pop(parameter, None)
 
 
 class RestState:
-    """`PartAccess` of the rest, which no forward pass changes.
+    """Access (`PartAccess`) to the rest, which no forward pass changes.
 
     Args:
         state: The same without a name.
@@ -139,7 +144,7 @@ class RestState:
 
 
 class PartCopy:
-    """`StateAccess` of a part as an owner gives it: in the host's memory, without a model.
+    """Access (`StateAccess`) to a part as an owner gives it: in the host's memory, without a model.
 
     It may be pulled again after a pull that failed: what has arrived is not sent once more.
 
@@ -179,7 +184,7 @@ def _check_part(manifest: Mapping[str, Any], part: str) -> None:
 
 
 def part_name(header: Header, part: str, view: ViewId | None = None) -> str:
-    """Name under which a part of the state at a header is served.
+    """Returns the name under which a part of the state at a header is served.
 
     Args:
         header: The committed header.
@@ -228,7 +233,7 @@ class PartServer:
             self._held.append(name)
 
     def drop(self) -> None:
-        """Serves them no more: the optimizer may write to them."""
+        """Serves the parts no more, so that the optimizer may write to them."""
         for name in self._held:
             self._server.drop(name)
         self._held.clear()
@@ -275,7 +280,7 @@ def part_manifest(
     config: PullConfig | None = None,
     abandoned: Callable[[], bool] | None = None,
 ) -> Mapping[str, Any]:
-    """Asks for the manifest of a part at a header, which is not GENESIS; the first donor that answers gives it.
+    """Asks for the manifest of a part at a header, which is not GENESIS; returns that of the first donor that answers.
 
     Args:
         donors: Members that may hold the part.
@@ -302,7 +307,9 @@ def part_manifest(
 
 
 def part_hashes(parts: Iterable[PartAccess]) -> dict[str, str]:
-    """Hash of the tensors of each part, by name: equal exactly where they are (protocol.md 24)."""
+    """Returns the hash of each part's tensors, by the part's name: equal exactly where the tensors are (protocol.md
+    24).
+    """
     return {state.part: state_hash(state.tensors()) for state in parts}
 
 

@@ -1,4 +1,4 @@
-"""Files that are being written beside their place, named by their writer; what dead writers left is removed.
+"""Names files that are being written beside their place by their writer, and removes those that dead writers left.
 
 Theory of operation. A part's name says of which machine and process its writer is. Who writes next into the same folder
 removes what no living process of this machine writes any more. Of a writer on another machine (or where there is no
@@ -21,13 +21,13 @@ _PART = re.compile(r"\..+\.(?P<host>[0-9a-f]{16})-(?P<pid>[0-9]{1,10})-(?P<start
 
 
 def part_of(path: Path) -> Path:
-    """Returns the file in which this process writes what is to be at `path`; another name each time."""
+    """Returns the file in which this process writes the later content of `path`; another name each time."""
     pid = os.getpid()
     return path.with_name(f".{path.name}.{_here()}-{pid}-{start_time(pid)}-{os.urandom(4).hex()}.part")
 
 
 def sweep(folder: Path) -> None:
-    """Removes the parts in this folder whose writers are gone; never one of a writer that lives or may live."""
+    """Removes the part files in this folder whose writers are gone; never one of a writer that lives or may live."""
     with contextlib.suppress(OSError):
         for path in folder.glob(".*.part"):
             named = _PART.fullmatch(path.name)

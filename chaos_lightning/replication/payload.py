@@ -1,4 +1,4 @@
-"""Values of small collectives as bytes and back: typed, nothing is pickled.
+"""Encodes values of small collectives as bytes, and decodes them: typed, nothing is pickled.
 
 Layout: 4 bytes length of the text, the text (replication/manifest.py), then for each attached tensor, in order: 2 bytes
 length of its description `name|dtype|d0,d1,...`, the description, and its raw bytes.
@@ -20,7 +20,7 @@ from chaos_lightning.replication.table import DTYPES, dtype_name
 
 
 def encode_payload(value: Any) -> bytes:
-    """A value of plain types, containers and tensors; StateError names what cannot travel."""
+    """Encodes a value of plain types, containers and tensors; raises StateError naming a value that cannot travel."""
     encoded = encode_manifest(value)
     parts = [struct.pack("<I", len(encoded.data)), encoded.data]
     for name, tensor in encoded.tensors:
@@ -38,7 +38,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 
 def decode_payload(data: bytes, device: torch.device | str = "cpu") -> Any:
-    """Reads what `encode_payload` wrote, with tensors on `device`.
+    """Reads a value that `encode_payload` wrote, with tensors on `device`.
 
     Raises:
         WireError: It is something else.

@@ -1,4 +1,4 @@
-"""Parts of policies with a plan: options, estimates of links, and shares cut into jobs.
+"""Holds the parts of policies with a plan: options, estimates of links, and shares cut into jobs.
 
 Theory of operation. A fixed share is a run of jobs in address order. The slower a source, the less may its share be
 rounded up: shares are cut from the slowest to the fastest source, each rounded down to whole jobs, and the fastest
@@ -18,7 +18,7 @@ from chaos_lightning.replication.policy import MIN_REQUEST_NBYTES, Job, Shares
 from chaos_lightning.replication.table import PIECE_NBYTES
 
 Estimates = Mapping[str, tuple[float, float]]
-"""(latency in seconds, rate in bits per second) of the link to each member; at a rate of 0 it carries nothing."""
+"""Latency in seconds and rate in bits per second of the link to each member; at a rate of 0 it carries nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +26,21 @@ class PolicyOptions:
     """Options of some policies."""
 
     ingress_bps: float = 0.0
-    """The newcomer's own access link, in bits per second; 0: no limit of its own."""
+    """Rate of the newcomer's own access link, in bits per second; 0: no limit of its own."""
     layer_nbytes: tuple[int, ...] = ()
-    """greedy: sizes of the layers, between whose extremes Algorithm 1 searches the shard size."""
+    """Option of greedy: bytes of the layers, between whose extremes Algorithm 1 searches the shard size."""
     shard_nbytes: int = 0
-    """greedy, optimal: a fixed shard size; 0: searched, or 1 MiB."""
+    """Option of greedy and optimal: fixed bytes of a shard; 0: searched, or 1 MiB."""
     links: Links = field(default_factory=dict)
-    """multi_source: the overlay, as {(a, b): (latency in seconds, seconds per byte)}."""
+    """Option of multi_source: the overlay, as {(a, b): (latency in seconds, seconds per byte)}."""
     newcomer: str = ""
-    """multi_source: this member's name in `links`."""
+    """Option of multi_source: this member's name in `links`."""
     barrier: bool = False
-    """single: EDL+ makes everybody wait; recorded in the reason."""
+    """Option of single: whether all members wait, as in EDL+; recorded in the reason."""
     folder: str = ""
-    """stop_resume: where the donor's checkpoints can be read."""
+    """Option of stop_resume: folder in which the donor's checkpoints can be read."""
     disk_bps: float = 0.0
-    """stop_resume: reading is held to this rate in bits per second; 0: as fast as the disk is."""
+    """Option of stop_resume: rate in bits per second to which reading is held; 0: as fast as the disk is."""
 
     def __post_init__(self) -> None:
         for name in ("ingress_bps", "disk_bps"):
@@ -56,7 +56,7 @@ class PolicyOptions:
 
 
 Planner = Callable[[int, Sequence[Neighbour]], SharePlan]
-"""Given a size in bytes, and who can send."""
+"""Function that plans shares, given a size in bytes and the neighbours that can send."""
 
 
 class LinkEstimates:
@@ -79,12 +79,12 @@ class LinkEstimates:
                 )
 
     def prior(self, source: str) -> tuple[float, float] | None:
-        """Returns the estimate of the link to this member, if it carries anything; as `TransferPolicy.prior`."""
+        """Returns the estimate of the link to this member, if that link carries anything; as `TransferPolicy.prior`."""
         known = self.by_member.get(source)
         return known if known is not None and known[1] else None
 
     def neighbours(self, sources: Sequence[str]) -> tuple[list[Neighbour], str]:
-        """The sources as the planner wants them; who is not estimated is taken for an average one."""
+        """Returns the sources as the planner wants them; a source without an estimate is taken for an average one."""
         known = {m: e for m, e in self.by_member.items() if e[1]}
         rates = [known[m][1] for m in sources if m in known]
         latencies = [known[m][0] for m in sources if m in known]
@@ -104,13 +104,16 @@ class LinkEstimates:
 
 
 def planned_grain_nbytes(nbytes: int, sources: int, request_nbytes: int) -> int:
-    """Jobs of this size let planned shares come out to a sixteenth of the smallest; see
-    `TransferPolicy.grain_nbytes`."""
+    """Returns the bytes of a job at which planned shares come out to a sixteenth of the smallest; see
+    `TransferPolicy.grain_nbytes`.
+    """
     return min(PIECE_NBYTES, max(MIN_REQUEST_NBYTES, nbytes // (16 * max(1, sources))), request_nbytes)
 
 
 def cut_runs(jobs: Sequence[Job], shares: Mapping[str, int], speeds: Mapping[str, float]) -> dict[str, list[Job]]:
-    """Runs of jobs of about these sizes; `speeds` says who may better take what rounding leaves."""
+    """Cuts jobs into runs of about these sizes; `speeds` says which source may better take the bytes that rounding
+    leaves.
+    """
     order = sorted(shares, key=lambda m: speeds.get(m, 0.0))
     scale = sum(job.nbytes for job in jobs) / max(1, sum(shares.values()))
     given: dict[str, list[Job]] = {m: [] for m in order}

@@ -1,4 +1,4 @@
-"""Transfer policies by name: how a newcomer shares the work among its sources, all really executed.
+"""Makes transfer policies by name, which say how a newcomer shares the work among its sources. All are really executed.
 
     adaptive      closed-form shares from estimates, then corrected by what is measured: who is idle takes from the
                   tail of whoever would end last, in proportion to both rates, and asks again for what is under way
@@ -36,19 +36,19 @@ from chaos_lightning.replication.policy import (
 )
 
 _QUANTUM_S = 0.02
-"""A request is as large as a source sends in this time: what is under way cannot be taken from it any more."""
+"""Seconds of sending for which a request is made: bytes under way cannot be taken from a source any more."""
 _WINDOW_S = 0.01
-"""So much work, beyond round trips, is kept under way at least: a late wake-up leaves no gap."""
+"""Seconds of work, beyond round trips, that are kept under way at least, so that a late wake-up leaves no gap."""
 _WORTH = 1.25
-"""A request is duplicated if the other source would take so many times longer."""
+"""Factor by which the other source must be slower before a request is duplicated."""
 _WORTH_S = 0.01
 _SILENT_S = 0.25
-"""Where a rate is not known, so long a silence says that the other source had better do it."""
+"""Seconds of silence, where a rate is not known, after which another source had better do the work."""
 _MOST_COPIES = 2
 
 
 class Adaptive(TransferPolicy):
-    """Planned first, corrected by what is measured."""
+    """Policy that plans first, and corrects by measured rates."""
 
     name = "adaptive"
     recheck_s = 0.02
@@ -123,7 +123,7 @@ class Adaptive(TransferPolicy):
 def make_policy(
     name: str = "adaptive", estimates: Estimates | None = None, options: PolicyOptions | None = None
 ) -> TransferPolicy:
-    """A transfer policy by name; make a new one for each pull.
+    """Returns a transfer policy by name; make a new one for each pull.
 
     Args:
         name: One of `POLICIES`.

@@ -1,4 +1,4 @@
-"""Decisions of a transfer policy, and the facts for them.
+"""Declares the decisions of a transfer policy, and the facts for them.
 
 Theory of operation. What is missing is cut into *jobs*. A policy gives some of them to sources at the start
 (`assign`); what it gives to nobody is *spare* and goes to whoever has room. Whenever a source has room the work queue
@@ -20,15 +20,15 @@ from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import Piece, StateTable
 
 REQUESTS_PER_DONOR = 4
-"""At least so many jobs for each donor, as long as they do not fall below..."""
+"""Least number of jobs for each donor, as long as they do not fall below `MIN_REQUEST_NBYTES`."""
 MIN_REQUEST_NBYTES = 64 << 10
-"""...this size: below it a request's round trip would cost more than its bytes."""
+"""Bytes of a request below which its round trip would cost more than its bytes."""
 _MEMORY_S = 0.5
-"""A rate forgets what is older."""
+"""Seconds after which a rate forgets older measurements."""
 _PRIOR_S = 0.2
-"""A rate that was given counts as much as one measured for so long."""
+"""Seconds of measurement that an estimated rate counts for."""
 _LEAST_S = 0.02
-"""A shorter measurement says nothing: the first bytes come out of buffers."""
+"""Seconds below which a measurement says nothing: the first bytes come out of buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,45 +40,45 @@ class Job:
     pieces: tuple[Piece, ...] = ()
     """Pieces of these bytes; empty for reduced bytes."""
     only: frozenset[str] | None = None
-    """The donors that hold it; None for all."""
+    """Donors that hold the bytes; None for all."""
     avoid: frozenset[str] = frozenset()
-    """Donors that have failed to deliver it."""
+    """Donors that have failed to deliver the bytes."""
     tries: int = 0
-    """How often it arrived corrupted."""
+    """Number of times that the bytes arrived corrupted."""
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
 
     def with_next(self, other: Job) -> Job:
-        """Both in one; `other` begins where this one ends."""
+        """Returns both jobs in one; `other` begins where this one ends."""
         return replace(self, stop=other.stop, pieces=(*self.pieces, *other.pieces))
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """A job and what became of it."""
+    """Job and its progress."""
 
     job: Job
     owner: Request | None = None
-    """The request that receives it in place."""
+    """Request that receives the job in place."""
     copies: int = 0
-    """Duplicate requests under way."""
+    """Number of duplicate requests under way."""
     done: bool = False
     held: list[memoryview] | None = None
-    """A verified copy that waits until the owner has ended."""
+    """Verified copy that waits until the owner has ended."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request under way."""
+    """Request under way."""
 
     task: Task
     source: str
     copy: bool
-    """It receives into memory of its own."""
+    """Whether the request receives into memory of its own."""
     got: int = 0
-    """Bytes that arrived so far."""
+    """Number of bytes that arrived so far."""
 
     @property
     def job(self) -> Job:
@@ -90,19 +90,19 @@ class SourceStats:
     """Facts about one source. Its own thread writes the rate, all others read it."""
 
     nbytes: int = 0
-    """Verified and used."""
+    """Bytes that were verified and used."""
     jobs: int = 0
     under_way: int = 0
     """Bytes requested that have not arrived yet."""
     duplicated: int = 0
     """Bytes that came although another source's copy was used."""
     stolen: int = 0
-    """Bytes that it took over from the shares of others."""
+    """Bytes that the source took over from the shares of others."""
     retries: int = 0
-    """Requests of this source that somebody had to make again."""
+    """Requests of this source that another source had to make again."""
     busy_s: float = 0.0
     latency_s: float = 0.0
-    """As estimated before, else half of the shortest time between a request and its first bytes."""
+    """Latency in seconds as estimated before, else half of the shortest time between a request and its first bytes."""
     _told: bool = False
     _answered: bool = True
     _round_s: float = math.inf
@@ -111,19 +111,19 @@ class SourceStats:
     _at: float = 0.0
 
     def expect(self, latency_s: float, rate_bps: float) -> None:
-        """Begin with an estimate of the link."""
+        """Begins with an estimate of the link."""
         self.latency_s, self._told = latency_s, True
         self._bytes, self._seconds = rate_bps / 8 * _PRIOR_S, _PRIOR_S
 
     def asked(self, nbytes: int, now: float) -> None:
-        """So much more is requested."""
+        """Notes that so many more bytes are requested."""
         if not self.under_way:
             self._at = now
             self._answered = False
         self.under_way += nbytes
 
     def arrived(self, nbytes: int, now: float) -> None:
-        """So much has come."""
+        """Notes that so many bytes have come."""
         if not self._answered:  # the first bytes after a pause: there and back
             self._answered = True
             self._round_s = min(self._round_s, now - self._at)
@@ -137,15 +137,15 @@ class SourceStats:
         self.busy_s += span
 
     def rate(self, now: float) -> float:
-        """Bytes per second of late, silence included; 0 if nothing is known."""
+        """Returns the bytes per second of late, silence included; 0 if nothing is known."""
         return self._bytes / max(self._seconds + self.silent_s(now), _LEAST_S) if self._bytes else 0.0
 
     def silent_s(self, now: float) -> float:
-        """How long nothing has come of what is requested."""
+        """Returns the seconds for which nothing has come of the requested bytes."""
         return max(0.0, now - self._at) if self.under_way > 0 else 0.0
 
     def needs_s(self, nbytes: int, now: float) -> float:
-        """Seconds until it has delivered so much; infinite if nothing is known.
+        """Returns the seconds until the source has delivered so many bytes; infinity if nothing is known.
 
         A silence is expected to last as long again as it has lasted, however little is still to come.
         """
@@ -161,7 +161,7 @@ class Queue:
 
     nbytes: int
     tail_nbytes: int
-    """Size of its last job."""
+    """Bytes of the queue's last job."""
 
 
 @dataclass(frozen=True)
@@ -173,58 +173,70 @@ class Shares:
 
 
 class TransferPolicy:
-    """First come, first served, in address order: fast sources simply come more often."""
+    """Policy that serves first come, first served, in address order: fast sources simply come more often."""
 
     name = "shared"
     patient = False
-    """Whether the plan waits until every donor has answered, or been silent for a while: what it fixes stays so."""
+    """Whether the plan waits until every donor has answered, or been silent for a while, because its shares are
+    final.
+    """
     recheck_s = 1.0
-    """How long an idle source waits before it is considered again, if nothing changes meanwhile."""
+    """Seconds that an idle source waits before it is considered again, if nothing changes meanwhile."""
     barrier = False
-    """Whether everybody is meant to wait for the end of the transfer; recorded."""
+    """Whether all members are meant to wait for the end of the transfer; recorded."""
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
         """Returns the sources to ask, given the donors that can be dialled."""
         return list(donors)
 
     def way(self) -> Callable[..., None] | None:
-        """How a donor's bytes get here (client.Deliver), if the policy has them come another way than usual."""
+        """Returns the function that gets a donor's bytes here (client.Deliver), if the policy has another way than the
+        usual one.
+        """
         return None
 
     def prior(self, source: str) -> tuple[float, float] | None:
-        """(latency in seconds, rate in bits per second) as estimated before the transfer; None if unknown."""
+        """Returns (latency in seconds, rate in bits per second) as estimated before the transfer; None if unknown."""
         return None
 
     def grain_nbytes(self, nbytes: int, sources: int, request_nbytes: int) -> int:
-        """Size of a job: a small state is cut so that every donor gets some of it, and the fast ones more."""
+        """Returns the bytes of a job: a small state is cut so that every donor gets some of it, and the fast ones
+        more.
+        """
         return min(request_nbytes, max(MIN_REQUEST_NBYTES, nbytes // (REQUESTS_PER_DONOR * max(1, sources))))
 
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
-        """Returns who sends what at first; jobs left out are spare. Sources are in the order of the donors."""
+        """Returns the jobs of each source at first; jobs left out are spare. Sources are in the order of the donors."""
         return Shares(reason="whoever has room takes the next bytes")
 
     def may_take(self, source: str, stats: Mapping[str, SourceStats]) -> bool:
-        """Whether this source may have spare jobs now. If all are kept idle, whoever asks gets one all the same."""
+        """Returns whether this source may have spare jobs now. If all are kept idle, a source that asks gets one all
+        the same.
+        """
         return True
 
     def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
-        """Adjacent jobs are asked for together up to this size; 0: one by one."""
+        """Returns the bytes up to which adjacent jobs are asked for together; 0: one by one."""
         return 0
 
     def window_nbytes(self, stats: SourceStats, now: float) -> int:
-        """So many bytes are kept under way, even if that takes more requests than configured."""
+        """Returns the bytes that are kept under way, even if that takes more requests than configured."""
         return 0
 
     def steal(
         self, thief: str, queues: Mapping[str, Queue], stats: Mapping[str, SourceStats], now: float
     ) -> tuple[str, int] | None:
-        """From whose tail this source takes work, and how many bytes; no queue is empty, and none is the thief's."""
+        """Returns the source from whose tail this one takes work, and how many bytes; no queue is empty, and none is
+        the thief's.
+        """
         return None
 
     def duplicate(
         self, source: str, requests: Sequence[Request], stats: Mapping[str, SourceStats], now: float
     ) -> Request | None:
-        """Which of the others' requests an idle source is to make as well. `requests` are those that it may."""
+        """Returns the request of another source that an idle source is to make as well. `requests` are those that it
+        may.
+        """
         return None
 
 
@@ -232,7 +244,7 @@ SharedQueue = TransferPolicy
 
 
 def cut_jobs(table: StateTable, pieces: Sequence[Piece], request_nbytes: int, *, attached: frozenset[str]) -> list[Job]:
-    """Join adjacent missing pieces to jobs of at most `request_nbytes` (a piece alone may be larger).
+    """Joins adjacent missing pieces to jobs of at most `request_nbytes` (a piece alone may be larger).
 
     Args:
         table: Where the pieces lie.

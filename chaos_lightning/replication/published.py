@@ -1,4 +1,4 @@
-"""Publication of a donor at one header: a state, or one slot's reduced bytes, in one address space."""
+"""Holds the publication of a donor at one header: a state, or one slot's reduced bytes, in one address space."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from chaos_lightning.replication.table import PIECE_NBYTES, StateTable, build_ta
 
 
 class RefusalError(Exception):
-    """Becomes a REFUSED frame."""
+    """Error that becomes a REFUSED frame."""
 
 
 @dataclass
 class Published:
-    """One state, or one reduced slot."""
+    """Published state, or reduced bytes of one slot."""
 
     head: str
     seq: int
@@ -34,11 +34,13 @@ class Published:
     spans: tuple[Span, ...] = ()
     """Valid byte ranges of a reduced slot."""
     snapshot: Snapshot | None = None
-    """The live state that this is, while it is still, and what of it was copied before it changed."""
+    """Snapshot of the live state that this publication is, while it is unchanged, and of the bytes that were copied
+    before it changed.
+    """
     asked_at: float = 0.0
-    """When somebody last asked for something of it, or was sent it; by `time.monotonic()`."""
+    """Moment at which a peer last asked for something of it, or was sent it; by `time.monotonic()`."""
     sending: int = 0
-    """Answers with bytes of it that are under way."""
+    """Number of answers with bytes of it that are under way."""
     hashes: list[tuple[bytes, ...]] | None = None
     """Hashes of the pieces of each tensor, if the donor has hashed it before."""
     piece_nbytes: int = PIECE_NBYTES
@@ -47,7 +49,7 @@ class Published:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def build(self, tick: Callable[[], None]) -> StateTable:
-        """The table; the first caller hashes, others wait for it and tick."""
+        """Returns the table of hashes; the first caller hashes, others wait for it and tick."""
         while not self.lock.acquire(timeout=0.05):
             tick()
         try:
@@ -66,7 +68,7 @@ class Published:
             self.lock.release()
 
     def read(self, start: int, stop: int) -> list[memoryview]:
-        """Memory of address range [start, stop), in order."""
+        """Returns the memory of address range [start, stop), in order."""
         if not 0 <= start < stop <= self.nbytes:
             raise RefusalError(f"bytes [{start}, {stop}) are outside the {self.nbytes} bytes of this state")
         low = bisect_right(self.starts, start) - 1  # the last region that starts at or before `start`
@@ -82,7 +84,7 @@ class Published:
 
 
 def lay_out(head: str, seq: int, regions: list[Region]) -> Published:
-    """These regions, end to end."""
+    """Lays these regions end to end in one address space."""
     starts, offset = [], 0
     for item in regions:
         starts.append(offset)

@@ -1,4 +1,4 @@
-"""The joiner's side: pull the state of one committed header from all donors at once.
+"""Pulls the state of one committed header for a joiner, from all donors at once.
 
 Theory of operation. (1) *Survey*: every donor is asked for the hash of its state at the header. What most of them
 have is taken; of several equally frequent ones that of the donor listed first, which is the older member. Who differs
@@ -48,17 +48,17 @@ from chaos_lightning.replication.table import Piece, StateTable, build_table, de
 from chaos_lightning.replication.work_queue import WorkQueue
 
 EARLY_S = 1.0
-"""So long a donor's manifest is waited for before anything is compared."""
+"""Seconds for which a donor's manifest is waited for before anything is compared."""
 
 
 class StateSink:
-    """Received pieces go into the joiner's tensors."""
+    """Sink that takes received pieces into the joiner's tensors."""
 
     request = Type.GET_STATE
     flags = bulk.UNSUMMED
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        """`regions` are aligned with the table's entries."""
+        """Takes `regions`, which are aligned with the table's entries."""
         self._regions = regions
 
     def land(self, job: Job) -> list[memoryview]:
@@ -81,7 +81,7 @@ class StateSink:
 
 
 class ResultSink:
-    """Received reduced bytes go into one flat buffer."""
+    """Sink that takes received reduced bytes into one flat buffer."""
 
     request = Type.GET_RESULT
     flags = 0
@@ -115,19 +115,19 @@ class _Survey:
         self._first_at = float("inf")
 
     def begin(self) -> None:
-        """Ask everybody."""
+        """Asks all donors for the hashes of their state."""
         for member, donor in self.session.donors.items():
             self.session.start("digest", member, donor.digest)
 
     def run(self) -> None:
-        """Returns as soon as the vote is decided, or nobody else is about to answer."""
+        """Waits until the vote is decided, or no other donor is about to answer."""
         while not self._decided():
             for kind, member, digest in self.session.collect(0.1):
                 if kind == "digest":
                     self.heard(member, digest)
 
     def heard(self, member: str, digest: StateDigest) -> None:
-        """This donor has answered."""
+        """Notes that this donor has answered."""
         self.digests[member] = digest
         self._first_at = min(self._first_at, time.monotonic())
 
@@ -149,11 +149,13 @@ class _Survey:
         return now - self._first_at > 4 * grace_s or all(now - session.donors[m].heard_at > grace_s for m in open_)
 
     def living(self) -> list[str]:
-        """Donors that answered and have not failed, oldest first."""
+        """Returns the donors that answered and have not failed, oldest first."""
         return [m for m in self.session.order if m in self.digests and m not in self.session.failed]
 
     def choose(self) -> str | None:
-        """The lead: of the state that most have, the attached tensors that most of those have, the oldest member."""
+        """Returns the lead: among the donors with the most frequent state, and of these with the most frequent attached
+        tensors, the oldest member; None if no donor is left.
+        """
         living = self.living()
         for field in ("state", "attached"):
             values = [getattr(self.digests[m], field) for m in living]
@@ -231,12 +233,13 @@ class _StatePull:
     # ------------------------------------------------------------------ nothing is expected to be missing
 
     def _ask_early(self) -> Future[bytes]:
-        """Have the oldest donor send its manifest before it hashes."""
+        """Asks the oldest donor to send its manifest before it hashes."""
         first = self.session.donors[self.session.order[0]]
         return first.submit(lambda: first.ask(Type.GET_MANIFEST, Type.MANIFEST))
 
     def _adopt_early(self, asked: Future[bytes]) -> tuple[StateTable, str] | None:
-        """While donors hash: adopt that manifest, then hash what lies here; with the manifest's own hash.
+        """Adopts that manifest while donors hash, then hashes the state that lies here; returns the table with the
+        manifest's own hash.
 
         If all of it is what the donors have, this is the proof (protocol.md 19). None: not without their table.
         """
@@ -262,7 +265,7 @@ class _StatePull:
     # ------------------------------------------------------------------ rounds
 
     def _ask(self, lead: str) -> tuple[StateTable, bytes] | None:
-        """Manifest and table of the lead; None if it failed."""
+        """Returns manifest and table of the lead; None if the lead failed."""
         donor = self.session.donors[lead]
         size = self._piece_nbytes
         self.session.start("control", lead, lambda: _control(donor, size))
@@ -282,7 +285,9 @@ class _StatePull:
         return found
 
     def _round(self, lead: str, table: StateTable, landing: Landing) -> WorkQueue | None:
-        """Deliver and adopt; the work queue if donors ran out before everything arrived."""
+        """Delivers missing pieces and adopts the state; returns the work queue if donors ran out before everything
+        arrived.
+        """
         regions = landing.regions
         missing = self._missing(table, landing, regions)
         missing_nbytes = sum(p.nbytes for p in missing)
@@ -328,7 +333,7 @@ class _StatePull:
         )
 
     def _prove(self, table: StateTable) -> None:
-        """The state as it now lies in the joiner has the donors' hash (protocol.md 19)."""
+        """Checks that the state as it now lies in the joiner has the donors' hash (protocol.md 19)."""
         tensors = self.state.tensors()
         theirs = [e for e in table.entries if not e.attached]
         same = [(e.name, e.dtype, e.shape) for e in theirs] == [
@@ -358,13 +363,13 @@ class _StatePull:
 
 
 def _control(donor: Donor, piece_nbytes: int) -> tuple[StateTable, bytes]:
-    """In the donor's thread: table and manifest."""
+    """Returns table and manifest, asked for in the donor's thread."""
     text = donor.ask(Type.GET_MANIFEST, Type.MANIFEST)
     return decode_table(donor.ask(Type.GET_TABLE, Type.TABLE), piece_nbytes), text
 
 
 def _missing(table: StateTable, hashes: Sequence[Hashes]) -> list[Piece]:
-    """The pieces that differ from what lies here (protocol.md 16)."""
+    """Returns the pieces that differ from those that lie here (protocol.md 16)."""
     mine = (digest for here in hashes for digest in here)
     return [piece for piece, digest in zip(table.pieces(), mine, strict=True) if piece.digest != digest]
 
@@ -384,7 +389,7 @@ def pull_state(
     loading: frozenset[str] = frozenset(),
     grew: Callable[[float], None] = lambda idle_s: None,
 ) -> PullReport:
-    """Make this member's state that of the donors at a header.
+    """Makes this member's state that of the donors at a header.
 
     Args:
         donors: Who may have it, oldest member first.
@@ -424,7 +429,7 @@ def pull_result(
     wanted: Sequence[Span] | None = None,
     config: PullConfig | None = None,
 ) -> PullReport:
-    """Pull raw reduced bytes of a slot (a hand-on, protocol.md 9).
+    """Pulls raw reduced bytes of a slot (a hand-on, protocol.md 9).
 
     Args:
         donors: Who holds some of them.
@@ -461,7 +466,7 @@ def pull_result(
 
 
 def _result_jobs(needed: Sequence[Span], held: Mapping[str, Sequence[Span]], request_nbytes: int) -> list[Job]:
-    """Cut what is needed where the set of its holders changes; StateError if some bytes have no holder."""
+    """Cuts the needed ranges where the set of their holders changes; raises StateError if some bytes have no holder."""
     borders = sorted({b for spans in held.values() for span in spans for b in span})
     jobs = []
     for start, stop in needed:

@@ -1,4 +1,4 @@
-"""Replay: what training did with a committed step's averages, done again by a newcomer (protocol.md 17).
+"""Replays committed steps: a newcomer does again with their averages what training did (protocol.md 17).
 
 Theory of operation. A newcomer that holds the state at header s and gets the raw sums of s+1, s+2, ... reaches the
 members' state without a forward pass, because what an optimizer does is a pure function of its state, the averaged
@@ -55,10 +55,10 @@ NEVER: dict[type[Optimizer], str] = {
     LBFGS: "it evaluates the loss several times in a step",
     SparseAdam: "its gradients are sparse, and reduced ones are dense",
 }
-"""Optimizers that nobody can vouch for, and why."""
+"""Optimizers that no module can vouch for, and why."""
 
 VOUCH = "chaos_replay"
-"""The attribute of the user's module."""
+"""Name of the attribute of the user's module."""
 
 
 @runtime_checkable
@@ -66,11 +66,11 @@ class Replay(Protocol):
     """Takes committed steps again, outside of training."""
 
     def replayable(self) -> str:
-        """Why this process cannot come in by replay; "" if it can."""
+        """Returns the reason why this process cannot come in by replay; "" if it can."""
         ...
 
     def replay(self, header: Header) -> None:
-        """Does with `.grad`, which holds the average of this header's step, what training did; then clears it."""
+        """Steps again as training did, with the average of this header's step in `.grad`; then clears `.grad`."""
         ...
 
 
@@ -130,14 +130,14 @@ class OptimizerReplay:
                 param.grad = None
 
     def _clipped(self, stepping: Optimizer) -> float:
-        """The loss, as far as a closure's answer matters here."""
+        """Clips the gradients; returns 0.0, a loss as far as a closure's answer matters here."""
         if self._clip is not None:
             self._clip(stepping)
         return 0.0
 
 
 def impurity(given: Optimizer, *, vouched: bool = False) -> str:
-    """Why this optimizer's steps cannot be replayed; "" if they can."""
+    """Returns the reason why this optimizer's steps cannot be replayed; "" if they can."""
     for kind, why in NEVER.items():
         if isinstance(given, kind):
             return why
@@ -162,7 +162,9 @@ def impurity(given: Optimizer, *, vouched: bool = False) -> str:
 
 
 def _only_looks(hook: Callable[..., Any]) -> bool:
-    """Whether a hook says that it changes nothing, as the profile's does, which stays in its process for good."""
+    """Returns whether a hook says that it changes nothing, as the profile's does, which stays in its process for
+    good.
+    """
     return bool(getattr(hook, "only_looks", False))
 
 
@@ -196,6 +198,6 @@ class ModuleReplay:
 
 
 def vouched_by(module: nn.Module) -> bool | None:
-    """Returns what the module says about replay: True, False, or None."""
+    """Returns the module's word about replay: True, False, or None."""
     said = getattr(module, VOUCH, None)
     return said if said is None else bool(said)

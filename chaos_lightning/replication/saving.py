@@ -1,4 +1,4 @@
-"""Checkpoint files, written by one member for all.
+"""Writes checkpoint files by one member for all.
 
 Theory of operation. A local file is written beside its place under a name with the hash of its step's header and then
 moved, so that a reader never sees half a file and two writers (one of them fenced, without knowing it yet) never write
@@ -56,7 +56,7 @@ def save_for_all(
     stays_unsaved: Callable[[], bool],
     writes_here: bool = True,
 ) -> None:
-    """The writer writes a checkpoint of a step that is stable, and all members learn how it fared.
+    """Lets the writer write a checkpoint of a step that is stable, and tells all members whether that succeeded.
 
     Args:
         path: Of the checkpoint.
@@ -98,14 +98,14 @@ def save_for_all(
 
 
 def saved_nbytes(checkpoint: Mapping[str, Any]) -> int:
-    """Returns the size of the file that `torch.save` writes."""
+    """Returns the size in bytes of the file that `torch.save` writes."""
     counter = _Counter()
     torch.save(checkpoint, counter)  # type: ignore[arg-type]
     return counter.nbytes
 
 
 class _Counter:
-    """A file that counts what is written to it."""
+    """File that counts the bytes that are written to it."""
 
     nbytes = 0
 
@@ -118,7 +118,7 @@ class _Counter:
 
 
 def _explained(error: Exception, nbytes: Callable[[], int], path: str) -> Exception:
-    """The error itself, or one that says more where there is no room for the file."""
+    """Returns the error itself, or one that says more if there is no room for the file."""
     if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
         return error
     folder = os.path.dirname(os.path.abspath(path))

@@ -1,4 +1,4 @@
-"""The donor's side: serves the state of committed headers, the raw reduced bytes of the last slots, and the log.
+"""Serves a donor's state of committed headers, the raw reduced bytes of the last slots, and the log.
 
 Theory of operation. The training thread *publishes*: it hands over live references to the tensors of the state after
 header h and promises not to change them until it withdraws them. (Donors rest at h until the joiner contributes to
@@ -54,10 +54,12 @@ from chaos_lightning.replication.turns import Turns
 from chaos_lightning.transport.pacing import pace
 
 HOLD = 0.6
-"""So much of a usual step learners have for reading a state or sums in place, before a copy is made for them."""
+"""Part of a usual step's time that learners have for reading a state or sums in place, before a copy is made for
+them.
+"""
 
 _MOST_DROPPED = 4096
-"""So many names are known to have been dropped; of others it is thought that they may come."""
+"""Number of names that are known to have been dropped; other names are waited for."""
 
 _MOST_IDLE_MS = 1e9
 
@@ -67,24 +69,28 @@ class StateServerConfig:
     """Waits of the serving side, in seconds."""
 
     publish_timeout_s: float = 30.0
-    """How long a request waits for a header that this member has yet to commit, or for a state that it is getting while
-    nothing of it comes."""
+    """Most seconds that a request waits for a header that this member has yet to commit, or for a state that it is
+    getting while nothing of it comes.
+    """
     idle_timeout_s: float = 120.0
-    """A connection without a request for so long is closed."""
+    """Seconds without a request after which a connection is closed."""
     stall_timeout_s: float = 10.0
-    """A peer that neither sends nor takes a byte for so long in mid-frame is given up."""
+    """Seconds in mid-frame after which a peer that neither sends nor takes a byte is given up."""
     pending_interval_s: float = 0.25
-    """How often a waiting peer is told that this donor lives."""
+    """Seconds between two messages to a waiting peer that this donor lives."""
     snapshot_cap_nbytes: int = 0
-    """A larger state is not copied for learners; 0: half of the memory that is available then, shared by the members
-    of this machine."""
+    """Most bytes of a state that is copied for learners; 0: half of the memory that is available then, shared by the
+    members of this machine.
+    """
     log_cap_nbytes: int = DEFAULT_CAP_NBYTES
     lease_s: float = 600.0
-    """A snapshot nobody asked anything of for so long is given up."""
+    """Seconds without a request after which a snapshot is given up."""
     pulls: int = PULLS
     """Number of peers to which this member's state is sent at a time, beside those that take it slowly (turns.py)."""
     results_kept: int = 2
-    """Reduced slots kept servable: the last one, and the one before until everybody is known to hold the last."""
+    """Number of reduced slots kept servable: the last one, and the one before until all members are known to hold the
+    last.
+    """
 
     def __post_init__(self) -> None:
         for name in ("publish_timeout_s", "idle_timeout_s", "stall_timeout_s", "pending_interval_s", "lease_s"):
@@ -96,7 +102,7 @@ class StateServerConfig:
 
 
 class StateServer:
-    """Serves what was published, to any number of peers, one calling thread each."""
+    """Serves published states and slots to any number of peers, with one calling thread each."""
 
     def __init__(self, config: StateServerConfig | None = None) -> None:
         self.config = config or StateServerConfig()
@@ -105,32 +111,32 @@ class StateServer:
         self._versions: dict[str, dict[int, Published]] = {}
         """Versions of other states, by the head that stands for the state's name."""
         self._dropped: dict[str, None] = {}
-        """Heads of the names of which nothing is held any more, those that were dropped last."""
+        """Heads of the last dropped names of which nothing is held any more."""
         self._results: list[Published] = []
         self._snapshot: Published | None = None
         self._copying: Snapshot | None = None
         self._lent: Published | None = None
-        """The last snapshot's state, as those see it who read it in place."""
+        """Last snapshot's state, as those learners see it that read it in place."""
         self._leased_at = 0.0
         self._refused: tuple[int, str] = (-1, "")
-        """A slot whose snapshot was not made, and why."""
+        """Slot whose snapshot was not made, and the reason."""
         self.pace = Pace()
         self.log = SlotLog(self._changed, self.config.log_cap_nbytes)
         self._gone = {"state": -1, "result": -1}
         """Highest slot that was published and withdrawn, for the words of a refusal."""
         self._grew_at = -math.inf
-        """When (monotonic, s) something came of the state that this member is getting."""
+        """Moment (monotonic, s) at which something came of the state that this member is getting."""
         self._closed = False
         self._sockets: set[socket.socket] = set()
         self._turns = Turns()
         self.served_nbytes: dict[str, int] = {}
         """Payload bytes sent so far, or being sent, by peer."""
         self.forwarder: Forwarder | None = None
-        """Set it to let others reach members through this one."""
+        """Forwarder, to be set to let others reach members through this one."""
         self.checkpoints: CheckpointWriter | None = None
-        """Set it to let others have checkpoints written here."""
+        """Writer of checkpoints, to be set to let others have checkpoints written here."""
         self.memory_export: MemoryExport | None = None
-        """Set it to let members of this machine read this process's memory."""
+        """Export of memory, to be set to let members of this machine read this process's memory."""
 
     # --- the training thread's side -------------------------------------------------------------------------------
 
@@ -143,7 +149,7 @@ class StateServer:
         *,
         copies: Collection[str] = (),
     ) -> None:
-        """Make the state after this header servable; replaces what was published before.
+        """Makes the state after this header servable; replaces what was published before.
 
         Args:
             head: Hash of the committed header.
@@ -169,7 +175,7 @@ class StateServer:
         hashes: Sequence[tuple[bytes, ...]] | None = None,
         piece_nbytes: int = PIECE_NBYTES,
     ) -> None:
-        """Make a version of another state than the member's own servable until `drop`, beside all others.
+        """Makes a version of another state than the member's own servable until `drop`, beside all others.
 
         Who pulls it asks for the head `bulk.named_head(name)` and the slot `version`; who asks for a version that is
         still ahead waits for it, as for a header's state.
@@ -195,7 +201,7 @@ class StateServer:
             self._changed.notify_all()
 
     def drop(self, name: str, before: int | None = None) -> None:
-        """Stop serving versions of this state below `before` (all if None). After this their memory may change.
+        """Stops serving versions of this state below `before` (all if None). After this their memory may change.
 
         Of a state of which nothing is left, nothing is waited for either, until something of it is held again.
         """
@@ -212,7 +218,9 @@ class StateServer:
             self._changed.notify_all()
 
     def asked_at(self, name: str, version: int) -> float:
-        """When somebody last asked for something of this version, or was sent it; by `time.monotonic()`; 0.0: never."""
+        """Returns the moment at which a peer last asked for something of this version, or was sent it; by
+        `time.monotonic()`; 0.0: never.
+        """
         with self._changed:
             item = self._versions.get(bulk.named_head(name), {}).get(version)
             if item is not None and item.sending:
@@ -257,7 +265,7 @@ class StateServer:
         sharers: int = 1,
         learners: Collection[str] = (),
     ) -> Snapshot:
-        """Keep a copy of the state after this header servable until `release`; replaces the one before.
+        """Keeps a copy of the state after this header servable until `release`; replaces the one before.
 
         Args:
             head: Hash of the committed header.
@@ -330,7 +338,7 @@ class StateServer:
         self.log.keep(header, encoded, raw, spans, still, readers=readers, hold_s=HOLD * self.pace.usual_s)
 
     def _readers(self, learners: Collection[str]) -> Collection[str]:
-        """These learners, if all of them read this process's memory; else nobody."""
+        """Returns these learners, if all of them read this process's memory; else none."""
         export = self.memory_export
         return learners if export is not None and all(export.readable(o) for o in learners) else ()
 
@@ -350,7 +358,7 @@ class StateServer:
             lent.snapshot.forget()
 
     def expire(self, now: float) -> bool:
-        """Releases a snapshot whose lease is over; whether it was."""
+        """Releases a snapshot whose lease is over; returns whether it was."""
         with self._changed:
             held = self._snapshot or self._lent
             over = held is not None and now - self._leased_at > self.config.lease_s
@@ -359,7 +367,7 @@ class StateServer:
         return over
 
     def publish_result(self, seq: int, head: str, memory: Tensor | memoryview, spans: Sequence[Span]) -> None:
-        """Make raw reduced bytes of a slot servable for a hand-on (protocol.md 9).
+        """Makes raw reduced bytes of a slot servable for a hand-on (protocol.md 9).
 
         Args:
             seq: The slot.
@@ -382,7 +390,7 @@ class StateServer:
             self._changed.notify_all()
 
     def withdraw(self, before: int | None = None) -> None:
-        """Stop serving slots below `before` (all if None). After this the memory may change."""
+        """Stops serving slots below `before` (all if None). After this the memory may change."""
         with self._changed:
             if self._state is not None and (before is None or self._state.seq < before):
                 self._gone["state"] = max(self._gone["state"], self._state.seq)
@@ -392,7 +400,8 @@ class StateServer:
             self._results = [r for r in self._results if before is not None and r.seq >= before]
 
     def grew(self, idle_s: float = 0.0) -> None:
-        """Something came of the state that this member is getting, so whoever waits for it here may go on waiting.
+        """Notes that something came of the state that this member is getting, so that peers that wait for it here may
+        go on waiting.
 
         Args:
             idle_s: So many seconds ago, and perhaps not here but at a member that this one waits for.
@@ -400,13 +409,13 @@ class StateServer:
         self._grew_at = max(self._grew_at, time.monotonic() - idle_s)
 
     def forget(self) -> None:
-        """This member begins anew: what it withdrew before says nothing of what it will publish."""
+        """Forgets which slots were withdrawn: this member begins anew, and they say nothing of what it will publish."""
         self.withdraw()
         with self._changed:
             self._gone = {"state": -1, "result": -1}
 
     def close(self) -> None:
-        """Refuse everything from now on; threads in `serve` return soon."""
+        """Refuses everything from now on; threads in `serve` return soon."""
         with self._changed:
             self._closed = True
             self._state = self._snapshot = self._copying = None
@@ -425,7 +434,7 @@ class StateServer:
     # --- the serving threads' side --------------------------------------------------------------------------------
 
     def serve(self, sock: socket.socket, peer: str) -> str:
-        """Answer requests on this socket until it ends, and close it.
+        """Answers requests on this socket until it ends, and closes it.
 
         Args:
             sock: Connected, authenticated, blocking.
@@ -522,7 +531,7 @@ class StateServer:
     def _send_range(
         self, channel: BulkSocket, request: BulkFrame, peer: str, item: Published, tick: Callable[[], None]
     ) -> None:
-        """Bytes of a state, or of a slot's result."""
+        """Sends bytes of a state, or of a slot's result."""
         start, stop = request.offset, request.offset + request.length
         result = request.type is Type.GET_RESULT
         if result and not any(a <= start and stop <= b for a, b in item.spans):
@@ -545,7 +554,7 @@ class StateServer:
                 self._turns.done(channel.sock, item.asked_at)
 
     def _wait_for_turn(self, sock: socket.socket, nbytes: int, tick: Callable[[], None]) -> None:
-        """Others are sent the state; meanwhile this peer hears that its donor lives."""
+        """Waits while others are sent the state; meanwhile this peer hears that its donor lives."""
         while True:
             with self._changed:
                 if self._closed or self._turns.take(sock, nbytes, self.config.pulls, time.monotonic()):
@@ -612,7 +621,7 @@ class StateServer:
         return [item]
 
     def _entry(self, request: BulkFrame, tick: Callable[[], None]) -> tuple[LoggedSlot, int]:
-        """The logged header that stands on the request's, and the last slot in the log."""
+        """Returns the logged header that stands on the request's, and the last slot in the log."""
         give_up = time.monotonic() + self.config.publish_timeout_s
         while True:
             with self._changed:

@@ -1,4 +1,4 @@
-"""One pull: its donors, their answers and failures, and the accounting.
+"""Runs one pull: its donors, their answers and failures, and the accounting.
 
 Theory of operation. All waiting happens in `collect`, in the calling thread: it takes whatever donor threads have
 finished, books a failure against its donor, and hands results to the phase that asked. A phase is therefore a loop
@@ -32,7 +32,7 @@ _PATIENCE_S = 0.1
 
 
 Tell = Callable[[Progress], None]
-"""Called whenever something was verified; one call at a time, from any thread, briefly."""
+"""Function that is called whenever something was verified; one call at a time, from any thread, briefly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class SourceReport:
     """Report on one source of a pull."""
 
     nbytes: int = 0
-    """Verified and used."""
+    """Bytes that were verified and used."""
     busy_s: float = 0.0
     requests: int = 0
     duplicated: int = 0
-    """Bytes that it sent although another source's copy was used."""
+    """Bytes that the source sent although another source's copy was used."""
     stolen: int = 0
-    """Bytes that it took over from the shares of others."""
+    """Bytes that the source took over from the shares of others."""
     retries: int = 0
-    """Its requests that had to be made again."""
+    """Number of the source's requests that had to be made again."""
 
     @classmethod
     def of(cls, stats: SourceStats) -> SourceReport:
@@ -56,11 +56,11 @@ class SourceReport:
 
     @property
     def rate_bps(self) -> float:
-        """Bits per second while something was asked of it; duplicates included."""
+        """Bits per second while something was asked of the source; duplicates included."""
         return 8 * (self.nbytes + self.duplicated) / self.busy_s if self.busy_s else 0.0
 
     def plus(self, other: SourceReport) -> SourceReport:
-        """Both rounds of a pull together."""
+        """Returns the sum of two rounds of a pull."""
         return SourceReport(
             self.nbytes + other.nbytes,
             self.busy_s + other.busy_s,
@@ -78,44 +78,44 @@ class PullReport:
     head: str
     seq: int
     nbytes: int
-    """Size of the state, or of the ranges wanted."""
+    """Bytes of the state, or of the ranges wanted."""
     by_source: Mapping[str, int]
     """Verified bytes received, by donor."""
     skipped: int
     """Bytes that were here already."""
     seconds: float
     retries: int
-    """Requests made again because a donor broke off."""
+    """Number of requests made again because a donor broke off."""
     corrupted: int
-    """Pieces that arrived with wrong bytes and were pulled again."""
+    """Number of pieces that arrived with wrong bytes and were pulled again."""
     state_hash: str = ""
     disagreeing: tuple[str, ...] = ()
     """Donors whose state differs from the one taken (protocol.md 24)."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Donors that fell out, with the reason."""
     rounds: int = 1
-    """More than one if the donor that gave the manifest was lost."""
+    """Number of rounds; more than one if the donor that gave the manifest was lost."""
     policy: str = ""
     reason: str = ""
-    """Why the policy shared the work as it did at first."""
+    """Reason why the policy shared the work as it did at first."""
     barrier: bool = False
-    """Whether the policy has everybody wait until the pull is over."""
+    """Whether the policy has all members wait until the pull is over."""
     moving_s: float = 0.0
     """Seconds from the first request for bytes to the last byte verified."""
     duplicated: int = 0
-    """Bytes that arrived twice, for a copy was asked for elsewhere."""
+    """Bytes that arrived twice, because a copy was asked for elsewhere."""
     steals: int = 0
-    """How often a source took over work of another one."""
+    """Number of times that a source took over work of another one."""
     sources: Mapping[str, SourceReport] = field(default_factory=dict)
 
 
 class PullSession:
-    """The donors of one pull and what became of them."""
+    """Donors of one pull, with their answers and failures."""
 
     def __init__(
         self, endpoints: Sequence[Endpoint], dial: Dial, *, what: str, head: str, seq: int, config: PullConfig | None
     ) -> None:
-        """Start a thread per donor; use as a context manager.
+        """Starts a thread per donor; use as a context manager.
 
         Args:
             endpoints: The donors, oldest member first.
@@ -137,7 +137,7 @@ class PullSession:
         self.order = [e.member for e in endpoints]
         self.failed: dict[str, str] = {}
         self.refused = False
-        """Whether a donor answered that it does not have what is asked for."""
+        """Whether a donor answered that it does not have the requested state."""
         self.by_source: dict[str, int] = {}
         self.sources: dict[str, SourceReport] = {}
         self.retries = self.corrupted = self.steals = 0
@@ -145,7 +145,7 @@ class PullSession:
         self.policy: TransferPolicy | None = None
         self.reason = ""
         self.abandoned: Callable[[], bool] | None = None
-        """Says whether the pull has become pointless."""
+        """Function that says whether the pull has become pointless."""
         self.loading: frozenset[str] = frozenset()
         """Donors that get the state themselves: no answer is waited for, and nothing is planned for them."""
         self._work_queue: WorkQueue | None = None
@@ -166,15 +166,17 @@ class PullSession:
         self._pending.clear()
 
     def start(self, kind: str, member: str, work: Callable[[], Any]) -> None:
-        """Have a donor's thread do something; `collect` returns it as (kind, member, result)."""
+        """Hands work to a donor's thread; `collect` returns the result as (kind, member, result)."""
         self._pending[self.donors[member].submit(work)] = (kind, member)
 
     def pending(self, kind: str) -> list[str]:
-        """Donors that are still at it."""
+        """Returns the donors that are still working on an order of this kind."""
         return [member for k, member in self._pending.values() if k == kind]
 
     def collect(self, patience_s: float = _PATIENCE_S) -> list[tuple[str, str, Any]]:
-        """Wait a little for donor threads; what they finished. A donor that failed is out from then on."""
+        """Waits a little for donor threads; returns the results that they have finished. A donor that failed is out
+        from then on.
+        """
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise self._overdue()
@@ -207,14 +209,14 @@ class PullSession:
         )
 
     def drop(self, member: str, reason: str) -> None:
-        """This donor is out."""
+        """Drops this donor from the pull."""
         self.failed.setdefault(member, reason)
         self.donors[member].close()
         if self._work_queue is not None:
             self._work_queue.dismiss(member)  # also what was planned for it
 
     def fates(self) -> str:
-        """Returns in words what became of the donors."""
+        """Returns in words which donors failed, and why."""
         return "; ".join(f"{member}: {reason}" for member, reason in self.failed.items()) or "no donor failed"
 
     def deliver(
@@ -227,7 +229,7 @@ class PullSession:
         on_bytes: Callable[[int, Mapping[str, SourceStats]], None],
         recruit: Callable[[str, str, Any], bool] | None = None,
     ) -> WorkQueue:
-        """Have the donors send these jobs; returns when all arrived or nobody is left who could send the rest.
+        """Lets the donors send these jobs; returns when all arrived or no donor is left that could send the rest.
 
         Args:
             jobs: What is missing.
@@ -291,7 +293,7 @@ class PullSession:
         return work_queue
 
     def _let_go(self, work_queue: WorkQueue) -> None:
-        """Returns once no thread writes any more; donors that only dial, or wait, are not waited for."""
+        """Waits until no thread writes any more; donors that only dial, or wait, are not waited for."""
         if not work_queue.left_nbytes or work_queue.error is not None:
             for member in work_queue.busy():
                 self.donors[member].close()
@@ -321,7 +323,7 @@ class PullSession:
         return NoDonorError(words, refused=self.refused)
 
     def report(self, head: str, seq: int, nbytes: int, skipped: int, **more: Any) -> PullReport:
-        """The account of a pull that succeeded."""
+        """Returns the account of a pull that succeeded."""
         return PullReport(
             head=head,
             seq=seq,

@@ -1,4 +1,4 @@
-"""A copy of the training state at one header, made while training goes on (protocol.md 15).
+"""Copies the training state at one header while training goes on (protocol.md 15).
 
 Theory of operation. Between the optimizer's step and its next one the state is still, except for what a forward pass
 writes. So the training thread copies only that, and a thread of the snapshot's own copies the rest during forward and
@@ -39,7 +39,9 @@ LIVE, COPIED, GONE = 1, 2, 3
 
 
 def available_nbytes() -> int:
-    """Returns the memory that this machine, and the control groups of this process, can give without swapping."""
+    """Returns the bytes of memory that this machine, and the control groups of this process, can give without
+    swapping.
+    """
     left = [1 << 62]
     with open("/proc/meminfo") as lines:
         left += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
@@ -49,7 +51,7 @@ def available_nbytes() -> int:
 
 
 def left_in_groups(membership: str, root: Path) -> list[int]:
-    """Returns what the limits of control groups leave, in bytes, as those of containers and batch systems do.
+    """Returns the bytes that the limits of control groups leave, as those of containers and batch systems do.
 
     Args:
         membership: Names the group of a process, as /proc/self/cgroup does.
@@ -70,7 +72,7 @@ def left_in_groups(membership: str, root: Path) -> list[int]:
 
 
 class Snapshot:
-    """See the module.
+    """Copy of the training state at one header, made while training goes on (see the module).
 
     Args:
         tensors: Live, in their fixed order.
@@ -100,7 +102,7 @@ class Snapshot:
                 "their state from members with more memory"
             )
         self.tensors: list[tuple[str, Tensor]] = []
-        """The copies; all of them, once `settle` returned and if `whole`."""
+        """Copies of the tensors; all of them, once `settle` returned and if `whole`."""
         self.generation = Generation()
         self.readers = frozenset(readers) if all(in_place(t) for _, t in tensors) else frozenset()
         """Members that may read the state itself; none if a tensor is no plain host memory."""
@@ -142,7 +144,7 @@ class Snapshot:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it was copied: readers took nothing in time."""
+        """Whether all of the state was copied: readers took nothing in time."""
         return self.complete and self._error is None and self._copied_from == 0
 
     def wait(self, timeout_s: float = 60.0) -> None:
@@ -158,7 +160,7 @@ class Snapshot:
             raise StateError(f"the training state could not be copied: {self._error}") from self._error
 
     def settle(self, timeout_s: float = 60.0) -> None:
-        """Waits until everything is copied that somebody lacks: the optimizer may write afterwards.
+        """Waits until everything is copied that a reader lacks: the optimizer may write afterwards.
 
         Raises:
             DeadlineError: It was not within the timeout.
@@ -173,7 +175,7 @@ class Snapshot:
     # ------------------------------------------------------------------ for readers of this process's memory
 
     def take(self, reader: str, nbytes: int) -> None:
-        """This reader holds the first `nbytes` bytes of the state."""
+        """Notes that this reader holds the first `nbytes` bytes of the state."""
         with self._lock:
             if reader in self._taken:
                 self._taken[reader] = max(self._taken[reader], nbytes)
@@ -181,8 +183,8 @@ class Snapshot:
             self._go.set()
 
     def places(self) -> tuple[int, list[int]]:
-        """Returns the value that `generation` must have after reading, and the address of each tensor; 0: not held
-        any more.
+        """Returns the value that `generation` must have after reading, and the address of each tensor; 0: not held any
+        more.
         """
         with self._lock:
             if self._state == LIVE:
@@ -202,7 +204,7 @@ class Snapshot:
         self._go.set()
 
     def _turn(self, state: int) -> None:
-        """From here on readers are told so; before anything is written or freed."""
+        """Sets `generation` for readers from here on; called before anything is written or freed."""
         with self._lock:
             self._state = max(self._state, state)
             self.generation.set(NO_VIEW, self._state)

@@ -1,4 +1,4 @@
-"""Where bytes can be had from: a member, the way to it, and the connection.
+"""Reaches a source of bytes: a member, the way to it, and the connection.
 
 Theory of operation. A `ByteSource` is dialled when it is first needed, by whichever thread asks. One without a link is
 reached through its neighbours: the way is made first (forward.py). What a source on this machine lends can be read out
@@ -27,16 +27,17 @@ class Endpoint:
     address: str
     port: int
     route: tuple[str, ...] = ()
-    """Empty: there. Else that is the address of the first of these, and each passes requests on to the next, up to
-    `member`."""
+    """Members on the way, the donor last; empty: the address is the donor's own. Else the address is that of the first
+    of these, and each passes requests on to the next, up to `member`.
+    """
 
 
 Dial = Callable[[Endpoint], socket.socket]
-"""Returns a connected, authenticated, blocking socket; bounded in time by itself."""
+"""Function that returns a connected, authenticated, blocking socket; bounded in time by itself."""
 
 
 class ByteSource:
-    """See the module.
+    """Source of bytes: a member and the connection to it (see the module).
 
     Args:
         endpoint: The member, and the way to it.
@@ -60,7 +61,7 @@ class ByteSource:
         self.endpoint = endpoint
         self.member = endpoint.member
         self.dialling = False
-        """The last attempt has not got as far as a connection."""
+        """Whether the last attempt has not got as far as a connection."""
         self._dial = dial
         self._stall_timeout_s = stall_timeout_s
         self._deadline = deadline
@@ -75,11 +76,11 @@ class ByteSource:
 
     @property
     def channel(self) -> BulkSocket | None:
-        """The connection, if there is one."""
+        """Connection to the source, if there is one."""
         return self._channel
 
     def connect(self) -> BulkSocket:
-        """The connection, made if need be.
+        """Returns the connection, made if need be.
 
         Raises:
             ChaosError, OSError: There is none.
@@ -110,7 +111,7 @@ class ByteSource:
         return channel
 
     def beside(self) -> bool:
-        """Whether it is on this machine, as far as addresses tell; connects if need be."""
+        """Returns whether the source is on this machine, as far as addresses tell; connects if need be."""
         return not self.endpoint.route and on_this_machine(self.connect().sock)
 
     def disconnect(self) -> None:
@@ -127,7 +128,7 @@ class ByteSource:
         return channel
 
     def cut(self) -> None:
-        """From any thread: whoever waits for this source waits no more, and it is not dialled again."""
+        """Ends all waits for this source, from any thread, and dials it no more."""
         with self._lock:
             self._closed = True
             channel = self._channel
@@ -137,7 +138,7 @@ class ByteSource:
 
 
 def reason_of(error: BaseException) -> str:
-    """A source's failure in words."""
+    """Returns a source's failure in words."""
     if isinstance(error, TimeoutError):
         return "it sent nothing for too long"
     if isinstance(error, ChaosError):

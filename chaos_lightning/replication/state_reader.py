@@ -1,4 +1,4 @@
-"""A learner takes the state at a header out of the memory of a member of its machine (by_reference.py).
+"""Reads the state at a header for a learner out of the memory of a member of its machine (by_reference.py).
 
 Theory of operation. The state itself is read while it is still, from the front to the back. Every block is followed by
 a look at the donor's generation; once the donor's optimizer is about to write, the rest is read from the copy that it
@@ -28,13 +28,13 @@ from chaos_lightning.replication.source import ByteSource, Dial, Endpoint, reaso
 from chaos_lightning.replication.table import StateTable
 
 BLOCK_NBYTES = 16 << 20
-"""So much is read between two looks at the generation and words to the donors."""
+"""Bytes that are read between two looks at the generation and messages to the donors."""
 
 Keep = Callable[[str, BulkSocket], None]
 
 
 class StateReader:
-    """See the module.
+    """Reader of the state out of donors' memory for one learner (see the module).
 
     Args:
         endpoints: The donors, in the order in which they are to be asked.
@@ -74,7 +74,8 @@ class StateReader:
         self._at = 0
 
     def run(self) -> PullReport | None:
-        """None if nobody lends its memory, or nobody could give all of it; then the tensors may hold a part.
+        """Reads the state; returns None if no donor lends its memory, or none could give all of it; then the tensors
+        may hold a part.
 
         Raises:
             StateError: The state does not fit here, or reading it was abandoned.
@@ -113,7 +114,7 @@ class StateReader:
         channel.send(BulkFrame(Type.HAVE_STATE, self._head, self._seq, self._at))
 
     def _tell_others(self) -> None:
-        """Those who keep the state, too, hear how much of it is here."""
+        """Tells the other donors that keep the state how much of it is here."""
         for connecting in self._others.values():
             channel = connecting.result() if connecting.done() else None
             if channel is not None:
@@ -121,7 +122,7 @@ class StateReader:
                     self._tell(channel)
 
     def _part(self, member: str, connecting: Future[BulkSocket | None]) -> None:
-        """A donor that was not read from."""
+        """Tells a donor that was not read from, and keeps its connection."""
         channel = connecting.result()
         if channel is None:
             return
@@ -135,7 +136,7 @@ class StateReader:
     # ------------------------------------------------------------------ bytes
 
     def _read_from(self, member: str, channel: BulkSocket) -> Places | None:
-        """Goes on where the last donor ended; None if this one cannot give the rest."""
+        """Reads on where the last donor ended; returns None if this one cannot give the rest."""
         try:
             while True:
                 request = BulkFrame(Type.GET_PLACES, self._head, self._seq, 0, 1)
@@ -159,7 +160,7 @@ class StateReader:
         return None
 
     def _read(self, places: Places, regions: Sequence[Region], member: str, channel: BulkSocket) -> bool:
-        """Block by block; False if the state did not stay still: what was copied of it lies elsewhere."""
+        """Reads block by block; returns False if the state did not stay unchanged: copies of it lie elsewhere."""
         total = places.table.nbytes
         while self._at < total:
             self._go_on()
@@ -203,7 +204,7 @@ class StateReader:
 def _parts(
     table: StateTable, regions: Sequence[Region], low: int, high: int
 ) -> Iterator[tuple[Region, int, int, memoryview]]:
-    """Region, range within it, and memory for what lies in [low, high)."""
+    """Yields region, range within it, and memory for the bytes in [low, high)."""
     for entry, target in zip(table.entries, regions, strict=True):
         start, stop = max(low, entry.offset) - entry.offset, min(high, entry.stop) - entry.offset
         if start < stop:

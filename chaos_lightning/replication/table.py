@@ -1,4 +1,4 @@
-"""The training state as byte ranges: names, shapes, and a hash for each piece.
+"""Describes the training state as byte ranges: names, shapes, and a hash for each piece.
 
 Theory of operation. The state is an ordered list of named tensors, laid end to end in one address space of bytes. The
 first ones are *replicated* (protocol.md 21): equal on all members. After them come *attached* ones, tensors that a
@@ -28,8 +28,9 @@ from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication.memory import Region, check_tensor, region
 
 PIECE_NBYTES = 1 << 20
-"""Part of the protocol, for the state hash depends on it: all members of a job must cut alike. Other states than a
-member's may be cut otherwise, by agreement."""
+"""Bytes of a piece. Part of the protocol, for the state hash depends on it: all members of a job must cut alike. Other
+states than a member's may be cut otherwise, by agreement.
+"""
 DIGEST_NBYTES = 16
 MAX_TENSORS = 1 << 20
 
@@ -38,17 +39,17 @@ Named = Iterable[tuple[str, Tensor]]
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-"""Every dtype of this torch by its name; a name that arrives is looked up here and nowhere else."""
+"""Types of this torch by their names; a name that arrives is looked up here and nowhere else."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32" for torch.float32."""
+    """Returns the name of a type, such as "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """One tensor of the state."""
+    """Tensor of the state."""
 
     name: str
     dtype: str
@@ -66,13 +67,13 @@ class TableEntry:
         return self.offset + self.nbytes
 
     def words(self) -> str:
-        """For messages: name, type and shape."""
+        """Returns name, type and shape for messages."""
         return f"{self.name!r} {self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The unit that is hashed, compared and verified: bytes [start, stop) of tensor number `entry`."""
+    """Unit that is hashed, compared and verified: bytes [start, stop) of tensor number `entry`."""
 
     entry: int
     start: int
@@ -97,26 +98,26 @@ class StateTable:
 
     @cached_property
     def state_hash(self) -> str:
-        """32 hex digits over the replicated tensors."""
+        """Hash of the replicated tensors, as 32 hex digits."""
         return _fold(e for e in self.entries if not e.attached)
 
     @cached_property
     def attached_hash(self) -> str:
-        """32 hex digits over the attached tensors."""
+        """Hash of the attached tensors, as 32 hex digits."""
         return _fold(e for e in self.entries if e.attached)
 
     def digests(self, nbytes: int) -> dict[str, bytes]:
-        """Digest of each replicated tensor's name, type, shape and bytes, cut to so many bytes."""
+        """Returns the digest of each replicated tensor's name, type, shape and bytes, cut to so many bytes."""
         return {e.name: bytes.fromhex(_fold([e]))[:nbytes] for e in self.entries if not e.attached}
 
     def pieces(self) -> Iterator[Piece]:
-        """All pieces in address order."""
+        """Yields all pieces in address order."""
         for index, entry in enumerate(self.entries):
             for number, (start, stop) in enumerate(cuts(entry.nbytes, self.piece_nbytes)):
                 yield Piece(index, start, stop, entry.hashes[number])
 
     def encode(self) -> bytes:
-        """JSON; piece hashes as one hex string per tensor."""
+        """Returns the table as JSON, with piece hashes as one hex string per tensor."""
         rows = [
             [e.name, e.dtype, list(e.shape), e.nbytes, b"".join(e.hashes).hex(), int(e.attached), e.device]
             for e in self.entries
@@ -138,7 +139,9 @@ def cuts(nbytes: int, piece_nbytes: int = PIECE_NBYTES) -> Iterator[tuple[int, i
 
 
 def decode_table(data: bytes, piece_nbytes: int = PIECE_NBYTES) -> StateTable:
-    """Read `StateTable.encode()`; WireError for anything that is not a consistent table with pieces of this size."""
+    """Reads a table that `StateTable.encode()` wrote; raises WireError for anything that is not a consistent table with
+    pieces of this size.
+    """
     try:
         document = json.loads(data)
         found, rows = document["piece"], document["tensors"]
@@ -185,7 +188,7 @@ def _entry(row: object, offset: int, piece_nbytes: int) -> TableEntry:
 
 
 def hash_region(source: Region, piece_nbytes: int = PIECE_NBYTES) -> tuple[bytes, ...]:
-    """xxh3-128 of each piece of one tensor."""
+    """Returns the xxh3-128 hash of each piece of one tensor."""
     digest = xxhash.xxh3_128_digest
     return tuple(digest(source.read(start, stop)) for start, stop in cuts(source.nbytes, piece_nbytes))
 
@@ -199,7 +202,7 @@ def build_table(
     piece_nbytes: int = PIECE_NBYTES,
     tick: Callable[[], None] | None = None,
 ) -> StateTable:
-    """Hash the state.
+    """Hashes the state; returns its table.
 
     Args:
         tensors: Replicated tensors in their fixed order.
@@ -227,12 +230,14 @@ def build_table(
 
 
 def state_hash(tensors: Named) -> str:
-    """32 hex digits, equal exactly where names, types, shapes and bytes are (protocol.md 19, 24)."""
+    """Returns a hash of 32 hex digits, equal exactly where names, types, shapes and bytes are (protocol.md 19, 24)."""
     return build_table(tensors).state_hash
 
 
 def layout_hash(tensors: Named, groups: Iterable[Iterable[str]] = ()) -> str:
-    """16 hex digits over names, shapes and types in order, and the groups of names (protocol.md 20)."""
+    """Returns a hash of 16 hex digits over names, shapes and types in order, and the groups of names (protocol.md
+    20).
+    """
     rows = []
     for name, tensor in tensors:
         check_tensor(name, tensor)
@@ -242,7 +247,7 @@ def layout_hash(tensors: Named, groups: Iterable[Iterable[str]] = ()) -> str:
 
 
 def check_layout(table: StateTable, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """StateError naming the first tensor in which a donor's replicated state and this member's differ."""
+    """Raises StateError naming the first tensor in which a donor's replicated state and this member's differ."""
     theirs = [e for e in table.entries if not e.attached]
     for entry, (name, tensor) in zip(theirs, tensors, strict=False):
         mine = f"{name!r} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
@@ -264,12 +269,12 @@ def check_layout(table: StateTable, tensors: Sequence[tuple[str, Tensor]]) -> No
 
 
 def placeholder(entry: TableEntry) -> Tensor:
-    """Stands for a tensor that is yet to be made: a shape without memory."""
+    """Returns a stand-in for a tensor that is yet to be made: a shape without memory."""
     return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
 
 
 def make_attached(table: StateTable, limit_nbytes: int) -> dict[str, Tensor]:
-    """Memory for the tensors that only the manifest refers to, on the kind of device they have at the donor.
+    """Makes memory for the tensors that only the manifest refers to, on the kind of device they have at the donor.
 
     Raises:
         StateError: They need more than the limit.

@@ -1,4 +1,4 @@
-"""How many peers a member sends its state to at a time (protocol.md 15).
+"""Limits how many peers a member sends its state to at a time (protocol.md 15).
 
 Theory of operation. A peer has a turn from its first request for bytes on, as long as it goes on asking. One that is
 done, or waits for bytes from elsewhere, loses it soon, so that no two members wait for each other. A peer without a
@@ -23,31 +23,31 @@ from collections.abc import Set
 IDLE_S = 0.25
 """Seconds without a request after which a turn is over: a peer that is served asks every few milliseconds."""
 SLOW = 8
-"""How many times as long as usual an answer takes if it is slow."""
+"""Factor beyond the usual time at which an answer counts as slow."""
 SLOW_S = 2.0
-"""Seconds that an answer takes at least if it is slow: the first ones go into buffers on the way, in no time."""
+"""Least seconds of a slow answer: the first answers go into buffers on the way, in no time."""
 _REMEMBERED = 16
-"""Answers of late whose median is what is usual."""
+"""Number of the last answers whose median is the usual time."""
 
 
 class Turns:
-    """See the module."""
+    """Turns of connections in which a member sends its state (see the module)."""
 
     def __init__(self) -> None:
         self._until: dict[socket.socket, float] = {}
-        """When (s) the turn of each connection ends."""
+        """Moment (s) at which the turn of each connection ends."""
         self._answers: dict[socket.socket, tuple[float, int]] = {}
-        """Answers that are being sent: since when (s), and their size in bytes."""
+        """Answers that are being sent: the moment (s) at which each began, and its size in bytes."""
         self._waiting: set[socket.socket] = set()
         self._slow: set[socket.socket] = set()
         """Connections whose last answer was slow, or whose present one is."""
         self._ended: dict[socket.socket, float] = {}
-        """When (s) the last answer to each ended."""
+        """Moment (s) at which the last answer to each connection ended."""
         self._usual: deque[float] = deque(maxlen=_REMEMBERED)
         """Seconds per byte of the last answers."""
 
     def take(self, sock: socket.socket, nbytes: int, most: int, now: float) -> bool:
-        """Whether this connection has a turn from now on, until `done`.
+        """Returns whether this connection has a turn from now on, until `done`.
 
         Args:
             sock: The connection.
@@ -68,7 +68,9 @@ class Turns:
         return True
 
     def _pass_over(self, sock: socket.socket, now: float, beside: Set[socket.socket]) -> None:
-        """Takes its turn from a connection whose answer is slow, by how many of those beside it are."""
+        """Takes the turn from a connection whose answer is slow; the bound doubles with each slow one of those beside
+        it.
+        """
         since, nbytes = self._answers[sock]
         usual_s = statistics.median(self._usual) * nbytes if self._usual else 0.0
         others = len((self._slow & beside) - {sock})
@@ -77,7 +79,7 @@ class Turns:
             self._until.pop(sock, None)
 
     def done(self, sock: socket.socket, now: float) -> None:
-        """An answer to this connection was sent."""
+        """Notes that an answer to this connection was sent."""
         if sock not in self._answers:
             return
         since, nbytes = self._answers[sock]
@@ -92,7 +94,7 @@ class Turns:
             self._until[sock] = now + IDLE_S
 
     def leave(self, sock: socket.socket) -> None:
-        """This connection has ended."""
+        """Forgets this connection, which has ended."""
         for known in (self._until, self._answers, self._ended):
             known.pop(sock, None)
         self._slow.discard(sock)

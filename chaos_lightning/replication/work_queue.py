@@ -1,4 +1,4 @@
-"""Which donor sends which bytes next: the shared work of one pull.
+"""Decides which donor sends which bytes next: the shared work of one pull.
 
 Theory of operation. The work queue is the only thing that the donors' threads share. A task has at most one request
 that receives in place, its owner. A duplicate receives into memory of its own; if it is verified first, the task is
@@ -22,9 +22,9 @@ from chaos_lightning.replication.policy import Job, Queue, Request, SourceStats,
 from chaos_lightning.replication.table import Piece
 
 MOST_REQUESTS = 32
-"""Requests under way with one donor, however small they are."""
+"""Most requests under way with one donor, however small they are."""
 MAX_TRIES = 5
-"""The same bytes may arrive corrupted so often, from whomever."""
+"""Number of times that the same bytes may arrive corrupted, from whichever donor."""
 
 Place = Callable[[Job, list[memoryview]], None]
 
@@ -36,11 +36,11 @@ class WorkQueue:
     jobs: Sequence[Job]
     policy: TransferPolicy
     place: Place = lambda job, buffers: None
-    """Brings verified bytes that were received elsewhere to their place."""
+    """Function that copies verified bytes that were received elsewhere to their place."""
     on_done: Callable[[str, int], None] = lambda source, nbytes: None
     request_nbytes: int = 4 << 20
     clock: Callable[[], float] = time.monotonic
-    """Seconds; what rates are measured by."""
+    """Clock (seconds) by which rates are measured."""
     stats: dict[str, SourceStats] = field(default_factory=dict)
     """Statistics of the donors that deliver, by member."""
     gone: dict[str, SourceStats] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class WorkQueue:
     corrupted: int = 0
     steals: int = 0
     copies: int = 0
-    """Duplicate requests made."""
+    """Number of duplicate requests made."""
 
     def __post_init__(self) -> None:
         self.left_nbytes = sum(job.nbytes for job in self.jobs)
@@ -65,7 +65,7 @@ class WorkQueue:
     # --- from the pull's own thread -------------------------------------------------------------------------------
 
     def assign(self, sources: Sequence[str]) -> None:
-        """Have the policy give out what is spare to these sources, which may join later."""
+        """Lets the policy give spare jobs to these sources, which may join later."""
         with self._changed:
             tasks = {id(task.job): task for task in self._spare}
             given = self.policy.assign([task.job for task in self._spare], sources)
@@ -80,7 +80,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     def join(self, source: str) -> None:
-        """This donor delivers from now on."""
+        """Notes that this donor delivers from now on."""
         with self._changed:
             if source not in self.stats:
                 stats = self.stats[source] = self.gone.pop(source, SourceStats())
@@ -90,7 +90,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     def dismiss(self, source: str) -> None:
-        """This donor is gone; what it had, or was to have, goes back."""
+        """Notes that this donor is gone; jobs that it had, or was to have, go back."""
         with self._changed:
             self._return_all(source)
             self.requests.pop(source, None)
@@ -101,7 +101,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     def release(self, source: str) -> None:
-        """This donor's connection broke, but it will be dialled again: what was under way goes back."""
+        """Notes that this donor's connection broke, but will be dialled again: jobs under way go back."""
         with self._changed:
             self._return_all(source)
             self._changed.notify_all()
@@ -118,12 +118,12 @@ class WorkQueue:
         return self.stopped or self.error is not None or not self.left_nbytes
 
     def busy(self) -> list[str]:
-        """Donors that may still be receiving."""
+        """Returns the donors that may still be receiving."""
         with self._changed:
             return [source for source, requests in self.requests.items() if requests]
 
     def pause(self, seconds: float, deadline: float) -> bool:
-        """Wait; False if it became pointless."""
+        """Waits so many seconds; returns False if the wait became pointless."""
         until = min(time.monotonic() + seconds, deadline)
         with self._changed:
             while not self.over and (left := until - time.monotonic()) > 0:
@@ -131,7 +131,7 @@ class WorkQueue:
             return not self.over and time.monotonic() < deadline
 
     def servable(self) -> bool:
-        """Whether each waiting job has a living donor; if not, only another donor's manifest can help."""
+        """Returns whether each waiting job has a living donor; if not, only another donor's manifest can help."""
         with self._changed:
             living = self.stats.keys()
             tasks = [*self._spare, *(task for queue in self._queues.values() for task in queue)]
@@ -145,14 +145,15 @@ class WorkQueue:
             return sorted((task.job for task in [*waiting, *flying]), key=lambda job: job.start)
 
     def everybody(self) -> dict[str, SourceStats]:
-        """All donors that delivered, or were about to."""
+        """Returns the statistics of all donors that delivered, or were about to."""
         with self._changed:
             return {**self.gone, **self.stats}
 
     # --- from the donors' threads ---------------------------------------------------------------------------------
 
     def take(self, source: str, *, depth: int, wait: bool, deadline: float) -> Request | None:
-        """The next request for this donor; None if there is none now (`wait` False), or none will come any more.
+        """Returns the next request for this donor; None if there is none now (`wait` False), or none will come any
+        more.
 
         Args:
             source: Who has room.
@@ -184,12 +185,14 @@ class WorkQueue:
                 self._idle.discard(source)
 
     def arrived(self, request: Request, nbytes: int) -> None:
-        """So many of its bytes have come; called often by the thread that receives them, so without a lock."""
+        """Notes that so many bytes of a request have come; called often by the thread that receives them, so without a
+        lock.
+        """
         request.got += nbytes
         self.stats[request.source].arrived(nbytes, self.clock())
 
     def done(self, request: Request, buffers: list[memoryview]) -> None:
-        """All of it arrived and is verified; an owner's bytes are in place."""
+        """Notes that all of a request arrived and is verified; an owner's bytes are in place."""
         with self._changed:
             self._forget(request)
             task, stats = request.task, self.stats[request.source]
@@ -209,7 +212,9 @@ class WorkQueue:
             self._account(request.source, request.job.nbytes)
 
     def wrong(self, request: Request, bad: Sequence[Piece]) -> None:
-        """These pieces arrived corrupted (none named: all); the rest is verified, and in place if it is an owner's."""
+        """Notes that these pieces arrived corrupted (none named: all); the rest is verified, and in place if it is an
+        owner's.
+        """
         with self._changed:
             self._forget(request)
             task, source = request.task, request.source
@@ -254,7 +259,9 @@ class WorkQueue:
             request.task.owner = None
 
     def _place_held(self, task: Task) -> None:
-        """Its owner has ended without it: now nobody else writes there."""
+        """Copies a held copy to its place: the task's owner has ended without delivering, so nothing else writes
+        there.
+        """
         if task.held is not None:
             self.place(task.job, task.held)
             task.held = None
@@ -362,7 +369,7 @@ class WorkQueue:
 
 
 def _joins(job: Job, following: Job, size: int) -> bool:
-    """Whether both can be asked for at once."""
+    """Returns whether both jobs can be asked for at once."""
     return (
         following.start == job.stop
         and following.stop - job.start <= size
@@ -372,7 +379,7 @@ def _joins(job: Job, following: Job, size: int) -> bool:
 
 
 def _spread(job: Job, bad: Sequence[Piece]) -> Iterable[Job]:
-    """A job for each corrupted piece."""
+    """Yields a job for each corrupted piece."""
     position = job.start
     for piece in job.pieces:
         if piece in bad:
