@@ -1,4 +1,4 @@
-"""Simulated jobs around the real state machines: seeded, event-driven, with everything that can go wrong.
+"""Simulates jobs around the real state machines: seeded, event-driven, with everything that can go wrong.
 
 `python -m lab.simulate --help`. The machines of membership/ run unchanged; network, processes, store,
 data plane and training are simulated (world.py ties them together), oracle.py says what must hold, bugs/ breaks each

@@ -1,4 +1,4 @@
-"""`python -m lab.simulate`: many seeds, one planted bug, or one scenario."""
+"""Runs `python -m lab.simulate`: many seeds, one planted bug, or one scenario."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _progress(done: int, count: int, started: float, told: float) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See `--help`."""
+    """Runs the command; see `--help`."""
     given = [*(sys.argv[1:] if argv is None else argv)]
     if "--outer" in given:
         given.remove("--outer")

@@ -1,4 +1,4 @@
-"""Many seeds, on one process or several."""
+"""Runs many seeds, in one process or several."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def run_chunk(task: tuple[int, int, str, str]) -> list[Outcome]:
 
 
 def outcomes(start: int, count: int, bug: str, jobs: int, family: str = "any") -> Iterator[list[Outcome]]:
-    """Chunks of outcomes, in the order of seeds."""
+    """Yields chunks of outcomes, in the order of seeds."""
     tasks = [(s, min(s + _CHUNK, start + count), bug, family) for s in range(start, start + count, _CHUNK)]
     return spread(run_chunk, tasks, jobs)
 
 
 def spread(run: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[R]:
-    """Yields what `run` makes of each task, in their order; on so many processes."""
+    """Yields the result of `run` for each task, in their order; runs `jobs` processes."""
     if jobs <= 1:
         yield from map(run, tasks)
         return

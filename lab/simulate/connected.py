@@ -1,4 +1,4 @@
-"""A simulated process's control stream: hello, heartbeats, probes, breaks (what control/agent.py is to a real one)."""
+"""Simulates a process's control stream: hello, heartbeats, probes, breaks (what control/agent.py is to a real one)."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from lab.simulate.pipelines import asked
 from lab.simulate.plan import NodeSpec
 
 LATE_S = 3.0
-"""A word is under way at most so long: longer than any lag of a control stream, and the time to connect again."""
+"""Seconds that a word is under way at most: longer than any lag of a control stream, and the time to connect again."""
 CALL_S = 0.002
 """Seconds of an attempt to reach a scheduler."""
 SILENT_S = 0.3
-"""A neighbour that is asked calls a link silent after so long."""
+"""Seconds of silence after which a neighbour that is asked calls a link silent."""
 
 
 @dataclass(slots=True)
 class Trap:
-    """Stops the process before the `skip`+1-th effect of a kind, from slot `seq` on."""
+    """Trap that stops the process before the `skip`+1-th effect of a kind, from slot `seq` on."""
 
     kind: str
-    """"header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe", "pull" or
-    "any"; with pipelines also "forward" and "backward": a unit begins; "keeps" and "kept": before and after it writes
-    its parts down."""
+    """Kind of effect: "header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe",
+    "pull" or "any"; with pipelines also "forward" and "backward": a unit begins; "keeps" and "kept": before and after
+    the process writes its parts down.
+    """
     seq: int
     skip: int
     spring: Callable[[], None]
@@ -73,7 +74,7 @@ class Trap:
 
 
 class Connected(Process):
-    """A process with a member machine that speaks to the scheduler.
+    """Process with a member machine that speaks to the scheduler.
 
     Args:
         world: The job.
@@ -91,22 +92,24 @@ class Connected(Process):
         self.machine = self.machine_class(world.plan.spread)
         self.stream: Stream | None = None
         self.host = world.scheduler
-        """Scheduler at the other end of its control stream."""
+        """Scheduler at the other end of the control stream."""
         self.outcome = ""
         self.control_lag = 0.0
         self.life = 0
         self.leaving = ""
         self.drained = False
         self.busy = False
-        """Its process computes and does nothing else: as silent as a frozen one, though its machine sees it run."""
+        """Whether the process computes and does nothing else: as silent as a frozen one, though its machine sees it
+        run.
+        """
         self._spoke_at = self._last_word = 0.0
         self._search = LeaderSearch(world.plan.places)
         self._interval_s = world.settings.heartbeat_interval_s
         self._answered = self._silent = False
-        """How the conversation with the scheduler goes."""
+        """State of the conversation with the scheduler: whether it has answered, and whether it fell silent."""
 
     def silent_s(self) -> float:
-        """How long ago its last word was, if it is stopped, or was until a moment ago; else 0."""
+        """Returns the seconds since the last word of a process that is stopped, or was until a moment ago; else 0."""
         awake = not self.frozen and self.kernel.now - self.thawed_at > LATE_S
         return 0.0 if awake else self.kernel.now - self._last_word
 
@@ -116,7 +119,7 @@ class Connected(Process):
         super().freeze()
 
     def occupy(self, lasts: float) -> None:
-        """For so long (s) nothing else of this process gets a turn."""
+        """Lets nothing else of this process get a turn for so many seconds."""
         if not self.alive or self.frozen:
             return
         self.busy = True
@@ -130,15 +133,15 @@ class Connected(Process):
         self.kernel.after(lasts, over)
 
     def feed(self, event: fx.MemberEvent) -> None:
-        """One event through the machine."""
+        """Feeds one event to the machine."""
         raise NotImplementedError
 
     def welcomed(self, member_id: str) -> None:
-        """The scheduler gave this process an id."""
+        """Takes the id that the scheduler gave this process."""
         raise NotImplementedError
 
     def held(self) -> tuple[Span, ...]:
-        """Reduced ranges of the open slot."""
+        """Returns the reduced ranges of the open slot."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ control stream
@@ -189,7 +192,7 @@ class Connected(Process):
         )
 
     def tell(self, message: FromMember) -> None:
-        """Something said beside what the machine says."""
+        """Tells the scheduler something beside the machine's own messages."""
         self._tell(message)
 
     def _tell(self, message: FromMember) -> None:
@@ -206,7 +209,7 @@ class Connected(Process):
         self.timer(rest_s + CALL_S, self.connect)
 
     def _listen(self, stream: Stream, since: float) -> None:
-        """A leader that says nothing for long is left, for another may have been elected (control/agent.py)."""
+        """Leaves a leader that says nothing for long, for another may have been elected (control/agent.py)."""
         if self.stream is not stream or self.outcome:
             return
         timeout_s = PULSE_TIMEOUT_S if self._answered else self._search.answer_timeout_s()
@@ -217,7 +220,7 @@ class Connected(Process):
             self.timer(PULSE_S, lambda: self._listen(stream, since))
 
     def _stream_lost(self, stream: Stream) -> None:
-        """Both ends of a broken stream see it; the agent connects again."""
+        """Takes the end of a broken stream, which both ends see; the agent connects again."""
 
         def lost() -> None:
             if self.stream is stream:
@@ -227,7 +230,7 @@ class Connected(Process):
         self.deliver(lost)
 
     def break_stream(self) -> None:
-        """The network breaks the control stream; both processes live."""
+        """Breaks the control stream by the network; both processes live."""
         stream, host = self.stream, self.host
         if stream is None:
             return
@@ -246,7 +249,7 @@ class Connected(Process):
             stream.up.end(lambda: host.deliver(lambda: host.closed(stream, False)))
 
     def control(self, stream: Stream, message: object) -> None:
-        """A message of the scheduler."""
+        """Takes a message of the scheduler."""
         if stream is not self.stream or self.outcome:
             return
         admitted, self._answered = bool(self.machine.member_id), True
@@ -273,8 +276,8 @@ class Connected(Process):
         self.timer(self._interval_s, lambda: self._beat(life))
 
     def _probe(self, suspect: str) -> None:
-        """Answers what the suspect's machine says of its process, if known here, else the link. Own sleep is
-        forgiven.
+        """Answers what the suspect's machine says of its process, if known here, else what this member knows of the
+        link. Its own sleep is forgiven.
         """
         node, now = self.world.fabric.nodes.get(suspect), self.kernel.now
         here, silence_s, linked = UNSEEN, float("inf"), False

@@ -1,4 +1,4 @@
-"""A symbolic data plane: what collectives/reducer.py does with bytes, done with sets of contribution ids.
+"""Symbolic data plane: it does with sets of contribution ids what collectives/reducer.py does with bytes.
 
 Theory of operation. The result of a slot has a few *ranges*; each has a tree of the view's plan (planning/trees.py),
 in the rotating plan another one in each slot. A member adds its contribution for a range, as it becomes ready, to what
@@ -28,7 +28,7 @@ class Up:
     seq: int
     index: int
     parts: tuple[tuple[str, int], ...]
-    """(member, contribution id; 0: no gradient, weight 0), of the sender and all below it."""
+    """Pairs of (member, contribution id; 0: no gradient, weight 0), of the sender and all below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,18 @@ class Down:
 
 @dataclass(slots=True)
 class Buffer:
-    """One of the two result buffers."""
+    """Result buffer, one of two."""
 
     seq: int = -1
     view: ViewId = NO_VIEW
     head: str = ""
-    """Hash of the header that committed it; "" before."""
+    """Hash of the header that committed the slot in it; "" before."""
     done: dict[int, Result] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SumEntry:
-    """One slot of the log. `results`: what it reduced, None if nothing."""
+    """Slot of the log. `results`: its reduced ranges, None if there are none."""
 
     header: Header
     results: tuple[Result, ...] | None
@@ -70,7 +70,7 @@ class Attempt:
 
 
 def _complete_below(shape: Shape, me: str, inputs: dict[str, int]) -> bool:
-    """Whether everybody in this member's part of the tree has contributed."""
+    """Returns whether all members in this member's part of the tree have contributed."""
     border = [me]
     while border:
         member = border.pop()
@@ -81,7 +81,7 @@ def _complete_below(shape: Shape, me: str, inputs: dict[str, int]) -> bool:
 
 
 class DataPlane:
-    """One member's part.
+    """Data plane of one member.
 
     Args:
         ranges: How many ranges a result has.
@@ -113,7 +113,7 @@ class DataPlane:
         return (view, seq)
 
     def shape(self, view: View, seq: int, index: int) -> Shape:
-        """The tree of a range."""
+        """Returns the tree of a range."""
         if self._shapes[0] != view.id:
             self._shapes = (view.id, tuple(shape for shape, _ in shares(view.plan, view.ids())))
         shapes = self._shapes[1]
@@ -132,13 +132,13 @@ class DataPlane:
         self._contribute()
 
     def drop(self, view: ViewId) -> None:
-        """Nothing of this or an older view completes any more."""
+        """Drops attempts of this and older views: none of them completes any more."""
         self.dropped = max(self.dropped, view)
         if self.attempt is not None and self.attempt.view.id <= view:
             self.attempt.finished = True
 
     def begin(self, seq: int, uid: int) -> None:
-        """The member's own contribution to a STEP; `ready` says which ranges of it are final."""
+        """Takes the member's own contribution to a STEP; `ready` says which ranges of it are final."""
         self.own = (seq, uid, set())
 
     def ready(self, seq: int, index: int) -> None:
@@ -156,7 +156,7 @@ class DataPlane:
             self.take(Up(attempt.view.id, attempt.seq, index, ((self.me, uid),)))
 
     def take(self, message: Up | Down) -> None:
-        """Bytes of another member (or an own part at its root)."""
+        """Takes bytes of another member (or an own part at its root)."""
         attempt = self.attempt
         if message.view <= self.dropped:
             return
@@ -201,7 +201,7 @@ class DataPlane:
     # ------------------------------------------------------------------ hand-on
 
     def held(self, seq: int) -> tuple[Span, ...]:
-        """For a report on the open slot `seq`."""
+        """Returns the byte spans of completed ranges, for a report on the open slot `seq`."""
         buffer = self.buffer(seq)
         if buffer.seq != seq or self.own is None or self.own[0] != seq:
             return ()
@@ -209,14 +209,14 @@ class DataPlane:
         return with_scope(spans, [(0, self.ranges * RANGE_NBYTES)])
 
     def serve(self, seq: int, head: str, view: ViewId) -> dict[int, Result]:
-        """Raw ranges of a handed-on slot; nothing of any other slot or attempt."""
+        """Returns raw ranges of a handed-on slot; nothing of any other slot or attempt."""
         buffer = self.buffer(seq)
         if buffer.seq != seq or (buffer.head and buffer.head != head) or (not buffer.head and buffer.view != view):
             return {}
         return dict(buffer.done)
 
     def adopt(self, seq: int, view: ViewId, ranges: dict[int, Result]) -> bool:
-        """Handed-on ranges; True once all are here."""
+        """Takes handed-on ranges; returns True once all are here."""
         buffer = self.buffer(seq)
         if buffer.seq != seq or buffer.view != view:
             buffer.seq, buffer.view, buffer.head, buffer.done = seq, view, "", {}

@@ -1,4 +1,4 @@
-"""Faults of links in a simulated job, and what must hold about links.
+"""Strikes links in a simulated job, and checks rules about links.
 
 Theory of operation. Links are named by their nodes. "cut" takes the network between two nodes away for a while,
 "split" that between a group of nodes and all others; "mute" has their link swallow what is sent in both directions, or
@@ -28,14 +28,16 @@ LINK_FAULTS = (
     "cut", "split", "mute", "mute-one", "flap", "add-link", "remove-link", "ask-add", "ask-remove", "rate"
 )  # fmt: skip
 NOTICED_S = 2.8
-"""Both ends of a link that was cut have told the scheduler by then, whatever was wrong with their streams."""
+"""Seconds after which both ends of a link that was cut have told the scheduler, whatever was wrong with their
+streams.
+"""
 FLAP_S = 0.06
-"""A link that flaps breaks so often (virtual s)."""
+"""Seconds (virtual) between two breaks of a link that flaps."""
 _LOOK_S = 0.02
 
 
 class Edges:
-    """The links of one world.
+    """Links of one world.
 
     Args:
         world: The job.
@@ -47,7 +49,7 @@ class Edges:
         self._asked: dict[int, tuple[Pair, bool]] = {}
         """Requests of the operator by number: (names, whether to add the link)."""
         self._last: dict[Pair, int] = {}
-        """The operator's last request about each pair; -1 once a member had a wish about it, too."""
+        """Number of the operator's last request about each pair; -1 once a member had a wish about it, too."""
         self._removed: set[Pair] = set()
         """Pairs that the operator may rely on to be without a link."""
         plan = world.plan
@@ -101,7 +103,7 @@ class Edges:
             world.kernel.after(FLAP_S, lambda: self._flap(one, other, until))
 
     def answered(self, token: int, granted: bool) -> None:
-        """The scheduler tells the operator what becomes of the request with this number."""
+        """Takes the scheduler's answer to the operator's request with this number."""
         names, add = self._asked[token]
         if granted and not add and self._last[names] == token:
             self._removed.add(names)
@@ -109,7 +111,7 @@ class Edges:
     # ------------------------------------------------------------------ what must hold
 
     def check(self, chain: Sequence[View]) -> None:
-        """The last view of this chain was decided."""
+        """Checks the last view of this chain, which was decided."""
         view = chain[-1]
         pairs = links_of(view)
         if not view.members:
@@ -130,7 +132,7 @@ class Edges:
                 raise Violation(f"view {view.id} uses the link of {one} and {other}, which was cut {cut_s:.1f} s ago")
 
     def _check_spares(self) -> None:
-        """Where links are given, no node is the only way between others."""
+        """Checks that, where links are given, no node is the only way between others."""
         partners = self._world.scheduler.machine.topology.partners
         if not partners.sparse or partners.removed or any(n.spec.neighbours for n in self._world.nodes.values()):
             return
@@ -149,8 +151,9 @@ class Edges:
         self._world.kernel.after(_LOOK_S, self._look)
 
     def look(self) -> None:
-        """Members that hold the state and whose graph is in several parts may be put out for that, and so may a joiner
-        that cannot reach any of them."""
+        """Excuses members that hold the state and whose graph is in several parts, and a joiner that cannot reach any
+        of them: these may be put out for that.
+        """
         world = self._world
         views = world.store.views
         members = {m.id: m.name for view in views[-2:] for m in view.members}
@@ -170,7 +173,7 @@ class Edges:
         return not node.outcome
 
     def may_link(self, one: Endpoint, other: Endpoint) -> bool:
-        """As far as the network and everybody's wishes go."""
+        """Returns whether the network and all wishes allow a link between these nodes."""
         world = self._world
         if not world.fabric.open(one.name, other.name):
             return False

@@ -1,4 +1,4 @@
-"""The network of a simulated job: links between members, and control streams to the scheduler.
+"""Network of a simulated job: links between members, and control streams to the scheduler.
 
 Theory of operation. Every direction of every connection is FIFO with a latency of its own; different connections
 reorder freely against each other. A connection that breaks loses what is in flight; both ends learn of it, each after
@@ -26,9 +26,9 @@ Payload = object
 EXPECT_S = 1.0
 _POLL_S = 0.02
 SILENT_S = 3.0
-"""A link on which nothing was heard for so long is given up (transport/links.py)."""
+"""Seconds of silence after which a link is given up (transport/links.py)."""
 CLOSED = "closed (end of stream)"
-"""How a link ends that broke."""
+"""Evidence with which a link ends that broke."""
 Taker = Callable[[Payload], None]
 
 
@@ -105,14 +105,14 @@ class Endpoint(Protocol):
 
 @dataclass(slots=True)
 class Pipe:
-    """One direction of a connection: FIFO, lossless until it is cut."""
+    """Direction of a connection: FIFO, lossless until it is cut."""
 
     kernel: Kernel
     low: float
     high: float
     last: float = 0.0
     lag: float = 0.0
-    """Added to each latency, in seconds."""
+    """Seconds that are added to each latency."""
     open: bool = True
     cut_at: float = float("inf")
 
@@ -129,12 +129,12 @@ class Pipe:
         self.kernel.at(arrival, arrive)
 
     def cut(self, at: float) -> None:
-        """Nothing that would arrive after `at` arrives; nothing is accepted any more."""
+        """Cuts the pipe: nothing that would arrive after `at` arrives, and nothing is accepted any more."""
         self.open = False
         self.cut_at = min(self.cut_at, at)
 
     def end(self, told: Callable[[], None]) -> None:
-        """Closed in good order: what was sent arrives, then the end does."""
+        """Closes the pipe in good order: all that was sent arrives, then the end does."""
         if self.open:
             self.open = False
             self.last = max(self.last, self.kernel.now + self.kernel.between(self.low, self.high))
@@ -143,49 +143,49 @@ class Pipe:
 
 @dataclass(slots=True)
 class Link:
-    """A standing link between two incarnations."""
+    """Standing link between two incarnations."""
 
     ends: tuple[str, str]
     pipes: dict[str, Pipe]
-    """By sending member id."""
+    """Pipes by sending member id."""
 
 
 @dataclass(slots=True)
 class Fabric:
-    """All links. Nodes are found by their current member id."""
+    """All links of a job. Nodes are found by their current member id."""
 
     kernel: Kernel
     nodes: dict[str, Endpoint] = field(default_factory=dict)
     processes: dict[str, Endpoint] = field(default_factory=dict)
-    """By name, also before they have an id."""
+    """Processes by name, also before they have an id."""
     _unexpected: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
-    """Handshakes with nodes that do not expect the other end yet."""
+    """Handshakes with nodes that do not expect the other end yet, by the node's name."""
     links: dict[frozenset[str], Link] = field(default_factory=dict)
     unheard: set[tuple[str, str]] = field(default_factory=set)
-    """(member, peer): the link between them has ended, and the first does not know yet."""
+    """Pairs (member, peer): the link between them has ended, and the first does not know yet."""
     slow_links: dict[frozenset[str], float] = field(default_factory=dict)
-    """Extra latency by pair of node names."""
+    """Extra seconds of latency by pair of node names."""
     blocked: dict[frozenset[str], tuple[float, float]] = field(default_factory=dict)
-    """Since when and until when (virtual s) these two nodes cannot make a link."""
+    """Moments (virtual s) from which and until which these two nodes cannot make a link."""
 
     def block(self, one: str, other: str, seconds: float, noticed_s: float = 0.0) -> None:
-        """No link between these two nodes can be made for so long; one that stands notices after `noticed_s`."""
+        """Prevents links between these two nodes for so many seconds; one that stands notices after `noticed_s`."""
         now = self.kernel.now
         since, until = self.blocked.get(frozenset((one, other)), (now, now))
         since = since if until > now else now + noticed_s
         self.blocked[frozenset((one, other))] = (since, max(until, now + seconds))
 
     def cut_s(self, one: str, other: str) -> float:
-        """For how long these two nodes have been cut off from each other; 0 if they are not."""
+        """Returns the seconds for which these two nodes have been cut off from each other; 0 if they are not."""
         since, until = self.blocked.get(frozenset((one, other)), (0.0, 0.0))
         return self.kernel.now - since if self.kernel.now < until else 0.0
 
     def open(self, one: str, other: str) -> bool:
-        """Whether a link between these two nodes can be made."""
+        """Returns whether a link between these two nodes can be made."""
         return self.kernel.now >= self.blocked.get(frozenset((one, other)), (0.0, 0.0))[1]
 
     def reaches(self, one: str, other: str) -> bool:
-        """Whether bytes get from node to node, over others if need be (relayed hop by hop)."""
+        """Returns whether bytes get from node to node, over others if need be (relayed hop by hop)."""
         if not self.blocked or self.open(one, other):
             return True
         names = {one, *(n.name for n in self.nodes.values() if n.alive)}
@@ -193,19 +193,19 @@ class Fabric:
         return other in breadth_first(one, near, "")
 
     def dial(self, here: Endpoint, peer: str) -> None:
-        """An attempt of this node; its `dialling` hears how it ends."""
+        """Attempts a link of this node; its `dialling` hears how the attempt ends."""
         me = here.machine.member_id
         at = self.kernel.now + self.kernel.between(0.0005, 0.004)
         self.kernel.at(at, lambda: self._shake(here, me, peer, at + EXPECT_S))
 
     def told(self, node: Endpoint) -> None:
-        """This node may expect others than before."""
+        """Repeats handshakes that wait for this node, since it may expect others than before."""
         waiting = self._unexpected.pop(node.name, [])
         for again in waiting:
             again()
 
     def _shake(self, here: Endpoint, me: str, peer: str, give_up_at: float) -> None:
-        """The handshake; it waits for ends that are frozen, and a moment for one that has not been told."""
+        """Makes the handshake; it waits for ends that are frozen, and a moment for one that has not been told."""
         if not here.alive:
             return
         there = self.processes.get(peer.rpartition("~")[0])
@@ -248,14 +248,15 @@ class Fabric:
             node.stands(other)
 
     def cut(self, one: str, other: str, seconds: float) -> None:
-        """The network between two nodes is gone for so long: their link breaks and cannot be made again."""
+        """Takes the network between two nodes away for so many seconds: their link breaks and cannot be made again."""
         self.block(one, other, seconds)
         for link in list(self.links.values()):
             if {self.nodes[end].name for end in link.ends} == {one, other}:
                 self.snap(*link.ends)
 
     def mute(self, one: str, other: str, seconds: float, *, both: bool) -> None:
-        """Swallows what is sent from `one` to `other` (`both`: and back) for so long; no link can be made meanwhile.
+        """Swallows all that is sent from `one` to `other` (`both`: and back) for so many seconds; no link can be made
+        meanwhile.
 
         As with TCP nothing is lost if that ends before an end has given the link up; then it arrives late.
         """
@@ -286,7 +287,7 @@ class Fabric:
             self._teller(end, other, words)()
 
     def send(self, me: str, peer: str, payload: Payload) -> bool:
-        """True if a link took it."""
+        """Sends a payload to a peer; returns True if a link took it."""
         link = self.links.get(frozenset((me, peer)))
         if link is None:
             return False
@@ -296,7 +297,7 @@ class Fabric:
         return True
 
     def bye(self, me: str, peer: str) -> None:
-        """Closed in good order by `me`."""
+        """Closes a link in good order, by `me`."""
         link = self.links.pop(frozenset((me, peer)), None)
         if link is None:
             return
@@ -304,7 +305,7 @@ class Fabric:
         link.pipes[me].end(self._teller(peer, me, BYE))
 
     def snap(self, me: str, peer: str, *, dead: str = "") -> None:
-        """The link breaks; `dead` names the end whose process is gone."""
+        """Breaks a link; `dead` names the end whose process is gone."""
         link = self.links.pop(frozenset((me, peer)), None)
         if link is None:
             return
@@ -322,7 +323,8 @@ class Fabric:
                 self.kernel.at(told, self._teller(other, end, CLOSED))
 
     def _teller(self, me: str, peer: str, words: str) -> Action:
-        """How a process learns that its link to this peer has ended: not if it is another by then, or has a new one.
+        """Returns an action that tells a process that its link to this peer has ended, unless the process is another by
+        then, or has a new link.
 
         Until then it takes the link for one that stands.
         """
@@ -338,7 +340,7 @@ class Fabric:
         return lambda: node.deliver(heard) if node is not None else None
 
     def standing(self, node: Endpoint) -> Container[str]:
-        """Members to which this node has a link, whatever changes."""
+        """Returns the members to which this node has a link, as a view that follows all changes."""
         return _Standing(self, node)
 
     def peers_of(self, me: str) -> list[str]:
@@ -357,12 +359,12 @@ class _Standing:
 
 @dataclass(slots=True)
 class Stream:
-    """A member's control stream to one life of the scheduler."""
+    """Control stream of a member to one life of the scheduler."""
 
     number: int
     up: Pipe
     down: Pipe
     hear: Taker
-    """The member's process gets a message."""
+    """Function with which the member's process gets a message."""
     lost: Action
-    """The member's process sees that it broke."""
+    """Function with which the member's process sees that the stream broke."""

@@ -1,4 +1,4 @@
-"""A `FaultPlan` carried out in simulation: the plan that hurts real processes, in virtual time.
+"""Carries out a `FaultPlan` in simulation: the plan that hurts real processes, in virtual time.
 
 Theory of operation. `testing/faults.py` says who is hurt, how and when, in steps, seconds or events. What is done
 becomes a `world.Fault` (`translate`); when it is due the plan's own `Schedule` tells, which is fed with what the
@@ -39,12 +39,12 @@ EVENTS = frozenset(
 )
 """Events of simulated jobs that a fault may wait for."""
 _PLACES = {LoopPhase.FORWARD: 0.05, LoopPhase.BACKWARD: 0.35}
-"""Where in a step's work, as a part of its mean duration (the shortest takes 0.4 of it)."""
+"""Place of each phase in a step's work, as a part of its mean duration (the shortest takes 0.4 of it)."""
 _MEMBERS = 3
 
 
 def translate(fault: Fault) -> sim.Fault:
-    """Returns what is done to whom, without the trigger; the victim is "" if it is named by rank, or joins.
+    """Returns the simulated fault for a fault, without the trigger; the victim is "" if it is named by rank, or joins.
 
     Raises:
         ConfigurationError: Simulation cannot do this; the message names the fault and what there is instead.
@@ -90,7 +90,7 @@ def founders(plan: FaultPlan) -> tuple[str, ...]:
 
 
 def job(plan: FaultPlan, seed: int = 0) -> sim.Plan:
-    """A job in which this plan can happen: its founders, and more steps than the plan's last trigger needs.
+    """Returns a job in which this plan can happen: its founders, and more steps than the plan's last trigger needs.
 
     Raises:
         ConfigurationError: A fault cannot be simulated.
@@ -113,7 +113,7 @@ def job(plan: FaultPlan, seed: int = 0) -> sim.Plan:
 
 
 class PlannedNode(Node):
-    """Tells its world where in the training loop it is, and what it does."""
+    """Process that tells its world which place of the training loop it has reached, and what it does."""
 
     world: PlannedWorld
 
@@ -164,7 +164,7 @@ class PlannedNode(Node):
 
 @dataclass(slots=True)
 class _Course:
-    """How far a plan has come."""
+    """Progress of a plan."""
 
     schedule: Schedule
     step: int = 0
@@ -172,7 +172,7 @@ class _Course:
 
 
 class PlannedWorld(World):
-    """A world in which a FaultPlan happens."""
+    """World in which a FaultPlan happens."""
 
     def __init__(self, plan: sim.Plan, faults: FaultPlan) -> None:
         self.course = _Course(Schedule(faults))
@@ -187,12 +187,12 @@ class PlannedWorld(World):
         self.saw(note.name, str(dict(note.fields).get("member", "")).rpartition("~")[0])
 
     def saw(self, event: str, node: str) -> None:
-        """An event that a fault may wait for."""
+        """Takes an event that a fault may wait for."""
         self.course.schedule.saw(event, node)
         self.kernel.after(0.0, self._look)
 
     def stepped(self, step: int) -> None:
-        """So many optimizer steps are committed."""
+        """Notes that so many optimizer steps are committed."""
         self.course.step = max(self.course.step, step)
 
     def _look(self) -> None:
@@ -209,7 +209,7 @@ class PlannedWorld(World):
         return self._rank(fault.rank) if fault.rank is not None else self.nodes.get(fault.node)
 
     def due_inside(self, node: Node, phase: LoopPhase, step: int) -> list[Fault]:
-        """Faults for this node at this place of its loop."""
+        """Returns the faults for this node at this place of its loop."""
         view = node.machine.view
         ids = view.ids() if view is not None else ()
         ranks = {f"rank {ids.index(node.machine.member_id)}"} if node.machine.member_id in ids else set()
@@ -219,7 +219,7 @@ class PlannedWorld(World):
         return self.course.schedule.due(step=step, phase=phase, victims={node.name, *ranks})
 
     def carry_out(self, fault: Fault, victim: Node | None) -> None:
-        """Does what the fault says, now."""
+        """Carries out a fault now."""
         told = translate(fault)
         if told.action == "join":
             self._join(fault)

@@ -1,4 +1,4 @@
-"""The scheduler's process in a simulated job: the real machine, a durable store, and streams to members."""
+"""Simulates the scheduler's process: the real machine, a durable store, and streams to members."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from lab.simulate.fabric import Pipe, Stream, Taker
 from lab.simulate.store import Store
 
 PATIENCE_S = 5.0
-"""A write is tried again for so long (control/server.py); then the process ends."""
+"""Seconds for which a write is tried again (control/server.py); then the process ends."""
 AGAIN_S = 0.2
 _DRAWS_S = 2.0
-"""Longest time that another process takes to draw a plan."""
+"""Most seconds that another process takes to draw a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +52,23 @@ class Candidacy:
     place: str = "h0"
     orderly: bool = False
     hears_s: float = 0.0
-    """Before it decides anything it listens for so long who may know more (control/server.py)."""
+    """Seconds for which the process listens, before it decides anything, for members that may know more
+    (control/server.py).
+    """
     rebuild: bool = False
-    """It was told to rebuild a lost chain."""
+    """Whether the process was told to rebuild a lost chain."""
     copies: Callable[[object], int] = lambda message: 1
-    """How often a message of it arrives."""
+    """Function that returns the number of times that a message of the process arrives."""
 
 
 @dataclass(slots=True)
 class HostTrap:
-    """Springs before the `skip`+1-th effect (or stored answer) of a kind."""
+    """Trap that springs before the `skip`+1-th effect (or stored answer) of a kind."""
 
     kind: str
-    """"any", "persist", "stored" (the store has it, the machine does not know), "send", "prepare", "decide", "next",
-    "fence", "released" or "welcome"."""
+    """Kind of effect: "any", "persist", "stored" (the store has it, the machine does not know), "send", "prepare",
+    "decide", "next", "fence", "released" or "welcome".
+    """
     skip: int
     spring: Callable[[], None]
 
@@ -84,7 +87,7 @@ _KINDS = {
 
 
 class SchedulerHost(Process):
-    """One life of the scheduler.
+    """Life of a scheduler's process.
 
     Args:
         kernel: Time and chance.
@@ -113,27 +116,27 @@ class SchedulerHost(Process):
         self.candidacy = candidacy or Candidacy()
         chain = store.open()
         self.seen = store.tip
-        """The end of the chain as this process saw it last."""
+        """End of the chain as this process saw it last."""
         # No other job begins in this world: who comes after the end is sent away.
         rebuild, hears_s = self.candidacy.rebuild, self.candidacy.hears_s
         self.machine = machine(settings, replace(chain, rebuild=rebuild, hears_s=hears_s, for_good=True))
         self.notes: list[tuple[float, fx.Note]] = []
         self.dialled: list[Stream] = []
-        """All streams ever opened to this process."""
+        """Streams that were ever opened to this process."""
         self.on_note: Callable[[fx.Note], None] = lambda note: None
         self.slow_write: Callable[[fx.Persist], float] = lambda entry: 0.0
-        """How long this write takes (s); 0: as usual."""
+        """Function that returns the seconds of this write; 0: as usual."""
         self.answers: list[tuple[bool, str]] = []
-        """To requests for and against links."""
+        """Answers to requests for and against links."""
         self.on_answer: Callable[[int, bool], None] = lambda token, granted: None
         self.on_end: Callable[[], None] = lambda: None
-        """It ended by itself, since it was deposed or its store failed."""
+        """Function that is called when the process ended by itself, since it was deposed or its store failed."""
         self.traps: list[HostTrap] = []
         self._copies: Callable[[object], int] = self.candidacy.copies
         self.cut_off = False
-        """It cannot reach its store, others can."""
+        """Whether the process cannot reach its store, while others can."""
         self.lost = 0
-        """Streams that broke when it died."""
+        """Number of streams that broke when the process died."""
         self._streams: dict[int, Stream] = {}
         self._inbox: deque[fx.SchedulerEvent] = deque()
         self._effects: deque[fx.SchedulerEffect] = deque()
@@ -153,12 +156,14 @@ class SchedulerHost(Process):
         self.timer(self.machine.tick_interval_s, self._tick)
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        """One event, after those that wait."""
+        """Takes one event, after those that wait."""
         self._inbox.append(event)
         self._drive()
 
     def _drive(self) -> None:
-        """One effect after the other, one event after the other; the process may stop or die between any two."""
+        """Applies one effect after the other, one event after the other; the process may stop or die between any
+        two.
+        """
         if self._driving:
             return
         self._driving = True
@@ -190,7 +195,9 @@ class SchedulerHost(Process):
         super().thaw()
 
     def _notify(self, pipe: Pipe, notice: object, take: Taker) -> None:
-        """Words for people, on which no machine acts: they draw no chance, so that new ones change no seed's course."""
+        """Sends words for people, on which no machine acts: they draw no chance, so that new ones change no seed's
+        course.
+        """
 
         def arrive() -> None:
             if self.kernel.now <= pipe.cut_at:
@@ -239,7 +246,9 @@ class SchedulerHost(Process):
                         stream.down.send(Refused(reason), stream.hear)
 
     def _write(self, entry: fx.Persist, since: float) -> None:
-        """Tried again after a failure; what is under way to a remote store arrives whatever becomes of this process."""
+        """Writes an entry, and again after a failure; a write under way to a remote store arrives whatever becomes of
+        this process.
+        """
         delay = self.kernel.between(0.0005, self._store_s)
         if self.store.slow_s:
             delay += self.kernel.between(0.0, self.store.slow_s)
@@ -283,7 +292,7 @@ class SchedulerHost(Process):
         self._drive()
 
     def end(self) -> None:
-        """Deposed, or without a store: it lets all streams go, and whoever looks after it is told."""
+        """Ends a process that is deposed, or without a store: all streams are let go, and `on_end` is called."""
         if self.alive:
             self.crash()
             self.on_end()
@@ -303,7 +312,7 @@ class SchedulerHost(Process):
             self.feed(fx.Closed(stream.number, abrupt))
 
     def crash(self) -> None:
-        """The process dies: every stream breaks."""
+        """Kills the process: every stream breaks."""
         self.die()
         self.lost = len(self._streams)
         for stream in self.dialled:

@@ -1,4 +1,4 @@
-"""Interface between the parts of a simulated job and the whole.
+"""Declares the interface between the parts of a simulated job and the whole.
 
 Theory of operation. `world.World` makes all parts and is a `Job`. The parts know only this file, so none of them needs
 the world to be read, checked or imported.
@@ -23,7 +23,7 @@ from lab.simulate.training import Program
 
 
 class Job(Protocol):
-    """See the module; `world.World` tells what each is."""
+    """Simulated job as its parts know it; `world.World` tells what each attribute is."""
 
     plan: Plan
     settings: Settings

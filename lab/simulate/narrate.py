@@ -1,4 +1,4 @@
-"""A run told in lines: what the scheduler decided, what the members committed, what went wrong when.
+"""Tells a run in lines: what the scheduler decided, what the members committed, what went wrong when.
 
 The lines are a function of the plan alone, so tests compare them with what they were when somebody last read them.
 """
@@ -19,7 +19,9 @@ _TOLD = (
 
 
 def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, given: World | None = None) -> tuple[list[str], Outcome]:
-    """Runs the plan, in the `given` world if there is one; one line per event that matters, times in milliseconds."""
+    """Runs the plan, in the `given` world if there is one; returns one line per event that matters, times in
+    milliseconds.
+    """
     lines: list[str] = []
 
     def tell(words: str) -> None:

@@ -1,4 +1,4 @@
-"""A training process in a simulated job: the real machine, a symbolic data plane, an agent, a training thread.
+"""Simulates a training process: the real machine, a symbolic data plane, an agent, a training thread.
 
 Theory of operation. This is to the simulator what member/shell.py and member/engine.py are to a real process:
 events go into the `MemberMachine`, its effects are carried out in order, and the training thread does what the last
@@ -46,7 +46,7 @@ USUAL_BPS = 1e9
 
 
 class Node(Connected):
-    """See the module."""
+    """Training process of a simulated job (see the module)."""
 
     plane_class: type[DataPlane] = DataPlane
     router_class: type[Router] = Router
@@ -75,9 +75,9 @@ class Node(Connected):
         self.keeper = self.keeper_class(world, self)
         self.observation: Observation | None = None
         self.asked_at = -1.0
-        """When (virtual s) it was asked to leave; negative: it was not."""
+        """Moment (virtual s) at which the process was asked to leave; negative: it was not."""
         self.newcomer_since = -1.0
-        """Since when (virtual s) it has been ready to be let in; negative: it is not, or is in."""
+        """Moment (virtual s) since which the process has been ready to be let in; negative: it is not, or is in."""
 
     def _make_plane(self) -> DataPlane:
         return self.plane_class(self.world.program.ranges, self._send_chunk, self._ranges_done)
@@ -100,7 +100,7 @@ class Node(Connected):
             self.timer(self.kernel.between(0.01, 0.06), lambda: self.measure(peer, "probe"))
 
     def measure(self, peer: str, evidence: str) -> None:
-        """Tells the scheduler what this end measures on a link that stands."""
+        """Tells the scheduler the rate that this end measures on a link that stands."""
         other = self.world.fabric.nodes.get(peer)
         if other is not None and not self.outcome and self.machine.neighbours.links.get(peer):
             rate_bps = self.world.rates.get(frozenset((self.name, other.name)), USUAL_BPS)
@@ -112,17 +112,19 @@ class Node(Connected):
             self.world.fabric.bye(me, peer)
 
     def _abandon_links(self) -> None:
-        """As `Links.abandon`: attempts under way end in their own time, and are made again under the new id."""
+        """Abandons links as `Links.abandon` does: attempts under way end in their own time, and are made again under
+        the new id.
+        """
         self._close_links()
         self.dialling.want(())
         self.router = self.router_class("", self.world.fabric.standing(self), self.dialling.wanted)
 
     def link_ended(self, peer: str, evidence: str) -> None:
-        """The other end closed the link, or it broke."""
+        """Takes the end of a link that the other end closed, or that broke."""
         self.follow(self.dialling.broken(peer, evidence))
 
     def follow(self, steps: Sequence[LinkStep]) -> None:
-        """Carries out what was decided about links."""
+        """Carries out decisions about links."""
         for step in steps:
             match step:
                 case Tell(peer, up, evidence):
@@ -135,11 +137,11 @@ class Node(Connected):
             self.world.fabric.dial(self, peer)
 
     def expects(self, peer: str) -> bool:
-        """Whether this one may dial it."""
+        """Returns whether this peer may dial the process."""
         return bool(self.machine.member_id) and peer in self.dialling.expected(self.router)
 
     def frame(self, peer: str, payload: object) -> None:
-        """Something arrived on a link."""
+        """Takes a payload that arrived on a link."""
         if self.outcome:
             return
         if isinstance(payload, Up | Down):
@@ -155,18 +157,18 @@ class Node(Connected):
         super().control(stream, message)
 
     def foresee(self, view: View) -> None:
-        """This view is coming: its newcomers may dial, and are sent messages."""
+        """Prepares for a coming view: its newcomers may dial, and are sent messages."""
         self.carry_on(self.router.foresee(view))
         self.world.fabric.told(self)
 
     def stands(self, peer: str) -> None:
-        """A link was made."""
+        """Takes a link that was made."""
         self.dialling.made(peer)
         self.carry_on(self.router.again())
         self.link_changed(peer, True, "connected")
 
     def carry_on(self, steps: Sequence[RouteStep]) -> None:
-        """Carries out what the router decided about messages."""
+        """Carries out the router's decisions about messages."""
         fabric, me = self.world.fabric, self.machine.member_id
         for step in steps:
             match step:
@@ -186,7 +188,7 @@ class Node(Connected):
     # ------------------------------------------------------------------ effects
 
     def feed(self, event: fx.MemberEvent) -> None:
-        """One event through the machine; its effects in order."""
+        """Feeds one event to the machine, and carries out its effects in order."""
         machine = self.machine
         phase = machine.phase
         effects = machine.on(self.kernel.now, event)
@@ -262,7 +264,7 @@ class Node(Connected):
         self.observation.start()
 
     def say(self, message: FromMember) -> None:
-        """To the scheduler, from the training thread."""
+        """Tells the scheduler something from the training thread."""
         if not self.outcome:
             self._tell(message)
 
@@ -284,7 +286,7 @@ class Node(Connected):
             self.publish(GENESIS)
 
     def state_loaded(self, header: Header, state: State, lineage: str, moved: int) -> None:
-        """A pull is complete and checked; so many ranges were not here already."""
+        """Takes a state whose pull is complete and checked; `moved` ranges were not here already."""
         self.state, self.lineage = state, lineage
         self.world.oracle.loaded(self.machine.member_id, lineage, header, state)
         self.publish(header)
@@ -300,7 +302,7 @@ class Node(Connected):
         self._begin()
 
     def _begin(self) -> None:
-        """The thread's work for the next slot, and then its contribution."""
+        """Works for the next slot in the training thread, and then contributes."""
         program, header, life = self.world.program, self.header, self.life
         strays = self.strays()
         kind = Kind.STEP if strays else self.next_kind()
@@ -329,15 +331,19 @@ class Node(Connected):
         return self.kernel.between(0.0002, 0.004)
 
     def strays(self) -> bool:
-        """It leaves and follows the script no more, as after `request_node_exit` in a plain loop; half of them do."""
+        """Returns whether the member leaves and follows the script no more, as after `request_node_exit` in a plain
+        loop; half of the leavers do.
+        """
         return bool(self.leaving) and self.number % 2 == 1
 
     def next_kind(self) -> Kind:
-        """A function of the last header, too."""
+        """Returns the kind of the next slot, a function of the last header, too."""
         return self.world.program.next_kind(self.header)
 
     def samples(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """(epoch, positions): the assignment of the coming step, a function of the last header (protocol.md 10)."""
+        """Returns (epoch, positions): the assignment of the coming step, a function of the last header (protocol.md
+        10).
+        """
         return self.world.program.share(self.assigning, self.machine.member_id, self.header.ledger)
 
     def _arm(self, uid: int, life: int) -> None:
@@ -382,19 +388,19 @@ class Node(Connected):
 
     @property
     def lets_go(self) -> bool:
-        """Members may go with the collective that comes."""
+        """Whether members may go with the collective that comes."""
         return False
 
     def answer(self, spans: tuple[tuple[int, int], ...]) -> bytes:
-        """Returns what it says beside the gradient of these samples."""
+        """Returns the payload beside the gradient of these samples."""
         return b""
 
     def vote(self) -> tuple[str, bytes]:
-        """The name of the collective that comes, and what it says in it."""
+        """Returns the name of the collective that comes, and the member's payload in it."""
         return str(Kind.GATHER), f"{self.machine.member_id} says {self.kernel.random.randrange(1000)}".encode()
 
     def beside(self, before: Header, header: Header, contributors: tuple[str, ...]) -> None:
-        """Changes what else of the state a committed slot changes."""
+        """Changes other values of the state that a committed slot changes."""
 
     def _contribute(self, kind: Kind, view: ViewId = NO_VIEW, **fields: object) -> None:
         if self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
@@ -415,7 +421,7 @@ class Node(Connected):
         self.feed(fx.Contribute(contribution))
 
     def _commit(self, header: Header, contributors: tuple[str, ...]) -> None:
-        """The training thread applies the slot."""
+        """Applies the slot in the training thread."""
         oracle, before = self.world.oracle, self.header
         self.kept = (before, self.state)
         results = None
@@ -441,27 +447,27 @@ class Node(Connected):
             self._begin()
 
     def externalise(self, before: Header, header: Header) -> None:
-        """Header s+1 is seen, so slot s is stable and may leave the job (protocol.md 4)."""
+        """Lets slot s leave the job: header s+1 is seen, so slot s is stable (protocol.md 4)."""
         self.world.oracle.externalised(self.machine.member_id, self.lineage, before)
 
     # ------------------------------------------------------------------ serving others
 
     def publish(self, header: Header) -> None:
-        """A snapshot at this header (protocol.md 15)."""
+        """Publishes a snapshot at this header (protocol.md 15)."""
         self.published = (header.hash, self.state)
 
     def serve_state(self, header: Header) -> State | None:
-        """The state at exactly this header; None if it is not here (any more)."""
+        """Returns the state at exactly this header; None if it is not here (any more)."""
         if self.published is None or self.published[0] != header.hash or self.outcome:
             return None
         return self.published[1]
 
     def served_hash(self) -> int:
-        """Returns the hash of the whole state that it serves."""
+        """Returns the hash of the whole state that the process serves."""
         return hash(self.published[1]) if self.published is not None else 0
 
     def serve_copy(self, header: Header) -> State | None:
-        """To a learner; None: not yet.
+        """Returns the copy of the state for a learner; None: not yet.
 
         Raises:
             LookupError: It is not here, and will not be.
@@ -470,7 +476,7 @@ class Node(Connected):
         return None if self.outcome else state
 
     def serve_entry(self, at: Header) -> tuple[SumEntry | None, int]:
-        """To a learner: the entry that stands on `at`, None if not yet; the last slot of the log.
+        """Returns for a learner the entry that stands on `at`, None if not yet, and the last slot of the log.
 
         Raises:
             LookupError: It is not here, and will not be.
@@ -480,17 +486,19 @@ class Node(Connected):
     # ------------------------------------------------------------------ a state that it is served
 
     def kept_ranges(self, header: Header) -> dict[int, int]:
-        """State ranges that a joiner need not pull since it holds them: none, for it threw its state away (11)."""
+        """Returns the state ranges that a joiner need not pull since it holds them: none, for it threw its state away
+        (11).
+        """
         return {}
 
     def accept_state(self, equal: bool) -> bool:
-        """Whether a pulled state is promoted, given that its hash equals the donors' (19)."""
+        """Returns whether a pulled state is promoted, given whether its hash equals the donors' (19)."""
         return equal
 
     # ------------------------------------------------------------------ going
 
     def leave(self, reason: str) -> None:
-        """Ctrl+C."""
+        """Asks the process to leave, as Ctrl+C does."""
         self.leaving, self.asked_at = reason, self.kernel.now
         if self.machine.member_id:
             self.feed(fx.LeaveRequested(reason))
@@ -505,7 +513,7 @@ class Node(Connected):
         self.quit()
 
     def quit(self) -> None:
-        """The process ends in good order."""
+        """Ends the process in good order."""
         self._close_stream()
         self._close_links()
         self.life += 1
@@ -531,7 +539,7 @@ class Node(Connected):
         self.timer(self.kernel.between(0.01, 0.05), self.connect)
 
     def restart(self) -> None:
-        """Thrown out: all training state goes, the same process joins again (protocol.md 11)."""
+        """Lets a process that was thrown out join again; all its training state goes (protocol.md 11)."""
         self.life += 1
         if self._pull is not None:
             self._pull.stop()
@@ -548,12 +556,12 @@ class Node(Connected):
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the old training state: a fresh start is left."""
+        """Forgets the old training state, as for a fresh start."""
         self.kept = None
         self.state = self.live = initial_state(self.world.program, self.number + 1000 * self.life)
 
     def kill(self) -> None:
-        """SIGKILL: the kernel closes its sockets."""
+        """Kills the process by SIGKILL: the kernel closes its sockets."""
         if not self.alive:
             return
         self.die()

@@ -1,4 +1,4 @@
-"""Replay joins in a simulated job: what members keep for newcomers, who follow their log (protocol.md 15-18).
+"""Simulates replay joins: what members keep for newcomers that follow their log (protocol.md 15-18).
 
 Theory of operation. A `Keeper` is a member's part, as replication/snapshot.py and log.py are a real one's. At the
 first header that names a learner it copies the state, if it is a donor: what forward passes change at once, the rest
@@ -28,22 +28,22 @@ from lab.simulate.puller import Pull
 from lab.simulate.training import State, apply_result
 
 STALL_S = 1.0
-"""A source from which nothing comes for so long is given up."""
+"""Seconds of silence after which a source is given up."""
 _POLL_S = 0.008
 _ROUNDS = 10
-"""So often a group of donors is asked before the next one is."""
+"""Number of times that a group of donors is asked before the next one is."""
 
 
 @dataclass(slots=True)
 class Copy:
-    """The state at one header, as far as it is copied."""
+    """Copy of the state at one header, as far as it is made."""
 
     header: Header
     ranges: dict[int, int]
 
 
 class Keeper:
-    """A member's part: the copy and the log.
+    """Copy of the state and the log that a member keeps for learners.
 
     Args:
         job: Whose plan it follows.
@@ -56,9 +56,9 @@ class Keeper:
         self.copy: Copy | None = None
         self.entries: dict[int, SumEntry] = {}
         self.gone = -1
-        """The last slot of a log that was ended."""
+        """Last slot of a log that was ended."""
         self.copying = 0
-        """Slots whose copy for the log is being made."""
+        """Number of slots whose copy for the log is being made."""
         self._observed = False
         self._generation = 0
 
@@ -69,13 +69,13 @@ class Keeper:
     # ------------------------------------------------------------------ what the training thread does
 
     def settle(self) -> None:
-        """The state is about to change: what is not copied yet is copied now."""
+        """Copies all ranges that are not copied yet, since the state is about to change."""
         if self.copy is not None:
             for index in range(len(self.node.state)):
                 self._take(self.copy, index)
 
     def committed(self, before: Header, header: Header) -> None:
-        """A slot is committed and applied here."""
+        """Takes a slot that is committed and applied here."""
         if self._observed:
             self._log(header)
         if self._observed and not header.learners:
@@ -86,7 +86,7 @@ class Keeper:
         self._observed = serving.keeps
 
     def begin_copy(self, header: Header) -> None:
-        """The state at `header` is to be kept."""
+        """Begins to copy the state at `header`."""
         copy = self.copy = Copy(header, {})
         buffers = self._job.program.ranges
         self._take(copy, buffers)  # the next forward pass changes them
@@ -127,7 +127,7 @@ class Keeper:
     # ------------------------------------------------------------------ what learners are given
 
     def state_at(self, header: Header) -> State | None:
-        """The copy of the state at exactly this header; None while it is being made.
+        """Returns the copy of the state at exactly this header; None while it is being made.
 
         Raises:
             LookupError: It is not here, and will not be.
@@ -141,7 +141,7 @@ class Keeper:
         raise LookupError(f"the state at {header.hash} is not kept here")
 
     def after(self, at: Header) -> SumEntry | None:
-        """The entry that stands on `at`; None if that slot is not committed yet.
+        """Returns the entry that stands on `at`; None if that slot is not committed yet.
 
         Raises:
             LookupError: It is not here, and will not be.
@@ -156,24 +156,24 @@ class Keeper:
 
 @dataclass(slots=True)
 class _Source:
-    """A member that is asked."""
+    """Member that is asked for the copy and the log."""
 
     member: str
     asked_at: float | None = None
-    """When it was asked for what has not come yet; None: it answered last."""
+    """Moment of the request whose answer has not come yet; None: the source answered last."""
     failed: str = ""
 
 
 @dataclass(slots=True)
 class _Log:
-    """How far the newcomer is."""
+    """Progress of the newcomer in the log."""
 
     at: Header
     newest: int
 
 
 class Observation(Pull):
-    """The newcomer's part: a copy pulled, and a log applied to it.
+    """Work of the newcomer: it pulls a copy, and applies a log to it.
 
     Args:
         job: Whom it comes to.
@@ -185,7 +185,7 @@ class Observation(Pull):
     def __init__(self, job: Job, node: Endpoint, header: Header, view: View) -> None:
         super().__init__(job, node, header)
         self.state: State | None = None
-        """The job's state after the last applied entry, in this process's memory; None while it is incomplete."""
+        """State of the job after the last applied entry, in this process's memory; None while it is incomplete."""
         self.catching_up = CatchingUp()
         self.log = _Log(header, header.seq)
         self._attempt = header.learners.count(node.machine.member_id)
@@ -202,7 +202,7 @@ class Observation(Pull):
     # ------------------------------------------------------------------ let in
 
     def followed(self, target: Header) -> bool:
-        """It is let in at this header: whether everything up to it is applied, or will not be."""
+        """Lets the newcomer in at this header; returns whether all entries up to it are applied, or will not be."""
         now = self.node.kernel.now
         if self._target is None:
             self._target, self._give_up_at = target, now + self.catching_up.final_wait_s
@@ -230,7 +230,7 @@ class Observation(Pull):
         self.node.timer(0.03, self._round)
 
     def _serve_copy(self, node: Endpoint, source: _Source, index: int) -> None:
-        """At the source."""
+        """Serves a range of the copy, at the source."""
         try:
             state = node.serve_copy(self.header)
         except LookupError as error:
@@ -277,7 +277,7 @@ class Observation(Pull):
         self.node.timer(_POLL_S, self._next)
 
     def _serve_entry(self, node: Endpoint, source: _Source, at: Header) -> None:
-        """At the source."""
+        """Serves an entry of the log, at the source."""
         try:
             entry, newest = node.serve_entry(at)
         except LookupError as error:
@@ -319,7 +319,7 @@ class Observation(Pull):
             self._give_up(hopeless)
 
     def apply(self, entry: SumEntry) -> None:
-        """A step of the log, as a pure function of state and results."""
+        """Applies a step of the log, as a pure function of state and results."""
         if entry.results is not None and self.state is not None:
             self.state = apply_result(self.state, entry.results)
 
@@ -346,7 +346,7 @@ class Observation(Pull):
         source.failed = why
 
     def _give_up(self, reason: str) -> None:
-        """Says that it cannot catch up, unless it is let in already."""
+        """Says that the newcomer cannot catch up, unless it is let in already."""
         if self._target is None:
             self.node.say(CatchUp(self.log.at.seq, able=False, reason=reason, attempt=self._attempt))
         self.stop()
@@ -356,7 +356,7 @@ class Observation(Pull):
 
 
 class StatePull(Pull):
-    """A joiner's state at one header, from the members that hold it.
+    """Pull of a joiner's state at one header, from the members that hold it.
 
     Args:
         job: Whom it comes to.

@@ -1,4 +1,4 @@
-"""Checks what must hold, while a simulated job runs and when it ends.
+"""Checks the rules that must hold while a simulated job runs and when it ends.
 
 Theory of operation. The oracle sees everything: every contribution made, every header committed by anyone with the
 state it led to, every slot that somebody treated as stable, every ejection and every join. Headers form a tree (a
@@ -19,17 +19,17 @@ from lab.simulate.training import Program, State
 
 
 class Violation(Exception):
-    """The protocol broke: what, where, when."""
+    """Error that the protocol broke: says how, where and when."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One contribution to a STEP, as its maker computed it."""
+    """Contribution to a STEP, as its maker computed it."""
 
     member: str
     seq: int
     base: str
-    """Hash of the header whose state it was computed on."""
+    """Hash of the header on whose state it was computed."""
     state: State
     epoch: int
     spans: tuple[Span, ...]
@@ -37,11 +37,11 @@ class Made:
 
 @dataclass(slots=True)
 class Oracle:
-    """See the module."""
+    """Oracle of a simulated job, which sees everything and checks it (see the module)."""
 
     program: Program
     views: Callable[[], Sequence[View]] = tuple
-    """The stored chain as it is."""
+    """Function that returns the stored chain as it is."""
     made: dict[int, Made] = field(default_factory=dict)
     votes: dict[tuple[str, int], set[bytes]] = field(default_factory=dict)
     headers: dict[tuple[str, str], Header] = field(default_factory=dict)
@@ -49,24 +49,24 @@ class Oracle:
     """Members that brought a header's shares, in rank order, by its hash."""
     states: dict[tuple[str, str], State] = field(default_factory=dict)
     lineage: str = ""
-    """The last founding view."""
+    """Number of the last founding view."""
     external: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
-    """(lineage, slot) -> (header hash, who said so first)."""
+    """Header hash of each slot that left the job, and the member that said so first, by (lineage, slot)."""
     strayed: set[tuple[str, int]] = field(default_factory=set)
-    """(member, slot): it leaves and brought nothing."""
+    """Pairs (member, slot): the member leaves and brought nothing."""
     parted: set[tuple[str, int]] = field(default_factory=set)
-    """(member, slot): its hyperparameters are not the job's."""
+    """Pairs (member, slot): the member's hyperparameters are not the job's."""
     on_slot: Callable[[], None] = lambda: None
-    """Called when a slot is committed that nobody had committed before."""
+    """Function that is called when a slot is committed that no member had committed before."""
     furthest: dict[str, int] = field(default_factory=dict)
-    """By lineage: the last slot that anybody committed."""
+    """Last slot that any member committed, by lineage."""
     commits: int = 0
     hand_ons: int = 0
     joins: int = 0
     replays: int = 0
-    """Joins of those who had caught up by replay."""
+    """Number of joins of newcomers that had caught up by replay."""
     moved: int = 0
-    """Ranges that these were sent all the same when they were let in."""
+    """Number of ranges that such newcomers were sent all the same when they were let in."""
     ejections: int = 0
 
     # ------------------------------------------------------------------ while the job runs
@@ -78,7 +78,9 @@ class Oracle:
         self.votes.setdefault((member, seq), set()).add(payload)
 
     def founded(self, lineage: str, state: State, holders: Sequence[str]) -> None:
-        """The job begins, or begins again; `holders` live, if only frozen, and hold an earlier beginning's state."""
+        """Takes the beginning of a job, or its next one; `holders` live, if only frozen, and hold an earlier
+        beginning's state.
+        """
         if holders and lineage != self.lineage:
             words = f"view {lineage} founds the job again although {holders[0]} holds its state"
             raise Violation(f"{words} (contract 5, protocol.md 12a)")
@@ -89,7 +91,7 @@ class Oracle:
         self.headers[key] = GENESIS
 
     def loaded(self, who: str, lineage: str, header: Header, state: State) -> None:
-        """A joiner says that its state is complete (contract 4, protocol.md 15, 19)."""
+        """Checks the state of a joiner that says that it is complete (contract 4, protocol.md 15, 19)."""
         self.joins += 1
         expected = self.states.get((lineage, header.hash))
         if expected != state:
@@ -99,7 +101,7 @@ class Oracle:
             )
 
     def replayed(self, who: str, header: Header, moved: int, calm: bool) -> None:
-        """A newcomer that had caught up is in; so many ranges of its state were not the donors' (16, 18)."""
+        """Counts a newcomer that had caught up and is in; `moved` ranges of its state were not the donors' (16, 18)."""
         self.replays += 1
         self.moved += moved
         if calm and moved:
@@ -118,7 +120,7 @@ class Oracle:
         state: State,
         results: Sequence[Result] | None,
     ) -> None:
-        """`who` applied `header`; `state` is the outcome, `results` the sums it used."""
+        """Checks a commit: `who` applied `header`; `state` is the outcome, `results` the sums it used."""
         self.commits += 1
         if header.prev_hash != before.hash:
             raise Violation(f"{who} stands on {before.hash}, yet applied a header that is on {header.prev_hash} (4a)")
@@ -174,7 +176,9 @@ class Oracle:
             )
 
     def _check_progress(self, lineage: str, before: Header, header: Header) -> None:
-        """No step is empty while there are samples for every member that the assigning view names (protocol.md 10)."""
+        """Checks that no step is empty while there are samples for every member that the assigning view names
+        (protocol.md 10).
+        """
         named = str(before.next_view) if before.seq else lineage
         view = next((v for v in self.views() if str(v.id) == named), None)
         if view is None or header.total_weight:
@@ -198,7 +202,9 @@ class Oracle:
                 raise Violation(f"slot {header.seq}: {member} never voted {answer!r} (28)")
 
     def externalised(self, who: str, lineage: str, header: Header) -> None:
-        """`who` lets this slot leave the job: a checkpoint, a log line, a decision (contract 2, protocol.md 4)."""
+        """Takes note that `who` lets this slot leave the job: a checkpoint, a log line, a decision (contract 2,
+        protocol.md 4).
+        """
         key = (lineage, header.seq)
         first, witness = self.external.setdefault(key, (header.hash, who))
         if first != header.hash:
@@ -207,13 +213,13 @@ class Oracle:
             )
 
     def lost(self) -> bool:
-        """Whether the job cannot go on: nobody who lives holds what it needs, and its members are told so."""
+        """Returns whether the job cannot go on: no living member holds what it needs, and its members are told so."""
         return False
 
     # ------------------------------------------------------------------ at the end
 
     def finished(self, lineage: str, last: Header) -> None:
-        """The finished chain holds every externalised slot, and every sample exactly once (contract 3)."""
+        """Checks that the finished chain holds every externalised slot, and every sample exactly once (contract 3)."""
         chain: dict[int, Header] = {}
         header = last
         while header.seq > 0:
@@ -239,7 +245,7 @@ class Oracle:
 
 
 def check_chain(views: Sequence[View]) -> None:
-    """The stored chain is well-formed (protocol.md 7)."""
+    """Checks that the stored chain is well-formed (protocol.md 7)."""
     for before, view in pairwise(views):
         if view.predecessor != before.id or not view.id > before.id or view.id.number <= before.id.number:
             raise Violation(f"view {view.id} with predecessor {view.predecessor} follows {before.id} (7)")

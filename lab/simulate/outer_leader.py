@@ -1,4 +1,4 @@
-"""The parameter server of a simulated elastic cluster, by a script: what answers and versions come, and when.
+"""Leads a simulated elastic cluster of outer sync as its parameter server, by a script of answers and versions.
 
 Theory of operation. The members of a simulated job may be ranks of a cluster of outer sync (outer_ranks.py). Their
 leader is no machine here, for lab/outer simulates that one; it is a script with the words of outer/rules/messages.py.
@@ -52,7 +52,7 @@ from lab.simulate.plan import OuterScript
 
 
 class OuterRank(Protocol):
-    """A rank as its leader's side sees it."""
+    """Rank of the cluster, as its leader's side sees it."""
 
     name: str
     alive: bool
@@ -69,7 +69,7 @@ class OuterRank(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """A rank's stream to the leader."""
+    """Stream of a rank to the leader."""
 
     rank: OuterRank
     up: Pipe
@@ -88,23 +88,23 @@ class InnerSteps:
 
     counted: dict[int, tuple[PushId, str]] = field(default_factory=dict)
     _at: dict[tuple[str, str], tuple[frozenset[int], frozenset[int]]] = field(default_factory=dict)
-    """By beginning and header: inner steps that led there, and those of them that were thrown away."""
+    """Inner steps that led to a header, and those of them that were thrown away, by beginning and header."""
     _furthest: dict[str, int] = field(default_factory=dict)
-    """By beginning: the last slot that a rank has taken."""
+    """Last slot that a rank has taken, by beginning."""
 
     def accept(self, push: PushId, pushed: Pushed, lineage: str) -> None:
-        """A push counts."""
+        """Counts a push that was accepted."""
         for step in pushed.steps:
             if step in self.counted:
                 raise Violation(f"inner step {step:x} is in {push} and in {self.counted[step][0]} (O9)")
             self.counted[step] = (push, lineage)
 
     def reopen(self, pushes: Collection[PushId]) -> None:
-        """They count no more."""
+        """Counts these pushes no more."""
         self.counted = {step: known for step, known in self.counted.items() if known[0] not in pushes}
 
     def took(self, lineage: str, before: Header, header: Header, step: int, gone: set[int], content: Content) -> None:
-        """A rank has taken a commit."""
+        """Checks the inner steps when a rank has taken a commit."""
         if (lineage, header.hash) in self._at:
             return
         trained, thrown = self._at.get((lineage, before.hash), (frozenset(), frozenset()))
@@ -125,7 +125,7 @@ class InnerSteps:
 
 
 class ScriptedLeader:
-    """See the module.
+    """Leader that follows a script (see the module).
 
     Args:
         kernel: Of the job.
@@ -151,19 +151,19 @@ class ScriptedLeader:
         self._term = 1
         self._joined = 0
         self._who: tuple[IncarnationId, str] | None = None
-        """The incarnation that is in, and its nonce."""
+        """Incarnation that is in the job, and its nonce."""
         self._next = 1
         self._newest = NO_VERSION
         self._answers: dict[PushId, PushAnswered] = {}
         self._kept: dict[PushId, VersionId] = {}
-        """Accepted and not freed: the version that holds each."""
+        """Pushes that are accepted and not freed, with the version that holds each."""
         self._freed: set[PushId] = set()
         self._reopened: list[PushId] = []
         self._judging: Offer | None = None
         self._over = ""
         self._numbers: dict[bytes, int] = {}
         self._states: dict[int, bytes] = {}
-        """By number."""
+        """Outer states by number."""
         for at in script.cuts:
             kernel.at(at, self._cut)
         for at in script.removals:
@@ -174,35 +174,35 @@ class ScriptedLeader:
             kernel.at(at, self._others)
 
     def has(self, version: VersionId) -> bool:
-        """Whether followers serve it: it is one of the two newest."""
+        """Returns whether followers serve this version: it is one of the two newest."""
         return version != NO_VERSION and self._newest.number - 1 <= version.number <= self._newest.number
 
     def number_of(self, part: RankPart) -> int:
-        """A number that stands for a rank's outer state: equal for equal ones."""
+        """Returns a number that stands for a rank's outer state: equal for equal states."""
         text = part.facts()
         number = self._numbers.setdefault(text, 2 * len(self._numbers) + 2)  # even: a damaged one is none
         self._states[number] = text
         return number
 
     def facts_of(self, number: int) -> bytes:
-        """The outer state for which it stands, as it travels."""
+        """Returns the outer state for which this number stands, as it travels."""
         return self._states[number]
 
     # ------------------------------------------------------------------ streams
 
     def connect(self, rank: OuterRank, hear: Callable[[Line, object], None], lost: Callable[[Line], None]) -> Line:
-        """A rank's stream begins."""
+        """Begins a rank's stream."""
         line = Line(rank, Pipe(self._kernel, 0.0005, 0.01), Pipe(self._kernel, 0.0005, 0.01), hear, lost)
         self._lines.append(line)
         return line
 
     def say(self, line: Line, message: FromCluster) -> None:
-        """A rank says something."""
+        """Takes a message of a rank."""
         header = line.rank.header
         line.up.send(message, lambda _: self._hear(line, message, header))
 
     def close(self, line: Line) -> None:
-        """Its process is gone, or has hung up; what it said may be lost."""
+        """Closes the stream of a process that is gone, or has hung up; its last messages may be lost."""
         now = self._kernel.now
         line.up.cut(now + self._kernel.between(0.0, 0.02))
         line.down.cut(now)
@@ -214,7 +214,7 @@ class ScriptedLeader:
                 line.down.send(message, lambda m: line.rank.deliver(lambda: line.hear(line, m)))
 
     def _cut(self) -> None:
-        """Another leader takes over; what the former one was about to answer may be decided, and untold."""
+        """Lets another leader take over; an answer that the former one was about to give may be decided, and untold."""
         self._term += 1
         lines, self._lines, self._line = self._lines, [], None
         for line in lines:
@@ -321,7 +321,7 @@ class ScriptedLeader:
         return PushAnswer.VOID if drawn < self.script.rejects + self.script.voids else PushAnswer.ACCEPTED
 
     def _make(self) -> None:
-        """A version, which is served a while later; what is two older is durable."""
+        """Makes a version, which is served a while later; the one two older is durable."""
         number = self._newest.number + 1
         self._newest = VersionId(number, f"{number:032x}")
         self._kernel.after(self._kernel.between(0.0, 0.06), self._serve)

@@ -1,4 +1,4 @@
-"""Members of a simulated job that are ranks of a cluster of outer sync: they hold its outer state, and adopt versions.
+"""Simulates members that are ranks of a cluster of outer sync: they hold its outer state, and adopt versions.
 
 Theory of operation. A rank is to the simulator what strategies/session.py, strategies/elastic.py and
 outer/cluster/elastic.py are to a process. Beside its gradient each rank says what its `RankPart` says, and where the
@@ -36,7 +36,7 @@ from lab.simulate.training import State
 from lab.simulate.world import Hooks
 
 MEETING = "outer"
-"""The collective in which ranks meet that may not train."""
+"""Name of the collective in which ranks meet that may not train."""
 LOOP_OVER = "its loop is over"
 _RATES = (100.0, 50.0)
 
@@ -47,18 +47,20 @@ def _number(header: Header) -> int:
 
 
 def _adopted(state: State, ranges: int, version: VersionId, *, outright: bool) -> State:
-    """The state when its parameters are a version's, and what was trained on top unless it is outright."""
+    """Returns the state when its parameters are a version's, with the training since then on top unless the adoption is
+    outright.
+    """
     return (*(hash((old, version.number, outright)) for old in state[:ranges]), *state[ranges:])
 
 
 def _take(part: RankPart, me: str, header: Header, contributors: tuple[str, ...]) -> None:
-    """A slot is committed: what its header says is taken in, or else the one before is known to all."""
+    """Takes in the content of a committed header, or else notes that the one before is known to all."""
     said = header.kind is Kind.STEP or header.name == MEETING
     part.commit(me, contributors, header.answers if said else (), _number(header))
 
 
 class Replica:
-    """The outer state of one who observes: it takes commits in, says nothing and serves nothing.
+    """Outer state of a newcomer that observes: it takes commits in, says nothing and serves nothing.
 
     Args:
         observation: Of this newcomer.
@@ -71,22 +73,22 @@ class Replica:
         return self._observation.stopped
 
     def attend(self) -> None:
-        """Never: it contributes nothing."""
+        """Ignores the call: the newcomer contributes nothing."""
 
     again = to_encode = attend
 
     def tell_leader(self, message: object) -> None:
-        """To nobody."""
+        """Drops the message: the newcomer has no leader."""
 
     def sealed(self, push: PushId, pushed: Pushed) -> None:
-        """It has encoded it, too."""
+        """Ignores the push, which the newcomer has encoded, too."""
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
         self._observation.adopts(version, outright=outright)
 
 
 class OuterObservation(Observation):
-    """A newcomer that replays, and so passes over versions that the members adopt."""
+    """Observation of a newcomer that replays, and so passes over versions that the members adopt."""
 
     node: OuterNode  # type: ignore[assignment]
     part: RankPart | None = None
@@ -102,7 +104,7 @@ class OuterObservation(Observation):
             self.state = (*self.state[:-1], self.node.leader.number_of(self.part))
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
-        """Some member must have it: as its base, or until it adopts it."""
+        """Adopts a version that some member must have: as its base, or until the member adopts it."""
         found = (node.part for node in self.node.leader.ranks if node.alive and not node.frozen)
         if not any(version in (part.content.base, part.fetched) for part in found if part is not None):
             self._give_up(f"version {version}, which slot {self.log.at.seq + 1} adopted, is at no member any more")
@@ -112,7 +114,7 @@ class OuterObservation(Observation):
 
 
 class OuterNode(Node):
-    """See the module."""
+    """Process of a rank that holds the cluster's outer state (see the module)."""
 
     observation_class = OuterObservation
     machines = Machines()
@@ -120,19 +122,19 @@ class OuterNode(Node):
     def __init__(self, world: Job, spec: NodeSpec, number: int) -> None:
         super().__init__(world, spec, number)
         self.part: RankPart | None = None
-        """Its outer state, once it is in."""
+        """Outer state of this rank, once it is in the job."""
         self.state = self.live = (*self.state, 0)
         self.leader.ranks.append(self)
         self._line: Line | None = None
 
     @property
     def leader(self) -> ScriptedLeader:
-        """Leader of its cluster."""
+        """Leader of this rank's cluster."""
         assert self.world.outer is not None
         return self.world.outer
 
     def made(self, home: OuterNode | Replica, facts: int) -> RankPart:
-        """An outer state: that of a founder (0), or another member's."""
+        """Returns a rank's outer state: that of a founder (0), or another member's."""
         script, view = self.leader.script, self.machine.view
         held = self.leader.facts_of(facts) if facts else b""
         nonce = read_text(Held, held).state.nonce if held else view.chain if view is not None else ""
@@ -206,7 +208,7 @@ class OuterNode(Node):
         self.timer(TICK_S, lambda: self._tick(life))
 
     def _fetch(self, life: int) -> None:
-        """Gets the version that is wanted: from ranks that have it, or, the first one, from the followers."""
+        """Gets the version that is wanted: from ranks that have it, or, as the first rank, from the followers."""
         part = self.part
         if life != self.life or part is None:
             return
@@ -232,12 +234,12 @@ class OuterNode(Node):
     # ------------------------------------------------------------------ the training thread
 
     def strays(self) -> bool:
-        """Never: Lightning's loops let a rank go between two steps."""
+        """Returns False: Lightning's loops let a rank go between two steps."""
         return False
 
     @property
     def meets(self) -> bool:
-        """The ranks may not train now, or not any more; the same at all of them."""
+        """Whether the ranks may not train now, or not any more; the same at all of them."""
         part, kind = self.part, super().next_kind()
         if part is None or part.state.over or kind not in (Kind.STEP, Kind.CLOSING):
             return False
@@ -288,7 +290,7 @@ class OuterNode(Node):
         self.timer(self.kernel.between(0.001, 0.03), encoded)
 
     def sealed(self, push: PushId, pushed: Pushed) -> None:
-        """The oracle compares it with what the other ranks have, as part of the state."""
+        """Ignores the push: the oracle compares it with those of the other ranks, as part of the state."""
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
         part = self.part

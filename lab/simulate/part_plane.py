@@ -1,4 +1,4 @@
-"""Reduction by parts in a simulated job: each layer among its owners, over a tree whose root changes with the slot.
+"""Reduces by parts in a simulated job: each layer among its owners, over a tree whose root changes with the slot.
 
 Theory of operation. An owner gives its raw sum of a layer once its last unit of that layer is over. Sums are merged on
 their way to the root, which is an owner, too, and sends the result back. The tree has the fewest hops that the links of
@@ -31,7 +31,7 @@ class SumUp:
 
 @dataclass(frozen=True, slots=True)
 class SumDown:
-    """The result, from the root."""
+    """Result of a part, from the root."""
 
     view: ViewId
     seq: int
@@ -47,13 +47,13 @@ class _Open:
     raw: dict[int, dict[str, RawSum]] = field(default_factory=dict)
     results: dict[int, RawSum] = field(default_factory=dict)
     trees: dict[int, Mapping[str, str]] = field(default_factory=dict)
-    """By part: whom each owner sends its sums to; the root names itself."""
+    """Trees by part: the owner to which each owner sends its sums; the root names itself."""
     dropped: bool = False
     told: bool = False
 
 
 class PartPlane:
-    """One member's part.
+    """Reduction by parts at one member.
 
     Args:
         send: Sends to a member.
@@ -76,7 +76,7 @@ class PartPlane:
         self._early = {k: v for k, v in self._early.items() if k > (view.id, seq)}
 
     def drop(self, view: ViewId) -> None:
-        """Nothing of this or an older view completes any more."""
+        """Drops attempts of this and older views: none of them completes any more."""
         self._dropped = max(self._dropped, view)
         if self._open is not None and self._open.view.id <= view:
             self._open.dropped = True
@@ -86,11 +86,11 @@ class PartPlane:
         return tuple(p for p in numbers(opened.division.owned(member)) if p < len(opened.division.names) - 1)
 
     def owners(self, parts: Division, part: int) -> tuple[str, ...]:
-        """Returns who adds up a part's sums."""
+        """Returns the members that add up a part's sums."""
         return parts.owners[part]
 
     def give(self, part: int, raw: RawSum) -> None:
-        """This member's raw sum of a layer is final."""
+        """Takes this member's raw sum of a layer, which is final."""
         opened = self._open
         if opened is None or opened.dropped:
             return
@@ -106,7 +106,7 @@ class PartPlane:
         return opened.trees[part]
 
     def take(self, message: SumUp | SumDown) -> None:
-        """Bytes of another member, or an own sum in the middle."""
+        """Takes bytes of another member, or an own sum in the middle."""
         opened = self._open
         if message.view <= self._dropped:
             return
@@ -132,7 +132,7 @@ class PartPlane:
         self.look()
 
     def look(self) -> None:
-        """Tells, once, that all is reduced here."""
+        """Tells, once, that all parts are reduced here."""
         opened = self._open
         if opened is None or opened.told or opened.dropped:
             return
@@ -141,6 +141,6 @@ class PartPlane:
             self._done(opened.view.id, opened.seq)
 
     def results(self, view: ViewId, seq: int) -> Mapping[int, RawSum]:
-        """The results of this attempt; none of any other."""
+        """Returns the results of this attempt; none of any other."""
         opened = self._open
         return opened.results if opened is not None and (opened.view.id, opened.seq) == (view, seq) else {}

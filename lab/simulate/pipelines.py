@@ -1,4 +1,4 @@
-"""Pipelines of simulated jobs: stages dealt in turn, and after a death either a reroute or another deal.
+"""Plans the pipelines of simulated jobs: stages dealt in turn, and after a death either a reroute or another deal.
 
 Theory of operation. This is a real planner in small: it makes plans and texts of planning/pipelines, and knows no
 times. Members get the stages of one pipeline after the other, in an order that is drawn anew for each set of members.
@@ -28,12 +28,12 @@ from lab.simulate.training import Program
 
 _LAYER_NBYTES = 1000
 _TURNS = 8
-"""So many orders of members are tried where links are missing."""
+"""Number of orders of members that are tried where links are missing."""
 
 
 @cache
 def asked(program: Program) -> str:
-    """Returns what members of this job ask of pipelines; "" if it has none."""
+    """Returns the request of members of this job for pipelines, as text; "" if it has none."""
     if not program.layers:
         return ""
     each_s = program.work_s / (3 * program.layers * program.micro_batches)
@@ -52,7 +52,7 @@ def _shared(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 class RoundRobin(ViewPipeliner):
-    """Deals the stages of pipelines in turn.
+    """Planner that deals the stages of pipelines in turn.
 
     Args:
         program: Says how many layers, stages and micro-batches there are, and what members have room for.
@@ -74,7 +74,7 @@ class RoundRobin(ViewPipeliner):
         held: Mapping[str, tuple[Span, ...]] | None = None,
         links: Collection[Pair] = (),
     ) -> PipelineChoice:
-        """See `ViewPipeliner.reroute`."""
+        """Returns pipelines for these members; see `ViewPipeliner.reroute`."""
         text, reason = self._rerouted(before, members, links)
         return PipelineChoice(text=text, reason=reason)
 
@@ -96,7 +96,7 @@ class RoundRobin(ViewPipeliner):
         return "", "no border between stages has a link"
 
     def _is_linked(self, plan: PipelinePlan, links: Collection[Pair]) -> bool:
-        """Whether each border of a route has a link, and links connect the owners of each part."""
+        """Returns whether each border of a route has a link, and links connect the owners of each part."""
         holders = plan.holders()
         shared = (sorted(set().union(*(holders[x] for x in users))) for users in self._shared.values())
         if not all(connected(owners, links) for owners in (*set(plan.owners), *shared)):
@@ -126,7 +126,7 @@ class RoundRobin(ViewPipeliner):
         return PipelinePlan(self._layers, tuple(rows), idle=tuple(sorted(order[count * stages :])))
 
     def _cut(self, stages: int, turn: int) -> list[int]:
-        """Where stages begin: as evenly as can be, or a layer later where all have room for that."""
+        """Returns the layers where stages begin: as evenly as can be, or a layer later where all have room for that."""
         even = [k * self._layers // stages for k in range(stages + 1)]
         later = [0, *(min(c + 1, self._layers - (stages - k)) for k, c in enumerate(even[1:-1], 1)), self._layers]
         lengths = [b - a for a, b in pairwise(later)]
@@ -135,7 +135,7 @@ class RoundRobin(ViewPipeliner):
     # ------------------------------------------------------------------ rerouted
 
     def _vacated(self, plan: PipelinePlan, here: Collection[str], ids: Sequence[str]) -> PipelinePlan | None:
-        """The plan with the places of those that are gone vacant; None if a layer has no owner any more."""
+        """Returns the plan with the places of members that are gone vacant; None if a layer has no owner any more."""
         rows = tuple(
             replace(p, stages=tuple(s if s.device in here else s._replace(device=VACANT) for s in p.stages))
             for p in plan.pipelines

@@ -1,4 +1,4 @@
-"""One run of a simulated job, as values: who takes part, what goes wrong when, and what came of it."""
+"""Describes one run of a simulated job as values: its processes, its faults, and its outcome."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lab.simulate.training import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """How one process is."""
+    """Properties of one process."""
 
     name: str
     host: str = "h0"
     quota: int = 1
     pace: float = 1.0
-    """Its work takes so many times the program's mean duration."""
+    """Factor by which its work takes longer than the program's mean duration."""
     replay: bool = False
-    """It offers to come in by replay."""
+    """Whether the process offers to come in by replay."""
     memory: bool = True
-    """It has room for a copy of the state."""
+    """Whether the process has room for a copy of the state."""
     neighbours: tuple[str, ...] = ()
-    """Names in its Hello; empty: whoever it can reach."""
+    """Names in its Hello; empty: all that it can reach."""
     script: str = "same"
     """Script that it runs; members must run the same."""
     after: str = ""
     """Name of the process in whose place it is started once that has ended; it offers the file that that one kept."""
     parts_at: int = 0
-    """From this slot on its hyperparameters are others than the job's; 0: never."""
+    """Slot from which on its hyperparameters are others than the job's; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Replaying:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that goes wrong, at a time or at an effect.
+    """Fault that strikes at a time or at an effect.
 
     Attributes:
         action: "kill", "kill-too" (and `other` with it), "kill-spared" (see schedulers.py),
@@ -88,7 +88,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterScript:
-    """The members are ranks of a cluster of outer sync: how it trains, and what its leader does (outer_leader.py).
+    """Script of a cluster of outer sync whose ranks the members are: how it trains, and what its leader does
+    (outer_leader.py).
 
     Attributes:
         inner_steps: From one push to the next.
@@ -117,26 +118,28 @@ class OuterScript:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One run."""
+    """Plan of one run."""
 
     seed: int
     settings: Settings
     program: Program
     nodes: tuple[NodeSpec, ...] = ()
     starts: tuple[float, ...] = ()
-    """When each node says hello, in seconds."""
+    """Seconds at which each node says hello."""
     faults: tuple[Fault, ...] = ()
     slow_links: tuple[tuple[str, str, float], ...] = ()
-    """(node, node, extra seconds): messages between these two take up to so much longer."""
+    """Triples (node, node, extra seconds): messages between these two take up to so much longer."""
     measured: bool = False
-    """Members measure their links."""
+    """Whether members measure their links."""
     rates: tuple[tuple[str, str, float], ...] = ()
-    """(node, node, bits per second) where links are not usual."""
+    """Triples (node, node, bits per second) of links that are not usual."""
     unlinked: tuple[tuple[str, str], ...] = ()
     """Pairs of nodes that can never make a link."""
     replaying: Replaying = field(default_factory=Replaying)
     patience_s: float = 0.0
-    """Given: whoever has been ready for so long, since the last fault was over, must be in; who asked to leave, out."""
+    """Seconds, if given, after which processes that were ready, since the last fault was over, must be in, and those
+    that asked to leave, out.
+    """
     unfailing: bool = False
     """Whether no member dies and no link fails: a recovery is a violation then."""
     damage: float = 0.0
@@ -145,15 +148,17 @@ class Plan:
     """Part of all comparisons of state hashes at a member in which one of its parts has drifted; 0: none compare."""
     store_s: float = 0.004
     watched: bool = False
-    """Machines tell others what their process tables say."""
+    """Whether machines tell others what their process tables say."""
     candidates: int = 1
-    """Schedulers on as many machines, with the chain in a store beyond them; 1: one, restarted on its file."""
+    """Number of schedulers on as many machines, with the chain in a store beyond them; 1: one, restarted on its
+    file.
+    """
     orderly: bool = False
-    """The scheduler does nothing while it writes (host.Candidacy)."""
+    """Whether the scheduler does nothing while it writes (host.Candidacy)."""
     doubled: float = 0.0
     """Part of all control messages that arrive twice."""
     spread: Spread = field(default_factory=Spread)
-    """How headers get to all members."""
+    """Spread of headers to all members."""
     limit_s: float = 90.0
     outer: OuterScript | None = None
 
@@ -164,7 +169,7 @@ class Plan:
 
     @property
     def several(self) -> bool:
-        """Schedulers stand by."""
+        """Whether several schedulers stand by."""
         return self.candidates > 1
 
 
@@ -175,7 +180,7 @@ class Outcome:
     seed: int
     violation: str
     seconds: float
-    """Virtual."""
+    """Virtual seconds that the run took."""
     events: int
     commits: int
     hand_ons: int
@@ -186,12 +191,12 @@ class Outcome:
     replays: int = 0
     moved: int = 0
     crashes: int = 0
-    """Crashes of schedulers."""
+    """Number of crashes of schedulers."""
     terms: int = 0
     store_errors: int = 0
     cut_streams: int = 0
-    """Control streams that broke."""
+    """Number of control streams that broke."""
     adoptions: int = 0
-    """Versions that ranks adopted."""
+    """Number of versions that ranks adopted."""
     passed: int = 0
-    """Versions that newcomers passed over which replay."""
+    """Number of versions that newcomers passed over which replay."""

@@ -1,4 +1,5 @@
-"""Liveness of a simulated job: views have causes, lead to committed slots, and whoever is stuck can say why.
+"""Checks the liveness of a simulated job: views have causes, lead to committed slots, and members that are stuck can
+say why.
 
 Theory of operation. Three things must hold in every run, whatever goes wrong:
 
@@ -26,20 +27,22 @@ from lab.simulate.job import Job
 from lab.simulate.oracle import Violation
 
 AT_ONCE = 16
-"""So many numbers may be taken without a slot between them; the scheduler hears of a slot late, and counts anew."""
+"""Number of view numbers that may be taken without a slot between them; the scheduler hears of a slot late, and counts
+anew.
+"""
 PER_TROUBLE = 3
-"""So many more for everything that went wrong or ended meanwhile, or process that came."""
+"""Number of further view numbers for each thing that went wrong or ended meanwhile, or process that came."""
 PER_S = 1.0
-"""So many more a second."""
+"""Number of further view numbers a second."""
 VIEWS = 4
-"""A run may have so many views,"""
+"""Number of views that a run may have without a cause."""
 VIEWS_PER_CAUSE = 2
-"""and so many for each cause."""
+"""Number of further views for each cause."""
 _WATCH_S = 0.25
 
 
 class Progress:
-    """See the module.
+    """Counts of numbers, slots and views of one job, and the limits that they must keep (see the module).
 
     Args:
         world: The job.
@@ -52,20 +55,22 @@ class Progress:
         self._last = NO_VIEW
         self._causes = 0
         self.most = 0
-        """Numbers that were taken between two slots at most."""
+        """Most numbers that were taken between two slots."""
 
     def struck(self, troubles: int = 1, causes: int = 1) -> None:
-        """Something went wrong, or was over, or a process came; a view or two may be about each of the causes."""
+        """Counts that something went wrong, or was over, or a process came; a view or two may be about each of the
+        causes.
+        """
         self._troubles += troubles
         self._causes += causes
 
     def committed(self) -> None:
-        """A slot was committed that nobody had committed before."""
+        """Counts a slot as committed that no member had committed before."""
         self._numbers = self._troubles = 0
         self._since = self._world.kernel.now
 
     def wrote(self, entry: Persist) -> None:
-        """An entry is in the store."""
+        """Takes an entry that is in the store, and checks the limits."""
         if entry.kind not in ("reserve", "view"):
             return
         world = self._world
@@ -89,7 +94,7 @@ class Progress:
     # ------------------------------------------------------------------ at the end
 
     def explained(self, may_link: Callable[[Endpoint, Endpoint], bool]) -> bool:
-        """Whether a job that did not end could not go on, and its members know why.
+        """Returns whether a job that did not end could not go on, and its members know why.
 
         Args:
             may_link: Whether the network and everybody's wishes allow a link (`edges.Edges.may_link`).
@@ -124,7 +129,7 @@ class Patience:
             world.kernel.after(_WATCH_S, self._look)
 
     def disturbed(self) -> None:
-        """Something goes wrong now."""
+        """Notes that something goes wrong now."""
         self._calm_at = self._world.kernel.now + self._longest_s
 
     def _look(self) -> None:
@@ -149,7 +154,7 @@ class Patience:
         world.kernel.after(_WATCH_S, self._look)
 
     def _must_go(self, node: Endpoint) -> None:
-        """Unless it is the last one."""
+        """Raises Violation if a leaver has waited for too long, unless it is the last member."""
         world, view = self._world, node.machine.view
         waited_s = world.kernel.now - max(node.asked_at, self._calm_at, node.thawed_at)
         alone = view is None or len(view.members) == 1

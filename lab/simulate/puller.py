@@ -1,4 +1,4 @@
-"""Bulk transfers in a simulated job, and one of them: the raw result of a handed-on slot (observing.py: of a state).
+"""Simulates bulk transfers, and one of them: the raw result of a handed-on slot (observing.py: of a state).
 
 Theory of operation. Ranges are asked for one by one, each from a source chosen by chance; a source that is dead,
 frozen or without these very bytes does not answer (or answers later), and the range is asked for elsewhere. Some
@@ -17,7 +17,7 @@ from lab.simulate.job import Job
 
 
 class Pull:
-    """Asks sources until all ranges are here or it is stopped."""
+    """Transfer that asks sources until all ranges are here or it is stopped."""
 
     def __init__(self, job: Job, node: Endpoint, header: Header) -> None:
         self.job = job
@@ -53,7 +53,7 @@ class Pull:
 
 
 class ResultPull(Pull):
-    """The raw reduced ranges of a slot that others committed, verbatim."""
+    """Transfer of the raw reduced ranges of a slot that others committed, verbatim."""
 
     def __init__(self, job: Job, node: Endpoint, header: Header, sources: tuple[Source, ...]) -> None:
         super().__init__(job, node, header)

@@ -1,4 +1,4 @@
-"""The schedulers of a simulated job: the one that leads, those that stand by, and what goes wrong with them.
+"""Simulates the schedulers of a job: the one that leads, those that stand by, and the faults that strike them.
 
 Theory of operation. With one place (`Plan.candidates` 1) a scheduler that died is started again on its file after a
 while. With several, each life of a scheduler is a candidate of its own on a remote store. When the leader dies, or is
@@ -44,17 +44,17 @@ SCHEDULER_FAULTS = (
     "rebuild",
 )
 STOPPED_S = 0.3
-"""A stopped leader is replaced after so long by a candidate of its own machine."""
+"""Seconds after which a stopped leader is replaced by a candidate of its own machine."""
 LEASE_S = (1.3, 2.2)
 """Seconds that are left of a lease when its holder stops prolonging it, with the time that etcd takes to notice."""
 PATIENCE_S = 3.0
-"""A leader that cannot reach etcd goes on for so long beyond its lease."""
+"""Seconds beyond its lease for which a leader that cannot reach etcd goes on."""
 WAKE_S = 0.4
-"""One that wakes up notices within so long that its lease has ended."""
+"""Seconds within which a leader that wakes up notices that its lease has ended."""
 
 
 class Schedulers:
-    """See the module.
+    """Schedulers of one job (see the module).
 
     Args:
         world: The job.
@@ -64,7 +64,7 @@ class Schedulers:
         self._world = world
         self.crashes = 0
         self.newest: Backup | None = None
-        """The job's own store, while another one is in its place."""
+        """Store of the job itself, while another one is in its place."""
         self._backup = Backup(Tip())
         self._watched = False
         """Whether standbys have seen a leader live that found the chain where it is (control/election.py)."""
@@ -78,7 +78,7 @@ class Schedulers:
     # ------------------------------------------------------------------ lives
 
     def _start(self, rebuild: bool = False) -> SchedulerHost:
-        """A scheduler takes the chain.
+        """Starts a scheduler, which takes the chain.
 
         Raises:
             StoreError: Its store does not answer.
@@ -102,8 +102,8 @@ class Schedulers:
         return host
 
     def _hears_s(self) -> float:
-        """Returns how long a new scheduler listens, s: not at all if no member looks for it, or it stood by and has
-        seen the chain live.
+        """Returns the seconds that a new scheduler listens: none if no member looks for it, or it stood by and has seen
+        the chain live.
         """
         if self._watched or not self._hosts:
             return 0.0
@@ -111,7 +111,7 @@ class Schedulers:
         return hears_s(len(views[-1].members) if views else 0, several=self._world.plan.several)
 
     def ask(self, place: str) -> SchedulerHost | Conversation:
-        """Returns the host that takes itself for the leader there; or the words that a member hears instead."""
+        """Returns the host that takes itself for the leader at this place; or the words that a member hears instead."""
         host = next((h for h in reversed(self._hosts) if h.alive and h.candidacy.place == place), None)
         if host is not None or not self._world.plan.several or place in self._dead:
             return host or Conversation()
@@ -119,11 +119,11 @@ class Schedulers:
         return Conversation(standby=True, leader=self.leader.candidacy.place if leads else "")
 
     def _stands(self, host: SchedulerHost) -> bool:
-        """Whether it leads: it lives and holds the lease, if there is one."""
+        """Returns whether a scheduler leads: it lives and holds the lease, if there is one."""
         return host.alive and (not self._world.plan.several or self._world.store.leader == host.candidacy.number)
 
     def _follow(self, gap: float) -> None:
-        """Has a candidate lead after so long, if none does by then."""
+        """Lets a candidate lead after so many seconds, if none does by then."""
         world = self._world
         world.expect(1)
 
@@ -142,12 +142,12 @@ class Schedulers:
         world.kernel.after(gap, try_it)
 
     def _gap_s(self) -> float:
-        """Until another candidate leads after the leader's death."""
+        """Returns the seconds until another candidate leads after the leader's death."""
         kernel = self._world.kernel
         return kernel.between(0.02, 0.4) if kernel.random.random() < 0.5 else kernel.between(*LEASE_S)
 
     def _ended(self, host: SchedulerHost) -> None:
-        """It was deposed, or its store failed for too long."""
+        """Takes the end of a scheduler that was deposed, or whose store failed for too long."""
         self._world.say(f"scheduler {host.machine.book.term} stands by: it leads no more")
         self._world.cut_streams += host.lost
         if host.machine.phase is not SchedulerPhase.FINISHED:
@@ -161,7 +161,7 @@ class Schedulers:
             self._watched = self._watched or (self._world.plan.several and led_s > WATCHED_S)
 
     def crash(self, host: SchedulerHost, lasts: float) -> None:
-        """SIGKILL, or its machine is gone."""
+        """Kills a scheduler by SIGKILL, or with its machine."""
         if not host.alive:
             return
         world = self._world
@@ -178,7 +178,7 @@ class Schedulers:
             self._follow(gap + 0.001)
 
     def freeze(self, host: SchedulerHost, lasts: float) -> None:
-        """SIGSTOP and, later, SIGCONT."""
+        """Stops a scheduler by SIGSTOP and, later, goes on with SIGCONT."""
         world, kernel = self._world, self._world.kernel
         world.say(f"the scheduler freezes for {lasts:g} s")
         since = kernel.now
@@ -196,12 +196,12 @@ class Schedulers:
         kernel.after(patience, lapse)
 
     def _lapse(self, host: SchedulerHost) -> None:
-        """Its lease has ended, though it lives."""
+        """Ends a scheduler's lease, though it lives."""
         self._release(host)
         self._follow(self._world.kernel.between(0.005, 0.3))
 
     def _cut(self, host: SchedulerHost, lasts: float) -> None:
-        """The leader cannot reach the store; its members can reach it."""
+        """Cuts the leader off from the store; its members can reach it."""
         world, kernel = self._world, self._world.kernel
         world.say(f"scheduler {host.machine.book.term} is cut off from its store for {lasts:g} s")
         host.cut_off = True
@@ -223,14 +223,14 @@ class Schedulers:
         kernel.after(lease, lapse)
 
     def _lose(self, host: SchedulerHost, lasts: float) -> None:
-        """The leader's machine is gone, and the chain with it; another scheduler begins with nothing."""
+        """Loses the leader's machine, and the chain with it; another scheduler begins with nothing."""
         self._world.say("the scheduler's machine is gone, and the chain with it")
         self._world.store.lose()
         self._watched, self._led_since = False, self._world.kernel.now
         self.crash(host, lasts)
 
     def _replace(self, host: SchedulerHost, lasts: float, backup: Backup, words: str) -> None:
-        """The scheduler dies, and all that are started from now on find another store in the place of the job's."""
+        """Kills the scheduler; all that are started from now on find another store in place of the job's."""
         store = self._world.store
         self._world.say(f"the scheduler dies, and {words} takes the place")
         self.newest = self.newest or store.backup()
@@ -238,7 +238,9 @@ class Schedulers:
         self._end_all(host, lasts)
 
     def _exchange(self, backup: Backup) -> None:
-        """As etcd's own data may be replaced: whoever leads goes on, and finds the other store at its next write."""
+        """Exchanges the store, as etcd's own data may be replaced: the leader goes on, and finds the other store at its
+        next write.
+        """
         self._world.say("an older copy of the store takes its place, and the scheduler lives")
         self.newest = self.newest or self._world.store.backup()
         self._world.store.restore(backup)
@@ -246,7 +248,7 @@ class Schedulers:
         self._watched, self._led_since = False, self._world.kernel.now
 
     def _bring_back(self, host: SchedulerHost, lasts: float) -> None:
-        """The operator has found the job's own store."""
+        """Puts the job's own store back, which the operator has found."""
         if self.newest is None:
             return
         self._world.say("the operator brings the job's own store back")
@@ -263,7 +265,7 @@ class Schedulers:
         self.crash(host, lasts)
 
     def _rebuild(self) -> None:
-        """The operator has the chain rebuilt."""
+        """Starts a scheduler with which the operator has the chain rebuilt."""
         self._world.say("the operator starts a scheduler with --rebuild")
         if not self._world.store.views or self.newest is not None:
             self.newest = None
@@ -271,7 +273,7 @@ class Schedulers:
             self._start(rebuild=True)
 
     def can_spare(self, node: Endpoint) -> bool:
-        """Whether a lost chain can be rebuilt without this node (protocol.md 14a).
+        """Returns whether a lost chain can be rebuilt without this node (protocol.md 14a).
 
         So it is if of the last view that somebody stands in, and of a later one that a header may carry, more than half
         of the members live and hold the state.
@@ -290,7 +292,7 @@ class Schedulers:
     # ------------------------------------------------------------------ faults
 
     def strike(self, fault: Fault) -> None:
-        """One of SCHEDULER_FAULTS, now or, with a trap, before an effect."""
+        """Strikes with one of SCHEDULER_FAULTS, now or, with a trap, before an effect."""
         host, store = self.leader, self._world.store
         match fault.action:
             case "sched-crash":

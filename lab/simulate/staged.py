@@ -1,4 +1,4 @@
-"""A training process of a job with pipelines: units, tensors between stages, parts of the state that move.
+"""Simulates a training process of a job with pipelines: units, tensors between stages, parts of the state that move.
 
 Theory of operation. The member's machine is the real one. The training thread runs the units that the entered view
 gives it, one after the other, each when its tensor is here; it hands the raw sum of a layer to the plane as soon as its
@@ -53,7 +53,7 @@ _ASKS_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """A tensor between stages, on a link."""
+    """Tensor between stages, on a link."""
 
     attempt: Attempt
     key: BorderKey
@@ -62,7 +62,7 @@ class Border:
 
 @dataclass(slots=True)
 class Run:
-    """One attempt of the training thread at a step, or at a round of evaluation."""
+    """Attempt of the training thread at a step, or at a round of evaluation."""
 
     kind: Kind
     attempt: Attempt
@@ -77,14 +77,14 @@ class Run:
     grads: dict[int, list[int]] = field(default_factory=dict)
     """Gradients by part."""
     counts: list[tuple[int, int]] = field(default_factory=list)
-    """Batches that its metrics have counted in a round, with what left the last layer."""
+    """Batches that the member's metrics have counted in a round, with the tensor that left the last layer."""
     busy: bool = False
     over: bool = False
-    """All units have run; it waits for the sums of which it tells the norms."""
+    """Whether all units have run, so that the run waits for the sums whose norms the member tells."""
 
 
 class StagedNode(Node):
-    """See the module."""
+    """Training process of a job with pipelines (see the module)."""
 
     part_plane_class: type[PartPlane] = PartPlane
 
@@ -95,18 +95,18 @@ class StagedNode(Node):
         self.truth.members.append(self)
         self.state = self.live = ()
         self.values: Parts = {}
-        """Parts that it holds at `header`."""
+        """Parts that the process holds at `header`."""
         self.run: Run | None = None
         self.last_run: Run | None = None
-        """The run before, or this one."""
+        """Last run that began: the present one, or the one before."""
         self._opened: View | None = None
         self._early: list[Border] = []
         self.file: tuple[Kept, Parts, str] | None = None
-        """File that it wrote when all left: with the values, and their lineage."""
+        """File that the process wrote when all left: with the values, and their lineage."""
         self._drifted = -1
-        """A part whose hash it has said wrongly in the open step."""
+        """Part whose hash the process has said wrongly in the open step; -1: none."""
         self._busy_until = 0.0
-        """When (virtual s) the unit under way is over."""
+        """Moment (virtual s) at which the unit under way is over."""
 
     def _make_plane(self) -> DataPlane:
         made = self.part_plane_class
@@ -200,7 +200,7 @@ class StagedNode(Node):
         return before.file if isinstance(before, StagedNode) else None
 
     def connect(self) -> None:
-        """As it is, once the process has ended in whose place this one is started."""
+        """Connects once the process has ended in whose place this one is started."""
         before, offered = self.world.nodes.get(self.spec.after), self._offered()
         if before is not None and before.alive:
             self.timer(self.kernel.between(0.1, 0.6), self.connect)
@@ -209,7 +209,7 @@ class StagedNode(Node):
         super().connect()
 
     def _resume(self, view: View) -> None:
-        """The job is founded on what lay in files: it has its own there (14c, P13)."""
+        """Takes its own part of the state when the job is founded on files (14c, P13)."""
         offered, header = self._offered(), self.machine.header
         if offered is None or self.training or offered[0].header.hash != header.hash or self.lineage:
             return
@@ -220,7 +220,7 @@ class StagedNode(Node):
             self._start(header)
 
     def parts_loaded(self, header: Header, view: View, values: Parts, lineage: str) -> None:
-        """A pull is complete, and each part equals the donors'."""
+        """Takes the parts of a complete pull, each of which equals the donors'."""
         machine = self.machine
         entered = machine.view.id if machine.view is not None else NO_VIEW
         if machine.header.hash != header.hash or (header.seq == GENESIS.seq and entered != view.id):
@@ -239,16 +239,16 @@ class StagedNode(Node):
     # ------------------------------------------------------------------ the training thread
 
     def strays(self) -> bool:
-        """Others wait for its tensors: it trains on until it is let go."""
+        """Returns False: others wait for its tensors, so it trains on until it is let go."""
         return False
 
     def runs_units(self) -> bool:
-        """Whether units run for the open slot."""
+        """Returns whether units run for the open slot."""
         kind = self.next_kind()
         return kind is Kind.STEP or (kind is Kind.GATHER and self.world.program.evaluates)
 
     def lacks(self, view: View) -> bool:
-        """Whether a part is not here that it owns in this view."""
+        """Returns whether a part is lacking here that the member owns in this view."""
         return any(p not in self.values for p in numbers(division(view).owned(self.me)))
 
     def _begin(self) -> None:
@@ -258,7 +258,7 @@ class StagedNode(Node):
             super()._begin()
 
     def _go(self) -> None:
-        """Begins to run the units of the open attempt, if all that they take is here."""
+        """Begins to run the units of the open attempt, if all parts that they use are here."""
         view, header = self._opened, self.header
         if view is None or not self.training or self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
             return
@@ -300,11 +300,11 @@ class StagedNode(Node):
         return deque(rows)
 
     def with_units(self, run: Run, units: tuple[StepUnit, ...]) -> Run:
-        """The same run with other units."""
+        """Returns the same run with other units."""
         return replace(run, units=deque(units), all_units=units, closes=self._closes(units))
 
     def _reduced(self, parts: Division) -> list[int]:
-        """Returns the parts that it owns and whose gradients are summed: all but the rest."""
+        """Returns the parts that the member owns and whose gradients are summed: all but the rest."""
         return [p for p in numbers(parts.owned(self.me)) if p < len(parts.names) - 1]
 
     def _give(self, run: Run, part: int) -> None:
@@ -312,7 +312,7 @@ class StagedNode(Node):
             self.parts_plane.give(part, tuple(sorted(run.grads[part])))
 
     def takes(self, run: Run, tensor: Border) -> bool:
-        """A tensor counts in its own attempt only (P7)."""
+        """Returns whether a tensor counts for a run: in its own attempt only (P7)."""
         return tensor.attempt == run.attempt
 
     def _arrived(self, tensor: Border) -> None:
@@ -344,7 +344,7 @@ class StagedNode(Node):
         self.timer(lasts, lambda: self._unit_over(run))
 
     def sprung(self, kind: str) -> bool:
-        """Whether a trap of this kind springs now, so that the process is stopped here."""
+        """Returns whether a trap of this kind springs now, so that the process is stopped here."""
         trap = next((t for t in self.traps if t.kind == kind and self.machine.seq >= t.seq), None)
         if trap is None:
             return False
@@ -401,7 +401,7 @@ class StagedNode(Node):
             self._units_over(self.run)
 
     def _units_over(self, run: Run) -> None:
-        """All units have run, and maybe all sums are here: what it contributes."""
+        """Contributes once all units have run and, for a step, the sums whose norms the member tells are here."""
         if run.kind is Kind.GATHER:
             self._round_over(run)
             return
@@ -412,7 +412,9 @@ class StagedNode(Node):
             self._step_over(run, norms({p: results[p] for p in told}) if told else b"")
 
     def _hashes(self, run: Run) -> tuple[str, ...]:
-        """Hashes of the parts that it owns; one of them may have drifted, if older owners can tell (P12)."""
+        """Returns hashes of the parts that the member owns; one of them may have drifted, if older owners can tell
+        (P12).
+        """
         drift, parts = self.world.plan.drift, division(run.view)
         self._drifted = -1
         if not drift:
@@ -424,7 +426,7 @@ class StagedNode(Node):
         return tuple(str(self.values[p] ^ (p == self._drifted)) for p in owned)
 
     def _round_over(self, run: Run) -> None:
-        """A round of evaluation: what its last layers have counted."""
+        """Contributes to a round of evaluation: the counts of its last layers."""
         batches, payload = [j for j in range(len(run.batch.positions)) if j not in run.batch.empty], b""
         if run.counts:
             payload = json.dumps(run.counts).encode()
@@ -439,7 +441,7 @@ class StagedNode(Node):
         )
 
     def _step_over(self, run: Run, said: bytes) -> None:
-        """A step: what its sums cover, and the samples of first and last layers."""
+        """Contributes to a step: the layers that its sums cover, and the samples of first and last layers."""
         batch, layers = run.batch, self.world.program.layers
         forwards = [u for u in run.all_units if u.kind == FORWARD]
         spans = [s for u in forwards if u.first == 0 for s in batch.positions[u.micro_batch]]
@@ -497,13 +499,15 @@ class StagedNode(Node):
         self._part(header.view_change)
 
     def clipped(self, header: Header, results: Mapping[int, RawSum]) -> str:
-        """Returns what its step is clipped with, by what the header hands on (P11)."""
+        """Returns the norms by which its step is clipped, from those that the header hands on (P11)."""
         return clipping(header.answers)
 
     # ------------------------------------------------------------------ serving others
 
     def serve_part(self, header: Header, view: View, part: int) -> int | None:
-        """The part at exactly this header, if it is here (P8); at GENESIS, if this view has it made here (P14)."""
+        """Returns the part at exactly this header, if it is here (P8); at GENESIS, if this view has it made here
+        (P14).
+        """
         if self.outcome or part not in self.values or self.header.hash != header.hash:
             return None
         if header.seq == GENESIS.seq:
@@ -515,7 +519,7 @@ class StagedNode(Node):
     # ------------------------------------------------------------------ going
 
     def _part(self, view: View | None) -> None:
-        """All leave: it writes its parts down, and says so (P13)."""
+        """Writes the member's parts down when all leave, and says so (P13)."""
         if view is not None and not view.members and any(m.id == self.me for m in view.leaving):
             self._write_down()
 
@@ -566,7 +570,7 @@ class StagedNode(Node):
 
 
 class PartsPull(Pull):
-    """Parts that a member owns and lacks, from those in the view, or let go by it, that hold them."""
+    """Pull of parts that a member owns and lacks, from members of the view, or let go by it, that hold them."""
 
     def __init__(self, job: Job, node: StagedNode, header: Header, view: View, parts: tuple[int, ...]) -> None:
         super().__init__(job, node, header)

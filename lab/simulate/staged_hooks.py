@@ -1,4 +1,4 @@
-"""Behaviour of processes in jobs with pipelines."""
+"""Hooks of jobs with pipelines: the behaviour of their processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lab.simulate.world import Hooks
 
 
 class StagedHooks(Hooks):
-    """See the module; planted bugs replace some of it."""
+    """Hooks of jobs with pipelines; planted bugs replace some of it."""
 
     node_class: type[Node] = StagedNode
     oracle_class: type[Oracle] = StagedOracle

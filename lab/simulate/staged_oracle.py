@@ -48,36 +48,38 @@ class HoldsParts(Protocol):
 
 @dataclass(slots=True)
 class StagedOracle(Oracle):
-    """See the module."""
+    """Oracle of a job with pipelines (see the module)."""
 
     truths: dict[_Key, Parts] = field(default_factory=dict)
-    """All parts, by lineage and header; of GENESIS by lineage and view."""
+    """Values of all parts, by lineage and header; of GENESIS by lineage and view."""
     pulls: int = 0
-    """Parts that moved."""
+    """Number of parts that moved."""
     members: list[HoldsParts] = field(default_factory=list)
-    """All processes."""
+    """Processes of all members."""
 
     def view(self, number: ViewId) -> View:
-        """The stored view of this number."""
+        """Returns the stored view of this number."""
         return next(v for v in self.views() if v.id == number)
 
     def _key(self, lineage: str, header: Header, view: ViewId) -> _Key:
         return (lineage, header.hash) if header.seq > GENESIS.seq else (lineage, f"{GENESIS.hash} in {view}")
 
     def makes(self, lineage: str, view: ViewId, made: Mapping[int, int]) -> None:
-        """A first owner makes parts of the state before slot 1."""
+        """Takes parts of the state before slot 1 that a first owner makes."""
         truth = self.truths.setdefault(self._key(lineage, GENESIS, view), {})
         for part, value in made.items():
             if truth.setdefault(part, value) != value:
                 raise Violation(f"part {part} of view {view} is made twice (P14)")
 
     def resumed(self, lineage: str, header: Header) -> None:
-        """The job is founded on what files hold at the header before this one (P13)."""
+        """Takes the state that files hold at the header before this one, on which the job is founded (P13)."""
         key = (lineage, header.hash)
         self.truths[key], self.headers[key] = self.truths[lineage, header.prev_hash], header
 
     def begins_anew(self) -> None:
-        """The job is founded from nothing; not if all have parted in good order, or files hold every part (P13)."""
+        """Checks a founding from nothing, which is wrong if all have parted in good order, or files hold every part
+        (P13).
+        """
         files = [m.file[0] for m in self.members if m.file is not None]
         whole = any(self._filed(k.header.prev_hash) >= self.every for k in files)
         if whole or (files and not any(m.outcome == "killed" for m in self.members)):
@@ -85,17 +87,17 @@ class StagedOracle(Oracle):
             raise Violation(f"the job begins again from nothing, and this was written down: {where} (P13)")
 
     def _filed(self, head: str) -> set[int]:
-        """Parts that lie in files at this header."""
+        """Returns the parts that lie in files at this header."""
         files = [m.file[0] for m in self.members if m.file is not None]
         return {p for k in files if k.header.prev_hash == head for p in numbers(k.parts)}
 
     @property
     def every(self) -> set[int]:
-        """All parts."""
+        """Numbers of all parts."""
         return set(range(self.program.rest + 1))
 
     def put_out(self, who: str, member: HoldsParts) -> None:
-        """A member that lives is out: no part of the state may go with it that nobody else has (P6).
+        """Checks a living member that is put out: no part of the state may go with it that no other member has (P6).
 
         At GENESIS owners make their parts, so nothing is lost for those that stand there (P14).
         """
@@ -108,11 +110,11 @@ class StagedOracle(Oracle):
             raise Violation(f"{who} is out, and the others do not hold all parts of the state without it (P6)")
 
     def _whole(self, here: list[HoldsParts]) -> bool:
-        """Whether these and files hold all parts at one header."""
+        """Returns whether these members and files hold all parts at one header."""
         return any(self._held(m.header, here) | self._filed(m.header.hash) >= self.every for m in here)
 
     def pulled(self, who: str, lineage: str, header: Header, view: ViewId, values: Mapping[int, int]) -> None:
-        """A member says that parts which it lacked are here (P8)."""
+        """Checks parts that a member lacked and says are here (P8)."""
         self.joins += 1
         self.pulls += len(values)
         self._compare(f"{who} pulled", lineage, header, view, values)
@@ -131,7 +133,7 @@ class StagedOracle(Oracle):
         contributors: tuple[str, ...],
         values: Mapping[int, int],
     ) -> None:
-        """`who` applied `header`, and holds these parts now."""
+        """Checks a commit: `who` applied `header`, and holds these parts now."""
         self.commits += 1
         if header.prev_hash != before.hash:
             raise Violation(f"{who} stands on {before.hash}, yet applied a header that is on {header.prev_hash} (4a)")
@@ -151,14 +153,17 @@ class StagedOracle(Oracle):
         self._compare(f"{who} committed", lineage, header, header.view, values)
 
     def lost(self) -> bool:
-        """Whether at no header all parts are held by members that live, or would be if it were handed on (P5, P14)."""
+        """Returns whether at no header all parts are held by members that live, or would be if it were handed on (P5,
+        P14).
+        """
         here = [m for m in self.members if m.alive and not m.outcome and m.training]
         if not here or any(m.header.seq == GENESIS.seq for m in here):
             return False
         return not self._whole(here) and all(m.machine.notice for m in here)
 
     def passed_over(self, who: str, header: Header) -> None:
-        """A member at this header is out, since a part of the state at it is held by nobody who answers (P5).
+        """Checks a member at this header that is put out, since a part of the state at it is held by no member that
+        answers (P5).
 
         Nothing is lost where its side of a split goes on from GENESIS, for owners make their parts there (P14).
         """
@@ -171,13 +176,14 @@ class StagedOracle(Oracle):
             )
 
     def goes_without(self, who: str, member: HoldsParts) -> None:
-        """A member is let go, for other parts are said to be lost (P14)."""
+        """Checks a member that is let go because other parts are said to be lost (P14)."""
         here = [m for m in self.members if m.alive and not m.frozen and not m.outcome and m.training]
         if member.header.seq != GENESIS.seq and self._whole(here):
             raise Violation(f"{who} is let go for lost parts, and all are there at slot {member.header.seq} (P14)")
 
     def goes(self, who: str, member: HoldsParts) -> None:
-        """A member that was let go ends: whoever lacks a part at its header must be able to get it (P9).
+        """Checks the end of a member that was let go: members that lack a part at its header must be able to get it
+        (P9).
 
         After the closing header nobody needs any, nor where other parts are lost, so that nobody can go on (P14).
         """
@@ -201,7 +207,7 @@ class StagedOracle(Oracle):
         return found
 
     def _next(self, lineage: str, before: Header, header: Header) -> Parts:
-        """All parts after this header."""
+        """Returns all parts after this header."""
         base = self.truths[self._key(lineage, before, header.view)]
         if header.kind is not Kind.STEP:
             if header.kind is Kind.GATHER and self.program.evaluates:
@@ -224,7 +230,9 @@ class StagedOracle(Oracle):
         return stepped(base, sums, program.rest, header, clipping([norms(sums)]))
 
     def _check_round(self, before: Header, header: Header, base: Parts) -> None:
-        """A round of evaluation has counted each of its batches once, in the attempt that its header closed (P17)."""
+        """Checks that a round of evaluation has counted each of its batches once, in the attempt that its header closed
+        (P17).
+        """
         program, batch = self.program, work_of(self.program, before, header.kind)
         attempt = Attempt(header.view, header.seq, before.hash)
         due = {j: tensors_of(program, attempt, batch, base, j)[-1] for j in range(program.micro_batches)}

@@ -1,4 +1,4 @@
-"""A symbolic training in pipelines: what a unit makes of its tensor, and what a part is after a step.
+"""Symbolic training in pipelines: computes the results of units, and the value of each part after a step.
 
 Theory of operation. The training state has parts (membership/parts.py): layers and the rest, each a number. A tensor
 between stages and a gradient are numbers, too: hashes of everything that went into them, of the attempt above all. So
@@ -24,7 +24,7 @@ Parts = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one step, by micro-batch.
+    """Samples of one step, by micro-batch.
 
     Attributes:
         epoch: Theirs.
@@ -62,7 +62,7 @@ def work_of(program: Program, before: Header, kind: Kind) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at a step: what tells its tensors from all others."""
+    """Attempt at a step, whose fields tell its tensors from all others."""
 
     view: ViewId
     seq: int
@@ -71,32 +71,32 @@ class Attempt:
 
 
 def entering(attempt: Attempt, batch: Batch, micro_batch: int) -> int:
-    """Returns what enters layer 0."""
+    """Returns the tensor that enters layer 0."""
     return hash((attempt.view, attempt.base, batch.epoch, batch.positions[micro_batch]))
 
 
 def weight(program: Program, parts: Mapping[int, int], layer: int) -> int:
-    """Returns what a layer computes with: its own part, and the shared one if it uses that."""
+    """Returns the values that a layer computes with: its own part, and the shared one if it uses that."""
     return hash((parts[layer], parts[program.layers])) if layer in program.users else parts[layer]
 
 
 def forward(tensor: int, layer: int, value: int) -> int:
-    """Returns what leaves a layer of this value."""
+    """Returns the tensor that leaves a layer of this value."""
     return hash(("forward", tensor, layer, value))
 
 
 def loss(tensor: int) -> int:
-    """Returns the gradient of what leaves the last layer."""
+    """Returns the gradient of the tensor that leaves the last layer."""
     return hash(("loss", tensor))
 
 
 def backward(gradient: int, tensor: int, layer: int, value: int) -> tuple[int, int]:
-    """Returns the gradient of what entered a layer, and the layer's own."""
+    """Returns the gradient of the tensor that entered a layer, and the layer's own."""
     return hash(("backward", gradient, tensor, layer, value)), hash(("gradient", gradient, tensor, layer, value))
 
 
 def tensors_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[int, int], j: int) -> list[int]:
-    """Returns what enters each layer in one micro-batch, and what leaves the last one."""
+    """Returns the tensors that enter each layer in one micro-batch, and the one that leaves the last layer."""
     tensors = [entering(attempt, batch, j)]
     for layer in range(program.layers):
         tensors.append(forward(tensors[-1], layer, weight(program, parts, layer)))
@@ -128,19 +128,19 @@ def shared(own: int) -> int:
 
 
 def norms(sums: Mapping[int, RawSum]) -> bytes:
-    """Returns what the oldest owners of these parts say of their reduced sums."""
+    """Returns the payload in which the oldest owners of these parts tell the norms of their reduced sums."""
     values = {part: hash(row) % 1009 for part, row in sums.items()}
     return json.dumps({part: value if value % 17 else float("nan") for part, value in values.items()}).encode()
 
 
 def clipping(said: Sequence[bytes]) -> str:
-    """Returns what the step of every part is clipped with: the norms of all parts, in their order."""
+    """Returns the norms of all parts, in their order, by which the step of every part is clipped."""
     found = {int(part): value for text in said if text for part, value in json.loads(text).items()}
     return str(sorted(found.items()))
 
 
 def stepped(parts: Mapping[int, int], results: Mapping[int, RawSum], rest: int, header: Header, clipped: str) -> Parts:
-    """Returns parts after a step: layers and what they share by their sums, the rest by the header.
+    """Returns parts after a step: layers and shared parameters by their sums, the rest by the header.
 
     Args:
         parts: Before, as far as they are here.

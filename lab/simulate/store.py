@@ -1,4 +1,4 @@
-"""The coordination store of a simulated job: one chain, judged as every real chain is (control/chain.py).
+"""Coordination store of a simulated job: one chain, judged as every real chain is (control/chain.py).
 
 Theory of operation. `write` applies the rule that all stores share to one entry, at one instant. What makes stores
 differ is around it, and is here, too. A *remote* store (etcd) applies a write that is under way whatever becomes of
@@ -39,14 +39,16 @@ from chaos_lightning.protocol.types import View
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """A store at a moment."""
+    """Content of a store at a moment."""
 
     tip: Tip
     entries: tuple[ChainEntry, ...] = ()
     kept: tuple[ChainEntry, ...] = ()
 
     def leftover(self) -> Backup:
-        """The same under another id and by other processes: what a job of the day before has left behind."""
+        """Returns the same content under another id and by other processes: what a job of the day before has left
+        behind.
+        """
         end = replace(self.tip.end, id=LEFTOVER)
         others = (tuple(map(_by_others, entries)) for entries in (self.entries, self.kept))
         return Backup(replace(self.tip, end=end, digest=""), *others)
@@ -71,27 +73,27 @@ CUT_EVERY = 2
 
 
 class Store:
-    """See the module."""
+    """Store of a simulated job (see the module)."""
 
     def __init__(self) -> None:
         self.tip = Tip()
         self.entries: list[ChainEntry] = []
-        """All that were ever written."""
+        """Entries that were ever written."""
         self.kept: list[ChainEntry] = []
-        """Those that the store holds: the first one may sum up others."""
+        """Entries that the store holds: the first one may sum up others."""
         self.ids = 0
-        """So many chains began here."""
+        """Number of chains that began here."""
         self.remote = False
         self.leader = 0
-        """The candidate that holds the lease; 0: nobody (only in a remote store)."""
+        """Candidate that holds the lease; 0: none (only in a remote store)."""
         self.down = False
         self.loses_answers = False
         self.slow_s = 0.0
-        """So much longer (s) a write takes at most."""
+        """Most seconds that a write takes longer."""
         self.on_write: Callable[[Persist], None] = lambda entry: None
-        """Called with each entry that is in the store."""
+        """Function that is called with each entry that is in the store."""
         self.errors = 0
-        """Failures that somebody heard of."""
+        """Number of failures that a user of the store heard of."""
 
     @property
     def term(self) -> int:
@@ -99,11 +101,11 @@ class Store:
 
     @property
     def views(self) -> list[View]:
-        """All that were decided."""
+        """Views that were decided."""
         return [e.view for e in self.entries if e.view is not None]
 
     def open(self, above: int = 0, chain: str = "") -> Chain:
-        """A scheduler starts: its term outranks every older one, and all up to `above`.
+        """Opens the chain for a scheduler that starts: its term outranks every older one, and all up to `above`.
 
         Raises:
             StoreError: The store cannot be reached.
@@ -117,7 +119,7 @@ class Store:
         return chain_of(self.tip, self.tip.term, self._read())
 
     def write(self, term: int, persist: Persist, candidate: int = 0, seen: Tip | None = None) -> Appended:
-        """Compare-and-set, by a writer that has seen the chain end with `seen`.
+        """Writes by compare-and-set, for a writer that has seen the chain end with `seen`.
 
         Raises:
             StoreError: It was not written, or was and the answer is lost.
@@ -136,26 +138,26 @@ class Store:
         return verdict
 
     def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
-        """The rule that all stores share."""
+        """Judges an entry by the rule that all stores share."""
         return judge(self.tip, term, entry_of(persist), seen)
 
     def guards(self, candidate: int) -> bool:
-        """Whether this candidate may write, as far as its lease goes."""
+        """Returns whether this candidate may write, as far as its lease goes."""
         return not self.remote or candidate == self.leader
 
     def forget(self) -> None:
-        """The chain is lost, as with a process's memory; terms go on counting."""
+        """Loses the chain, as with a process's memory; terms go on counting."""
         self.entries.clear()
         self.kept.clear()
         self.tip = Tip(self.tip.end, self.tip.highest)
 
     def lose(self) -> None:
-        """Disk and all are gone; what begins in its place knows nothing."""
+        """Loses the disk and all; a store that begins in its place knows nothing."""
         self.forget()
         self.tip = Tip()
 
     def backup(self) -> Backup:
-        """Returns what it holds now."""
+        """Returns the present content of the store."""
         return Backup(self.tip, tuple(self.entries), tuple(self.kept))
 
     def restore(self, backup: Backup) -> None:
@@ -170,7 +172,7 @@ class Store:
         self.on_write(persist)
 
     def _cut(self) -> None:
-        """One record takes the place of all, as its writer asks for when it has heard that a view is in the store."""
+        """Writes one record in place of all, as its writer asks for when it has heard that a view is in the store."""
         entry, whole = self._summary(), summary_of(self.tip, self.entries)
         assert entry == whole, f"the cut chain says {entry.summed}, the whole one {whole.summed}"
         end = replace(self.tip.end, position=self.tip.end.position + 1)
@@ -180,15 +182,15 @@ class Store:
         self.tip = advance(Tip(), self.kept[0], end)
 
     def _summary(self) -> ChainEntry:
-        """The entry that sums up what the store holds."""
+        """Returns the entry that sums up the content of the store."""
         return summary_of(self.tip, self._read())
 
     def _told(self, entry: ChainEntry) -> ChainEntry:
-        """The entry with what its record says."""
+        """Returns the entry with the content of its record."""
         return told(self.tip, entry)
 
     def _read(self) -> list[ChainEntry]:
-        """The entries as a scheduler reads them from their records."""
+        """Returns the entries as a scheduler reads them from their records."""
         found: list[ChainEntry] = []
         tip = Tip()
         for entry in self.kept:

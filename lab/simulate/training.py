@@ -1,4 +1,4 @@
-"""A symbolic training: which slot comes next, what a member uses in it, and what its state is afterwards.
+"""Symbolic training: which slot comes next, which samples a member uses in it, and the state afterwards.
 
 Theory of operation. The training state is a tuple of numbers, one per range of the result and one for buffers that
 forward passes change (BatchNorm statistics); what travels beside these (outer_ranks.py) comes after them. Applying a
@@ -23,7 +23,7 @@ State = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The job's script.
+    """Script of the job.
 
     Attributes:
         epochs: Passes over the data.
@@ -59,7 +59,7 @@ class Program:
 
     @property
     def needed(self) -> int:
-        """Members with which a plan fits at least; 1 without pipelines."""
+        """Least number of members with which a plan fits; 1 without pipelines."""
         return max(self.least, -(-self.layers // self.most) if self.most else 1)
 
     @property
@@ -73,12 +73,12 @@ class Program:
         return self.layers + self.shared
 
     def epoch(self, ledger: Ledger) -> int:
-        """The epoch of the next step; `epochs` when all are spent."""
+        """Returns the epoch of the next step; `epochs` when all are spent."""
         current = max((s.epoch for s in ledger.streams), default=0)
         return current + 1 if is_spent(ledger, "", current, self.length) else current
 
     def next_kind(self, header: Header) -> Kind:
-        """The kind of the slot after `header`."""
+        """Returns the kind of the slot after `header`."""
         after_step = header.kind is Kind.STEP
         if after_step and self.gather_every and header.step % self.gather_every == 0:
             return Kind.GATHER
@@ -87,7 +87,7 @@ class Program:
         return Kind.CLOSING if self.epoch(header.ledger) >= self.epochs else Kind.STEP
 
     def share(self, view: View | None, member: str, ledger: Ledger) -> tuple[int, tuple[Span, ...]]:
-        """(epoch, positions) of this member's part of the next step."""
+        """Returns (epoch, positions) of this member's part of the next step."""
         epoch = self.epoch(ledger)
         if view is None or view.find(member) is None:
             return epoch, ()
@@ -99,12 +99,12 @@ class Program:
 
 
 def initial_state(program: Program, seed: int) -> State:
-    """A process's own state before it meets others."""
+    """Returns a process's own state before it meets others."""
     return tuple(hash((seed, i)) for i in range(program.ranges + 1))
 
 
 def apply_result(state: State, results: Sequence[Result]) -> State:
-    """The state after a step's results, one per range; the buffers are averaged with them."""
+    """Returns the state after a step's results, one per range; the buffers are averaged with them."""
     new = [hash((old, tuple(sorted(result)))) for old, result in zip(state, results, strict=False)]
     buffers = len(results)
     return (*new, hash((state[buffers], new[0])), *state[buffers + 1 :])

@@ -1,4 +1,4 @@
-"""One simulated job: scheduler, nodes, network, faults, oracle; from a plan to a verdict.
+"""Runs one simulated job, from a plan to a verdict: scheduler, nodes, network, faults, oracle.
 
 Theory of operation. A `Plan` says who takes part and what goes wrong when; everything else is chance from the plan's
 seed. The run ends when every process has finished, left or died and the scheduler has released all, or when virtual
@@ -34,11 +34,11 @@ from lab.simulate.store import Store
 from lab.simulate.training import Program
 
 NOTICED_S = 0.05
-"""The scheduler has heard of a newcomer's being ready by then."""
+"""Seconds within which the scheduler has heard that a newcomer is ready."""
 
 
 class Hooks:
-    """Behaviour that planted bugs replace; the right one here."""
+    """Classes of a simulated job that planted bugs replace; the right ones here."""
 
     node_class: type[Node] = Node
     scheduler_class: type[SchedulerMachine] = SchedulerMachine
@@ -47,7 +47,7 @@ class Hooks:
     oracle_class: type[Oracle] = Oracle
 
     def pipeliner_for(self, program: Program, seed: int) -> PipelinerFactory:
-        """Returns what makes pipelines in this job."""
+        """Returns a maker of pipelines for this job."""
         return lambda requests: RoundRobin(program, seed)
 
 
@@ -58,7 +58,7 @@ class _Counters:
 
 
 class World:
-    """See the module."""
+    """Simulated job with all its parts (see the module)."""
 
     def __init__(self, plan: Plan, hooks: Hooks | None = None, *, validate: bool = True) -> None:
         self.plan = plan
@@ -79,9 +79,9 @@ class World:
         self.store.on_write, self.oracle.on_slot = self.progress.wrote, self.progress.committed
         self._counters = _Counters()
         self._reported: tuple[ViewId, dict[str, Report]] = (NO_VIEW, {})
-        """The latest number that members have promised, and what each reported first."""
+        """Latest number that members have promised, and each one's first report on it."""
         self.cut_streams = 0
-        """Control streams that broke."""
+        """Number of control streams that broke."""
         self.log: list[str] = []
         self.on_effect: Callable[[Endpoint, MemberEffect], None] = lambda node, effect: None
         self.on_note: Callable[[Note], None] = lambda note: None
@@ -101,11 +101,11 @@ class World:
 
     @property
     def scheduler(self) -> SchedulerHost:
-        """The one that was elected last."""
+        """Scheduler that was elected last."""
         return self.schedulers.leader
 
     def open_host(self, place: str, candidacy: Candidacy) -> SchedulerHost:
-        """A scheduler's process on this machine.
+        """Starts a scheduler's process on this machine.
 
         Raises:
             StoreError: Its store does not answer.
@@ -120,18 +120,18 @@ class World:
         return host
 
     def _scheduler_class(self) -> Callable[[Settings, Chain], SchedulerMachine]:
-        """The machine of a scheduler, with what makes pipelines if the job has any."""
+        """Returns the machine of a scheduler, with a maker of pipelines if the job has any."""
         if not self.program.layers:
             return self.hooks.scheduler_class
         made = self.hooks.pipeliner_for(self.program, self.plan.seed)
         return partial(self.hooks.scheduler_class, pipeliner_for=made)
 
     def founding_of(self, view: View) -> str:
-        """The last founding up to this view."""
+        """Returns the number of the last founding view up to this view."""
         return str(max(v.id for v in self.store.views if v.id <= view.id and v.reason.startswith("founded")))
 
     def heed(self, host: SchedulerHost, note: Note) -> None:
-        """A scheduler says something for the event log."""
+        """Takes a scheduler's note for the event log, and checks it."""
         if note.name == "view":
             self.edges.check(host.machine.book.views)
         if note.name == "prepare" and self.plan.unfailing:
@@ -141,14 +141,14 @@ class World:
         self.on_note(note)
 
     def reported(self, member: str, report: Report) -> None:
-        """A member answers a Prepare; its pending header is here even where it only names that one."""
+        """Takes a member's answer to a Prepare; its pending header is here even where it only names that one."""
         if report.number > self._reported[0]:
             self._reported = (report.number, {})
         if report.number == self._reported[0]:
             self._reported[1].setdefault(member, report)
 
     def _check_redo(self, decided: Mapping[str, Any]) -> None:
-        """No slot is reduced again of which those who go on have the header and all bytes (9)."""
+        """Checks that no slot is reduced again of which the members that go on have the header and all bytes (9)."""
         number, reports = self._reported
         if decided["hand_on"] or decided["id"] != str(number):
             return
@@ -160,16 +160,18 @@ class World:
                 raise Violation(f"view {number} has slot {header.seq} reduced again, which its members hold (9)")
 
     def gone(self, place: str, member: str) -> bool:
-        """The process table of a scheduler's machine."""
+        """Returns whether the process table of a scheduler's machine shows that this member is gone."""
         node = self.fabric.nodes.get(member)
         return node is not None and node.spec.host == place and not node.alive
 
     def expect(self, more: int) -> None:
-        """So many more things are to happen before the run may end."""
+        """Counts so many more things that are to happen before the run may end."""
         self._todo += more
 
     def copies(self, message: object) -> int:
-        """How often a control message arrives; a stream begins with one Hello and one Welcome."""
+        """Returns the number of times that a control message arrives; a stream begins with one Hello and one
+        Welcome.
+        """
         if not self.plan.doubled or isinstance(message, Hello | Welcome):
             return 1
         return 1 + (self.kernel.random.random() < self.plan.doubled)
@@ -183,19 +185,19 @@ class World:
         return self._counters.uid
 
     def ask(self, place: str) -> SchedulerHost | Conversation:
-        """Returns the host that takes itself for the leader there; or the words that a member hears instead."""
+        """Returns the host that takes itself for the leader at this place; or the words that a member hears instead."""
         return self.schedulers.ask(place)
 
     def struck(self, troubles: int = 1, causes: int = 1) -> None:
-        """Something went wrong, was over, or came (`Progress.struck`)."""
+        """Notes that something went wrong, was over, or came (`Progress.struck`)."""
         self.progress.struck(troubles, causes)
 
     def look(self) -> None:
-        """The graph may be in parts."""
+        """Checks whether the graph may be in parts."""
         self.edges.look()
 
     def founds(self, founder: Endpoint) -> None:
-        """This process begins the job, or begins it again.
+        """Notes that this process begins the job, or begins it again.
 
         Raises:
             Violation: It was ready in time to get the state before the last member left, and nothing else went wrong.
@@ -211,7 +213,7 @@ class World:
         self.oracle.founded(founder.lineage, founder.state, self._holders(founder))
 
     def _holders(self, founder: Endpoint) -> list[str]:
-        """Members whose state the founding view forgets though it is there (contract 5, protocol.md 12a).
+        """Returns the members whose state the founding view forgets though it is there (contract 5, protocol.md 12a).
 
         Those that have not been in trouble lately, and all that live, stopped ones included, in the view before it. Who
         was asked to go holds nothing, nor does who was silent for longer than anybody is waited for.
@@ -258,8 +260,9 @@ class World:
                 self._hit(fault, node)
 
     def _crash_in_write(self, fault: Fault, entry: Persist) -> float:
-        """The scheduler dies while it writes the view that excludes `fault.node`. Then that node wakes, and the others,
-        who were in that view, are frozen."""
+        """Lets the scheduler die while it writes the view that excludes `fault.node`. Then that node wakes, and the
+        others, which were in that view, are frozen.
+        """
         excluded = self.nodes[fault.node]
         if entry.view is None or entry.view.find(excluded.machine.member_id) is not None or not self.store.views:
             return 0.0
@@ -280,7 +283,7 @@ class World:
         return 1.0
 
     def say(self, words: str) -> None:
-        """Something went wrong, or is well again."""
+        """Notes in words that something went wrong, or is well again."""
         self.log.append(f"{self.kernel.now:.4f} {words}")
         self._patience.disturbed()
         self.progress.struck()
@@ -329,7 +332,7 @@ class World:
         self.scheduler.feed(Drain(name))
 
     def _lag(self, node: Node, lasts: float) -> None:
-        """Its control stream is slow for a while; the process and its links are fine."""
+        """Makes a node's control stream slow for a while; the process and its links are fine."""
         extra = self.kernel.between(0.3, 1.2)
         node.control_lag = extra
         if node.stream is not None:
@@ -355,7 +358,9 @@ class World:
         return not any(n.alive for n in self.nodes.values())
 
     def _came_too_late(self) -> bool:
-        """The members finished the job while no scheduler could note it; too few newcomers for another one wait."""
+        """Returns whether the members finished the job while no scheduler could note it, and too few newcomers for
+        another job wait.
+        """
         alive = [n for n in self.nodes.values() if n.alive]
         finished = any(n.header.kind is Kind.CLOSING and n.outcome.startswith("left") for n in self.nodes.values())
         return finished and len(alive) < self.settings.min_nodes and not any(n.training for n in alive)
@@ -412,14 +417,16 @@ class World:
             raise Violation(f"nobody finished the job: {outcomes}")
 
     def _all_went(self) -> bool:
-        """All were killed, asked to leave or put out, since they differed: there is nobody who could finish."""
+        """Returns whether all members were killed, asked to leave or put out, since they differed: none is there that
+        could finish.
+        """
         return all(
             n.outcome == "killed" or n.leaving or (n.spec.parts_at and n.outcome.startswith("refused"))
             for n in self.nodes.values()
         ) or any(f.action == "drain" for f in self.plan.faults)
 
     def describe(self) -> str:
-        """Where everybody stands, for a report."""
+        """Returns the state of all processes in words, for a report."""
         lines = [f"scheduler {self.scheduler.machine.phase} {self.scheduler.machine.snapshot()}"]
         for node in self.nodes.values():
             machine = node.machine
@@ -433,5 +440,5 @@ class World:
 
 
 def simulate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, *, validate: bool = True) -> Outcome:
-    """Runs one plan in a world of its own."""
+    """Runs one plan in a world of its own, and returns the verdict."""
     return World(plan, hooks(), validate=validate).run()

@@ -1,5 +1,5 @@
-"""Planted bugs: for every starred rule of protocol.md that these machines implement, that rule broken on purpose, and
-what ranks that hold outer state owe each other (docs/outer.md).
+"""Planted bugs: for every starred rule of protocol.md that these machines implement, and for the duties of ranks that
+hold outer state to each other (docs/outer.md), that rule broken on purpose.
 
 Theory of operation. A simulator that never finds anything proves nothing; so each rule is taken away once, and a run
 must show it (tests/simulate/test_planted_bugs.py). A bug is a `Hooks` whose classes override one method each;
@@ -19,4 +19,4 @@ from lab.simulate.bugs.schedulers import SCHEDULER_BUGS
 from lab.simulate.bugs.staged import STAGED_BUGS
 
 BUGS: dict[str, Bug] = {**MEMBER_BUGS, **SCHEDULER_BUGS, **LEARNER_BUGS, **LINK_BUGS, **OUTER_BUGS, **STAGED_BUGS}
-"""By name."""
+"""All planted bugs, by name."""

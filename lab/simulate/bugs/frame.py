@@ -1,4 +1,6 @@
-"""Frame of planted bugs: their parts, the guards that are off if they would mask one, and what two bugs share."""
+"""Frame of planted bugs: the parts of a bug, the guards that are off if they would mask it, and parts that two bugs
+share.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Machine = TypeVar("Machine", MemberMachine, SchedulerMachine)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """One rule, broken.
+    """Planted bug: one rule, broken.
 
     Attributes:
         rule: Number in protocol.md, or with an O in outer.md.
@@ -49,7 +51,7 @@ def hooks_of(
     keeper: type[Keeper] = Keeper,
     observation: type[Observation] = Observation,
 ) -> Callable[[], Hooks]:
-    """Hooks with some classes replaced."""
+    """Returns a maker of hooks with some classes replaced."""
     parts = {
         "machine_class": machine, "plane_class": plane, "keeper_class": keeper, "observation_class": observation
     }  # fmt: skip
@@ -58,12 +60,12 @@ def hooks_of(
 
 
 def with_parts(**parts: type[Any]) -> type[SchedulerMachine]:
-    """A scheduler some of whose parts behave otherwise. See `planted`."""
+    """Returns a scheduler some of whose parts behave otherwise. See `planted`."""
     return planted(SchedulerMachine, **parts)
 
 
 def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
-    """A machine some of whose parts behave otherwise.
+    """Returns a machine some of whose parts behave otherwise.
 
     Args:
         base: The others are this one's.
@@ -84,14 +86,14 @@ def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
 
 
 class TrustingNode(Node):
-    """Promotes a joiner without comparing hashes."""
+    """Process that promotes a joiner without comparing hashes."""
 
     def accept_state(self, equal: bool) -> bool:
         return True
 
 
 class HastyBook(Book):
-    """Announces a view before it is stored, and goes on."""
+    """Chain writer that announces a view before it is stored, and goes on."""
 
     def persist(self, entry: Persist, then: Callable[[], None]) -> None:
         super().persist(entry, (lambda: None) if entry.kind == "view" else then)

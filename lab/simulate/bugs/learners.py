@@ -36,7 +36,7 @@ from lab.simulate.training import State
 
 
 class LateKeeper(Keeper):
-    """Copies the state one step late, and serves it under the header before."""
+    """Keeper that copies the state one step late, and serves it under the header before."""
 
     _waits: Header | None = None
 
@@ -51,14 +51,14 @@ class LateKeeper(Keeper):
 
 
 class MixingKeeper(Keeper):
-    """The optimizer does not wait for the copy, which holds ranges of two steps then."""
+    """Keeper for whose copy the optimizer does not wait, so that it holds ranges of two steps."""
 
     def settle(self) -> None:
         return
 
 
 class ForwardKeeper(Keeper):
-    """Copies what a forward pass changes as late as the rest."""
+    """Keeper that copies the buffers that a forward pass changes as late as the rest."""
 
     def state_at(self, header: Header) -> tuple[int, ...] | None:
         state = super().state_at(header)
@@ -66,7 +66,7 @@ class ForwardKeeper(Keeper):
 
 
 class EagerNode(Node):
-    """Gives other founders its own state while it still loads that of the job."""
+    """Process that gives other founders its own state while it still loads that of the job."""
 
     def serve_state(self, header: Header) -> State | None:
         if self.machine.phase is MemberPhase.LOADING and header.hash == self.machine.header.hash:
@@ -78,7 +78,7 @@ class EagerNode(Node):
 
 
 class SkippingKeeper(Keeper):
-    """Gives the newest entry instead of the one that stands on the newcomer's header."""
+    """Keeper that gives the newest entry instead of the one that stands on the newcomer's header."""
 
     def after(self, at: Header) -> SumEntry | None:
         super().after(at)
@@ -87,7 +87,7 @@ class SkippingKeeper(Keeper):
 
 
 class RepeatingObservation(Observation):
-    """Applies an entry again whose answer came twice."""
+    """Observation that applies an entry again whose answer came twice."""
 
     def apply(self, entry: SumEntry) -> None:
         super().apply(entry)
@@ -99,21 +99,21 @@ class RepeatingObservation(Observation):
 
 
 class HastyLearners(Learners):
-    """Has nobody served who has caught up."""
+    """Learners of which those that have caught up are served no more."""
 
     def _listed(self) -> tuple[str, ...]:
         return tuple(m for m in super()._listed() if not self._roster.peers[m].caught_up)
 
 
 class PatientLearners(Learners):
-    """Waits for learners for ever."""
+    """Learners that are waited for without end."""
 
     def _overdue(self, peer: Peer) -> str:
         return ""
 
 
 class LeisurelyLearners(Learners):
-    """Lets learners take their time although nobody will be left who trains, or holds the state."""
+    """Learners that may take their time although no member will be left that trains, or holds the state."""
 
     def _too_few(self) -> str:
         return ""
@@ -123,7 +123,7 @@ class LeisurelyLearners(Learners):
 
 
 class UnprovenNode(TrustingNode):
-    """Takes what a newcomer replayed for the job's state, without comparing anything."""
+    """Process that takes the state that a newcomer replayed for the job's, without comparing anything."""
 
     def kept_ranges(self, header: Header) -> dict[int, int]:
         observation = self.observation
@@ -136,7 +136,7 @@ class UnprovenNode(TrustingNode):
 
 
 class CountingAdmission(Admission):
-    """Takes any word of a learner for a member's report."""
+    """Admission that takes any word of a learner for a member's report."""
 
     def on_message(self, conn: int, message: FromMember) -> None:
         super().on_message(conn, message)

@@ -39,14 +39,14 @@ from lab.simulate.store import Store
 
 
 class ForgetfulGraph(Graph):
-    """Takes every link that is wanted for one that stands."""
+    """Graph that takes every link that is wanted for one that stands."""
 
     def _stands(self, one: Peer, other: Peer, *, patient: bool) -> bool:
         return True
 
 
 class UndividedGraph(Graph):
-    """Puts everybody into one view, though no link leads from some to others."""
+    """Graph that puts all members into one view, though no link leads from some to others."""
 
     def pairs(self, members: Iterable[str]) -> frozenset[Pair]:
         ids = list(members)
@@ -55,14 +55,14 @@ class UndividedGraph(Graph):
 
 
 class UndividedRewiring(Rewiring):
-    """The same."""
+    """Rewiring that keeps all members in, though no link leads from some to others."""
 
     def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
         return reports
 
 
 class HarshRewiring(Rewiring):
-    """Puts out who has no link to the oldest member, though others lead there."""
+    """Rewiring that puts out members without a link to the oldest one, though other links lead there."""
 
     def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
         side = super().side(reports, rule)
@@ -75,7 +75,7 @@ class HarshRewiring(Rewiring):
 
 
 class TwofoldScheduler(SchedulerMachine):
-    """Lets the side that is cut off go on, too, in a view of its own."""
+    """Scheduler that lets the side that is cut off go on, too, in a view of its own."""
 
     def _sort_out(self, old: Iterable[Peer], view: View | None, ruling: Ruling) -> None:
         peers = list(old)
@@ -91,7 +91,9 @@ class TwofoldScheduler(SchedulerMachine):
 
 
 class HurriedMachine(MemberMachine):
-    """Closes links of the view before at once when it enters the next, whatever is still to come over them."""
+    """Member that closes links of the view before at once when it enters the next, whatever is still to come over
+    them.
+    """
 
     def _connect(self) -> None:
         self.neighbours.former = None
@@ -99,7 +101,7 @@ class HurriedMachine(MemberMachine):
 
 
 class OwnWays(Router):
-    """Sends routed messages on by the view that it stands in itself, whatever view they are of."""
+    """Router that sends routed messages on by the view that the member stands in itself, whatever view they are of."""
 
     def hop(self, to: str, view: ViewId = NO_VIEW) -> str | None:
         return super().hop(to, NO_VIEW)
@@ -114,7 +116,7 @@ def _without_wishes(entry: ChainEntry) -> ChainEntry:
 
 
 class WishlessStore(Store):
-    """Keeps views only: what was wished about links dies with the scheduler."""
+    """Store that keeps views only: wishes about links die with the scheduler."""
 
     def open(self, above: int = 0, chain: str = "") -> Chain:
         self.entries = [e for e in self.entries if e.wish is None]
@@ -123,7 +125,7 @@ class WishlessStore(Store):
 
 
 class GenerousScheduler(SchedulerMachine):
-    """Grants wishes about links before they are stored."""
+    """Scheduler that grants wishes about links before they are stored."""
 
     def on(self, now: float, *events: SchedulerEvent) -> list[SchedulerEffect]:
         effects = super().on(now, *events)
@@ -137,35 +139,37 @@ class GenerousScheduler(SchedulerMachine):
 
 
 class AnnouncedRewiring(Rewiring):
-    """Judges which links are missed by the announced view, in which a recovery would not put everybody."""
+    """Rewiring that judges which links are missed by the announced view, in which a recovery would not put all
+    members.
+    """
 
     def _remaining(self) -> list[str]:
         return [p.id for p in self._roster.living()]
 
 
 class RestlessRecovery(Recovery):
-    """Begins a recovery whenever there is a cause, whatever became of those before."""
+    """Recovery that begins whenever there is a cause, whatever became of those before."""
 
     def paced(self, why: str) -> bool:
         return False
 
 
 class HospitableGraph(Graph):
-    """Keeps a place for whoever came first, though no link leads to it."""
+    """Graph that keeps a place for the newcomer that came first, though no link leads to it."""
 
     def strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
         pass
 
 
 class StubbornScheduler(SchedulerMachine):
-    """Has members that are cut off wait for min_nodes, though they would count as newcomers."""
+    """Scheduler that has members that are cut off wait for min_nodes, though they would count as newcomers."""
 
     def _bridged(self, ruling: Ruling) -> tuple[tuple[str, str], ...]:
         return ()
 
 
 class ClingingRewiring(Rewiring):
-    """Keeps the places of members that are cut off, though too few are left without them."""
+    """Rewiring that keeps the places of members that are cut off, though too few are left without them."""
 
     def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
         side = super().side(reports, rule)
@@ -175,28 +179,28 @@ class ClingingRewiring(Rewiring):
 
 
 class ChoosyGraph(Graph):
-    """Lets nobody in by a link that carries nothing, though too few are left."""
+    """Graph that lets no newcomer in by a link that carries nothing, though too few members are left."""
 
     def _few(self) -> bool:
         return False
 
 
 class StaleRedrawing(Redrawing):
-    """Takes a plan that was drawn for a view that rules no more."""
+    """Redrawing that takes a plan that was drawn for a view that rules no more."""
 
     def drop(self) -> None:
         pass
 
 
 class LoosePartners(Partners):
-    """Gives nobody the links that make up for a node's loss."""
+    """Partners without the links that make up for a node's loss."""
 
     def secure(self) -> None:
         pass
 
 
 class LooseScheduler(SchedulerMachine):
-    """The same."""
+    """Scheduler that gives no member the links that make up for a node's loss."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         super().__init__(settings, chain)
@@ -204,7 +208,7 @@ class LooseScheduler(SchedulerMachine):
 
 
 class BlindTopology(Topology):
-    """Does not notice that a link is down, so that whoever judges looks at links that were down before."""
+    """Topology that does not notice that a link is down, so that judgements rest on links that were down before."""
 
     def _look_at(self, one: str, other: str, fact: Fact) -> None:
         self.news = True
@@ -314,4 +318,4 @@ LINK_BUGS: dict[str, Bug] = {
         plan=crowd_plan,
     ),
 }
-"""By name."""
+"""Planted bugs about links and progress, by name."""

@@ -53,7 +53,7 @@ from lab.simulate.world import Hooks
 
 
 class SubsetMachine(MemberMachine):
-    """The root commits as soon as all but one have contributed."""
+    """Member that, as the root, commits as soon as all but one have contributed."""
 
     def _all_in(self, view: View, box: Mapping[str, Contribution]) -> bool:
         return len(box) >= max(1, len(view.members) - 1)
@@ -67,7 +67,7 @@ class SubsetMachine(MemberMachine):
 
 
 class MixedPlane(DataPlane):
-    """Ranges carry the step only: bytes of an older view get into the sums of a newer one."""
+    """Data plane whose ranges carry the step only: bytes of an older view get into the sums of a newer one."""
 
     def take(self, message: Up | Down) -> None:
         attempt = self.attempt
@@ -84,22 +84,23 @@ class MixedPlane(DataPlane):
 
 
 class EagerMachine(MemberMachine):
-    """Commits on the header alone, as a root, too."""
+    """Member that commits on the header alone, as a root, too."""
 
     def _has_bytes(self, header: Header) -> bool:
         return True
 
 
 class EagerFollower(MemberMachine):
-    """Not the root, but the others commit on the header alone."""
+    """Member that commits on the header alone, unless it is the root."""
 
     def _has_bytes(self, header: Header) -> bool:
         return super()._has_bytes(header) or not self.is_root
 
 
 class UncountedMachine(MemberMachine):
-    """Counts a slot as committed once its header is known to be with those below: until then it reports the one before
-    that."""
+    """Member that counts a slot as committed once its header is known to be with those below: until then it reports the
+    one before that.
+    """
 
     _before = GENESIS
 
@@ -122,7 +123,7 @@ class UncountedMachine(MemberMachine):
 
 
 class OneBufferPlane(DataPlane):
-    """The next attempt writes over the committed slot's raw bytes."""
+    """Data plane whose next attempt writes over the committed slot's raw bytes."""
 
     BUFFERS = 1
 
@@ -134,7 +135,7 @@ class OneBufferPlane(DataPlane):
 
 
 class CarelessRoot(MemberMachine):
-    """Commits whatever is contributed."""
+    """Member that, as the root, commits whatever is contributed."""
 
     def _differing_in(self, view: View, box: Mapping[str, Contribution]) -> tuple[Differs, ...]:
         return ()
@@ -144,7 +145,7 @@ class CarelessRoot(MemberMachine):
 
 
 class HastyNode(Node):
-    """Writes its checkpoint when a step commits here."""
+    """Process that writes its checkpoint when a step commits here."""
 
     def externalise(self, before: Header, header: Header) -> None:
         self.world.oracle.externalised(self.machine.member_id, self.lineage, header)
@@ -154,7 +155,9 @@ class HastyNode(Node):
 
 
 class BlindMachine(MemberMachine):
-    """Stamps its own header's hash on whatever the training thread brings, instead of carrying the thread's."""
+    """Member that stamps its own header's hash on whatever the training thread brings, instead of carrying the
+    thread's.
+    """
 
     def _on_own(self, contribution: Contribution) -> None:
         super()._on_own(replace(contribution, prev_hash=self.header.hash))
@@ -164,7 +167,7 @@ class BlindMachine(MemberMachine):
 
 
 class MemoryStore(Store):
-    """Dies with the scheduler's process."""
+    """Store that dies with the scheduler's process."""
 
     def open(self, above: int = 0, chain: str = "") -> fx.Chain:
         self.forget()
@@ -172,7 +175,9 @@ class MemoryStore(Store):
 
 
 class CarefreeIdentity(Identity):
-    """Takes members of unknown views for newcomers, whom the real one sends away, and founds a job beside them."""
+    """Identity check that takes members of unknown views for newcomers, whom the real one sends away, and founds a job
+    beside them.
+    """
 
     def _is_foreign(self, hello: Hello) -> bool:
         return False
@@ -185,7 +190,7 @@ CarefreeScheduler = with_parts(identity=CarefreeIdentity)
 
 
 class FickleMachine(MemberMachine):
-    """Reports, and goes on with the old view all the same."""
+    """Member that reports, and goes on with the old view all the same."""
 
     def _outdated(self, view: ViewId) -> bool:
         return view < self._entered_id
@@ -199,7 +204,7 @@ class FickleMachine(MemberMachine):
 
 
 class LowBaseScheduler(SchedulerMachine):
-    """Takes the lowest report as the base and always redoes."""
+    """Scheduler that takes the lowest report as the base and always redoes."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         ruling = super().rule(reports)
@@ -211,7 +216,7 @@ class LowBaseScheduler(SchedulerMachine):
 
 
 class CarelessScheduler(SchedulerMachine):
-    """Hands on a header although some of its bytes are nowhere."""
+    """Scheduler that hands on a header although some of its bytes are nowhere."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         ruling = super().rule(reports)
@@ -223,14 +228,16 @@ class CarelessScheduler(SchedulerMachine):
 
 
 class BriefRecovery(Recovery):
-    """Is content with brief reports of all members but the youngest, as of the younger ones of a large job."""
+    """Recovery that is content with brief reports of all members but the youngest, as of the younger ones of a large
+    job.
+    """
 
     def _tellers(self, living: Sequence[Peer]) -> set[str]:
         return {p.id for p in living[-1:]}
 
 
 class UnaskedRecovery(BriefRecovery):
-    """Asks nobody for a pending header that reports only name."""
+    """Recovery that asks no member for a pending header that reports only name."""
 
     def _needs(self, report: Report) -> tuple[str, ...]:
         return (report.head,)
@@ -240,7 +247,7 @@ class UnaskedRecovery(BriefRecovery):
 
 
 class ReassigningNode(Node):
-    """Assigns anew whenever the view changes."""
+    """Process that assigns anew whenever the view changes."""
 
     def samples(self) -> tuple[int, tuple[Span, ...]]:
         return self.world.program.share(self.machine.view, self.machine.member_id, self.header.ledger)
@@ -254,8 +261,9 @@ class ReassigningNode(Node):
 
 
 class FirstOnlyNode(Node):
-    """Assigns its first step by a view without predecessor only, so that a job founded again begins with an empty
-    one."""
+    """Process that assigns its first step by a view without predecessor only, so that a job founded again begins with
+    an empty one.
+    """
 
     def samples(self) -> tuple[int, tuple[Span, ...]]:
         epoch, spans = super().samples()
@@ -267,7 +275,7 @@ class FirstOnlyNode(Node):
 
 
 class StubbornNode(TrustingNode):
-    """Thrown out, it keeps its training state for the next join, and takes it for the job's."""
+    """Process that, thrown out, keeps its training state for the next join, and takes it for the job's."""
 
     def forget(self) -> None:
         return
@@ -280,7 +288,7 @@ class StubbornNode(TrustingNode):
 
 
 class LiveNode(TrustingNode):
-    """Serves its memory as it is, not the snapshot at the header."""
+    """Process that serves its memory as it is, not the snapshot at the header."""
 
     def serve_state(self, header: Header) -> State | None:
         return None if super().serve_state(header) is None else self.live
@@ -290,7 +298,7 @@ class LiveNode(TrustingNode):
 
 
 class DrawingNode(Node):
-    """Takes what was assigned to anybody for spent."""
+    """Process that takes all samples for spent that were assigned to any member."""
 
     _drawn: tuple[int, set[int]] = (0, set())
 
@@ -322,7 +330,7 @@ class DrawingNode(Node):
 
 
 class DoubleVoteMachine(MemberMachine):
-    """Keeps the votes of earlier attempts and counts them, too."""
+    """Member that keeps the votes of earlier attempts and counts them, too."""
 
     _heard: dict[int, list[Contribution]]
 
@@ -450,4 +458,4 @@ MEMBER_BUGS: dict[str, Bug] = {
         plan=plans_of(*DEATHS, "link"),
     ),
 }
-"""By name."""
+"""Planted bugs about members, by name."""

@@ -37,4 +37,4 @@ OUTER_BUGS: dict[str, Bug] = {
         control=OuterHooks,
     ),
 }
-"""By name."""
+"""Planted bugs of ranks that hold outer state, by name."""

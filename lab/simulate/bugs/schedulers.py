@@ -1,4 +1,4 @@
-"""Planted bugs about schedulers: who misjudges the dead, wakes up deposed, or loses its store (7, 9, 12 to 12b, 14a).
+"""Planted bugs about schedulers that misjudge the dead, wake up deposed, or lose their store (7, 9, 12 to 12b, 14a).
 
 Two guards mask each other: a store that refuses whoever leads no more, and members that tell a scheduler that there is
 a later term. So stores that refuse nothing come with a control of their own.
@@ -48,21 +48,21 @@ from lab.simulate.store import Store
 
 
 class RashDetector(Detector):
-    """A missed heartbeat is a death."""
+    """Detector that takes a missed heartbeat for a death."""
 
     def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
         return suspicion.why
 
 
 class HastySilences(Silences):
-    """Silence is a death as soon as a neighbour confirms it."""
+    """Silences that count as deaths as soon as a neighbour confirms them."""
 
     def patience_s(self, now: float, member: Member) -> float:
         return 0.0
 
 
 class HastyJudge(SchedulerMachine):
-    """The same."""
+    """Scheduler that takes silence for a death as soon as a neighbour confirms it."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         super().__init__(settings, chain)
@@ -70,32 +70,32 @@ class HastyJudge(SchedulerMachine):
 
 
 class ImpatientDetector(Detector):
-    """The last one that holds the state is judged like everybody else."""
+    """Detector that judges the last member that holds the state like all others."""
 
     def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
         return False
 
 
 class StubbornDeaths(Deaths):
-    """Never takes a death back, whoever died since."""
+    """Deaths that are never taken back, whichever members have died since."""
 
     def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
         return False
 
 
 class CredulousDetector(Detector):
-    """Closed connections prove a death at once."""
+    """Detector that takes closed connections for the proof of a death at once."""
 
     def _proof(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
         return super()._proof(now, peer, suspicion, scene) or scene.fact(peer)
 
 
 class DeafDetector(RashDetector, ImpatientDetector):
-    """A missed heartbeat of the last one that holds the state is a death, too."""
+    """Detector that takes a missed heartbeat of the last member that holds the state for a death, too."""
 
 
 class DeafDeaths(StubbornDeaths):
-    """Moreover nobody whom it takes for dead can talk it out of that."""
+    """Deaths that are never taken back, nor revoked by a word of a member that is taken for dead."""
 
     def revive(self, peer: Peer) -> None:
         self._detector.heard(peer.id)
@@ -109,7 +109,7 @@ DeafScheduler = with_parts(detector=DeafDetector, deaths=DeafDeaths)
 
 
 class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
-    """Judges everybody by its own sleep."""
+    """Scheduler that judges all members by its own sleep."""
 
     def _forgive(self, now: float) -> None:
         before = self.desk.clock
@@ -121,14 +121,14 @@ class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
 
 
 class FaithfulTerms(Terms):
-    """Turns away who is of another program than the members were, whoever of them lives."""
+    """Job spec check that turns away processes of another program than the members had, whichever of these live."""
 
     def authorities(self) -> list[Peer]:
         return [p for p in self._roster.peers.values() if not p.differs]
 
 
 class FaithfulRoster(Roster):
-    """Does not forget what the dead said."""
+    """Peers whose words are not forgotten when they are dead."""
 
     def forget_terms(self) -> None:
         pass
@@ -138,7 +138,7 @@ FaithfulScheduler = with_parts(terms=FaithfulTerms, roster=FaithfulRoster)
 
 
 class LaxStore(Store):
-    """Takes whatever it is given: no term, no lease, no predecessor."""
+    """Store that takes whatever it is given: it checks no term, no lease, no predecessor."""
 
     def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
         return Appended(True)
@@ -148,14 +148,14 @@ class LaxStore(Store):
 
 
 class OpenStore(Store):
-    """Takes what a scheduler writes that has seen a newer end of the chain."""
+    """Store that takes what a scheduler writes that has not seen its newest end of the chain."""
 
     def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
         return super().judge(term, persist, None)
 
 
 class BlindStore(Store):
-    """Its records change the view before the last one, and whoever reads them does not look which view they change."""
+    """Store whose records change the view before the last one, and whose readers do not look which view they change."""
 
     def _told(self, entry: ChainEntry) -> ChainEntry:
         if entry.view is None or len(self.views) < 2:
@@ -169,7 +169,7 @@ class BlindStore(Store):
 
 
 class ForgetfulStore(Store):
-    """Its records that sum up say nothing of the views before the last two."""
+    """Store whose records that sum up say nothing of the views before the last two."""
 
     def _summary(self) -> ChainEntry:
         entry = super()._summary()
@@ -178,21 +178,23 @@ class ForgetfulStore(Store):
 
 
 class DeafIdentity(Identity):
-    """Does not heed what members know and its store lacks."""
+    """Identity check that does not heed facts that members know and the store lacks."""
 
     def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
         return ""
 
 
 class RuthlessIdentity(DeafIdentity):
-    """Moreover takes whoever stands in a view that it does not know for excluded by one that it knows."""
+    """Identity check that, moreover, takes processes that stand in a view unknown to it for excluded by one that it
+    knows.
+    """
 
     def _is_foreign(self, hello: Hello) -> bool:
         return False
 
 
 class ReissuingScheduler(SchedulerMachine):
-    """Goes on from the last view's number, whatever numbers were reserved and promised since."""
+    """Scheduler that goes on from the last view's number, whatever numbers were reserved and promised since."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         last = chain.views[-1].id if chain.views else NO_VIEW
@@ -200,14 +202,14 @@ class ReissuingScheduler(SchedulerMachine):
 
 
 class ShortsightedScheduler(SchedulerMachine):
-    """Reads an older end of the chain, and so takes the excluded for members."""
+    """Scheduler that reads an older end of the chain, and so takes the excluded for members."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         super().__init__(settings, replace(chain, views=chain.views[:-1] or chain.views))
 
 
 class IndifferentIdentity(Identity):
-    """Takes the numbers of any chain for its own's."""
+    """Identity check that takes the numbers of any chain for those of its own."""
 
     def _is_another(self, chain: str) -> bool:
         return False
@@ -217,7 +219,7 @@ class IndifferentIdentity(Identity):
 
 
 class HurriedIdentity(Identity):
-    """Decides as soon as it has started, from whoever is there."""
+    """Identity check that decides as soon as it has started, from the processes that are there."""
 
     @property
     def hearing(self) -> bool:
@@ -225,7 +227,7 @@ class HurriedIdentity(Identity):
 
 
 class HastyRebuild(Rebuild):
-    """Rebuilds a lost chain from whoever is there first."""
+    """Rebuild of a lost chain from the processes that are there first."""
 
     def enough(self, here: int, view: View) -> bool:
         return here > 0
@@ -236,7 +238,7 @@ class HastyRebuild(Rebuild):
 
 
 class GullibleDetector(Detector):
-    """Takes a missing link of a newcomer that never had one for a sign of death."""
+    """Detector that takes a missing link of a newcomer that never had one for a sign of death."""
 
     def verdict(self, by: str, verdict: Verdict, *, stranger: bool = False) -> None:
         super().verdict(by, verdict)
@@ -369,4 +371,4 @@ SCHEDULER_BUGS: dict[str, Bug] = {
         plan=strange_plan,
     ),
 }
-"""By name."""
+"""Planted bugs about schedulers, by name."""

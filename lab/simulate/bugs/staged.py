@@ -59,13 +59,13 @@ def hooks(
     machine: type[MemberMachine] = MemberMachine,
     scheduler: type[SchedulerMachine] = SchedulerMachine,
 ) -> type[Hooks]:
-    """Hooks with some classes replaced."""
+    """Returns hooks with some classes replaced."""
     node_with: type[Node] = type(node.__name__, (node,), {"machine_class": machine})
     return type("BugHooks", (StagedHooks,), {"node_class": node_with, "scheduler_class": scheduler})
 
 
 class UncheckedMachine(MemberMachine):
-    """The root does not look at what sums cover."""
+    """Member that, as the root, does not check which micro-batches sums cover."""
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
         return super()._make_header(replace(view, pipelines=""), box)
@@ -75,7 +75,7 @@ class UncheckedMachine(MemberMachine):
 
 
 class ForeseeingNode(StagedNode):
-    """Runs the units of a view as soon as it is announced."""
+    """Process that runs the units of a view as soon as the view is announced."""
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         return super()._new_run(attempt, self.machine.waiting_view or view)
@@ -85,7 +85,7 @@ class ForeseeingNode(StagedNode):
 
 
 class ShrinkingNode(StagedNode):
-    """Leaves out a micro-batch after a recovery, as if the dead had taken it along."""
+    """Process that leaves out a micro-batch after a recovery, as if the dead had taken it along."""
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         run = super()._new_run(attempt, view)
@@ -100,46 +100,46 @@ class ShrinkingNode(StagedNode):
 
 
 class HastyParts(MemberParts):
-    """Contributes to a step before its parts are reduced."""
+    """Parts of a member that contributes to a step before they are reduced."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return not self.missing
 
 
 class KeepingParts(MemberParts):
-    """Contributes again what was reduced in an earlier view."""
+    """Parts of a member that contributes again what was reduced in an earlier view."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return not self.missing and (contribution.reduced or super().may_contribute(view, contribution, complete))
 
 
 class KeepingMachine(MemberMachine):
-    """Sends a step's contribution again in the next view, with `KeepingParts`."""
+    """Member that sends a step's contribution again in the next view, with `KeepingParts`."""
 
     def _rerun(self, view: View) -> None:
         return
 
 
 class UncheckedKeepingMachine(KeepingMachine, UncheckedMachine):
-    """Nor does the root look at what sums cover."""
+    """Member as `KeepingMachine`, whose root does not check which micro-batches sums cover, either."""
 
 
 class LaxParts(MemberParts):
-    """Asks for its parts before it contributes to steps alone."""
+    """Parts of a member that asks for them only before it contributes to steps."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return contribution.kind is not Kind.STEP or super().may_contribute(view, contribution, complete)
 
 
 class BareParts(MemberParts):
-    """Does not ask for its parts before it contributes to steps."""
+    """Parts of a member that does not ask for them before it contributes to steps."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return contribution.kind is not Kind.STEP or complete == (view.id, contribution.seq)
 
 
 class BareNode(StagedNode):
-    """Runs units though parts are missing."""
+    """Process that runs units though parts are missing."""
 
     def lacks(self, view: View) -> bool:
         return False
@@ -149,7 +149,7 @@ class BareNode(StagedNode):
 
 
 class RestlessParts(MemberParts):
-    """Does without the rest."""
+    """Parts of a member that does without the rest."""
 
     @property
     def missing(self) -> tuple[Span, ...]:
@@ -161,14 +161,14 @@ class RestlessParts(MemberParts):
 
 
 class ForgetfulScheduler(SchedulerMachine):
-    """Does not count those to whom a step can be handed on."""
+    """Scheduler that does not count the members to which a step can be handed on."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         return super().rule({m: replace(r, owns=()) for m, r in reports.items()})
 
 
 class StrictScheduler(SchedulerMachine):
-    """Tries no header but the last."""
+    """Scheduler that tries no header but the last."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         ruling = super().rule(reports)
@@ -180,7 +180,7 @@ class StrictScheduler(SchedulerMachine):
 
 
 class BelievingScheduler(SchedulerMachine):
-    """Believes that members hold what the view says that they own."""
+    """Scheduler that believes that members hold the parts that the view says they own."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         assert self.book.latest is not None
@@ -192,21 +192,23 @@ class BelievingScheduler(SchedulerMachine):
 
 
 class EagerDetector(Detector):
-    """Takes nobody for a last holder while anybody else holds anything."""
+    """Detector that takes no member for a last holder while any other holds anything."""
 
     def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
         return not answered and super()._is_last_holder(member, scene, answered)
 
 
 class EagerDeaths(Deaths):
-    """Takes no death back, whatever is lost with it."""
+    """Deaths of which none is taken back, whatever is lost with it."""
 
     def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
         return lost is None and super().take_back()
 
 
 class OneSidedScheduler(SchedulerMachine):
-    """Lets one side of a graph in parts pass for all of it: what the others report counts as if it were here."""
+    """Scheduler that lets one side of a graph in parts pass for all of it: reports of the other side count as if they
+    were here.
+    """
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         ruling = super().rule({p.id: p.report for p in self.roster.party() if p.report is not None})
@@ -222,7 +224,7 @@ class OneSidedScheduler(SchedulerMachine):
 
 
 class RetentiveNode(StagedNode):
-    """Keeps its raw sums when the step begins anew."""
+    """Process that keeps its raw sums when the step begins anew."""
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         before, run = self.last_run, super()._new_run(attempt, view)
@@ -233,7 +235,7 @@ class RetentiveNode(StagedNode):
 
 
 class HurriedNode(StagedNode):
-    """Begins a step anew in the midst of a unit, whose gradient then lands in the new sums."""
+    """Process that begins a step anew in the midst of a unit, whose gradient then lands in the new sums."""
 
     def _unit_over(self, run: Run) -> None:
         new, unit = self.run, next(iter(run.units), None)
@@ -245,7 +247,7 @@ class HurriedNode(StagedNode):
 
 
 class NumberingNode(StagedNode):
-    """Knows tensors by the slot alone."""
+    """Process that knows tensors by the slot alone."""
 
     def takes(self, run: Run, tensor: Border) -> bool:
         return tensor.attempt.seq == run.attempt.seq
@@ -255,7 +257,7 @@ class NumberingNode(StagedNode):
 
 
 class TidyParts(MemberParts):
-    """An old owner drops a part when it enters a view in which it does not own that, by a header."""
+    """Parts that an old owner drops when it enters, by a header, a view in which it does not own them."""
 
     def pull(self, header: Header, view: View) -> list[fx.MemberEffect]:
         gone = _dropped(self) if header.next_view == view.id else []
@@ -263,7 +265,7 @@ class TidyParts(MemberParts):
 
 
 class TidyAtDecideParts(MemberParts):
-    """The same with the decision of a recovery."""
+    """Parts that an old owner drops with the decision of a recovery that names it no owner of them."""
 
     def pull(self, header: Header, view: View) -> list[fx.MemberEffect]:
         gone = _dropped(self) if header.next_view != view.id else []
@@ -271,7 +273,7 @@ class TidyAtDecideParts(MemberParts):
 
 
 def _dropped(parts: MemberParts) -> list[fx.MemberEffect]:
-    """Drops what the member does not own; returns what the shell must do."""
+    """Drops the parts that the member does not own; returns the effects that the shell must carry out."""
     gone = subtract(parts.held, parts.owned)
     parts.held = common(parts.held, parts.owned)
     return [fx.DropParts(gone)] if gone else []
@@ -281,14 +283,14 @@ def _dropped(parts: MemberParts) -> list[fx.MemberEffect]:
 
 
 class SelfishNode(StagedNode):
-    """Serves nothing once it is let go."""
+    """Process that serves nothing once it is let go."""
 
     def serve_part(self, header: Header, view: View, part: int) -> int | None:
         return None if self.machine.phase is MemberPhase.LEAVING else super().serve_part(header, view, part)
 
 
 class LingeringMachine(MemberMachine):
-    """Goes when it has lingered for long enough, whoever still needs its parts."""
+    """Member that goes when it has lingered for long enough, whichever members still need its parts."""
 
     def _on_tick(self) -> None:
         self.parts.serves = False
@@ -296,7 +298,7 @@ class LingeringMachine(MemberMachine):
 
 
 class ReleasingRoster(Roster):
-    """Releases leavers when all have entered the view."""
+    """Peers of a scheduler that releases leavers when all have entered the view."""
 
     @property
     def settled(self) -> bool:
@@ -306,14 +308,14 @@ class ReleasingRoster(Roster):
 
 
 class UnaskingRoster(Roster):
-    """Recoveries ask members alone for what they hold."""
+    """Peers of a scheduler whose recoveries ask members alone for the parts that they hold."""
 
     def party(self) -> list[Peer]:
         return self.living()
 
 
 class ForgettingPipelining(Pipelining):
-    """A decision names no leaver that the view before has named."""
+    """Pipelining whose decision names no leaver that the view before has named."""
 
     def lineup(self, latest: View, ruling: Ruling) -> Lineup | str:
         found = super().lineup(latest, ruling)
@@ -326,7 +328,7 @@ class ForgettingPipelining(Pipelining):
 
 
 class WaitingPipelining(Pipelining):
-    """Newcomers wait for a boundary, whatever members lack."""
+    """Pipelining in which newcomers wait for a boundary, whatever members lack."""
 
     def lineup(self, latest: View, ruling: Ruling) -> Lineup | str:
         found = super().lineup(latest, ruling)
@@ -340,14 +342,14 @@ class WaitingPipelining(Pipelining):
 
 
 class OwnNormNode(StagedNode):
-    """Clips by the norm of what it owns."""
+    """Process that clips by the norm of the parts that it owns."""
 
     def clipped(self, header: Header, results: Mapping[int, RawSum]) -> str:
         return clipping([norms(results)])
 
 
 class FiniteNode(StagedNode):
-    """Ends where a norm is no number."""
+    """Process that ends where a norm is no number."""
 
     def _commit(self, header: Header, contributors: tuple[str, ...]) -> None:
         super()._commit(header, contributors)
@@ -357,7 +359,7 @@ class FiniteNode(StagedNode):
 
 
 class SternMachine(MemberMachine):
-    """A member one of whose parts has drifted joins again, as it does without pipelines."""
+    """Member that joins again if one of its parts has drifted, as it does without pipelines."""
 
     def _commit(self, header: Header) -> None:
         super()._commit(header)
@@ -369,7 +371,7 @@ class SternMachine(MemberMachine):
 
 
 class OwnHeaderNode(StagedNode):
-    """Writes its parts down as soon as it is to leave, at the header where it stands."""
+    """Process that writes its parts down as soon as it is to leave, at the header where it stands."""
 
     def leave(self, reason: str) -> None:
         super().leave(reason)
@@ -380,7 +382,7 @@ class OwnHeaderNode(StagedNode):
 
 
 class ExitingNode(StagedNode):
-    """Writes its parts down and exits, and nobody hears of it."""
+    """Process that writes its parts down and exits without a word."""
 
     def _keep(self, file: tuple[Kept, Parts, str]) -> None:
         self.file, self.outcome = file, "left: it has written its parts down"
@@ -388,14 +390,14 @@ class ExitingNode(StagedNode):
 
 
 class HastyKeeper(Keeper):
-    """Lets all go once one has told."""
+    """Keeper that lets all go once one has told."""
 
     def all_told(self, leavers: Sequence[Peer]) -> bool:
         return super().all_told(leavers) or any(self.has_told(p) for p in leavers)
 
 
 class ForgetfulKeeper(Keeper):
-    """Ignores what members told as all left."""
+    """Keeper that ignores the words of members as all left."""
 
     def told_reports(self) -> list[Report]:
         return []
@@ -405,7 +407,7 @@ class ForgetfulKeeper(Keeper):
 
 
 class CopyingParts(MemberParts):
-    """Still counts at GENESIS what it pulled in the view before."""
+    """Parts of a member that still counts at GENESIS those that it pulled in the view before."""
 
     def stand_in(self, me: str, view: View, seq: int) -> None:
         before = self.held
@@ -415,7 +417,7 @@ class CopyingParts(MemberParts):
 
 
 class CopyingNode(StagedNode):
-    """Keeps that, with `CopyingParts`."""
+    """Process that keeps the parts that it pulled in the view before, with `CopyingParts`."""
 
     def _viewed(self, view: View) -> None:
         before = self.values
@@ -425,7 +427,7 @@ class CopyingNode(StagedNode):
 
 
 class GenerousNode(StagedNode):
-    """Serves at GENESIS whatever it has, in whichever view that was made."""
+    """Process that serves at GENESIS any part that it has, in whichever view that was made."""
 
     def serve_part(self, header: Header, view: View, part: int) -> int | None:
         if header.seq > 0:
@@ -443,7 +445,7 @@ class GenerousNode(StagedNode):
 
 
 class SplitPlane(PartPlane):
-    """Sums of a shared parameter stay among the owners of one of its layers."""
+    """Reduction in which sums of a shared parameter stay among the owners of one of its layers."""
 
     def owners(self, parts: Division, part: int) -> tuple[str, ...]:
         if parts.layer_count <= part < len(parts.names) - 1:
@@ -457,7 +459,7 @@ class SplittingNode(StagedNode):
 
 
 class CountingNode(StagedNode):
-    """Keeps what metrics have counted in a round that begins anew."""
+    """Process that keeps the counts of metrics in a round that begins anew."""
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         before, run = self.last_run, super()._new_run(attempt, view)
@@ -470,12 +472,12 @@ class CountingNode(StagedNode):
 def _parts(
     kind: type[MemberParts], base: type[MemberMachine] = MemberMachine, node: type[StagedNode] = StagedNode
 ) -> type[Hooks]:
-    """Hooks with members that know their parts otherwise."""
+    """Returns hooks with members that know their parts otherwise."""
     return hooks(node=node, machine=planted(base, parts=kind))
 
 
 def _scheduler(**parts: type[object]) -> type[Hooks]:
-    """Hooks with a scheduler of some other parts."""
+    """Returns hooks with a scheduler of some other parts."""
     return hooks(scheduler=with_parts(**parts))
 
 
@@ -484,7 +486,7 @@ _CONTROLS = {
     **dict.fromkeys(("P3-unchecked", "P4-kept-unchecked", "P17-counting-unchecked"), _UNCHECKED),
     "P6-eager": _scheduler(deaths=EagerDeaths),
 }
-"""With the masking guard off alone."""
+"""Hooks with the masking guard off alone, by name of the bug."""
 
 _BUGS: dict[str, tuple[str, Callable[[int], Plan], type[Hooks]]] = {
     "P1-foreseen": ("an announced view routes", announced_plan, hooks(node=ForeseeingNode)),
@@ -541,10 +543,10 @@ _BUGS: dict[str, tuple[str, Callable[[int], Plan], type[Hooks]]] = {
         hooks(node=CountingNode, machine=UncheckedMachine),
     ),
 }  # fmt: skip
-"""By name, which begins with the rule: in words, the runs in which it must show, and the broken behaviour."""
+"""Bugs by name, which begins with the rule: in words, the runs in which it must show, and the broken behaviour."""
 
 STAGED_BUGS = {
     name: Bug(rule=name.partition("-")[0], what=what, hooks=made, plan=plan, control=_CONTROLS.get(name, StagedHooks))
     for name, (what, plan, made) in _BUGS.items()
 }
-"""By name; without the bug these jobs need the behaviour of jobs with pipelines, too."""
+"""Planted bugs about pipelines, by name; without the bug these jobs need the behaviour of jobs with pipelines, too."""

@@ -22,7 +22,7 @@ def failing_family(number: int, seed: int | None = None) -> Plan:
 
 
 def sparse_family(seed: int) -> Plan:
-    """Much goes wrong at once on few links."""
+    """Returns the plan on few links whose turn it is, in which much goes wrong at once."""
     return SPARSE[seed % len(SPARSE)](seed)
 
 

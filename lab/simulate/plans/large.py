@@ -1,4 +1,4 @@
-"""Plans by chance for large jobs: whose graph is sparse, whose headers go down a tree, whose events wait for a tick.
+"""Plans by chance for large jobs: the graph is sparse, headers go down a tree, and events wait for a tick.
 
 Theory of operation. All that differs beyond 16 members is drawn together here: founders that come at once, waves of
 newcomers, deaths one by one and by the dozen, nodes of several workers that die as one, links that are cut, and a
@@ -15,11 +15,11 @@ from lab.simulate.plan import Fault, NodeSpec, Plan
 from lab.simulate.training import Program
 
 WORKERS = 4
-"""How many share a host."""
+"""Number of members that share a host."""
 
 
 def large_plan(seed: int, count: int = 20, degree: int = 8) -> Plan:
-    """A job that is founded by `count` members, most of which stay.
+    """Plans a job that is founded by `count` members, most of which stay.
 
     Args:
         seed: Of chance.
@@ -54,7 +54,7 @@ def large_plan(seed: int, count: int = 20, degree: int = 8) -> Plan:
 
 
 def _faults(random: Random, names: list[str]) -> list[Fault]:
-    """Deaths of a quarter of these at most; what else strikes them is over soon."""
+    """Draws deaths of a quarter of these members at most; other faults that strike them are over soon."""
     at = random.uniform(0.4, 1.2)
     mortal = random.sample(names, len(names) // 4)
     faults = [Fault(action="kill", node=mortal[0], at=at)]
@@ -76,5 +76,5 @@ def _faults(random: Random, names: list[str]) -> list[Fault]:
 
 
 def thin_plan(seed: int) -> Plan:
-    """So few links that a job depends on each of them, but for those that are added for that."""
+    """Plans so few links that a job depends on each of them, but for those that are added to spare it that."""
     return replace(large_plan(seed, 20, 1), faults=())

@@ -1,4 +1,4 @@
-"""Plans around replay joins: newcomers observe while members, others and the scheduler come to harm ."""
+"""Plans around replay joins: newcomers observe while members, others and the scheduler come to harm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEWCOMER_TRAPS = ("observe", "observe", "pull", "entered")
 
 
 def _job(seed: int, founders: int, newcomers: Sequence[float], **fields: object) -> Plan:
-    """A job of some founders, and newcomers that offer to replay and say hello at these times (s)."""
+    """Plans a job of some founders, and newcomers that offer to replay and say hello at these times (s)."""
     random = Random(seed * 6007 + 11)
     hosts = random.choice((("h0",), ("h0", "h1"), ("h0", "h1", "h2", "h3")))
     names = [f"n{i}" for i in range(founders)] + [f"j{i}" for i in range(len(newcomers))]
@@ -36,7 +36,7 @@ def _job(seed: int, founders: int, newcomers: Sequence[float], **fields: object)
 
 
 def calm_plan(seed: int) -> Plan:
-    """Nothing goes wrong: who caught up has nothing left to move when it is let in."""
+    """Plans that nothing goes wrong: newcomers that caught up have nothing left to move when they are let in."""
     random = Random(seed)
     newcomers = [random.uniform(0.06, 0.4) for _ in range(random.randint(1, 3))]
     plan = _job(seed, random.randint(1, 3), newcomers)
@@ -48,7 +48,9 @@ def calm_plan(seed: int) -> Plan:
 
 
 def learner_plan(seed: int) -> Plan:
-    """Up to three faults, most of them where learners are named, hear of it, catch up, are announced and let in."""
+    """Plans up to three faults, most of them where learners are named, hear of it, catch up, are announced and let
+    in.
+    """
     random = Random(seed * 101 + 3)
     founders, joins = random.randint(2, 4), random.randint(1, 3)
     moment = random.uniform(0.06, 0.25)
@@ -118,7 +120,7 @@ def _any_replaying(random: Random) -> Replaying:
 
 
 def crowd_plan(seed: int) -> Plan:
-    """Ten newcomers at once, and perhaps somebody dies meanwhile."""
+    """Plans ten newcomers at once, and perhaps a death meanwhile."""
     random = Random(seed * 17 + 1)
     moment = random.uniform(0.06, 0.2)
     plan = _job(seed, random.randint(2, 3), [moment + random.uniform(0.0, 0.003) for _ in range(10)])
@@ -135,7 +137,9 @@ def crowd_plan(seed: int) -> Plan:
 
 
 def founding_plan(seed: int) -> Plan:
-    """Many found a job, get its state from one another, and some of them die meanwhile; others come in by replay."""
+    """Plans that many processes found a job, get its state from one another, and some of them die meanwhile; others
+    come in by replay.
+    """
     random = Random(seed * 19 + 5)
     founders, dead = random.choice((7, 12, 20)), random.randint(0, 3)
     plan = _job(seed, founders, [random.uniform(0.2, 0.5) for _ in range(random.randint(0, 2))])
@@ -170,7 +174,7 @@ def flapping_plan(seed: int) -> Plan:
 
 
 def patient_plan(seed: int) -> Plan:
-    """A long job: whatever happened, whoever stays alive must be in soon after."""
+    """Plans a long job: whatever happened, processes that stay alive must be in soon after."""
     random = Random(seed * 29 + 3)
     plan = learner_plan(seed)
     settings = replace(plan.settings, min_nodes=1, max_nodes=16, observe_timeout_s=1.0, reconnect_grace_s=1.0)
@@ -193,7 +197,7 @@ def patient_plan(seed: int) -> Plan:
 
 
 def all_leave_plan(seed: int) -> Plan:
-    """All members leave while a newcomer observes: the training state must not go with them."""
+    """Plans that all members leave while a newcomer observes: the training state must not go with them."""
     random = Random(seed * 3 + 1)
     founders = random.randint(1, 3)
     plan = _job(seed, founders, [random.uniform(0.06, 0.12)])
@@ -203,7 +207,7 @@ def all_leave_plan(seed: int) -> Plan:
 
 
 def promise_plan(seed: int) -> Plan:
-    """A member dies while newcomers observe, and the words of the others come late."""
+    """Plans that a member dies while newcomers observe, and the words of the others come late."""
     random = Random(seed * 7 + 2)
     founders = random.randint(3, 4)
     moment = random.uniform(0.06, 0.2)
@@ -219,7 +223,7 @@ def promise_plan(seed: int) -> Plan:
 
 
 def silent_plan(seed: int) -> Plan:
-    """A learner is stopped for long, in the middle or when it has caught up; others come after it."""
+    """Plans that a learner is stopped for long, in the middle or when it has caught up; others come after it."""
     random = Random(seed * 5 + 9)
     moment = random.uniform(0.06, 0.2)
     plan = _job(seed, random.randint(1, 3), [moment, *(moment + random.uniform(0.02, 0.5) for _ in range(2))])
@@ -246,4 +250,4 @@ JOINING = (
     patient_plan,
     silent_plan,
 )
-"""For a long run."""
+"""Plans from which a long run draws (families.any_plan)."""

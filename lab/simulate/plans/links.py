@@ -43,19 +43,19 @@ RATES_BPS = (1e7, 1e8, 1e9)
 
 
 def random_graph(random: Random, names: list[str]) -> list[Edge]:
-    """A random tree over these, each after the first below an earlier one, and some more edges."""
+    """Returns a random tree over these nodes, each after the first below an earlier one, with some more edges."""
     edges = [(random.choice(names[:i]), name) for i, name in enumerate(names) if i]
     more = random.choice((0.0, 0.3, 0.6))
     return edges + [e for e in combinations(names, 2) if e not in edges and random.random() < more]
 
 
 def _near(names: Iterable[str], edges: Sequence[Edge]) -> dict[str, tuple[str, ...]]:
-    """Returns by node those to which it has an edge."""
+    """Returns the nodes to which each node has an edge."""
     return {n: tuple(sorted({a if b == n else b for a, b in edges if n in (a, b)})) for n in names}
 
 
 def _unlinked(names: Iterable[str], edges: Iterable[Edge]) -> tuple[Edge, ...]:
-    """All pairs of these nodes but for those that have an edge."""
+    """Returns all pairs of these nodes but those that have an edge."""
     there = {frozenset(e) for e in edges}
     return tuple(e for e in combinations(names, 2) if frozenset(e) not in there)
 
@@ -91,7 +91,7 @@ def _link_faults(random: Random, edges: list[Edge], names: list[str]) -> list[Fa
 
 
 def wired_plan(seed: int, kinds: tuple[str, ...] = OTHERS) -> Plan:
-    """A job on a graph of links that changes."""
+    """Plans a job on a graph of links that changes."""
     random = Random(seed * 104_729 + 3)
     plan = random_plan(seed, kinds, damage=0.02)
     names = [n.name for n in plan.nodes]
@@ -122,7 +122,7 @@ def wired_plan(seed: int, kinds: tuple[str, ...] = OTHERS) -> Plan:
 
 
 def _job(seed: int, count: int, hosts: tuple[str, ...]) -> Plan:
-    """Founders n0, n1, ... that are all well, and a job of some seconds."""
+    """Plans a job of some seconds with founders n0, n1, ... that are all well."""
     random = Random(seed)
     plan = random_plan(seed, ("join",), damage=0.0)
     return replace(
@@ -136,7 +136,9 @@ def _job(seed: int, count: int, hosts: tuple[str, ...]) -> Plan:
 
 
 def split_plan(seed: int) -> Plan:
-    """The graph falls in two, as a rule in halves, while headers are under way; often more goes wrong then."""
+    """Plans that the graph falls in two, as a rule in halves, while headers are under way; often another fault strikes
+    then.
+    """
     random = Random(seed * 17 + 1)
     count = random.choice((2, 4, 4, 5, 6))
     plan = _job(seed, count, ("h0", "h1", "h2"))
@@ -153,7 +155,9 @@ def split_plan(seed: int) -> Plan:
 
 
 def lost_link_plan(seed: int) -> Plan:
-    """One link between two of several members is cut for good; everybody is well, and nobody is to be put out."""
+    """Plans that one link between two of several members is cut for good; all members are well, and none may be put
+    out.
+    """
     random = Random(seed * 13 + 7)
     plan = _job(seed, random.choice((3, 4, 5)), ("h0", "h1"))
     one, other = random.sample([n.name for n in plan.nodes], 2)
@@ -165,7 +169,9 @@ def lost_link_plan(seed: int) -> Plan:
 
 
 def removal_plan(seed: int) -> Plan:
-    """On a ring with some chords links are removed and added, often one after the other; everybody is well."""
+    """Plans that on a ring with some chords links are removed and added, often one after the other; all members are
+    well.
+    """
     random = Random(seed * 19 + 11)
     count = random.choice((4, 5, 6))
     plan = _job(seed, count, ("h0", "h1"))
@@ -193,7 +199,7 @@ def removal_plan(seed: int) -> Plan:
 
 
 def forgetting_plan(seed: int) -> Plan:
-    """The scheduler dies when it has granted a removal, or is about to; later another view is decided."""
+    """Plans that the scheduler dies when it has granted a removal, or is about to; later another view is decided."""
     random = Random(seed * 29 + 13)
     plan = _job(seed, random.choice((4, 5)), ("h0", "h1"))
     one, other, victim = random.sample([n.name for n in plan.nodes], 3)
@@ -215,7 +221,7 @@ def forgetting_plan(seed: int) -> Plan:
 
 
 def ring_plan(seed: int) -> Plan:
-    """On a ring one link is cut for good, so that most ways turn around; everybody is well."""
+    """Plans that on a ring one link is cut for good, so that most ways turn around; all members are well."""
     random = Random(seed * 23 + 5)
     count = random.choice((4, 5, 6))
     plan = _job(seed, count, ("h0", "h1"))
@@ -250,7 +256,7 @@ HOSTS = (("h0",), ("h0", "h1"), ("h0", "h1", "h2", "h3"))
 
 
 def shape(random: Random, how: str, names: list[str]) -> list[Edge]:
-    """The links of a graph of this shape over these nodes, in their order."""
+    """Returns the links of a graph of this shape over these nodes, in their order."""
     pairs = list(pairwise(names))
     match how:
         case "row":
@@ -296,7 +302,7 @@ def _fault(random: Random, names: list[str], edges: list[Edge]) -> list[Fault]:
 
 
 def _newcomers(random: Random, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Draws who comes later, and to whom each has links: to all, to some, to one, or now and then to none."""
+    """Draws newcomers, and the members to which each has links: all, some, one, or now and then none."""
     found: dict[str, tuple[str, ...]] = {}
     for i in range(random.choice((0, 1, 1, 2, 3))):
         count = random.choice((len(names), len(names), 1, random.randint(1, len(names)), 0))
@@ -305,7 +311,9 @@ def _newcomers(random: Random, names: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _calm(faults: list[Fault]) -> list[Fault]:
-    """Without streams that break beside a link: both together are a death, whoever lives (protocol.md 12)."""
+    """Leaves out streams that break beside a link: both together are a death, though the process lives (protocol.md
+    12).
+    """
     links = [f for f in faults if f.action in ("cut", "split", "mute", "mute-one", "flap", "link")]
 
     def beside(fault: Fault) -> bool:
@@ -315,7 +323,7 @@ def _calm(faults: list[Fault]) -> list[Fault]:
 
 
 def sparse_plan(seed: int) -> Plan:
-    """Anything on a sparse graph."""
+    """Plans any faults on a sparse graph."""
     random = Random(seed * 131_071 + 7)
     plan = random_plan(seed, ("join",), damage=0.02)
     names = [f"n{i}" for i in range(random.choice((2, 3, 3, 4, 4, 5, 6)))]
@@ -369,7 +377,9 @@ def sparse_plan(seed: int) -> Plan:
 
 
 def bridging_plan(seed: int) -> Plan:
-    """A link carries nothing and is needed all the same, until a newcomer with links to all makes up for it."""
+    """Plans that a link carries nothing and is needed all the same, until a newcomer with links to all makes up for
+    it.
+    """
     random = Random(seed * 151 + 3)
     plan = sparse_plan(seed)
     names = [f"n{i}" for i in range(random.choice((2, 3, 4)))]
@@ -391,7 +401,9 @@ def bridging_plan(seed: int) -> Plan:
 
 
 def flapping_link_plan(seed: int) -> Plan:
-    """The only link between two parts breaks again and again, while a step takes longer than the link stands."""
+    """Plans that the only link between two parts breaks again and again, while a step takes longer than the link
+    stands.
+    """
     random = Random(seed * 157 + 5)
     plan = bridging_plan(seed)
     nodes = tuple(n for n in plan.nodes if n.name.startswith("n"))
@@ -409,7 +421,7 @@ def flapping_link_plan(seed: int) -> Plan:
 
 
 def stranded_plan(seed: int) -> Plan:
-    """Newcomers that no link leads to come first, others that are needed come after them, and max_nodes is small."""
+    """Plans newcomers without any link first, needed ones after them, and a small max_nodes."""
     random = Random(seed * 163 + 9)
     plan = sparse_plan(seed)
     count = random.choice((2, 3))
@@ -435,7 +447,7 @@ def stranded_plan(seed: int) -> Plan:
 
 
 def bridge_plan(seed: int) -> Plan:
-    """A bridge dies or leaves, and a newcomer that links both sides is there, or comes; all are needed."""
+    """Plans that a bridge dies or leaves, and a newcomer that links both sides is there, or comes; all are needed."""
     random = Random(seed * 167 + 11)
     plan = sparse_plan(seed)
     names = [f"n{i}" for i in range(random.choice((3, 3, 4)))]
@@ -458,7 +470,9 @@ def bridge_plan(seed: int) -> Plan:
 
 
 def needed_plan(seed: int) -> Plan:
-    """All that are in are needed, and one is lost; the only newcomer that can help has no place, or an idle link."""
+    """Plans that all members are needed, and one is lost; the only newcomer that can help has no place, or an idle
+    link.
+    """
     random = Random(seed * 173 + 13)
     plan = sparse_plan(seed)
     names = [f"n{i}" for i in range(random.choice((2, 3)))]
@@ -488,7 +502,9 @@ def needed_plan(seed: int) -> Plan:
 
 
 def crowd_plan(seed: int) -> Plan:
-    """More members than plans are drawn for at once, on few uneven links; some go, and links, while one is drawn."""
+    """Plans more members than trees are drawn for at once, on few uneven links; some go, and links, while a plan is
+    drawn.
+    """
     random = Random(seed * 179 + 17)
     names = [f"n{i}" for i in range(random.choice((17, 18, 19)))]
     plan = _job(seed, len(names), ("h0", "h1", "h2"))

@@ -27,7 +27,9 @@ KINDS = (
 def _strikes(
     random: Random, kinds: tuple[str, ...], names: list[str], starts: list[float]
 ) -> tuple[list[Fault], list[tuple[str, str, float]], int, int]:
-    """Up to four faults of these kinds; slow links, how many come, and how many members go."""
+    """Draws up to four faults of these kinds; returns them, slow links, the number of newcomers, and that of members
+    that go.
+    """
     count = len(names)
     faults: list[Fault] = []
     slow: list[tuple[str, str, float]] = []
@@ -83,7 +85,7 @@ def _strikes(
 
 
 def random_plan(seed: int, kinds: tuple[str, ...] = KINDS, *, damage: float = 0.05) -> Plan:
-    """A short job of three to five members with up to four faults of these kinds.
+    """Plans a short job of three to five members with up to four faults of these kinds.
 
     At least as many members as the job needs are left alone, so that it must finish.
     """
@@ -142,7 +144,7 @@ def plans_of(*kinds: str, damage: float = 0.0) -> Callable[[int], Plan]:
 
 
 def half_sent_plan(seed: int) -> Plan:
-    """The likeliest commit root dies while it sends a header, alone or with another; some links are slow."""
+    """Plans that the likeliest commit root dies while it sends a header, alone or with another; some links are slow."""
     random = Random(seed)
     plan = random_plan(seed, ("join",), damage=0.0)
     founders = [n.name for n in plan.nodes if n.name.startswith("n")]
@@ -166,7 +168,9 @@ def half_sent_plan(seed: int) -> Plan:
 
 
 def late_plans(kind: str) -> Callable[[int], Plan]:
-    """A member dies right after it sent something, and that is long under way: what it sent meets the next view."""
+    """Returns plans in which a member dies right after it sent a message that is long under way, and so meets the next
+    view.
+    """
 
     def plan(seed: int) -> Plan:
         random = Random(seed)
@@ -186,7 +190,9 @@ def late_plans(kind: str) -> Callable[[int], Plan]:
 
 
 def lost_range_plan(seed: int) -> Plan:
-    """Commit root and a range's root die together; the header is through to somebody, the range to nobody."""
+    """Plans that a commit root and a range's root die together; the header is through to some member, the range to
+    none.
+    """
     random = Random(seed)
     plan = half_sent_plan(seed)
     while plan.faults[0].action != "kill-too" or len(plan.starts) < 4:
@@ -199,7 +205,9 @@ def lost_range_plan(seed: int) -> Plan:
 
 
 def scattered_plan(seed: int) -> Plan:
-    """The commit root dies when its header is through to some, between whom bytes are slow: nobody has all of them."""
+    """Plans that the commit root dies when its header is through to some members, between which bytes are slow: none of
+    them has all bytes.
+    """
     plan = half_sent_plan(seed)
     while len([n for n in plan.nodes if n.name.startswith("n")]) < 3:
         seed += 1_000_003
@@ -212,7 +220,7 @@ def scattered_plan(seed: int) -> Plan:
 
 
 def swallowed_plan(seed: int) -> Plan:
-    """Headers go down a chain or a tree, and a member in its middle dies before it hands one on."""
+    """Plans that headers go down a chain or a tree, and a member in its middle dies before it hands one on."""
     plan = half_sent_plan(seed)
     while len([n for n in plan.nodes if n.name.startswith("n")]) < 3:
         seed += 1_000_003
@@ -223,7 +231,7 @@ def swallowed_plan(seed: int) -> Plan:
 
 
 def stale_plan(seed: int) -> Plan:
-    """One member brings a gradient that it computed on the state before the last header."""
+    """Plans that one member brings a gradient that it computed on the state before the last header."""
     plan = random_plan(seed, ("join",), damage=0.0)
     at = 0.05 + 0.2 * Random(seed).random()
     settings = replace(plan.settings, min_nodes=1)  # the members stop; a newcomer must not wait for them
@@ -231,14 +239,15 @@ def stale_plan(seed: int) -> Plan:
 
 
 def sleepy_scheduler_plan(seed: int) -> Plan:
-    """Only the scheduler sleeps; everybody else is well."""
+    """Plans that only the scheduler sleeps; all members are well."""
     random = Random(seed)
     plan = random_plan(seed, ("join",), damage=0.0)
     return replace(plan, faults=(Fault(action="sched-freeze", at=random.uniform(0.05, 0.3), lasts=2.0),))
 
 
 def forgetful_plan(seed: int) -> Plan:
-    """One member freezes and is excluded; the scheduler dies in that write; the others freeze, and the one wakes.
+    """Plans that one member freezes and is excluded; the scheduler dies in that write; the others freeze, and the
+    excluded one wakes.
 
     Its stream breaks meanwhile, or it would find the notice of its exclusion in its socket.
     """
@@ -257,7 +266,9 @@ def forgetful_plan(seed: int) -> Plan:
 
 
 def edited_plan(seed: int) -> Plan:
-    """All members die, and an edited script comes in their place; the scheduler may die meanwhile (protocol.md 12b)."""
+    """Plans that all members die, and an edited script comes in their place; the scheduler may die meanwhile
+    (protocol.md 12b).
+    """
     random = Random(seed * 37 + 19)
     plan = random_plan(seed, ("join",), damage=0.0)
     old, new = [f"n{i}" for i in range(random.choice((1, 2)))], [f"j{i}" for i in range(random.choice((1, 2)))]
@@ -277,7 +288,9 @@ def edited_plan(seed: int) -> Plan:
 
 
 def parting_plan(seed: int) -> Plan:
-    """The hyperparameters of one member that is not the oldest become others; meanwhile something else may happen."""
+    """Plans that the hyperparameters of one member that is not the oldest become others; meanwhile another fault may
+    strike.
+    """
     random = Random(seed * 41 + 23)
     kinds = random.choice((("join",), ("kill", "join"), ("leave", "stream"), ("sched-crash", "link"), ("kill-trap",)))
     plan = random_plan(seed, kinds, damage=0.0)
@@ -291,7 +304,8 @@ def parting_plan(seed: int) -> Plan:
 
 
 def last_holder_plan(seed: int) -> Plan:
-    """Everybody who holds the state freezes or dies while newcomers wait, or come; as a rule the last one wakes up.
+    """Plans that all members that hold the state freeze or die while newcomers wait, or come; as a rule the last one
+    wakes up.
 
     Often that is after more than hang_timeout_s, seldom after more than last_holder_timeout_s.
     """
@@ -332,7 +346,9 @@ def last_holder_plan(seed: int) -> Plan:
 
 
 def blip_plan(seed: int) -> Plan:
-    """All connections of the only holder break at once while a newcomer waits for the boundary; everybody is well."""
+    """Plans that all connections of the only holder break at once while a newcomer waits for the boundary; all
+    processes are well.
+    """
     random = Random(seed)
     plan = random_plan(seed, ("join",), damage=0.0)
     at = random.uniform(0.1, 0.6)
@@ -347,7 +363,9 @@ def blip_plan(seed: int) -> Plan:
 
 
 def busy_plan(seed: int) -> Plan:
-    """Members on machines of their own compute for up to 1.3 s without a word, some while something else happens."""
+    """Plans that members on machines of their own compute for up to 1.3 s without a word, some while another fault
+    strikes.
+    """
     random = Random(seed * 17 + 3)
     plan = random_plan(seed, ("join",), damage=0.0)
     names = [n.name for n in plan.nodes if n.name.startswith("n")]

@@ -13,7 +13,9 @@ from lab.simulate.plans.members import half_sent_plan, random_plan
 from lab.simulate.training import Program
 
 _MEETINGS = 4.0
-"""A run takes so much longer at most: ranks that wait for a push and its version meet up to ten times per step."""
+"""Factor by which a run takes longer at most: ranks that wait for a push and its version meet up to ten times per
+step.
+"""
 _UNDER = (random_plan, learner_plan, half_sent_plan, learner_plan, crowd_plan, flapping_plan, *SPARSE[:1], calm_plan)
 
 
@@ -41,7 +43,7 @@ def outer_plan(seed: int) -> Plan:
 
 
 def waiting_plan(seed: int) -> Plan:
-    """The ranks wait for answers that take long, and all but one are asked to leave meanwhile."""
+    """Plans that the ranks wait for answers that take long, and all but one are asked to leave meanwhile."""
     random = Random(seed * 977 + 3)
     names = [f"n{i}" for i in range(random.randint(2, 4))]
     leavers = random.sample(names, len(names) - 1)
@@ -58,7 +60,7 @@ def waiting_plan(seed: int) -> Plan:
 
 
 def _later(random: Random, plan: Plan) -> Plan:
-    """The founders are there as before; what goes wrong, and who comes, is later, when versions are adopted."""
+    """Moves faults and newcomers to later moments, when versions are adopted; the founders are there as before."""
     seconds, slots = random.uniform(0.0, 0.7), random.randint(0, 30)
 
     def moved(fault: Fault) -> Fault:

@@ -31,7 +31,7 @@ def _trap(random: Random) -> tuple[str, int, int]:
 
 
 def scheduler_faults(random: Random, count: int, first: float = 0.02, last: float = 1.0) -> tuple[Fault, ...]:
-    """So many faults of schedulers and their store."""
+    """Draws `count` faults of schedulers and their store."""
     faults = []
     for _ in range(count):
         at, lasts = random.uniform(first, last), random.choice(LASTING_S)
@@ -56,7 +56,7 @@ def scheduler_faults(random: Random, count: int, first: float = 0.02, last: floa
 
 
 def _on(random: Random, plan: Plan, *more: Fault) -> Plan:
-    """This plan with schedulers that can fail."""
+    """Returns this plan with schedulers that can fail."""
     hosts = ("h0", "h1", "h2")
     return replace(
         plan,
@@ -71,14 +71,14 @@ def _on(random: Random, plan: Plan, *more: Fault) -> Plan:
 
 
 def failing_plan(seed: int) -> Plan:
-    """Anything."""
+    """Plans any mixture of faults of members, schedulers and stores."""
     random = Random(seed * 41 + 17)
     plan = random_plan(seed, MEMBERS, damage=0.02)
     return _on(random, plan, *scheduler_faults(random, random.randint(1, 4)))
 
 
 def aimed_plan(seed: int) -> Plan:
-    """The scheduler fails between the effects by which it answers a death, a join or a leave."""
+    """Plans that the scheduler fails between the effects by which it answers a death, a join or a leave."""
     random = Random(seed * 43 + 19)
     plan = random_plan(seed, ("kill", "kill-too", "freeze", "leave", "join", "join"), damage=0.0)
     moments = [f.at for f in plan.faults] + [s for s in plan.starts if s > 0.03] or [0.1]
@@ -89,7 +89,9 @@ def aimed_plan(seed: int) -> Plan:
 
 
 def waking_plan(seed: int) -> Plan:
-    """A leader stops between two effects, another one is elected, and the first wakes while some still talk to it."""
+    """Plans that a leader stops between two effects, another one is elected, and the first wakes while some members
+    still talk to it.
+    """
     random = Random(seed * 47 + 23)
     plan = random_plan(seed, ("kill", "freeze", "join", "join", "leave", "stream", "stream"), damage=0.0)
     at = random.uniform(0.05, 0.7)
@@ -118,7 +120,7 @@ def orphaned_plan(seed: int) -> Plan:
 
 
 def overlapping_plan(seed: int) -> Plan:
-    """A leader wakes up when another one has just been elected, and a member dies at that moment."""
+    """Plans that a leader wakes up when another one has just been elected, and a member dies at that moment."""
     random = Random(seed * 73 + 47)
     plan = random_plan(seed, ("join",), damage=0.0)
     at, lasts = random.uniform(0.1, 0.4), random.choice((0.32, 0.4, 0.5))
@@ -130,8 +132,9 @@ def overlapping_plan(seed: int) -> Plan:
 
 
 def lingering_plan(seed: int) -> Plan:
-    """A leader cannot reach its store, so that another one is elected; members and newcomers find now one, now the
-    other."""
+    """Plans that a leader cannot reach its store, so that another one is elected; members and newcomers find now one,
+    now the other.
+    """
     random = Random(seed * 59 + 31)
     plan = random_plan(seed, ("join", "join"), damage=0.0)
     at, count = random.uniform(0.05, 0.4), random.choice((1, 2))
@@ -153,7 +156,9 @@ def lingering_plan(seed: int) -> Plan:
 
 
 def promised_plan(seed: int) -> Plan:
-    """A link breaks and is made again, and the scheduler dies while all members wait for what they have promised."""
+    """Plans that a link breaks and is made again, and the scheduler dies while all members wait for the view that they
+    have promised.
+    """
     random = Random(seed * 71 + 43)
     plan = random_plan(seed, ("join",), damage=0.0)
     at = random.uniform(0.15, 0.6)
@@ -167,7 +172,8 @@ def promised_plan(seed: int) -> Plan:
 
 
 def forked_plan(seed: int) -> Plan:
-    """The scheduler dies with a view that excludes a member on its way to a store that is down, or just written.
+    """Plans that the scheduler dies with a view that excludes a member on its way to a store that is down, or just
+    written.
 
     Then the excluded one wakes, and the others, who were in that view, are frozen.
     """
@@ -179,7 +185,8 @@ def forked_plan(seed: int) -> Plan:
 
 
 def lost_plan(seed: int) -> Plan:
-    """The chain is lost with the scheduler's machine, some members die, stop or leave, and it is rebuilt.
+    """Plans that the chain is lost with the scheduler's machine, some members die, stop or leave, and the chain is
+    rebuilt.
 
     Nobody dies whom the others cannot spare: more than half of the members of the last view stay, with the state. No
     newcomer comes while nobody rebuilds.
@@ -209,7 +216,9 @@ def lost_plan(seed: int) -> Plan:
 
 
 def _another_store(seed: int, kind: str) -> tuple[Random, Plan, float]:
-    """A few founders and newcomers; at 0.4 s the store is copied, and at the moment given another one replaces it."""
+    """Plans a job of a few founders and newcomers; at 0.4 s, as a rule, the store is copied, and at the moment returned
+    another one replaces it.
+    """
     random = Random(seed * 83 + 59)
     plan = random_plan(seed, ("join", "two-joins"), damage=0.0)
     founders = [n for n in plan.nodes if n.name.startswith("n")][: random.choice((1, 2, 2, 3))]
@@ -229,12 +238,13 @@ def _another_store(seed: int, kind: str) -> tuple[Random, Plan, float]:
 
 
 def exchanged_plan(seed: int) -> Plan:
-    """As `restored_plan`, but whoever leads lives on as the older copy takes the place."""
+    """Plans as `restored_plan` does, but the present leader lives on as the older copy takes the place."""
     return restored_plan(seed, "exchanged")
 
 
 def restored_plan(seed: int, kind: str = "restored") -> Plan:
-    """The scheduler begins on an older copy of its store. Who was put out since may wake up then; others may be dead.
+    """Plans that the scheduler begins on an older copy of its store. Members that were put out since may wake up then;
+    others may be dead.
 
     In the end the operator brings the job's own store, or has the rest of the older one rebuilt.
     """
@@ -258,7 +268,9 @@ def restored_plan(seed: int, kind: str = "restored") -> Plan:
 
 
 def leftover_plan(seed: int) -> Plan:
-    """The scheduler begins on what a job by the same name has left the day before: the same names, ids and numbers."""
+    """Plans that the scheduler begins on a store that a job by the same name has left the day before: the same names,
+    ids and numbers.
+    """
     random, plan, at = _another_store(seed, "leftover")
     faults = list(plan.faults)
     if random.random() < 0.4:
@@ -272,7 +284,7 @@ def leftover_plan(seed: int) -> Plan:
 
 
 def strange_plan(seed: int) -> Plan:
-    """The control streams of all members break at once while a newcomer that has no link to them is there.
+    """Plans that the control streams of all members break at once while a newcomer that has no link to them is there.
 
     With no patience for silence, which would hide what the newcomer says.
     """

@@ -22,12 +22,12 @@ TRAPS = (
     "forward", "backward", "backward", "header", "header", "contribution", "committed", "entered", "report", "pull",
     "any", "any",
 )  # fmt: skip
-"""Where in a step, or in a recovery, a process is struck."""
+"""Kinds of effects, in a step or in a recovery, at which a process is struck."""
 _DEATHS = ("kill-trap", "kill-trap", "kill-trap", "kill-too", "freeze-trap", "slow-link")
 
 
 def staged_program(random: Random) -> Program:
-    """A model of a few layers, and a job of some steps."""
+    """Returns a model of a few layers, and a job of some steps."""
     micro_batches = random.randint(2, 6)
     layers = random.randint(2, 6)
     stages = random.randint(1, min(3, layers))
@@ -46,7 +46,7 @@ def staged_program(random: Random) -> Program:
 
 
 def staged_plan(seed: int, kinds: tuple[str, ...] = (*KINDS, *_DEATHS)) -> Plan:
-    """A job of two to five members with up to four faults of these kinds."""
+    """Plans a job of two to five members with up to four faults of these kinds."""
     random = Random(seed * 104_729 + 7)
     plan = random_plan(seed, kinds, damage=0.02)
     return replace(
@@ -59,7 +59,9 @@ def staged_plan(seed: int, kinds: tuple[str, ...] = (*KINDS, *_DEATHS)) -> Plan:
 
 
 def _aimed(random: Random, fault: Fault) -> Fault:
-    """The same at another place, if it is one; of a scheduler before any of its effects."""
+    """Returns the same fault at another effect, if it strikes at one; a fault of a scheduler strikes before any of its
+    effects.
+    """
     if fault.action in ("sched-crash", "sched-freeze") and random.random() < 0.8:
         return replace(fault, trap=("any", 0, random.randint(0, 20)))
     if fault.trap is None:
@@ -71,7 +73,7 @@ def _aimed(random: Random, fault: Fault) -> Fault:
 
 
 def _job(seed: int, count: int, *, stages: int = 2, min_nodes: int = 1, faults: tuple[Fault, ...] = ()) -> Plan:
-    """A job of so many members that come at once, each on a machine of its own."""
+    """Plans a job of `count` members that come at once, each on a machine of its own."""
     random = Random(seed * 7907 + 11)
     plan = random_plan(seed, ("join",), damage=0.0)
     program = Program(
@@ -102,7 +104,7 @@ def _slow(random: Random, count: int, lags_s: tuple[float, ...]) -> tuple[tuple[
 
 
 def rerun_plan(seed: int) -> Plan:
-    """One member dies, or freezes, anywhere in a step; others own its layers, too."""
+    """Plans that one member dies, or freezes, anywhere in a step; other members own its layers, too."""
     random = Random(seed * 31 + 1)
     count = random.choice((4, 5, 6))
     who = f"n{random.randrange(count)}"
@@ -113,7 +115,7 @@ def rerun_plan(seed: int) -> Plan:
 
 
 def founding_plan(seed: int) -> Plan:
-    """Something happens to founders before the first slot is committed."""
+    """Plans faults of founders before the first slot is committed."""
     random = Random(seed * 37 + 2)
     count = random.choice((3, 4, 5))
     victims = random.sample(range(count), random.choice((1, 1, 2)))
@@ -126,7 +128,9 @@ def founding_plan(seed: int) -> Plan:
 
 
 def leaving_plan(seed: int) -> Plan:
-    """An only owner of some layers leaves, and who gets them takes its time; meanwhile others may leave or die."""
+    """Plans that an only owner of some layers leaves, and the members that get them take their time; meanwhile others
+    may leave or die.
+    """
     random = Random(seed * 41 + 3)
     stages = random.choice((2, 3))
     count = stages + random.choice((0, 1, 1))
@@ -146,7 +150,9 @@ def leaving_plan(seed: int) -> Plan:
 
 
 def let_go_plan(seed: int) -> Plan:
-    """An only owner of some layers leaves, who gets them takes long, and a link breaks meanwhile, maybe twice."""
+    """Plans that an only owner of some layers leaves, the member that gets them takes long, and a link breaks
+    meanwhile, maybe twice.
+    """
     random = Random(seed * 83 + 13)
     plan = _job(seed, 3, stages=3, min_nodes=2)
     going, one, other = (f"n{i}" for i in random.sample(range(3), 3))
@@ -160,7 +166,9 @@ def let_go_plan(seed: int) -> Plan:
 
 
 def announced_plan(seed: int) -> Plan:
-    """A view is announced while a header of the one before is under way: members open a slot that it does not rule."""
+    """Plans that a view is announced while a header of the one before is under way: members open a slot that the
+    announced view does not rule.
+    """
     random = Random(seed * 43 + 4)
     count = random.choice((3, 4, 5))
     plan = _job(seed, count, min_nodes=1)
@@ -170,7 +178,9 @@ def announced_plan(seed: int) -> Plan:
 
 
 def torn_plan(seed: int) -> Plan:
-    """A header is through to some members only when its sender dies, alone or with another; or links break, too."""
+    """Plans that a header is through to some members only when its sender dies, alone or with another; or links break,
+    too.
+    """
     random = Random(seed * 47 + 5)
     count = random.choice((4, 5, 6))
     plan = _job(seed, count, min_nodes=count - 2)
@@ -186,7 +196,7 @@ def torn_plan(seed: int) -> Plan:
 
 
 def early_plan(seed: int) -> Plan:
-    """A member dies when tensors are under way, some of the next slot, and all are late."""
+    """Plans that a member dies when tensors are under way, some of the next slot, and all are late."""
     random = Random(seed * 53 + 6)
     count = random.choice((4, 5, 6))
     plan = _job(seed, count, min_nodes=count - 1)
@@ -199,8 +209,9 @@ def early_plan(seed: int) -> Plan:
 
 
 def moved_plan(seed: int) -> Plan:
-    """Parts have moved with a decision, and when the first step after it is through to some only, its sender dies with
-    another."""
+    """Plans that parts have moved with a decision, and when the first step after it is through to some members only,
+    its sender dies with another.
+    """
     random = Random(seed * 67 + 9)
     count = random.choice((5, 6, 7))
     plan = _job(seed, count, min_nodes=count - 2)
@@ -214,7 +225,7 @@ def moved_plan(seed: int) -> Plan:
 
 
 def frozen_plan(seed: int) -> Plan:
-    """The only holder of some layers freezes for long, and wakes; others hold the other layers."""
+    """Plans that the only holder of some layers freezes for long, and wakes; other members hold the other layers."""
     random = Random(seed * 59 + 7)
     count = random.choice((2, 3))
     plan = _job(seed, count, stages=count, min_nodes=1)
@@ -227,7 +238,7 @@ def frozen_plan(seed: int) -> Plan:
 
 
 def crowded_plan(seed: int) -> Plan:
-    """A member dies, and no plan fits those who are left until newcomers come."""
+    """Plans that a member dies, and no plan fits the remaining members until newcomers come."""
     random = Random(seed * 61 + 8)
     plan = _job(seed, 3, stages=2, min_nodes=1)
     at = random.uniform(0.2, 0.4)
@@ -242,7 +253,9 @@ def crowded_plan(seed: int) -> Plan:
 
 
 def sides_plan(seed: int) -> Plan:
-    """Links break so that members are in two parts for a while; one of these may hold all parts of the state."""
+    """Plans that links break so that members are in two parts for a while; one of these may hold all parts of the
+    state.
+    """
     random = Random(seed * 71 + 10)
     count = random.choice((3, 4, 5))
     plan = _job(seed, count, min_nodes=1)
@@ -253,14 +266,16 @@ def sides_plan(seed: int) -> Plan:
 
 
 def drifting_plan(seed: int) -> Plan:
-    """Parts drift at members; one member may die meanwhile."""
+    """Plans that parts drift at members; one member may die meanwhile."""
     random = Random(seed * 73 + 11)
     plan = rerun_plan(seed)
     return replace(plan, drift=random.choice((0.05, 0.3)), faults=plan.faults if random.random() < 0.7 else ())
 
 
 def parting_plan(seed: int) -> Plan:
-    """All leave at about the same time, and others are started in their places; one or two may die meanwhile."""
+    """Plans that all members leave at about the same time, and others are started in their places; one or two may die
+    meanwhile.
+    """
     random = Random(seed * 79 + 12)
     count = random.choice((2, 3, 4))
     plan = _job(seed, count, stages=random.randint(1, min(count, 3)), min_nodes=1)
@@ -281,7 +296,7 @@ def parting_plan(seed: int) -> Plan:
 
 
 def with_program(plan: Callable[[int], Plan], **fields: Any) -> Callable[[int], Plan]:
-    """The same plans with these fields of the program."""
+    """Returns the same plans with these fields of the program."""
 
     def changed(seed: int) -> Plan:
         made = plan(seed)
