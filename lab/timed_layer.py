@@ -1,4 +1,4 @@
-"""A layer that takes a given time: real tensors, little arithmetic, and sleep until a deadline.
+"""Layer that takes a given time: real tensors, little arithmetic, and sleep until a deadline.
 
 It needs torch alone, so that other programs may train the same layers as ours; see `timed_layers.py`.
 """
@@ -54,7 +54,7 @@ class _Entering(torch.autograd.Function):
 
 
 class TimedLayer(nn.Module):
-    """A residual layer that takes its time.
+    """Residual layer that takes a given time.
 
     Args:
         width: Features.

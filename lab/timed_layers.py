@@ -25,7 +25,7 @@ PARAMETERS = 3
 
 
 class TimedModel(LightningModule):  # type: ignore[misc]
-    """A chain of timed layers, all alike, with AdamW.
+    """Chain of timed layers, all alike, with AdamW.
 
     Args:
         layers: Their number.
@@ -57,7 +57,7 @@ class TimedModel(LightningModule):  # type: ignore[misc]
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
     def job(self, *, micro_batches: int, samples: int, owned: float) -> TrainingJob:
-        """Returns the planner's description; see `alike`."""
+        """Returns the planner's description of the model; see `alike`."""
         numbers, wide = self.width * (self.width + 1) + 1, 4 * samples * self.width
         layer = Layer(
             name="layers",

@@ -1,4 +1,4 @@
-"""`python -m lab.outer`: simulated outer jobs, from seeds (docs/outer.md)."""
+"""Runs `python -m lab.outer`: simulated outer jobs, from seeds (docs/outer.md)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _tell(seed: int, family: str, bug: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See `--help`."""
+    """Runs the command; see `--help`."""
     options = _options(argv)
     if options.list_bugs:
         for name, bug in BUGS.items():

@@ -1,4 +1,4 @@
-"""Many simulated outer jobs, on one process or several: a module of its own, since each process imports it."""
+"""Runs many simulated outer jobs, in one process or several: a module of its own, since each process imports it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def run_chunk(task: tuple[int, int, str, str]) -> list[Outcome]:
 
 
 def outcomes(start: int, count: int, family: str, bug: str, jobs: int) -> Iterator[list[Outcome]]:
-    """Chunks of outcomes, in the order of seeds."""
+    """Yields chunks of outcomes, in the order of seeds."""
     tasks = [(s, min(s + _CHUNK, start + count), family, bug) for s in range(start, start + count, _CHUNK)]
     return spread(run_chunk, tasks, jobs)

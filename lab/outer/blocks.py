@@ -1,4 +1,4 @@
-"""Content of a simulated shard, block by block: a text that does not depend on the shard boundaries (O15)."""
+"""Holds the content of a simulated shard, block by block: a text that does not depend on the shard boundaries (O15)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _BETWEEN = "|"
 
 
 def joined(blocks: Iterable[str]) -> str:
-    """The content of a run of blocks."""
+    """Returns the content of a run of blocks."""
     return _BETWEEN.join(blocks)
 
 
 def blocks_of(content: str) -> list[str]:
-    """The blocks of a content; none of "", which is no content."""
+    """Returns the blocks of a content; none of "", which is no content."""
     return content.split(_BETWEEN) if content else []
 
 
 def part_of(manifest: str, shard: Shard) -> str:
-    """The bytes of a push's part for a shard."""
+    """Returns the bytes of a push's part for a shard."""
     return joined(f"{manifest}@{block}" for block in range(shard.first, shard.stop))
 
 
 def put_together(wanted: Shard, found: Sequence[tuple[Shard, str]]) -> str:
-    """The content of a shard out of those of others, which hold all of it."""
+    """Returns the content of a shard, put together from the contents of others, which hold all of it."""
     blocks = {shard.first + place: block for shard, content in found for place, block in enumerate(blocks_of(content))}
     return joined(blocks[block] for block in range(wanted.first, wanted.stop))
 
 
 def grid_of(agreement: Agreement) -> Grid:
-    """The grid of a job."""
+    """Returns the grid of a job."""
     return Grid(tuple(tensor.elements for tensor in agreement.tensors), agreement.block)

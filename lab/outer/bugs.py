@@ -1,4 +1,4 @@
-"""Rules of docs/outer.md, each broken on purpose: the simulator must find every one of them.
+"""Breaks rules of docs/outer.md on purpose: the simulator must find every one of these bugs.
 
 Theory of operation. A bug is a part of a machine, or of the shell around one, that breaks one rule (planted.py), and a
 family of plans in which that shows. Where another rule's guard would mask it, the guard is off, too; then `control` has
@@ -19,7 +19,7 @@ from lab.outer.store import SAVING
 
 
 def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:
-    """Leaders with these parts in place of their own."""
+    """Returns a maker of leaders with these parts in place of their own."""
 
     def made(chain: OuterChain, term: int, followers: int) -> LeaderMachine:
         machine = LeaderMachine(chain, term, followers)
@@ -37,7 +37,7 @@ def _new_gate(chain: OuterChain, term: int, followers: int) -> LeaderMachine:
 
 
 def _reported(before: str) -> tuple[str, ...]:
-    """A file is reported before this step."""
+    """Returns the steps of saving a file in which the report comes before this step."""
     steps = [step for step in SAVING if step != "report"]
     at = steps.index(before)
     return (*steps[:at], "report", *steps[at:])
@@ -45,7 +45,7 @@ def _reported(before: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """One rule, broken.
+    """Planted bug: one rule, broken.
 
     Attributes:
         rule: As docs/outer.md has it.
@@ -234,4 +234,4 @@ BUGS = {
     ),
     "O16-early": Bug("O16", "the end does not wait for the disks", Machines(leader=_with(end=bad.EarlyEnding))),
 }
-"""By name."""
+"""Planted bugs, by name."""

@@ -1,4 +1,4 @@
-"""The outer state at a simulated rank of a cluster: sets in place of the tensors of outer/cluster/content.py.
+"""Models the outer state at a simulated rank of a cluster: sets in place of the tensors of outer/cluster/content.py.
 
 Theory of operation. Each inner step has a number. What was trained is a list of these, what a push holds is a set of
 them, and a codec with a residual leaves some out.
@@ -16,7 +16,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, PushAnswer, PushId, Ve
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The content of a push; equal manifests mean equal contents."""
+    """Content of a push; equal manifests mean equal contents."""
 
     base: VersionId
     steps: tuple[int, ...]
@@ -25,7 +25,8 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The push that was frozen last, until it is answered: what it takes in, and what the codec left out of that.
+    """Push that was frozen last, until it is answered: the inner steps that it takes in, and those of them that the
+    codec left out.
 
     Attributes:
         lone: Inner steps of it whose residual the rejection of an older push dropped since; lost if this one is void.
@@ -41,7 +42,7 @@ class _Last:
 
 @dataclass(slots=True)
 class Content:
-    """See the module. Methods that throw inner steps away return them.
+    """Outer state at a rank (see the module). Methods that throw inner steps away return them.
 
     Attributes:
         lossy: The codec has a residual.
@@ -61,7 +62,7 @@ class Content:
     pushes: dict[PushId, Pushed] = field(default_factory=dict)
 
     def freeze(self, push: PushId) -> None:
-        """Fixes a push; `encoded` is its content. What founds a job holds no progress."""
+        """Fixes the content of a push; `encoded` returns it. A push that founds a job holds no progress."""
         founds = self.base == NO_VERSION
         steps = () if founds else (*self.live, *self.residual)
         left = tuple(s for s in steps if self.lossy and Random(f"{push} {s}").random() < 0.3)
@@ -72,7 +73,7 @@ class Content:
             self.residual = list(left)
 
     def encoded(self) -> Pushed:
-        """The content of the push that was frozen last."""
+        """Returns the content of the push that was frozen last."""
         assert self.last is not None
         last = self.last
         # Long lists by their hash: a leader takes manifests of bounded length.
@@ -80,7 +81,7 @@ class Content:
         return Pushed(last.base, last.sent, f"{last.push}:{last.base}:{len(last.sent)}:{steps}")
 
     def settle(self, push: PushId, answer: PushAnswer) -> list[int]:
-        """Has progress and residual follow the answer to a push (O10)."""
+        """Lets progress and residual follow the answer to a push (O10)."""
         last, steps = self.last, self.pushes[push].steps
         own = last if last is not None and last.push == push else None
         if own is not None:
@@ -112,7 +113,7 @@ class Content:
         return gone
 
     def forget(self) -> list[int]:
-        """A new incarnation has no base; what is kept stays."""
+        """Begins a new incarnation, which has no base; kept pushes stay."""
         residual = self.residual if self.last is None else []  # what was left out before is in that push
         gone = [*self.live, *residual, *self._last_steps]
         self.base, self.live, self.residual, self.last = NO_VERSION, [], [], None
@@ -120,13 +121,13 @@ class Content:
 
     @property
     def held(self) -> set[int]:
-        """All inner steps that it knows of."""
+        """All inner steps that the rank knows of."""
         pushed = {s for pushed in self.pushes.values() for s in pushed.steps}
         return pushed | {*self.live, *self.residual, *self._last_steps}
 
     @property
     def _last_steps(self) -> tuple[int, ...]:
-        """Those of the push that was frozen last which `pushes` do not have."""
+        """Inner steps of the push that was frozen last which `pushes` do not have."""
         if self.last is None:
             return ()
         return self.last.left if self.last.push in self.pushes else (*self.last.sent, *self.last.left)

@@ -1,4 +1,4 @@
-"""Checks what must hold in a simulated outer job, whatever goes wrong (docs/outer.md).
+"""Checks the rules that must hold in a simulated outer job, whatever goes wrong (docs/outer.md).
 
 Theory of operation. The state of a block is a symbol: a digest of the entries and of the bytes that it was computed
 from, which anybody can compute again from the chain. A shard is a run of these, so that its content is compared
@@ -43,11 +43,11 @@ from lab.outer.store import Disk, digest_of
 
 
 class Violation(AssertionError):
-    """A rule was broken."""
+    """Error that a rule was broken."""
 
 
 def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
-    """A shard's state after this entry.
+    """Returns a shard's state after this entry.
 
     Args:
         content: Its state before; "": it holds none.
@@ -72,7 +72,7 @@ def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
 
 
 class Oracle:
-    """See the module.
+    """Oracle of a simulated outer job (see the module).
 
     Attributes:
         pushes: What each push covers: numbers of inner steps.
@@ -87,22 +87,22 @@ class Oracle:
         self.bases: dict[PushId, VersionId] = {}
         self.frozen_at: dict[PushId, float] = {}
         self.answers: set[tuple[PushId, PushAnswer]] = set()
-        """All that the chain ever gave."""
+        """Answers that the chain ever gave."""
         self.ended = False
         self.made = {NO_VERSION}
-        """All versions that were ever stored."""
+        """Versions that were ever stored."""
         self.discarded: set[int] = set()
         self.lost: set[int] = set()
         self.staged: set[tuple[str, PushId]] = set()
-        """Followers and the pushes that each of them has ever had."""
+        """Pairs of a follower and a push that it has ever had."""
         self.versions: dict[tuple[VersionId, int], str] = {}
         self.in_a_row: Counter[str] = Counter()
-        """Pushes of a cluster that were rejected since the last accepted one."""
+        """Number of pushes of each cluster that were rejected since the last accepted one."""
         self.counted: set[int] = set()
         """Inner steps that the newest version holds."""
 
     def frozen(self, push: PushId, content: Pushed, now: float) -> None:
-        """A cluster, or a rank of one, has fixed the content of a push."""
+        """Checks a push whose content a cluster, or a rank of one, has fixed."""
         if self.manifests.setdefault(push, content.manifest) != content.manifest:
             raise Violation(f"push {push} stands for two contents (O3)")
         if len(set(content.steps)) < len(content.steps):
@@ -111,7 +111,7 @@ class Oracle:
         self.frozen_at.setdefault(push, now)
 
     def stored(self, chain: OuterChain, entry: Entry, disks: Mapping[str, Disk]) -> None:
-        """An entry is durable; `chain` has followed it."""
+        """Checks an entry that is durable; `chain` has followed it."""
         self._answered(entry)
         if isinstance(entry.body, Durable | Cut):
             for mark in chain.durable[-1:] if isinstance(entry.body, Durable) else chain.durable:
@@ -139,7 +139,8 @@ class Oracle:
             self._counts(chain)
 
     def leased(self, chain: OuterChain, body: Leased, known: Mapping[str, Batches]) -> None:
-        """A cluster is leased whole steps, but for what nobody could make a whole step of (O11).
+        """Checks that a cluster is leased whole steps, but for positions of which no cluster could make a whole step
+        (O11).
 
         Args:
             chain: Has the entry.
@@ -157,7 +158,9 @@ class Oracle:
             raise Violation(f"{body.incarnation} is leased {size} positions, no whole steps of {batches.step} (O11)")
 
     def ordered(self, chain: OuterChain, entry: Entry) -> None:
-        """A push is taken after all before it, and its base holds of its cluster what stands (O3); before it counts."""
+        """Checks that a push is taken after all before it, and that its base holds all pushes of its cluster that stand
+        (O3); called before it counts.
+        """
         standing = {push for version in chain.line() for push in version.pushes}
         for offer in entry.offers:
             push, who = offer.push, offer.push.incarnation
@@ -170,7 +173,7 @@ class Oracle:
                 raise Violation(f"{push} is accepted, and its base and what stands do not both hold {other[0]} (O3)")
 
     def _answered(self, entry: Entry) -> None:
-        """Checks what the chain says of pushes."""
+        """Checks the answers to pushes in an entry of the chain."""
         body = entry.body
         self.made.add(entry.version)
         self.ended = self.ended or isinstance(body, Ended)
@@ -183,12 +186,14 @@ class Oracle:
             self.answers.update((refusal.offer.push, PushAnswer.REJECTED) for refusal in body.rejected)
 
     def ends(self, body: Ended, reopened: Collection[PushId]) -> None:
-        """Only an operator ends a job before what a rollback made unanswered is answered anew (O5a, O16)."""
+        """Checks that only an operator ends a job before pushes that a rollback made unanswered are answered anew (O5a,
+        O16).
+        """
         if reopened and "operator" not in body.reason:
             raise Violation(f"the job ends ({body.reason}), and {min(reopened)} was accepted once (O5a)")
 
     def judged(self, before: GateState, body: Round, settings: OuterSettings) -> None:
-        """Checks what the gate has seen after a round, with the state from before it (O12)."""
+        """Checks the gate's counts after a round, with its state from before the round (O12)."""
         if settings.policy != "robust":
             return
         whole = sum(weighed.part == 1.0 for weighed in body.accepted)
@@ -201,7 +206,7 @@ class Oracle:
             )
 
     def refused(self, body: Round, most: int) -> None:
-        """Checks that no cluster is shut out: so many of its pushes in a row are rejected at most (O12)."""
+        """Checks that no cluster is shut out: at most `most` of its pushes in a row are rejected (O12)."""
         for weighed in body.accepted:
             self.in_a_row[weighed.offer.push.incarnation.cluster] = 0
         for refusal in body.rejected:
@@ -211,7 +216,7 @@ class Oracle:
                 raise Violation(f"round {body.number} rejects more than {most} pushes of {cluster} in a row (O12)")
 
     def _sums(self, chain: OuterChain, entry: Entry) -> None:
-        """A summary says what the entries before it do, and all that somebody may ask for (O1a)."""
+        """Checks that a summary says all that the entries before it do, as far as it may be asked for (O1a)."""
         said = OuterChain()
         said.follow(entry)
         for name in (
@@ -249,7 +254,7 @@ class Oracle:
                 raise Violation(f"{version} is marked durable and is not on the disk of {name} (O6)")
 
     def told(self, message: PushAnswered) -> None:
-        """A cluster hears what became of its push."""
+        """Checks an answer that a cluster hears to its push."""
         if message.version not in self.made:
             raise Violation(f"{message.push} is told {message.version}, which is not stored (O1)")
         voided = self.ended and message.answer is PushAnswer.VOID  # by the end, which names no push
@@ -257,7 +262,9 @@ class Oracle:
             raise Violation(f"{message.push} is told to be {message.answer}, which no entry says (O3)")
 
     def _counts(self, chain: OuterChain) -> None:
-        """Each push and each inner step in at most one round that stands, nothing discarded among them."""
+        """Checks that each push and each inner step is in at most one round that stands, and no discarded one among
+        them.
+        """
         seen: dict[int, PushId] = {}
         counted: set[PushId] = set()
         spent: dict[int, list[Span]] = {}
@@ -281,13 +288,13 @@ class Oracle:
             raise Violation(f"inner step {min(wrong)} was discarded and counts in {seen[min(wrong)]} (O10)")
 
     def stands(self, version: VersionId, shard: Shard, content: str) -> None:
-        """A follower's shard is at this version."""
+        """Checks a follower's shard that is at this version."""
         for block, symbol in enumerate(blocks_of(content), shard.first):
             if self.versions.setdefault((version, block), symbol) != symbol:
                 raise Violation(f"block {block} of {version} was computed twice with two contents (O1)")
 
     def adopted(self, version: VersionId, contents: Sequence[str]) -> None:
-        """A cluster has taken over a version from all shards."""
+        """Checks a version that a cluster has taken over from all shards."""
         symbols = [symbol for content in contents for symbol in blocks_of(content)]
         known = [self.versions.get((version, block)) for block in range(len(symbols))]
         if symbols != known or (version, len(symbols)) in self.versions:

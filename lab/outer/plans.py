@@ -1,4 +1,6 @@
-"""Plans of simulated outer jobs: who takes part, how fast they are, and what goes wrong when; each from a seed."""
+"""Draws plans of simulated outer jobs, each from a seed: their processes, how fast these are, and the faults that
+strike them.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,26 @@ AWAY_LIMIT_S = 2000.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that goes wrong at a time (virtual s)."""
+    """Fault that strikes at a time (virtual s)."""
 
     at: float
     action: str
-    """"leader", "follower", "cluster" (killed; a follower is started again), "leader-effect", "follower-effect",
-    "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again), "freeze-leader",
-    "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "doubt" (it stores, and its
-    answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are killed), "away"
-    (the same, and none of them is started again for so long), "recut" (the same, and a start with other followers: "f3"
-    asks for three, "" for nothing), "full" (a disk), "damage" (the newest durable file; "damage-both": both), "leave",
-    "end" (an operator asks for it); of an elastic cluster: "rank" (killed), "rank-effect", "freeze-rank", "rank-join",
-    "take-back" (a commit goes back)."""
+    """Kind of fault: "leader", "follower", "cluster" (killed; a follower is started again), "leader-effect",
+    "follower-effect", "cluster-effect" (killed between two effects), "again" (a cluster is killed and started again),
+    "freeze-leader", "freeze-follower", "freeze-cluster", "stream" (a cluster's is cut), "store" (fails), "doubt" (it
+    stores, and its answers are lost), "older" (an older copy takes its place), "server" (leader and all followers are
+    killed), "away" (the same, and none of them is started again for so long), "recut" (the same, and a start with other
+    followers: "f3" asks for three, "" for nothing), "full" (a disk), "damage" (the newest durable file; "damage-both":
+    both), "leave", "end" (an operator asks for it); of an elastic cluster: "rank" (killed), "rank-effect",
+    "freeze-rank", "rank-join", "take-back" (a commit goes back).
+    """
     name: str = ""
     lasts: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run.
+    """Plan of one run.
 
     Attributes:
         seed: Of all chance.
@@ -66,12 +69,14 @@ class Plan:
 
     @property
     def sums(self) -> tuple[int, int]:
-        """Entries between two summaries of the chain, and versions in a summary (outer/rules/summaries.py)."""
+        """Number of entries between two summaries of the chain, and of versions in a summary
+        (outer/rules/summaries.py).
+        """
         return 20 + self.seed % 31, 2 + self.seed % 7
 
 
 def any_plan(seed: int) -> Plan:
-    """A plan of this seed."""
+    """Plans any job and faults by this seed."""
     random = Random(seed)
     settings = OuterSettings(
         policy=random.choice(("robust", "robust", "sync", "async", "di_ps")),
@@ -112,7 +117,7 @@ def _fault(random: Random, action: str, clusters: Sequence[ClusterSpec], followe
 
 
 def fragile_plan(seed: int) -> Plan:
-    """Clusters die in the middle of pushes, and followers with them."""
+    """Plans that clusters die in the middle of pushes, and followers with them."""
     random = Random(seed)
     plan = any_plan(seed)
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.05)) for i in range(4))
@@ -122,7 +127,7 @@ def fragile_plan(seed: int) -> Plan:
 
 
 def rolled_plan(seed: int) -> Plan:
-    """Clusters die with a follower, and others are away while that is rolled back."""
+    """Plans that clusters die with a follower, and others are away while that is rolled back."""
     random, plan = Random(seed), fragile_plan(seed)
     faults = []
     for spec in plan.clusters[1:]:
@@ -133,7 +138,7 @@ def rolled_plan(seed: int) -> Plan:
 
 
 def frozen_plan(seed: int) -> Plan:
-    """Leaders stand still, others take over, and they wake; followers are started again meanwhile."""
+    """Plans that leaders stand still, others take over, and they wake; followers are started again meanwhile."""
     random = Random(seed)
     at, faults = 0.5, []
     for _ in range(3):
@@ -147,7 +152,7 @@ def frozen_plan(seed: int) -> Plan:
 
 
 def unheard_plan(seed: int) -> Plan:
-    """Leaders die again and again between what they store and what they say of it."""
+    """Plans that leaders die again and again after they stored an answer and before they tell it."""
     random, plan = Random(seed), any_plan(seed)
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.04)) for i in range(2))
     faults = tuple(Fault(0.5 + 0.7 * turn + random.uniform(0.0, 0.5), "leader-effect") for turn in range(12))
@@ -155,7 +160,9 @@ def unheard_plan(seed: int) -> Plan:
 
 
 def batches_plan(seed: int) -> Plan:
-    """Clusters train unlike batches, of which none may be a single sample, or all must be whole; epochs do not fit."""
+    """Plans that clusters train unlike batches, of which none may be a single sample, or all must be whole; epochs do
+    not fit.
+    """
     random, plan = Random(seed), any_plan(seed)
     clusters = []
     for spec in plan.clusters:
@@ -166,12 +173,12 @@ def batches_plan(seed: int) -> Plan:
 
 
 def poisoned_plan(seed: int) -> Plan:
-    """Many pushes are not finite."""
+    """Plans that many pushes are not finite."""
     return replace(any_plan(seed), poison=0.25)
 
 
 def own_plan(seed: int) -> Plan:
-    """Each cluster has its own data: the oldest one's verdict ends the job, or an operator does."""
+    """Plans that each cluster has its own data: the oldest one's verdict ends the job, or an operator does."""
     random, plan = Random(seed), any_plan(seed)
     clusters = tuple(replace(spec, loop=random.randint(60, 160)) for spec in plan.clusters)
     faults = plan.faults
@@ -181,7 +188,7 @@ def own_plan(seed: int) -> Plan:
 
 
 def strange_plan(seed: int) -> Plan:
-    """Clusters of another job come by."""
+    """Plans that clusters of another job come by."""
     random, plan = Random(seed), any_plan(seed)
     starts = [random.choice((0.0, random.uniform(0.0, 6.0))) for _ in range(2)]  # one may be the first of all
     strangers = [ClusterSpec(f"x{i}", start, 0.05, strange=True) for i, start in enumerate(starts)]
@@ -189,7 +196,7 @@ def strange_plan(seed: int) -> Plan:
 
 
 def damaged_plan(seed: int) -> Plan:
-    """Disks fill, and files are damaged while followers are away."""
+    """Plans that disks fill, and files are damaged while followers are away."""
     random, plan = Random(seed), any_plan(seed)
     actions = ["full", "damage", "damage", "damage", "server"]
     faults = [_fault(random, random.choice(actions), plan.clusters, plan.followers) for _ in range(5)]
@@ -199,7 +206,9 @@ def damaged_plan(seed: int) -> Plan:
 
 
 def recut_plan(seed: int) -> Plan:
-    """The server is stopped and started with other followers; a start may be killed. Disks fill, files get damaged."""
+    """Plans that the server is stopped and started with other followers; a start may be killed. Disks fill, files get
+    damaged.
+    """
     random, plan = Random(seed), any_plan(seed)
     faults = [
         Fault(random.uniform(0.5, 8.0), "recut", random.choice(("f1", "f2", "f3", "f4", "f1", "f2", "f3", "g2", "")))
@@ -216,7 +225,7 @@ def recut_plan(seed: int) -> Plan:
 
 
 def passed_plan(seed: int) -> Plan:
-    """Followers die again and again, also between what they write and what they say of it."""
+    """Plans that followers die again and again, also after they wrote a file and before they report it."""
     random, plan = Random(seed), any_plan(seed)
     faults = []
     for _ in range(10):
@@ -226,7 +235,7 @@ def passed_plan(seed: int) -> Plan:
 
 
 def thawed_plan(seed: int) -> Plan:
-    """Clusters stand still for so long that they are removed, and wake."""
+    """Plans that clusters stand still for so long that they are removed, and wake."""
     random, plan = Random(seed), any_plan(seed)
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(3))
     faults = [
@@ -238,7 +247,7 @@ def thawed_plan(seed: int) -> Plan:
 
 
 def holders_plan(seed: int) -> Plan:
-    """Clusters stand still while followers lose what they had of their pushes."""
+    """Plans that clusters stand still while followers lose the bytes that they had of the clusters' pushes."""
     random, plan = Random(seed), any_plan(seed)
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2))
     faults = []
@@ -250,19 +259,21 @@ def holders_plan(seed: int) -> Plan:
 
 
 def fickle_plan(seed: int) -> Plan:
-    """Clusters offer other bytes under their numbers, too."""
+    """Plans that clusters offer other bytes under their numbers, too."""
     plan = any_plan(seed)
     return replace(plan, clusters=tuple(replace(spec, fickle=True) for spec in plan.clusters))
 
 
 def older_plan(seed: int) -> Plan:
-    """An older copy of the store takes its place."""
+    """Plans that an older copy of the store takes its place."""
     random, plan = Random(seed), any_plan(seed)
     return replace(plan, faults=(Fault(random.uniform(2.0, 5.0), "older"),))
 
 
 def away_plan(seed: int) -> Plan:
-    """The whole server is away for ten minutes; somebody may die, come again, stand still or leave meanwhile."""
+    """Plans that the whole server is away for ten minutes; a cluster may die, come again, stand still or leave
+    meanwhile.
+    """
     random, plan = Random(seed), any_plan(seed)
     at, shared = random.uniform(6.0, 12.0), random.random() < 0.5
     loop = 0 if shared else random.randint(900, 1300)
@@ -277,7 +288,9 @@ def away_plan(seed: int) -> Plan:
 
 
 def elastic_plan(seed: int) -> Plan:
-    """A cluster is an elastic job itself, whose ranks die, stand still and come, and whose commits are taken back."""
+    """Plans that a cluster is an elastic job itself, whose ranks die, stand still and come, and whose commits are taken
+    back.
+    """
     random, plan = Random(seed), any_plan(seed)
     clusters = (
         ClusterSpec("c0", 0.0, random.uniform(0.02, 0.06)),
@@ -295,7 +308,7 @@ def elastic_plan(seed: int) -> Plan:
 
 
 def newcomers_plan(seed: int) -> Plan:
-    """Nothing goes wrong, all wait for all, and newcomers take long to fetch what they begin with."""
+    """Plans that nothing goes wrong, all wait for all, and newcomers take long to fetch their first version."""
     random = Random(seed)
     settings = replace(any_plan(seed).settings, policy="sync", staleness_cap=0)
     old = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2)]
@@ -304,7 +317,9 @@ def newcomers_plan(seed: int) -> Plan:
 
 
 def far_plan(seed: int) -> Plan:
-    """Nothing goes wrong, and some clusters take longer to fetch a version than many rounds of the others take."""
+    """Plans that nothing goes wrong, and some clusters take longer to fetch a version than many rounds of the others
+    take.
+    """
     random = Random(seed)
     fast = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2)]
     far = [ClusterSpec(f"n{i}", random.uniform(0.0, 1.0), 0.05, fetch_s=random.uniform(1.0, 2.0)) for i in range(2)]
@@ -316,7 +331,9 @@ def far_plan(seed: int) -> Plan:
 
 
 def slow_plan(seed: int) -> Plan:
-    """A cluster is a hundred times slower than the others, so the chain is cut beyond its base while it trains."""
+    """Plans that a cluster is a hundred times slower than the others, so the chain is cut beyond its base while it
+    trains.
+    """
     random = Random(seed)
     fast = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.03)) for i in range(2)]
     slow = ClusterSpec("s0", random.uniform(0.0, 0.5), random.uniform(2.0, 3.0), random.random() < 0.8)
@@ -329,7 +346,7 @@ def slow_plan(seed: int) -> Plan:
 
 
 def windows_plan(seed: int) -> Plan:
-    """Many clusters of unequal speed, whose pushes come one after the other."""
+    """Plans many clusters of unequal speed, whose pushes come one after the other."""
     random = Random(seed)
     settings = replace(any_plan(seed).settings, policy=random.choice(("robust", "di_ps")))
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.choice((0.02, 0.04, 0.08))) for i in range(5))
@@ -337,7 +354,7 @@ def windows_plan(seed: int) -> Plan:
 
 
 def turned_plan(seed: int) -> Plan:
-    """All that one cluster says is against the others and the momentum, while leaders take over."""
+    """Plans that all pushes of one cluster are contrary to the others and the momentum, while leaders take over."""
     random = Random(seed)
     settings = replace(any_plan(seed).settings, policy="robust", gate_again=random.choice((2, 4)), gate_limit=99.0)
     names = ("c0", "c1", "c2", TURNED)
@@ -347,7 +364,7 @@ def turned_plan(seed: int) -> Plan:
 
 
 def all_plan(seed: int) -> Plan:
-    """Returns plans of all families in turn."""
+    """Returns the plan of the family whose turn it is."""
     names = [name for name in FAMILIES if name != "all"]
     return FAMILIES[names[seed % len(names)]](seed)
 
@@ -378,4 +395,4 @@ FAMILIES: dict[str, Callable[[int], Plan]] = {
     "windows": windows_plan,
     "turned": turned_plan,
 }
-"""By name."""
+"""Families of plans, by name."""

@@ -1,4 +1,4 @@
-"""Machines of outer sync and parts of them, each with one rule of docs/outer.md broken; what bugs.py plants."""
+"""Machines of outer sync and parts of them, each with one rule of docs/outer.md broken; bugs.py plants them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from lab.outer.store import ChainStore
 
 
 class EarlyLeader(LeaderMachine):
-    """It tells answers before they are stored."""
+    """Leader that tells answers before they are stored."""
 
     def _turn(self) -> None:
         super()._turn()
@@ -62,7 +62,7 @@ class EarlyLeader(LeaderMachine):
 
 
 class OneShardPushes(Pushes):
-    """It takes a push that one shard has for one that all have."""
+    """Pushes of a leader that takes a push that one shard has for one that all have."""
 
     def staged(self) -> list[Offer]:
         if not self._desk.chain.founded:
@@ -79,7 +79,7 @@ class OneShardPushes(Pushes):
 
 
 class FreeingPushes(Pushes):
-    """It frees pushes once a round has them."""
+    """Pushes of a leader that frees them once a round has them."""
 
     def free(self, whom: Iterable[IncarnationId]) -> None:
         for who in whom:
@@ -89,14 +89,14 @@ class FreeingPushes(Pushes):
 
 
 class HastyAttendance(Attendance):
-    """After a takeover it waits for nobody."""
+    """Attendance that waits for no cluster after a takeover."""
 
     def _patience_s(self, who: IncarnationId) -> float:
         return 0.0
 
 
 class ForgetfulCluster(ClusterMachine):
-    """It gives its open push up when its stream breaks."""
+    """Cluster that gives its open push up when its stream breaks."""
 
     def on(self, event: ClusterEvent, *, resting: bool = True) -> list[ClusterEffect]:
         if isinstance(event, Connected):
@@ -105,7 +105,7 @@ class ForgetfulCluster(ClusterMachine):
 
 
 class HomegoingCluster(ClusterMachine):
-    """One that comes in anew after the job's end goes home without its last version."""
+    """Cluster that comes in anew after the job's end and goes home without its last version."""
 
     def _on_finished(self, version: VersionId, reason: str) -> None:
         if self.base == NO_VERSION:
@@ -115,7 +115,7 @@ class HomegoingCluster(ClusterMachine):
 
 
 class EarlyEnding(Ending):
-    """It does not wait for the disks."""
+    """End of a job that does not wait for the disks."""
 
     def next_end(self) -> Ended | None:
         super().next_end()
@@ -123,35 +123,35 @@ class EarlyEnding(Ending):
 
 
 class OpenAttendance(Attendance):
-    """Does not compare clusters that waited before the job was opened with it."""
+    """Attendance that does not compare clusters that waited before the job was opened with it."""
 
     def again(self) -> list[tuple[int, ClusterHello]]:
         return []
 
 
 class WaitingLeader(LeaderMachine):
-    """Its records wait for the disk as its rounds do."""
+    """Leader whose records wait for the disk as its rounds do."""
 
     def _next(self) -> Body | None:
         return None if self.chain.ahead >= AHEAD else super()._next()
 
 
 class ImpatientLeader(LeaderMachine):
-    """It waits for nobody, whatever only that one holds."""
+    """Leader that waits for no cluster, whatever that one alone holds."""
 
     def _holds_alone(self, who: IncarnationId) -> bool:
         return False
 
 
 class TrustingDesk(LeaderDesk):
-    """It goes on though somebody knows more than its chain."""
+    """Outbox of a leader that goes on though another process knows more than its chain."""
 
     def lacks(self, term: int, *versions: VersionId, answered: PushId | None = None) -> str:
         return ""
 
 
 class UnshownShards(Shards):
-    """Followers obey before their start is stored."""
+    """Shards whose followers obey before their start is stored."""
 
     def next_start(self, offers: Iterable[Offer]) -> Started | None:
         for name, follower in self.followers.items():
@@ -161,7 +161,7 @@ class UnshownShards(Shards):
 
 
 class LaxShards(Shards):
-    """Takes what is staged for what was offered."""
+    """Shards that take what is staged for what was offered."""
 
     def have(self, offer: Offer) -> bool:
         return all(offer.push in follower.staged for follower in self.up())
@@ -171,7 +171,7 @@ class LaxShards(Shards):
 
 
 class RepeatingPushes(Pushes):
-    """A push that was answered is taken for a new one."""
+    """Pushes of a leader that takes an answered push for a new one."""
 
     def on_offer(self, offer: Offer) -> bool:
         cluster = self._attendance.clusters.get(offer.push.incarnation)
@@ -192,7 +192,7 @@ class RepeatingPushes(Pushes):
 
 
 class ForgetfulPushes(RepeatingPushes):
-    """A push is taken for a new one if another leader accepted it."""
+    """Pushes of a leader that takes a push for a new one if another leader accepted it."""
 
     def _forgotten(self, push: PushId) -> bool:
         given = self._desk.chain.incarnations[push.incarnation].answers.get(push.number)
@@ -201,7 +201,7 @@ class ForgetfulPushes(RepeatingPushes):
 
 
 class JumpingPushes(RepeatingPushes):
-    """Pushes are taken in any order."""
+    """Pushes of a leader that takes them in any order."""
 
     def _forgotten(self, push: PushId) -> bool:
         known = self._desk.chain.incarnations[push.incarnation]
@@ -209,7 +209,7 @@ class JumpingPushes(RepeatingPushes):
 
 
 class ChangingPushes(Pushes):
-    """Other bytes under a number that is offered take the place of the first ones."""
+    """Pushes of a leader at which other bytes under a number that is offered take the place of the first ones."""
 
     def on_offer(self, offer: Offer) -> bool:
         cluster = self._attendance.clusters.get(offer.push.incarnation)
@@ -219,7 +219,7 @@ class ChangingPushes(Pushes):
 
 
 class UnrecordedPushes(Pushes):
-    """A push that is void is told so, and nothing is stored."""
+    """Pushes of a leader that tells a void push so, and stores nothing."""
 
     def next_round(self) -> Round | Voided | None:
         decided = super().next_round()
@@ -230,7 +230,7 @@ class UnrecordedPushes(Pushes):
 
 
 class LatePushes(Pushes):
-    """Pushes of those that are removed are taken, too."""
+    """Pushes of a leader that takes those of removed clusters, too."""
 
     def on_offer(self, offer: Offer) -> bool:
         cluster = self._attendance.clusters.get(offer.push.incarnation)
@@ -243,7 +243,7 @@ class LatePushes(Pushes):
 
 
 class LateAttendance(Attendance):
-    """Keeps removed clusters in, and does not tell them."""
+    """Attendance that keeps removed clusters in, and does not tell them."""
 
     def living(self) -> list[IncarnationId]:
         return [*self.clusters]
@@ -260,7 +260,7 @@ class LateAttendance(Attendance):
 
 
 class LaxRounds(Rounds):
-    """Lets in pushes of clusters that are not in the job."""
+    """Rounds that let in pushes of clusters that are not in the job."""
 
     def _objection(self, offer: Offer) -> str:
         words = super()._objection(offer)
@@ -268,21 +268,21 @@ class LaxRounds(Rounds):
 
 
 class UnbasedRounds(Rounds):
-    """Does not look at what a push's base holds of its cluster."""
+    """Rounds that do not check which pushes of its cluster a push's base holds."""
 
     def _objection(self, offer: Offer) -> str:
         return self._chain.leases.objection(offer) if self._chain.leases is not None else ""
 
 
 class UncheckedRounds(Rounds):
-    """Neither that nor what it covers is."""
+    """Rounds that check neither a push's base nor the samples that it covers."""
 
     def _objection(self, offer: Offer) -> str:
         return ""
 
 
 class UnleasedRounds(Rounds):
-    """Does not look at what a push covers."""
+    """Rounds that do not check which samples a push covers."""
 
     def _objection(self, offer: Offer) -> str:
         words = super()._objection(offer)
@@ -290,22 +290,22 @@ class UnleasedRounds(Rounds):
 
 
 class RefusingRounds(Rounds):
-    """Rejects pushes that a rollback opened again."""
+    """Rounds that reject pushes that a rollback opened again."""
 
     def _objection(self, offer: Offer) -> str:
         return "it was taken before" if offer.push in self._chain.reopened else super()._objection(offer)
 
 
 class RefusingUnleasedRounds(RefusingRounds, UnleasedRounds):
-    """And what a push covers is not looked at."""
+    """Rounds that, moreover, do not check which samples a push covers."""
 
 
 class RefusingUncheckedRounds(RefusingRounds, UncheckedRounds):
-    """And nothing of a push is looked at."""
+    """Rounds that, moreover, check nothing of a push."""
 
 
 class LearningRounds(Rounds):
-    """The gate learns from what it rejects."""
+    """Rounds whose gate learns from pushes that it rejects."""
 
     def _decide(
         self,
@@ -323,7 +323,7 @@ class LearningRounds(Rounds):
 
 
 class ShuttingRounds(Rounds):
-    """The gate forgets whom it has refused."""
+    """Rounds whose gate forgets which clusters it has refused."""
 
     def _decide(
         self,
@@ -339,7 +339,7 @@ class ShuttingRounds(Rounds):
 
 
 class WindingRounds(Rounds):
-    """Each arrival puts the deadline off."""
+    """Rounds in which each arrival puts the deadline off."""
 
     def next(
         self,
@@ -358,7 +358,7 @@ class WindingRounds(Rounds):
 
 
 class WaitingAttendance(Attendance):
-    """Newcomers that have no version yet are waited for."""
+    """Attendance that waits for newcomers that have no version yet."""
 
     def training(self) -> set[IncarnationId]:
         return super().training() | {who for who in self.living() if self.clusters[who].base == NO_VERSION}
@@ -368,7 +368,7 @@ class WaitingAttendance(Attendance):
 
 
 class GreedyLeases(Leases):
-    """Takes leased positions for free ones."""
+    """Leases that take leased positions for free ones."""
 
     def _free(self, state: object) -> tuple[tuple[int, int], ...]:
         leased, state.leased = state.leased, {}  # type: ignore[attr-defined]
@@ -378,7 +378,7 @@ class GreedyLeases(Leases):
 
 
 class PartLeases(Leases):
-    """Parts of steps are leased."""
+    """Leases of parts of steps."""
 
     def grant(
         self,
@@ -391,14 +391,14 @@ class PartLeases(Leases):
 
 
 class GivingLeases(Leases):
-    """A rollback gives back what pushes cover that are offered again."""
+    """Leases of which a rollback gives back those of pushes that are offered again."""
 
     def rollback(self, body: RolledBack) -> None:
         super().rollback(replace(body, lost=tuple(self._accepted)))
 
 
 def chain_with(leases: type[Leases]) -> type[OuterChain]:
-    """A chain whose leases are these."""
+    """Returns a chain whose leases are these."""
 
     class Planted(OuterChain):
         def follow(self, entry: Entry) -> None:
@@ -410,7 +410,7 @@ def chain_with(leases: type[Leases]) -> type[OuterChain]:
 
 
 class ForgettingChain(OuterChain):
-    """A rollback takes joins back, and their leases."""
+    """Chain in which a rollback takes joins back, and their leases."""
 
     def _roll_back(self, made: VersionId, entry: Entry, body: RolledBack) -> None:
         super()._roll_back(made, entry, body)
@@ -421,7 +421,7 @@ class ForgettingChain(OuterChain):
 
 
 class SilentChain(OuterChain):
-    """A rollback makes no version."""
+    """Chain in which a rollback makes no version."""
 
     def _version(self, entry: Entry, body: Founded | Round | RolledBack) -> None:
         super()._version(entry, body)
@@ -430,7 +430,7 @@ class SilentChain(OuterChain):
 
 
 class OpenStore(ChainStore):
-    """Writes are not compared by their terms."""
+    """Store that does not compare writes by their terms."""
 
     def append(self, entry: Entry) -> str:
         term, self.term = self.term, entry.term
@@ -443,7 +443,7 @@ class OpenStore(ChainStore):
 
 
 class HoardingFollower(FollowerMachine):
-    """It keeps pushes that no round will ever take."""
+    """Follower that keeps pushes that no round will ever take."""
 
     def _hear(self, message: ToFollower) -> None:
         if not isinstance(message, DropPush):
@@ -451,7 +451,7 @@ class HoardingFollower(FollowerMachine):
 
 
 class PassedFollower(FollowerMachine):
-    """If a mark passes the version where it stands, it computes on from there."""
+    """Follower that computes on from its own version if a mark passes that."""
 
     def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()
@@ -459,7 +459,7 @@ class PassedFollower(FollowerMachine):
 
 
 class NewestFileFollower(FollowerMachine):
-    """It starts from its own newest file."""
+    """Follower that starts from its own newest file."""
 
     def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()
@@ -471,7 +471,7 @@ class NewestFileFollower(FollowerMachine):
 
 
 class NumberedFollower(NewestFileFollower):
-    """It starts from its own newest file, and tells versions apart by their numbers alone."""
+    """Follower that starts from its own newest file, and tells versions apart by their numbers alone."""
 
     def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()
@@ -484,7 +484,7 @@ class NumberedFollower(NewestFileFollower):
 
 
 class ChasingCluster(ClusterMachine):
-    """It begins another fetch with each newer version."""
+    """Cluster that begins another fetch with each newer version."""
 
     def _turn_idle(self) -> None:
         if self._fetching < self._served:
@@ -493,7 +493,7 @@ class ChasingCluster(ClusterMachine):
 
 
 class BoundlessCluster(ClusterMachine):
-    """It trains on, however long a version takes."""
+    """Cluster that trains on, however long a version takes."""
 
     @property
     def waits(self) -> bool:
@@ -501,7 +501,7 @@ class BoundlessCluster(ClusterMachine):
 
 
 class NewestBaseCluster(ClusterMachine):
-    """Its pushes are deltas to the newest version."""
+    """Cluster whose pushes are deltas to the newest version."""
 
     def _on_frozen(self, push: PushId, manifest: str) -> None:
         base = self.base
@@ -511,14 +511,14 @@ class NewestBaseCluster(ClusterMachine):
 
 
 class UnorderedCluster(ClusterMachine):
-    """After a rollback it offers its open push before those that are open again."""
+    """Cluster that after a rollback offers its open push before those that are open again."""
 
     def _unanswered(self) -> list[Offer]:
         return super()._unanswered()[::-1]
 
 
 class ForgetfulSummaries(Summaries):
-    """A summary of what is left has the newest versions alone, whatever clusters have for their base."""
+    """Summaries that have the newest versions alone, whatever clusters have for their base."""
 
     def next_summary(self) -> Summary | None:
         found = super().next_summary()
@@ -529,7 +529,7 @@ class ForgetfulSummaries(Summaries):
 
 
 def hasty_steps(job: str, names: Sequence[str]) -> Steps:
-    """Files of those who are to have no shard any more go before the record."""
+    """Yields steps in which files of followers that lose their shard go before the record."""
     steps, came, held = recut_steps(job, names), None, set()
     while True:
         try:
@@ -544,7 +544,7 @@ def hasty_steps(job: str, names: Sequence[str]) -> Steps:
 
 
 def leaving_steps(job: str, names: Sequence[str]) -> Steps:
-    """Leaves what followers have of versions that the record does not name."""
+    """Yields steps that leave files of versions that the record does not name."""
     steps, came = recut_steps(job, names), None
     while True:
         try:

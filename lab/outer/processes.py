@@ -1,4 +1,4 @@
-"""The processes of a simulated outer job: leader, followers, clusters, each a shell around its real machine."""
+"""Simulates the processes of an outer job: leader, followers, clusters, each a shell around its real machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from lab.simulate.fabric import Pipe
 
 AGAIN_S = 0.05
 ASK_S = 0.2
-"""Interval, s, at which a fetch of a version asks for something of it."""
+"""Seconds between two requests of a fetch for a part of a version."""
 TICK_S = 0.1
 SILENT_S = 1.2
 
@@ -68,7 +68,7 @@ class Cluster(Protocol):
 
 
 class Job(Protocol):
-    """Job, as processes see it."""
+    """Simulated job, as processes see it."""
 
     kernel: Kernel
     store: ChainStore
@@ -103,12 +103,12 @@ class Job(Protocol):
 
 
 TURNED = "turned"
-"""Clusters whose names begin so say the contrary of all others."""
+"""Prefix of the names of clusters whose pushes are contrary to those of all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines' classes, and what their shells do in one point each; planted bugs replace them."""
+    """Classes of the machines, and the behaviour of their shells in one point each; planted bugs replace them."""
 
     leader: Callable[[OuterChain, int, int], LeaderMachine] = LeaderMachine
     chain: type[OuterChain] = OuterChain
@@ -116,36 +116,40 @@ class Machines:
     follower: type[FollowerMachine] = FollowerMachine
     cluster: type[ClusterMachine] = ClusterMachine
     saving: tuple[str, ...] = SAVING
-    """In this order a file is saved."""
+    """Steps of saving a file, in order."""
     syncs_first: bool = True
-    """A follower that starts syncs its folder before it tells what lies there."""
+    """Whether a follower that starts syncs its folder before it tells which files it has."""
     compares: bool = True
-    """A file that is loaded is compared with its digest."""
+    """Whether a file that is loaded is compared with its digest."""
     discards: bool = True
-    """After a rejection what was trained is gone."""
+    """Whether inner steps trained before a rejection are gone after it."""
     merges: bool = True
-    """The base is the version as received: what was trained since the freezing stays progress (O9)."""
+    """Whether the base is the version as received: inner steps trained since the freezing stay progress (O9)."""
     residual: str = "answered"
-    """When the residual changes (lab/outer/content.py): "answered", "sent", or "kept": not after a rejection (O10)."""
+    """Moment at which the residual changes (lab/outer/content.py): "answered", "sent", or "kept": not after a rejection
+    (O10).
+    """
     together: bool = True
-    """Ranks of an elastic cluster adopt once all of them hold the version (O8)."""
+    """Whether ranks of an elastic cluster adopt once all of them hold the version (O8)."""
     joiner_lacks: str = ""
-    """Part that newcomers of it do not get: "base", "frozen", "pushes" or "residual"."""
+    """Part of the state that newcomers of an elastic cluster do not get: "base", "frozen", "pushes" or "residual"."""
     early: bool = False
-    """A push of it counts as frozen, and is offered, at once (O8a)."""
+    """Whether a push of an elastic cluster counts as frozen, and is offered, at once (O8a)."""
     recut: Callable[[str, Sequence[str]], Steps] = recut_steps
     """Steps by which shard boundaries are changed (O15)."""
     cutting: tuple[str, ...] = SAVING
-    """In this order a file of a new shard is saved; what is behind "report" comes behind the record."""
+    """Steps of saving a file of a new shard, in order; steps behind "report" come after the record."""
     beside: bool = True
-    """It lies beside those of old shards."""
+    """Whether files of new shards lie beside those of old ones."""
     spool: str = ""
-    """Staged bytes outlive their follower, told apart by "push" alone, or by "shard", too; "": they do not."""
+    """Staged bytes that outlive their follower, told apart by "push" alone, or by "shard", too; "": they do not outlive
+    it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """A cluster of a plan.
+    """Cluster of a plan.
 
     Attributes:
         name: Its own.
@@ -181,12 +185,12 @@ def agreement(settings: OuterSettings, length: int, codec: str = "bf16", prefix:
 
 
 def said(words: str) -> float:
-    """A number from 0 to 1 that goes by these words alone, so that all shards say the same."""
+    """Returns a number from 0 to 1 that depends on these words alone, so that all shards compute the same."""
     return Random(words).random()
 
 
 def turned(push: PushId) -> bool:
-    """Whether it is of a cluster that says the contrary of all others (plans.py)."""
+    """Returns whether a push is of a cluster whose pushes are contrary to those of all others (plans.py)."""
     return push.incarnation.cluster.startswith(TURNED)
 
 
@@ -207,7 +211,7 @@ def lean(push: PushId, version: VersionId) -> str:
 
 
 class Stream:
-    """A connection to one life of the leader: two directions, each in order."""
+    """Connection to one life of the leader: two directions, each in order."""
 
     def __init__(self, job: Job, client: Client, leader: LeaderProcess) -> None:
         self.conn, self.since = job.number(), job.kernel.now
@@ -218,7 +222,7 @@ class Stream:
         self.down = Pipe(job.kernel, 0.0005, 0.02)
 
     def cut(self, *, proof: bool = False) -> None:
-        """Both ends learn that it is gone, each after a while; what is on the way may be lost."""
+        """Cuts the stream: both ends learn that it is gone, each after a while; messages on the way may be lost."""
         kernel = self.client.kernel
         # The client may be back before its leader knows that the stream is gone, or has heard all that it said there.
         noticed_s = kernel.between(0.02, 0.3)
@@ -229,7 +233,7 @@ class Stream:
 
 
 class LeaderProcess(Process):
-    """One life of the leader."""
+    """Life of the leader's process."""
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job.kernel, name)
@@ -250,7 +254,9 @@ class LeaderProcess(Process):
         self.timer(TICK_S, self._tick)
 
     def feed(self, event: fx.LeaderEvent) -> None:
-        """One event through the machine; its effects in order. Once the job is over, whoever comes is told so."""
+        """Feeds one event to the machine, and carries out its effects in order. Once the job is over, peers that come
+        are told so.
+        """
         hello = event.message if isinstance(event, fx.Heard) else None
         if self.machine.desk.done and isinstance(hello, ClusterHello | FollowerHello):
             assert isinstance(event, fx.Heard)
@@ -279,7 +285,7 @@ class LeaderProcess(Process):
         self._watch_window()
 
     def _watch_window(self) -> None:
-        """The deadline of a window that is open does not change (O13)."""
+        """Checks that the deadline of a window that is open does not change (O13)."""
         window = self.machine.rounds._window
         deadline_s = window.deadline_s if window is not None else 0.0
         if self._deadline_s and deadline_s and deadline_s != self._deadline_s:
@@ -294,7 +300,7 @@ class LeaderProcess(Process):
                 stream.down.send(message, lambda m: client.deliver(lambda: client.told(stream, m)))
 
     def _write(self, entry: Entry) -> None:
-        """It may be on its way while its leader dies."""
+        """Writes an entry, which may be on its way while its leader dies."""
         store, again = self.job.store, self.job.store.holds(entry)
         if not self.alive and (store.down or self.kernel.random.random() < 0.5):
             return
@@ -312,7 +318,7 @@ class LeaderProcess(Process):
             self.feed(fx.StreamClosed(stream.conn, proof))
 
     def crash(self) -> None:
-        """SIGKILL."""
+        """Kills the leader by SIGKILL."""
         if not self.alive:
             return
         self.die()
@@ -322,7 +328,7 @@ class LeaderProcess(Process):
 
 
 class Client(Process):
-    """A follower or a cluster: it looks for the leader, and says all again on each new stream."""
+    """Process of a follower or a cluster, which looks for the leader, and says all again on each new stream."""
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job.kernel, name)
@@ -332,7 +338,7 @@ class Client(Process):
         self.die_at_effect = -1
 
     def connect(self) -> None:
-        """To whoever leads; tried again until it works."""
+        """Connects to the present leader; tries again until it works."""
         leader = self.job.leader
         if self.stream is not None or not self.alive:
             return
@@ -366,13 +372,13 @@ class Client(Process):
             self.hear(message)
 
     def listen(self) -> None:
-        """A leader that says nothing for long is left, for another may lead."""
+        """Leaves a leader that says nothing for long, for another may lead."""
         stream = self.stream
         if stream is not None and stream.leader.frozen and self.kernel.now - stream.leader.frozen_since > SILENT_S:
             stream.cut()
 
     def dies(self) -> bool:
-        """Whether it is killed before the next effect."""
+        """Returns whether the process is killed before the next effect."""
         if self.die_at_effect == 0:
             self.kill()
         self.die_at_effect -= 1
@@ -388,7 +394,7 @@ class Client(Process):
         raise NotImplementedError
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kills the process by SIGKILL."""
         if self.alive:
             self.die()
             if self.stream is not None:
@@ -396,19 +402,19 @@ class Client(Process):
             self.killed()
 
     def killed(self) -> None:
-        """It may be started again."""
+        """Takes note of the death; the process may be started again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
-    """A shard's bytes of a push, and the manifest of all of it."""
+    """Bytes of a push for one shard, and the manifest of all of the push."""
 
     manifest: str
     blocks: str
 
 
 class FollowerProcess(Client):
-    """One life of a follower, on its disk."""
+    """Life of a follower's process, on its disk."""
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job, name)
@@ -486,13 +492,13 @@ class FollowerProcess(Client):
                 pass
 
     def _hold(self, shard: Shard) -> None:
-        """It begins anew where it held another one."""
+        """Holds this shard; the process begins anew if it held another one."""
         if self.held is not None and self.held != shard:
             self.kill()
         self.held = shard
 
     def _fetch(self, offer: Offer) -> None:
-        """Some take long, and are heard of meanwhile."""
+        """Fetches a push; some fetches take long, and are heard of meanwhile."""
         if self.kernel.random.random() < 0.2:
             left_s = self.kernel.between(0.1, 1.0)
             self.feed(fx.Progressed(offer.push, left_s))
@@ -514,7 +520,7 @@ class FollowerProcess(Client):
         self.feed(fx.Fetched(push, self.parts[push].manifest, products, finite, lean(push, at), at))
 
     def _part(self, push: PushId, manifest: str) -> StagedPart:
-        """Returns what a cluster sent for the shard as it is held."""
+        """Returns the bytes that a cluster sent for the shard as it is held."""
         assert self.held is not None
         blocks, spool = part_of(manifest, self.held), self.job.machines.spool
         if spool:
@@ -542,7 +548,7 @@ class FollowerProcess(Client):
         self.job.oracle.stands(version, self.held, content)
 
     def _save(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
-        """The first of these steps, after a while, and then the others; a crash may come between any two."""
+        """Runs the first of these steps, after a while, and then the others; a crash may come between any two."""
         if steps:
             self.timer(self.kernel.between(0.003, 0.06), lambda: self._save_on(version, content, steps))
 
@@ -573,7 +579,7 @@ class FollowerProcess(Client):
 
 @dataclass(slots=True)
 class VersionFetch:
-    """A version comes from all followers at once, as `getting.VersionGetter` gets it.
+    """Fetch of a version from all followers at once, as `getting.VersionGetter` makes it.
 
     Args:
         job: Whose.
@@ -586,7 +592,7 @@ class VersionFetch:
     _until: float = 0.0
 
     def ask(self, version: VersionId) -> tuple[Sequence[str] | None, bool]:
-        """Asks all of them for something of it, and for what is left of it once the time is over.
+        """Asks all followers for a part of the version, and for the rest of it once the time is over.
 
         Returns:
             Their contents when it is all here, and whether a follower serves it no more.
@@ -607,7 +613,7 @@ class VersionFetch:
 
 
 class ClusterProcess(Client):
-    """One process of a cluster: it trains, pushes and adopts."""
+    """Process of a cluster: it trains, pushes and adopts."""
 
     def __init__(self, job: Job, name: str, spec: ClusterSpec) -> None:
         super().__init__(job, name)
@@ -622,32 +628,32 @@ class ClusterProcess(Client):
         self.machine.batches = spec.batches
         self.content = Content(job.residual, job.machines.residual)
         self.trained: set[int] = set()
-        """Inner steps of this process."""
+        """Inner steps that this process has trained."""
         self.given_up: set[int] = set()
-        """Those of pushes that were open when an incarnation ended."""
+        """Inner steps of pushes that were open when an incarnation ended."""
         self.left = ""
         self._life = 0
         self._busy = False
-        """In an inner step: nothing touches the parameters before it ends."""
+        """Whether the process is in an inner step: nothing touches the parameters before it ends."""
         self._todo: list[cl.ClusterEffect] = []
         self._getting = VersionFetch(job, spec.fetch_s)
         self.seeks_since = math.inf
-        """It has wanted a newer version since then."""
+        """Moment (virtual s) since which it has wanted a newer version; infinite: it wants none."""
         self._welcome = self._whole = False
-        """It stands with a leader; all followers are there."""
+        """Whether it stands with a leader, and whether all followers are there."""
         self._told = self._durable = NO_VERSION
-        """The newest version that it was told of, and the newest durable one."""
+        """Newest version that it was told of, and newest durable one."""
         self.timer(TICK_S, self._tick)
         self._train(0)
         self.connect()
 
     def serves(self, push: PushId) -> bool:
-        """Whether its bytes can be had here now."""
+        """Returns whether a push's bytes can be had here now."""
         return self.alive and not self.frozen and push in self.content.pushes
 
     @property
     def bytes(self) -> dict[PushId, str]:
-        """Pushes that it holds."""
+        """Manifests of the pushes that the cluster holds."""
         return {push: pushed.manifest for push, pushed in self.content.pushes.items()}
 
     def _tick(self) -> None:
@@ -701,7 +707,7 @@ class ClusterProcess(Client):
                 self._carry_out(effect)
 
     def _carry_out(self, effect: cl.ClusterEffect) -> None:
-        """Between two inner steps."""
+        """Carries out an effect between two inner steps."""
         match effect:
             case cl.Freeze(push, _):
                 self._freeze(push)
@@ -768,17 +774,17 @@ class ClusterProcess(Client):
         self._train(self._life)
 
     def unaccounted(self) -> set[int]:
-        """Inner steps of which it knows nothing any more, though it has not thrown them away."""
+        """Returns the inner steps of which the cluster knows nothing any more, though it has not thrown them away."""
         return self.trained - self.content.held - self.given_up - self.job.oracle.discarded
 
     def leave(self) -> None:
-        """Ctrl+C."""
+        """Asks the cluster to leave, as Ctrl+C does."""
         self.feed(cl.LeaveAsked())
 
     # ------------------------------------------------------------------ training
 
     def _train(self, life: int) -> None:
-        """An inner step begins, if one may; what is told meanwhile touches nothing."""
+        """Begins an inner step, if one may begin; messages that come meanwhile touch nothing."""
         machine, pace_s = self.machine, self.spec.pace_s * self.kernel.between(0.7, 1.3)
         spans = self._share()
         if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:

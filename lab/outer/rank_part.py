@@ -1,4 +1,4 @@
-"""One simulated rank of an elastic cluster: the real `RanksMachine`, and what its effects mean.
+"""Simulates one rank of an elastic cluster: the real `RanksMachine`, and the meaning of its effects.
 
 Theory of operation. This is to the simulators what outer/cluster/elastic.py is to a process. What a rank says in a
 commit, and what it does when one is known, is here; who commits what when, and the way to the leader, are its *home's*:
@@ -37,19 +37,19 @@ class RankHome(Protocol):
     """Process of a rank, as its part sees it."""
 
     def dies(self) -> bool:
-        """Whether it is killed before the next effect."""
+        """Returns whether the process is killed before the next effect."""
         ...
 
     def attend(self) -> None:
-        """From here on it talks to the leader."""
+        """Begins to talk to the leader."""
         ...
 
     def tell_leader(self, message: object) -> None:
-        """To the leader, if there is a stream."""
+        """Sends a message to the leader, if there is a stream."""
         ...
 
     def to_encode(self) -> None:
-        """A push was frozen: `RankPart.encode` after a while."""
+        """Calls `RankPart.encode` after a while, since a push was frozen."""
         ...
 
     def sealed(self, push: PushId, pushed: Pushed) -> None:
@@ -57,16 +57,18 @@ class RankHome(Protocol):
         ...
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
-        """The parameters are this version's, and what was trained since if it is not outright."""
+        """Sets the parameters to this version's, with the training since then on top if the adoption is not
+        outright.
+        """
         ...
 
     def again(self) -> None:
-        """The incarnation is over, and the next one's hello is here."""
+        """Begins the next incarnation, whose hello is here, since the last one is over."""
         ...
 
 
 class RankPart:
-    """See the module.
+    """Outer state of one rank, and the machine that rules it (see the module).
 
     Args:
         home: Of this rank.
@@ -97,7 +99,7 @@ class RankPart:
     # ------------------------------------------------------------------ commits
 
     def says(self, samples: int, rates: tuple[float, float], over: str, *, leaves: bool = False) -> bytes:
-        """Returns what it contributes."""
+        """Returns the rank's contribution to a commit."""
         events = tuple(self.news) if self.attends else ()
         self._sent = len(events)
         return text_of(RankSays, RankSays(self.fetched, self.encoded, samples, rates, over, leaves, "", events))
@@ -105,7 +107,7 @@ class RankPart:
     def commit(
         self, me: str, ranks: Sequence[str], answers: Sequence[bytes], step: int = 0, spent: Sequence[Span] = ()
     ) -> None:
-        """A commit is known here.
+        """Takes in a commit that is known here.
 
         Args:
             me: This rank.
@@ -136,13 +138,13 @@ class RankPart:
             self._carry_out(effect)
 
     def attend(self) -> None:
-        """It is the first rank."""
+        """Makes this rank the first one, which talks to the leader."""
         self.attends = True
         self.news.clear()
         self.home.attend()
 
     def tell_known(self) -> None:
-        """Says what the former commit brought."""
+        """Tells the leader the messages that the former commit brought."""
         for message in self.state.known():
             self._tell(message)
 
@@ -176,7 +178,7 @@ class RankPart:
                 self._over()
 
     def encode(self) -> None:
-        """It has encoded the push that is being frozen."""
+        """Encodes the push that is being frozen."""
         push = self.state.machine.freezing
         if push is not None:
             self.encoded = (push, self.content.encoded().manifest)
@@ -189,7 +191,9 @@ class RankPart:
         self.home.sealed(push, pushed)
 
     def _offer_early(self, push: PushId) -> None:
-        """Planted: it counts as frozen at once, and is offered before another commit is known."""
+        """Offers a push early (a planted bug): it counts as frozen at once, and is offered before another commit is
+        known.
+        """
         self._seal(push, self.content.encoded().manifest)
         for effect in self.state.machine.on(cl.Frozen(push, self.content.pushes[push].manifest)):
             if isinstance(effect, fx.Say):
@@ -209,11 +213,11 @@ class RankPart:
     # ------------------------------------------------------------------ newcomers
 
     def facts(self) -> bytes:
-        """Returns what all ranks hold alike, as it travels."""
+        """Returns the state that all ranks hold alike, as it travels."""
         return text_of(Held, Held(self.state.facts(), self.content))
 
     def restore(self, facts: bytes) -> None:
-        """It has what another one held."""
+        """Takes over the state of another rank."""
         held, lacks = read_text(Held, facts), self._machines.joiner_lacks
         self.state.restore(held.state)
         self.content = held.content

@@ -1,4 +1,4 @@
-"""A simulated cluster that is an elastic job itself: ranks that hold the real `RanksMachine` each, and their commits.
+"""Simulates a cluster that is an elastic job itself: ranks that hold the real `RanksMachine` each, and their commits.
 
 Theory of operation. The inner job is as simple as it can be: ranks contribute, a header goes out to each of them after
 a while, and the next commit begins when all that are left have it. Ranks die or stand still at any moment. Who stands
@@ -43,7 +43,7 @@ PUT_OUT_S = 0.3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Commit:
-    """A header; `step` numbers the inner step that it is, 0: it is none."""
+    """Header of a commit; `step` numbers the inner step that it is, 0: it is none."""
 
     ranks: tuple[str, ...]
     said: tuple[bytes, ...]
@@ -52,7 +52,7 @@ class Commit:
 
 
 class Rank(Client):
-    """One rank of an elastic cluster."""
+    """Process of one rank of an elastic cluster."""
 
     def __init__(self, job: Job, ranks: RanksJob, name: str) -> None:
         super().__init__(job, name)
@@ -67,7 +67,7 @@ class Rank(Client):
     # ------------------------------------------------------------------ the stream
 
     def attend(self) -> None:
-        """From here on it talks to the leader."""
+        """Begins to talk to the leader."""
         self.connect()
 
     def connect(self) -> None:
@@ -98,7 +98,7 @@ class Rank(Client):
         self.say(message)
 
     def kill(self) -> None:
-        """SIGKILL; it proves nothing, since no process stands for the cluster."""
+        """Kills the rank by SIGKILL, which proves nothing, since no process stands for the cluster."""
         if self.alive:
             self.die()
             if self.stream is not None:
@@ -107,12 +107,12 @@ class Rank(Client):
     # ------------------------------------------------------------------ commits
 
     def says(self, samples: int) -> bytes:
-        """Returns what it contributes."""
+        """Returns the rank's contribution to a commit."""
         pace_s, ranks = self.ranks.spec.pace_s, self.ranks
         return self.part.says(samples, (4 / pace_s, 1 / pace_s), ranks.reason, leaves=ranks.leaves)
 
     def take(self, commit: Commit) -> None:
-        """A commit is known here."""
+        """Takes a commit that is known here."""
         if self.taken is commit or not self.alive:
             return
         self.taken = commit
@@ -165,7 +165,7 @@ class Rank(Client):
 
 
 class RanksJob(Process):
-    """The cluster as the rest of the simulated job sees it."""
+    """Elastic cluster, as the rest of the simulated job sees it."""
 
     def __init__(self, job: Job, name: str, spec: ClusterSpec) -> None:
         super().__init__(job.kernel, name)
@@ -175,7 +175,7 @@ class RanksJob(Process):
         self.left = self.reason = ""
         self.leaves = False
         self.takes_back = False
-        """The next header reaches the first rank alone, which is put out then."""
+        """Whether the next header reaches the first rank alone, which is put out then."""
         self._nonce = f"{name}-{job.number()}"
         self._count = 0
         self._out: list[Rank] = []
@@ -200,35 +200,35 @@ class RanksJob(Process):
 
     @property
     def machine(self) -> ClusterMachine:
-        """Machine of its oldest rank."""
+        """Machine of the oldest rank."""
         return self.ranks[0].part.state.machine
 
     @property
     def stream(self) -> Stream | None:
-        """Its first rank's, if there is one."""
+        """Stream of the first rank, if there is one."""
         return self.ranks[0].stream
 
     @property
     def cut_at(self) -> float:
-        """When one of its streams was lost last."""
+        """Moment at which one of the ranks' streams was lost last."""
         return max(rank.cut_at for rank in [*self.ranks, *self._out])
 
     def up(self) -> list[Rank]:
-        """Ranks that are in, live and run."""
+        """Returns the ranks that are in, live and run."""
         return [rank for rank in self.ranks if rank.alive and not rank.frozen]
 
     @property
     def bytes(self) -> dict[PushId, str]:
-        """Pushes that can be had here; whoever was put out may serve them, too."""
+        """Manifests of pushes that can be had here; ranks that were put out may serve them, too."""
         here = [*self.up(), *(rank for rank in self._out if rank.alive and not rank.frozen)]
         return {push: pushed.manifest for rank in here for push, pushed in rank.part.content.pushes.items()}
 
     def serves(self, push: PushId) -> bool:
-        """Whether its bytes can be had here now."""
+        """Returns whether a push's bytes can be had here now."""
         return push in self.bytes
 
     def unaccounted(self) -> set[int]:
-        """Inner steps of which it knows nothing any more, though it has not thrown them away."""
+        """Returns the inner steps of which the cluster knows nothing any more, though it has not thrown them away."""
         part = self.ranks[0].part
         last = {*part.gone, *part.given_up}  # the whole cluster may have died on a commit that it knew alone
         return self.trained - part.content.held - self.given_up - last - self.job.oracle.discarded
@@ -236,13 +236,15 @@ class RanksJob(Process):
     # ------------------------------------------------------------------ what happens to it
 
     def kill(self) -> None:
-        """All ranks die."""
+        """Kills all ranks."""
         self.die()
         for rank in [*self.ranks, *self._out]:
             rank.kill()
 
     def strike(self, action: str, lasts: float) -> None:
-        """One rank is killed, between two effects, or stands still; one comes; a header is taken back."""
+        """Strikes the cluster: one rank is killed, between two effects, or stands still; one comes; a header is taken
+        back.
+        """
         first, one = self.ranks[0], self.kernel.random.choice(self.ranks)
         match action:
             case "rank":
@@ -260,7 +262,7 @@ class RanksJob(Process):
                 first.stream.cut()
 
     def leave(self) -> None:
-        """Ctrl+C."""
+        """Asks the cluster to leave, as Ctrl+C does."""
         self.leaves = True
 
     # ------------------------------------------------------------------ commits
@@ -286,7 +288,9 @@ class RanksJob(Process):
         self._cycle()
 
     def _put_out(self) -> bool:
-        """Whether somebody had to be put out, or all stand still: then there is more to wait for."""
+        """Puts out ranks that do not run; returns whether there were any, or all stand still: then there is more to
+        wait for.
+        """
         up = self.up()
         if len(up) == len(self.ranks):
             return False
@@ -329,7 +333,7 @@ class RanksJob(Process):
         self.kernel.after(0.06, lambda: self._closed(commit))
 
     def _closed(self, commit: Commit) -> None:
-        """All that are left have it, or nobody has."""
+        """Closes a commit: all ranks that are left have it, or none has."""
         if not self.alive:
             return
         if not self.up():
@@ -365,7 +369,7 @@ class RanksJob(Process):
 
 
 def _difference(one: Rank, other: Rank) -> str | None:
-    """Returns in words what differs though it must be equal; None: nothing."""
+    """Returns in words how two ranks differ that must be equal; None: they do not differ."""
     mine, others = one.part, other.part
     if mine.content != others.content:
         return f"what they hold: {mine.content}, {others.content}"

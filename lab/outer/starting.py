@@ -1,4 +1,4 @@
-"""A simulated start of a whole server, whose shards are cut anew first if need be (O15).
+"""Simulates a start of a whole server, whose shards are cut anew first if need be (O15).
 
 Theory of operation. What is done in which order is decided by outer/rules/recut_steps.py, as in a process; here it is
 done to simulated disks and the store, a moment apart. The start may be killed before each step, and between the steps
@@ -20,11 +20,11 @@ from lab.outer.processes import Job
 from lab.outer.store import Disk, digest_of
 
 _MOST_STEPS = 100
-"""It is killed before one of so many, unless it is through earlier."""
+"""Number of steps before one of which, by chance, the start is killed, unless it is through earlier."""
 
 
 class ServerStart(Process):
-    """See the module.
+    """Start of a whole server (see the module).
 
     Args:
         job: The whole.
@@ -43,7 +43,7 @@ class ServerStart(Process):
         self.names = asked or [*self._chain.cut] or ["f0"]
         self._steps: todo.Steps | None = None
         self._late: list[tuple[todo.Write, str, Sequence[str]]] = []
-        """Writes that are left of files that were reported before they were safe: a planted bug."""
+        """Remaining writes of files that were reported before they were safe: a planted bug."""
         self._left = self.kernel.random.randrange(_MOST_STEPS)
         self._soon(self._begin)
 
@@ -57,7 +57,7 @@ class ServerStart(Process):
         self.timer(self.kernel.between(0.001, 0.01), lambda: self._alive(action))
 
     def _alive(self, action: Action) -> None:
-        """Does this, unless it is killed first; what is durable is safe at each instant."""
+        """Runs this action, unless the start is killed first; durable files are safe at each instant."""
         if self._left:
             self._left -= 1
             action()
@@ -66,7 +66,7 @@ class ServerStart(Process):
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL; power may be lost, too."""
+        """Kills the start by SIGKILL; power may be lost, too."""
         if not self.alive:
             return
         if self.kernel.random.random() < 0.5:
@@ -79,7 +79,7 @@ class ServerStart(Process):
         self._over(trouble)
 
     def _begin(self) -> None:
-        """As outer/commands/server_main.py begins."""
+        """Begins as outer/commands/server_main.py does."""
         chain = self._chain
         if not chain.cut or chain.ended is not None:
             self._end("")
@@ -94,7 +94,7 @@ class ServerStart(Process):
             self._end("")
 
     def _go_on(self, came: Any) -> None:
-        """To the next step, with what came of the one before."""
+        """Goes on to the next step, with the result of the one before."""
         assert self._steps is not None
         try:
             step = self._steps.send(came)
@@ -137,7 +137,7 @@ class ServerStart(Process):
             self._go_on(refused)
 
     def _content(self, source: todo.OldShard) -> str | None:
-        """Returns what a file holds; None: it is gone, or damaged."""
+        """Returns the content of a file; None: it is gone, or damaged."""
         content = self._job.disks[source.follower].read(source.version, source.digest)
         return content if content is not None and digest_of(content) == source.digest else None
 
@@ -151,7 +151,7 @@ class ServerStart(Process):
             self._save(write, put_together(write.shard, whole), self._job.machines.cutting)
 
     def _save(self, write: todo.Write, content: str, steps: Sequence[str]) -> None:
-        """The first of these steps, and then the others."""
+        """Runs the first of these steps, and then the others."""
         machines, disk = self._job.machines, self._job.disks[write.follower]
         if steps and steps[0] == "report":
             if steps[1:]:

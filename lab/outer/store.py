@@ -1,4 +1,4 @@
-"""A simulated leader's store, and a follower's disk that forgets what was not synced."""
+"""Simulates a leader's store, and a follower's disk that forgets bytes that were not synced."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from chaos_lightning.outer.rules.types import Entry, Summary, VersionId
 
 @dataclass(slots=True)
 class ChainStore:
-    """The chain as it is durable; compares term and predecessor (O1). A summary takes the place of all before (O1a)."""
+    """Chain as it is durable; compares term and predecessor (O1). A summary takes the place of all before (O1a)."""
 
     term: int = 0
     entries: list[Entry] = field(default_factory=list)
     down: bool = False
     doubtful: bool = False
-    """Each write is stored, and its answer is lost once."""
+    """Whether each write is stored, and its answer is lost once."""
 
     def take_term(self) -> int:
-        """A leader begins: no older one writes any more."""
+        """Takes a term for a leader that begins: no older leader writes any more."""
         self.term += 1
         return self.term
 
     def append(self, entry: Entry) -> str:
-        """Why it is refused; "" if it is durable now, or was before: the answer may have been lost."""
+        """Appends an entry; returns why it is refused, "" if it is durable now, or was before: the answer may have been
+        lost.
+        """
         if entry.term != self.term:
             return f"term {entry.term} is over, {self.term} rules"
         if self.holds(entry):
@@ -40,11 +42,13 @@ class ChainStore:
         return ""
 
     def holds(self, entry: Entry) -> bool:
-        """Whether it is the last one that was stored."""
+        """Returns whether this entry is the last one that was stored."""
         return bool(self.entries) and self.entries[-1] == entry
 
     def go_back(self, entries: Sequence[Entry]) -> None:
-        """Puts an older copy in its place, with these of all entries that it ever took; the last one's term rules."""
+        """Puts an older copy in the store's place, with these of all entries that it ever took; the last one's term
+        rules.
+        """
         sums = [at for at, entry in enumerate(entries) if isinstance(entry.body, Summary)]
         self.entries = [*entries[sums[-1] if sums else 0 :]]
         self.term = entries[-1].term if entries else 0
@@ -52,7 +56,7 @@ class ChainStore:
 
 @dataclass(slots=True)
 class _File:
-    """File of one version: `digest` is of what was written, `content` is what lies there."""
+    """File of one version: `digest` is of the written content, `content` is the present one."""
 
     content: str
     digest: str
@@ -60,14 +64,15 @@ class _File:
 
 
 SAVING = ("write", "sync", "rename", "sync-folder", "report")
-"""In this order a follower saves a file (O6)."""
+"""Steps in which a follower saves a file (O6), in order."""
 
 Name = tuple[VersionId, str]
 """Name of a file: its version, and the digest if it was written beside one of other shards (O15), else ""."""
 
 
 class Disk:
-    """A follower's files. What was not synced may be gone after a crash: bytes, new names, and removals.
+    """Disk of a follower with its files. After a crash all that was not synced may be gone: bytes, new names, and
+    removals.
 
     Args:
         synced_first: A follower that starts syncs its folder before it tells what lies there.
@@ -84,10 +89,10 @@ class Disk:
         """Files that have no name yet."""
         self._files: dict[Name, _File] = {}
         self._kept: dict[Name, _File] = {}
-        """The folder as it was when it was synced."""
+        """Files in the folder as it was when it was synced."""
 
     def step(self, what: str, version: VersionId, content: str, *, beside: bool = False) -> None:
-        """One step of saving; another one's removal may have come between."""
+        """Runs one step of saving; another file's removal may have come between."""
         name = version, digest_of(content) if beside else ""
         if what == "write":
             self._parts[name] = _File(content, digest_of(content))
@@ -102,20 +107,20 @@ class Disk:
         self._kept = dict(self._files)
 
     def delete(self, version: VersionId) -> None:
-        """Gone, unless power is lost before the folder is synced."""
+        """Deletes a version's files, which are gone unless power is lost before the folder is synced."""
         self._files = {name: file for name, file in self._files.items() if name[0] != version}
 
     def delete_beyond(self, number: int) -> None:
-        """All versions above this number are gone, durably."""
+        """Deletes all versions above this number, durably."""
         self._files = {name: file for name, file in self._files.items() if name[0].number <= number}
         self._sync_folder()
 
     def clear(self) -> None:
-        """All are gone, unless power is lost before the folder is synced."""
+        """Deletes all files, which are gone unless power is lost before the folder is synced."""
         self._files = {}
 
     def lose_power(self, random: Random) -> None:
-        """Loses some of what was not synced, by chance."""
+        """Loses some of the bytes and names that were not synced, by chance."""
         files = {}
         for name in sorted({*self._files, *self._kept}):
             now, kept = self._files.get(name), self._kept.get(name)
@@ -127,16 +132,16 @@ class Disk:
         self._parts, self._files, self._kept = {}, files, dict(files)
 
     def _at(self, version: VersionId, digest: str) -> _File | None:
-        """The file that is taken for the one with this digest."""
+        """Returns the file that is taken for the one with this digest."""
         return self._files.get((version, digest), self._files.get((version, "")))
 
     def read(self, version: VersionId, digest: str) -> str | None:
-        """Returns what lies there; None: nothing does."""
+        """Returns the content of the file; None: there is no file."""
         file = self._at(version, digest)
         return None if file is None else file.content
 
     def safe(self, version: VersionId, digest: str) -> bool:
-        """Whether power could be lost now, and what was written under this digest would be there."""
+        """Returns whether the content written under this digest would be there if power were lost now."""
 
         def good(file: _File | None) -> bool:
             return file is not None and file.synced and file.digest == digest
@@ -146,22 +151,22 @@ class Disk:
         return kept and good(self._at(version, digest))
 
     def damage(self, version: VersionId, digest: str) -> None:
-        """A bit flips at rest; nobody knows before it is read."""
+        """Damages a file by a bit that flips at rest; no process knows before it is read."""
         if (file := self._at(version, digest)) is not None:
             file.content += "?"
 
     def damaged(self, marks: Iterable[tuple[VersionId, str]]) -> bool:
-        """Whether the files of all of these are not what they were."""
+        """Returns whether the files of all these marks are damaged."""
         files = [self._at(*mark) for mark in marks]
         return all(file is not None and digest_of(file.content) != file.digest for file in files)
 
     @property
     def newest(self) -> int:
-        """The highest number of a version; 0: there is none."""
+        """Highest number of a version on the disk; 0: there is none."""
         return max((version.number for version, _ in self._files), default=0)
 
     def found(self) -> tuple[ShardFile, ...]:
-        """Returns what a follower finds when it starts; it does not read all of it."""
+        """Returns the files that a follower finds when it starts; it does not read all of them."""
         self._parts = {}
         if self._synced_first:
             self._sync_folder()

@@ -1,4 +1,4 @@
-"""One simulated outer job: from a seed to a verdict.
+"""Runs one simulated outer job, from a seed to a verdict.
 
 Theory of operation. A plan is drawn from the seed: how many followers and clusters, how fast they are, what goes wrong
 when. The run ends when the job has ended and all clusters know. If that does not happen in time, the job is stuck,
@@ -37,9 +37,9 @@ from lab.outer.starting import ServerStart
 from lab.outer.store import Disk
 
 LEASE_S = 1.0
-"""A leader that stands still for longer is replaced."""
+"""Seconds of standing still after which a leader is replaced."""
 CALM_S = 2.0
-"""A fault is an excuse for so long after it is over."""
+"""Seconds for which a fault is an excuse after it is over."""
 HEARD_S = 0.5
 """Seconds on a stream after which a peer was heard."""
 
@@ -62,7 +62,7 @@ class Outcome:
 
 
 class World:
-    """See the module."""
+    """Simulated outer job with all its processes (see the module)."""
 
     def __init__(self, plan: Plan, machines: Machines | None = None) -> None:
         self.plan = plan
@@ -71,7 +71,7 @@ class World:
         self.store = self.machines.store()
         self.oracle = Oracle()
         self.chain = OuterChain(whole=True)
-        """All that was stored, folded once more."""
+        """Chain of all entries that were stored, folded once more."""
         self.entries: list[Entry] = []
         self.settings = plan.settings
         self.length, self.codec, self.shards = plan.length, plan.codec, plan.followers
@@ -81,13 +81,13 @@ class World:
         self.names = [*self.disks]
         """Names of the followers that are kept running."""
         self.start: ServerStart | None = None
-        """While it goes on nothing else of the server runs."""
+        """Start of the whole server; while it goes on nothing else of the server runs."""
         self.followers: dict[str, FollowerProcess] = {}
         self.clusters: dict[str, ClusterProcess | RanksJob] = {}
         self.leader: LeaderProcess | None = None
         self.finished = ""
         self.went_back = False
-        """An older copy of the store took its place."""
+        """Whether an older copy of the store took its place."""
         self.log: list[str] = []
         self.on_entry: Callable[[Entry], None] = lambda entry: None
         self._number = 0
@@ -105,11 +105,11 @@ class World:
             self.kernel.at(fault.at, lambda f=fault: self._strike(f))  # type: ignore[misc]
 
     def poisoned(self, push: PushId) -> bool:
-        """Whether what this push holds is not finite: a function of its name, so all shards agree."""
+        """Returns whether this push holds values that are not finite: a function of its name, so all shards agree."""
         return push.number > 1 and Random(f"{self.plan.seed} {push}").random() < self.plan.poison
 
     def number(self) -> int:
-        """One that nobody else got."""
+        """Returns a number that no other caller got."""
         self._number += 1
         return self._number
 
@@ -117,7 +117,7 @@ class World:
         self.log.append(f"{self.kernel.now:8.3f} {words}")
 
     def stored(self, entry: Entry) -> None:
-        """An entry is durable."""
+        """Takes an entry that is durable, and checks the rules about it."""
         if entry.term != self.store.term:
             raise Violation(f"entry {entry.position} of term {entry.term} is written in term {self.store.term} (O7)")
         gate, reopened = self.chain.gate, {*self.chain.reopened}
@@ -160,7 +160,7 @@ class World:
                 raise Violation(f"a round is decided on an older copy of the store, and {name} knows {known} (O4)")
 
     def _check_waits(self) -> None:
-        """Where that is promised, each push is answered within moments (O13)."""
+        """Checks that, where that is promised, each push is answered within moments (O13)."""
         for name, cluster in self.clusters.items():
             offer = cluster.machine.open
             if self.plan.answer_s and offer is not None:
@@ -169,7 +169,9 @@ class World:
                     raise Violation(f"{name} has waited {waited_s:.1f} s for an answer to {offer.push} (O13)")
 
     def _check_adoptions(self) -> None:
-        """Where that is promised, whoever wants a newer version adopts one, however fast others come (O8c)."""
+        """Checks that, where that is promised, clusters that want a newer version adopt one, however fast others come
+        (O8c).
+        """
         for name, cluster in self.clusters.items():
             waited_s = self.kernel.now - cluster.seeks_since if isinstance(cluster, ClusterProcess) else 0.0
             if self.plan.adopt_s and waited_s > self.plan.adopt_s:
@@ -209,7 +211,7 @@ class World:
                     raise Violation(f"{who} is removed, and {name} lacks {push}, which nobody else holds (O14)")
 
     def led(self, leader: LeaderProcess, reason: str, *, finished: bool) -> None:
-        """A leader decides nothing more; another one begins, unless the job is over."""
+        """Takes the end of a leader; another one begins, unless the job is over."""
         self.say(f"leader {leader.term}: {reason}")
         if finished or (self.went_back and "an older copy" in reason):
             self.finished = reason
@@ -244,7 +246,7 @@ class World:
             self.clusters[spec.name] = (RanksJob if spec.ranks else ClusterProcess)(self, spec.name, spec)
 
     def follower_died(self, name: str) -> None:
-        """It is started again after a while."""
+        """Starts a follower that died again after a while."""
         self.kernel.after(self.kernel.between(0.1, 1.5), lambda: self._follow(name))
 
     # ------------------------------------------------------------------ faults
@@ -323,24 +325,26 @@ class World:
             self._lead()
 
     def _notice(self, leader: LeaderProcess) -> None:
-        """It has woken, and sees that its lease has ended."""
+        """Ends a leader that has woken and sees that its lease has ended."""
         if self.leader is not leader:
             leader.crash()
 
     def _stop_server(self) -> None:
-        """All its processes are killed."""
+        """Kills all processes of the server."""
         if self.leader is not None:
             self.leader.crash()
         for follower in list(self.followers.values()):
             follower.kill()
 
     def _start_server(self, called: str) -> None:
-        """A start of all of it, one at a time; whoever begins one ends the one before, as a lock would."""
+        """Starts the whole server, one start at a time; a new start ends the one before, as a lock would."""
         start = ServerStart(self, called, lambda trouble: self._started(start, called, trouble))
         self.start = start
 
     def _started(self, start: ServerStart, called: str, trouble: str) -> None:
-        """Where it failed, it is tried again, perhaps with the old number of followers, or yet another one."""
+        """Takes the end of a start; one that failed is tried again, perhaps with the old number of followers, or yet
+        another one.
+        """
         self.say(f"a start with {called or 'what there is'}: {trouble or start.names}")
         if self.start is not start:
             return
@@ -367,7 +371,9 @@ class World:
                     raise Violation(f"{version} is durable, and is not on the disk of {name} any more (O15)")
 
     def _damage(self, fault: Fault) -> None:
-        """A follower's durable files, while nobody reads them; it is started again, and so it reads them."""
+        """Damages a follower's durable files while no process reads them; the follower is started again, and so it
+        reads them.
+        """
         marks = self._marks_of(fault.name)
         for mark in marks if fault.action == "damage-both" else marks[-1:]:
             self.disks[fault.name].damage(*mark)
@@ -375,7 +381,7 @@ class World:
             self.followers[fault.name].kill()
 
     def _marks_of(self, name: str) -> list[tuple[VersionId, str]]:
-        """A follower's shard of the durable versions."""
+        """Returns the marks of a follower's shard of the durable versions."""
         cut = self.chain.cut
         return [(version, digests[cut.index(name)]) for version, digests in self.chain.durable if name in cut]
 
@@ -386,7 +392,7 @@ class World:
         self.store.down = self.store.doubtful = False
 
     def _go_back(self) -> None:
-        """An older copy takes the store's place, and another leader reads it."""
+        """Puts an older copy in the store's place, and lets another leader read it."""
         self.entries = self.entries[: self.kernel.random.randrange(1 + len(self.entries))]
         self.went_back = True
         self.store.go_back(self.entries)
@@ -399,7 +405,7 @@ class World:
     # ------------------------------------------------------------------ the run
 
     def _over(self) -> bool:
-        """The job has ended and all know; or a shard is lost for good, and its follower has said so."""
+        """Returns whether the job has ended and all know; or a shard is lost for good, and its follower has said so."""
         if self._todo > 0:
             return False
         if not any(f.machine.lost for f in self.followers.values() if f.alive):
@@ -429,7 +435,7 @@ class World:
                 raise Violation(f"{name} trained inner step {min(missing)}, which is in no push (O9)")
 
     def _check_held(self) -> None:
-        """No follower keeps what no round will ever take (O5)."""
+        """Checks that no follower keeps a push that no round will ever take (O5)."""
         needed, now = self.chain.needed(), self.kernel.now
         for name, follower in self.followers.items():
             stream = follower.stream
@@ -470,7 +476,7 @@ class World:
         )
 
     def describe(self) -> str:
-        """Returns in words where every process stands."""
+        """Returns the state of every process in words."""
         chain = self.chain
         lines = [
             f"newest {chain.newest} durable {[str(v) for v, _ in chain.durable]} "
