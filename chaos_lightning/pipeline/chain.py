@@ -486,7 +486,7 @@ def changes_buffers(module: nn.Module) -> bool:
 
 
 def _first_parameter(block: nn.Module) -> str:
-    """Returns the name of the first argument that a block takes; "" if its signature has none."""
+    """Returns the name of the first argument that a block takes; "" if its signature does not tell."""
     try:
         parameters = inspect.signature(getattr(block, "_orig_mod", block).forward).parameters.values()
     except (TypeError, ValueError):

@@ -222,7 +222,7 @@ def _buffers(root: nn.Module) -> dict[str, Tensor]:
 def _made_up(
     chain: LayerChain, parts: ModelParts, layers: range, restore: Callable[[], None]
 ) -> Iterator[Callable[[], None]]:
-    """Gives the tensors that an owner of these layers has made-up values, if they are absent, while the block runs.
+    """Gives made-up values to absent tensors that an owner of these layers has, while the block runs.
 
     Yields:
         A function that puts buffers and attributes back; that is done at the end, too.

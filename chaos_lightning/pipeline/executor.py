@@ -44,7 +44,7 @@ class SlotAttempt(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Sends border tensors to other members, and waits for theirs."""
+    """Exchange that sends border tensors to other members, and waits for theirs."""
 
     def send(self, attempt: SlotAttempt, to: str, key: BorderKey, border: Border) -> None:
         """Sends a border; its tensors stay as they are until they have left.
@@ -224,7 +224,7 @@ class _Forward(NamedTuple):
 
 
 class PipelineExecutor:
-    """Runs the units of one member in order (see the module).
+    """Executor that runs the units of one member in order (see the module).
 
     Args:
         root: The model, whose parameters and buffers the units change.
@@ -262,8 +262,8 @@ class PipelineExecutor:
         """Micro-batches of which units have run since the last header."""
 
     def remember_base(self) -> None:
-        """Takes the model for the state that the last header committed: to be called before the first attempt of a step
-        or of a round of evaluation.
+        """Remembers the model as the last header has committed it; called before the first attempt of a step or of
+        a round of evaluation.
         """
         self.begun = set()
         self._buffers.remember()

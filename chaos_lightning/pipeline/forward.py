@@ -16,7 +16,9 @@ from chaos_lightning.pipeline.taint import Taint
 
 
 class _Enter(torch.autograd.Function):
-    """Puts a received tensor into the graph, and its gradient into a list. The result may be written to."""
+    """Operation that puts a received tensor into the graph, and its gradient into a list. The result may be written
+    to.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: list[Tensor | None], at: int, tensor: Tensor) -> Tensor:

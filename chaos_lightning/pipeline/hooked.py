@@ -28,7 +28,7 @@ from chaos_lightning.machine.imports import call_after_import
 
 HOOK = "from chaos_lightning.pipeline.hooked import hook\n\nhook(__file__)\n"
 SETTINGS, CLAIMED, PROFILE, REFUSED, PROGRESS = "settings.json", "claimed", "profile.json", "refused.txt", "steps.txt"
-"""Names of the files in the folder."""
+"""Names of the files in the folder that the command makes for the script."""
 
 
 def prepare(folder: Path, settings: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class KeptBytes:
-    """Bytes of kept tensors.
+    """Count of the bytes of tensors that forward passes keep for their backward passes.
 
     Args:
         root: The model.

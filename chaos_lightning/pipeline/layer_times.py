@@ -36,7 +36,7 @@ Mark = Any
 
 
 class LayerClock:
-    """Sets marks and tells the seconds between them.
+    """Clock that sets marks and tells the seconds between them.
 
     Args:
         device: The device on which the layers compute.
@@ -145,7 +145,7 @@ class TimedPass:
 
 
 class LayerTimer:
-    """Times layers while it is attached. Medians are of the latest passes.
+    """Timer of layers, which measures while it is attached. Medians are of the latest passes.
 
     Args:
         blocks: The chain.

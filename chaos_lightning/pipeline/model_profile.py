@@ -76,9 +76,9 @@ class ProfiledFleet:
     between_hosts: Mapping[str, Any] = field(default_factory=dict)
     links: tuple[Mapping[str, Any], ...] = ()
     overheads: Mapping[str, float] | None = None
-    """Costs of steps beyond layers that a job with pipelines has measured; None: no such job has."""
+    """Measured costs of steps beyond layers; None: no job with pipelines has measured any."""
     words: str = ""
-    """Origin of the profile, in words."""
+    """Origin of the fleet's devices and links, in words."""
 
 
 def this_machine(profile: ModelProfile) -> ProfiledFleet:

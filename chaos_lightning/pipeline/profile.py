@@ -44,7 +44,7 @@ BYTES, WARM, LAYERS, WHOLE = "bytes", "warm", "layers", "whole"
 
 
 class ModelProfiler:
-    """Measures the model that this process trains, once it is told of optimizer steps (`attach`, or `stepped`).
+    """Measurement of the model that this process trains, once it is told of optimizer steps (`attach`, or `stepped`).
 
     Args:
         steps: How many are measured after the warm-up; half of them by layer.

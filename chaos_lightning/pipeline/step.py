@@ -65,7 +65,7 @@ class StepContribution:
 
 
 class _Readiness:
-    """Tells an accumulation which parts are done with backward passes, given the layers that are.
+    """Listener that tells an accumulation which parts are done with backward passes, given the layers that are.
 
     A part that several layers use is done when all of them are that run here; one that none of them uses, at once.
     """
@@ -103,8 +103,8 @@ def _used_up(left: dict[str, set[int]], layers: Collection[int]) -> list[str]:
 
 
 class PipelineStep:
-    """Runs this member's units of each step, and reduces their sums. One object serves for the life of a member; its
-    methods belong to the training thread unless said otherwise.
+    """Runner of one member's units of each step, which also reduces their sums. One object serves for the life of a
+    member; its methods belong to the training thread unless said otherwise.
 
     Args:
         root: The model.
@@ -152,7 +152,7 @@ class PipelineStep:
     # ------------------------------------------------------------------ an attempt
 
     def remember_base(self) -> None:
-        """Takes the model for the last header's: to be called before the first attempt of a step, and when parts were
+        """Remembers the model as the last header's; called before the first attempt of a step, and when parts were
         pulled.
         """
         self.executor.remember_base()

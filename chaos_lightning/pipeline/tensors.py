@@ -132,7 +132,7 @@ def _cut(pieces: Sequence[memoryview], most_nbytes: int) -> list[list[memoryview
 
 
 class BorderReader:
-    """Reads one border from its frames.
+    """Reader of one border from its frames.
 
     Args:
         limit_nbytes: Bytes that the border may have.

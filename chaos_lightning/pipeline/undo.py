@@ -184,7 +184,7 @@ class _Attributes:
 
 
 class Undo:
-    """Keeps the attributes that a step may change in Python, to put them back. See the module.
+    """Copies of the attributes that a step may change in Python, kept to put them back. See the module.
 
     Args:
         module: The user's model.

@@ -31,7 +31,7 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, Ledger, Member, Span
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One member's part of one step."""
+    """Positions that one member trains in one step."""
 
     member: str
     micro_batches: tuple[tuple[Span, ...], ...]
@@ -282,7 +282,7 @@ def _taken(quota: int, total: int, room: int, least: int) -> int:
 
 
 class _Cursor:
-    """Takes positions from the front of normal spans."""
+    """Cursor that takes positions from the front of normal spans."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans: Iterator[Span] = iter(spans)

@@ -31,7 +31,7 @@ INFINITE = float("inf")
 
 
 class Rank(Protocol):
-    """The facts about a member that a planner needs (`protocol.types.Member` has them)."""
+    """Facts about a member that a planner needs (`protocol.types.Member` has them)."""
 
     @property
     def id(self) -> str: ...

@@ -59,7 +59,7 @@ Links = Mapping[tuple[str, str], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A source with a direct link to the newcomer."""
+    """Source with a direct link to the newcomer."""
 
     member: str
     delay_s: float

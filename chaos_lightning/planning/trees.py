@@ -87,7 +87,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The tree of the bytes [start, stop)."""
+    """Reduction tree of the bytes [start, stop) of the gradient buffer."""
 
     start: int
     stop: int

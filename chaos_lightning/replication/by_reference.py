@@ -35,7 +35,7 @@ Readable = Callable[[str], bool]
 
 
 class MemoryExport:
-    """Tells members of this machine where this process's bytes lie. Any thread.
+    """Places of this process's bytes in memory, told to members of this machine. Any thread.
 
     Args:
         readable: Asked with a member id.

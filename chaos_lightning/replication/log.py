@@ -49,7 +49,7 @@ class LoggedSlot:
 
     seq: int
     prev: str
-    """Hash of the header before."""
+    """Hash of the header before this slot's."""
     head: str
     encoded: bytes
     """Bytes of the header as it travels."""
@@ -108,7 +108,7 @@ class SlotLog:
         self._hasty = False
         self._taken: dict[int, set[str]] = {}
         self._sated: set[str] = set()
-        """Learners that read no more."""
+        """Learners that read no more of the log."""
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

@@ -196,7 +196,7 @@ def part_name(header: Header, part: str, view: ViewId | None = None) -> str:
 
 
 class PartServer:
-    """Serves this member's parts at one header, until their owners go on.
+    """Server of this member's parts at one header, until their owners go on.
 
     Args:
         server: Serves this member's states.

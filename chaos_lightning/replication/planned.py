@@ -23,7 +23,7 @@ Estimates = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
-    """Options of some policies."""
+    """Options that some transfer policies take."""
 
     ingress_bps: float = 0.0
     """Rate of the newcomer's own access link, in bits per second; 0: no limit of its own."""

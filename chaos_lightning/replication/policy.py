@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """Job and its progress."""
+    """Job of a transfer, and its progress."""
 
     job: Job
     owner: Request | None = None
@@ -71,7 +71,7 @@ class Task:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Request under way."""
+    """Request for bytes that is under way at a source."""
 
     task: Task
     source: str
@@ -116,14 +116,14 @@ class SourceStats:
         self._bytes, self._seconds = rate_bps / 8 * _PRIOR_S, _PRIOR_S
 
     def asked(self, nbytes: int, now: float) -> None:
-        """Notes that so many more bytes are requested."""
+        """Notes that so many more bytes are requested of the source."""
         if not self.under_way:
             self._at = now
             self._answered = False
         self.under_way += nbytes
 
     def arrived(self, nbytes: int, now: float) -> None:
-        """Notes that so many bytes have come."""
+        """Notes that so many requested bytes have come from the source."""
         if not self._answered:  # the first bytes after a pause: there and back
             self._answered = True
             self._round_s = min(self._round_s, now - self._at)

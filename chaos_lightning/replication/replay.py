@@ -63,7 +63,7 @@ VOUCH = "chaos_replay"
 
 @runtime_checkable
 class Replay(Protocol):
-    """Takes committed steps again, outside of training."""
+    """Replayer that takes committed steps again, outside of training."""
 
     def replayable(self) -> str:
         """Returns the reason why this process cannot come in by replay; "" if it can."""

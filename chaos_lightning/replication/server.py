@@ -66,7 +66,7 @@ _MOST_IDLE_MS = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class StateServerConfig:
-    """Waits of the serving side, in seconds."""
+    """Seconds of waits, and limits, of the serving side."""
 
     publish_timeout_s: float = 30.0
     """Most seconds that a request waits for a header that this member has yet to commit, or for a state that it is
@@ -102,7 +102,7 @@ class StateServerConfig:
 
 
 class StateServer:
-    """Serves published states and slots to any number of peers, with one calling thread each."""
+    """Server of published states and slots to any number of peers, with one calling thread each."""
 
     def __init__(self, config: StateServerConfig | None = None) -> None:
         self.config = config or StateServerConfig()

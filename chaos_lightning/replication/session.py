@@ -73,7 +73,7 @@ class SourceReport:
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """Report on a pull."""
+    """Report on a pull of a state, or of a slot's reduced bytes."""
 
     head: str
     seq: int
@@ -82,7 +82,7 @@ class PullReport:
     by_source: Mapping[str, int]
     """Verified bytes received, by donor."""
     skipped: int
-    """Bytes that were here already."""
+    """Bytes that were here before the pull."""
     seconds: float
     retries: int
     """Number of requests made again because a donor broke off."""
@@ -346,7 +346,7 @@ class PullSession:
 
 
 class PullMeter:
-    """Turns verified bytes into `Progress`."""
+    """Meter that turns verified bytes into `Progress`."""
 
     def __init__(self, total_nbytes: int, here_nbytes: int, tell: Tell | None) -> None:
         self._total, self._here, self._tell = total_nbytes, here_nbytes, tell

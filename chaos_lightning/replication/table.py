@@ -49,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """Tensor of the state."""
+    """Row of the table: one tensor of the state."""
 
     name: str
     dtype: str

@@ -45,7 +45,7 @@ def _reported(before: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """Planted bug: one rule, broken.
+    """Planted bug: a rule of docs/outer.md, broken.
 
     Attributes:
         rule: As docs/outer.md has it.
@@ -234,4 +234,4 @@ BUGS = {
     ),
     "O16-early": Bug("O16", "the end does not wait for the disks", Machines(leader=_with(end=bad.EarlyEnding))),
 }
-"""Planted bugs, by name."""
+"""Planted bugs of outer sync, by name."""

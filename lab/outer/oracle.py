@@ -206,7 +206,7 @@ class Oracle:
             )
 
     def refused(self, body: Round, most: int) -> None:
-        """Checks that no cluster is shut out: at most `most` of its pushes in a row are rejected (O12)."""
+        """Checks that no cluster is shut out: a limited number of its pushes in a row are rejected at most (O12)."""
         for weighed in body.accepted:
             self.in_a_row[weighed.offer.push.incarnation.cluster] = 0
         for refusal in body.rejected:

@@ -37,7 +37,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of one run.
+    """Plan of one simulated outer job.
 
     Attributes:
         seed: Of all chance.

@@ -219,7 +219,7 @@ class ChangingPushes(Pushes):
 
 
 class UnrecordedPushes(Pushes):
-    """Pushes of a leader that tells a void push so, and stores nothing."""
+    """Pushes of a leader that answers a void push without storing that."""
 
     def next_round(self) -> Round | Voided | None:
         decided = super().next_round()
@@ -398,7 +398,7 @@ class GivingLeases(Leases):
 
 
 def chain_with(leases: type[Leases]) -> type[OuterChain]:
-    """Returns a chain whose leases are these."""
+    """Returns a class of chains whose leases are of this class."""
 
     class Planted(OuterChain):
         def follow(self, entry: Entry) -> None:

@@ -59,7 +59,7 @@ SILENT_S = 1.2
 
 
 class Cluster(Protocol):
-    """Cluster, as processes see it."""
+    """Cluster of a simulated job, as processes see it."""
 
     @property
     def bytes(self) -> dict[PushId, str]: ...
@@ -149,7 +149,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """Cluster of a plan.
+    """Cluster of a plan, with its speed and its batches.
 
     Attributes:
         name: Its own.
@@ -233,7 +233,7 @@ class Stream:
 
 
 class LeaderProcess(Process):
-    """Life of the leader's process."""
+    """Process of a leader, from its start to its death."""
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job.kernel, name)

@@ -27,7 +27,7 @@ from lab.outer.processes import Machines
 
 @dataclass(slots=True)
 class Held:
-    """State that a newcomer gets."""
+    """State of a rank that a newcomer gets."""
 
     state: RanksFacts
     content: Content
@@ -41,7 +41,7 @@ class RankHome(Protocol):
         ...
 
     def attend(self) -> None:
-        """Begins to talk to the leader."""
+        """Lets the rank talk to the leader from here on."""
         ...
 
     def tell_leader(self, message: object) -> None:

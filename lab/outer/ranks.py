@@ -67,7 +67,7 @@ class Rank(Client):
     # ------------------------------------------------------------------ the stream
 
     def attend(self) -> None:
-        """Begins to talk to the leader."""
+        """Lets the rank talk to the leader from here on."""
         self.connect()
 
     def connect(self) -> None:

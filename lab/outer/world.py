@@ -46,7 +46,7 @@ HEARD_S = 0.5
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a run."""
+    """Outcome of one simulated outer job."""
 
     seed: int
     violation: str

@@ -41,7 +41,7 @@ class Down:
 
 @dataclass(slots=True)
 class Buffer:
-    """Result buffer, one of two."""
+    """Buffer of the ranges of a slot's result, one of two."""
 
     seq: int = -1
     view: ViewId = NO_VIEW

@@ -37,7 +37,7 @@ _LOOK_S = 0.02
 
 
 class Edges:
-    """Links of one world.
+    """Links of one simulated job, with the faults that strike them and the rules that they keep.
 
     Args:
         world: The job.

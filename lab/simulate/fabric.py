@@ -340,7 +340,7 @@ class Fabric:
         return lambda: node.deliver(heard) if node is not None else None
 
     def standing(self, node: Endpoint) -> Container[str]:
-        """Returns the members to which this node has a link, as a view that follows all changes."""
+        """Returns the members to which this node has a link, as a container that follows all changes."""
         return _Standing(self, node)
 
     def peers_of(self, me: str) -> list[str]:

@@ -164,7 +164,7 @@ class PlannedNode(Node):
 
 @dataclass(slots=True)
 class _Course:
-    """Progress of a plan."""
+    """Progress of a FaultPlan in a run."""
 
     schedule: Schedule
     step: int = 0

@@ -87,7 +87,7 @@ _KINDS = {
 
 
 class SchedulerHost(Process):
-    """Life of a scheduler's process.
+    """Process of a scheduler, from its start to its death.
 
     Args:
         kernel: Time and chance.
@@ -312,7 +312,7 @@ class SchedulerHost(Process):
             self.feed(fx.Closed(stream.number, abrupt))
 
     def crash(self) -> None:
-        """Kills the process: every stream breaks."""
+        """Kills the scheduler's process: every stream breaks."""
         self.die()
         self.lost = len(self._streams)
         for stream in self.dialled:

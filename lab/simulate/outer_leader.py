@@ -191,7 +191,7 @@ class ScriptedLeader:
     # ------------------------------------------------------------------ streams
 
     def connect(self, rank: OuterRank, hear: Callable[[Line, object], None], lost: Callable[[Line], None]) -> Line:
-        """Begins a rank's stream."""
+        """Opens a rank's stream to the leader."""
         line = Line(rank, Pipe(self._kernel, 0.0005, 0.01), Pipe(self._kernel, 0.0005, 0.01), hear, lost)
         self._lines.append(line)
         return line

@@ -53,7 +53,7 @@ class _Open:
 
 
 class PartPlane:
-    """Reduction by parts at one member.
+    """Part of one member in the reduction by parts.
 
     Args:
         send: Sends to a member.

@@ -11,7 +11,7 @@ from lab.simulate.training import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """Properties of one process."""
+    """Properties of one simulated process."""
 
     name: str
     host: str = "h0"
@@ -34,7 +34,7 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaying:
-    """Conditions of replay in this job.
+    """Conditions of replay joins in a simulated job.
 
     Attributes:
         log_entries: Slots that each member's log holds.
@@ -118,7 +118,7 @@ class OuterScript:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Plan of one run."""
+    """Plan of one simulated job."""
 
     seed: int
     settings: Settings
@@ -175,7 +175,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a run."""
+    """Outcome of one simulated job."""
 
     seed: int
     violation: str

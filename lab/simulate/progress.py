@@ -112,7 +112,7 @@ class Progress:
 
 
 class Patience:
-    """Watches that newcomers get in, and leavers out, whatever happened before (liveness from states in mid-run).
+    """Watch that newcomers get in, and leavers out, whatever happened before (liveness from states in mid-run).
 
     Args:
         world: The job; its plan says how long they may wait once the last fault is over (protocol.md 18, 2).

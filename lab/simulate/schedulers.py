@@ -123,7 +123,7 @@ class Schedulers:
         return host.alive and (not self._world.plan.several or self._world.store.leader == host.candidacy.number)
 
     def _follow(self, gap: float) -> None:
-        """Lets a candidate lead after so many seconds, if none does by then."""
+        """Lets a standby candidate lead after so many seconds, if no scheduler does by then."""
         world = self._world
         world.expect(1)
 

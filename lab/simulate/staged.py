@@ -75,7 +75,7 @@ class Run:
     activations: dict[tuple[int, int], int] = field(default_factory=dict)
     """Inputs of layers, by micro-batch and layer."""
     grads: dict[int, list[int]] = field(default_factory=dict)
-    """Gradients by part."""
+    """Gradients of the run, by part."""
     counts: list[tuple[int, int]] = field(default_factory=list)
     """Batches that the member's metrics have counted in a round, with the tensor that left the last layer."""
     busy: bool = False

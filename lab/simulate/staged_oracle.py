@@ -53,7 +53,7 @@ class StagedOracle(Oracle):
     truths: dict[_Key, Parts] = field(default_factory=dict)
     """Values of all parts, by lineage and header; of GENESIS by lineage and view."""
     pulls: int = 0
-    """Number of parts that moved."""
+    """Number of parts that moved to another member."""
     members: list[HoldsParts] = field(default_factory=list)
     """Processes of all members."""
 

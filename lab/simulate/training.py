@@ -23,7 +23,7 @@ State = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Script of the job.
+    """Script of a simulated job.
 
     Attributes:
         epochs: Passes over the data.

@@ -19,4 +19,4 @@ from lab.simulate.bugs.schedulers import SCHEDULER_BUGS
 from lab.simulate.bugs.staged import STAGED_BUGS
 
 BUGS: dict[str, Bug] = {**MEMBER_BUGS, **SCHEDULER_BUGS, **LEARNER_BUGS, **LINK_BUGS, **OUTER_BUGS, **STAGED_BUGS}
-"""All planted bugs, by name."""
+"""Planted bugs of all subjects, by name."""

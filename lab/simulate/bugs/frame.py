@@ -24,7 +24,7 @@ Machine = TypeVar("Machine", MemberMachine, SchedulerMachine)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """Planted bug: one rule, broken.
+    """Planted bug: a rule of protocol.md or outer.md, broken.
 
     Attributes:
         rule: Number in protocol.md, or with an O in outer.md.
@@ -60,12 +60,12 @@ def hooks_of(
 
 
 def with_parts(**parts: type[Any]) -> type[SchedulerMachine]:
-    """Returns a scheduler some of whose parts behave otherwise. See `planted`."""
+    """Returns a class of schedulers some of whose parts behave otherwise. See `planted`."""
     return planted(SchedulerMachine, **parts)
 
 
 def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
-    """Returns a machine some of whose parts behave otherwise.
+    """Returns a class of machines some of whose parts behave otherwise.
 
     Args:
         base: The others are this one's.

@@ -211,4 +211,4 @@ LEARNER_BUGS: dict[str, Bug] = {
         control=hooks_of(node=TrustingNode),
     ),
 }
-"""By name."""
+"""Planted bugs of replay joins, by name."""

@@ -148,7 +148,7 @@ class LaxStore(Store):
 
 
 class OpenStore(Store):
-    """Store that takes what a scheduler writes that has not seen its newest end of the chain."""
+    """Store that takes entries of a scheduler that has seen a newer end of the chain than the store has."""
 
     def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
         return super().judge(term, persist, None)

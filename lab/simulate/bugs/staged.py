@@ -125,14 +125,14 @@ class UncheckedKeepingMachine(KeepingMachine, UncheckedMachine):
 
 
 class LaxParts(MemberParts):
-    """Parts of a member that asks for them only before it contributes to steps."""
+    """Parts of a member that only before steps, not before other slots, checks that it holds them."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return contribution.kind is not Kind.STEP or super().may_contribute(view, contribution, complete)
 
 
 class BareParts(MemberParts):
-    """Parts of a member that does not ask for them before it contributes to steps."""
+    """Parts of a member that contributes to steps without a check that it holds them."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return contribution.kind is not Kind.STEP or complete == (view.id, contribution.seq)
@@ -199,7 +199,7 @@ class EagerDetector(Detector):
 
 
 class EagerDeaths(Deaths):
-    """Deaths of which none is taken back, whatever is lost with it."""
+    """Deaths that are not taken back for parts of the state that are lost with them."""
 
     def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
         return lost is None and super().take_back()
