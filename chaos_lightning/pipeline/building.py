@@ -234,7 +234,7 @@ def _full(name: str, own: str) -> str:
 
 @contextmanager
 def _scratch(tensors: Collection[tuple[str, Tensor]], but: set[int]) -> Iterator[None]:
-    """Gives other memory to all of these tensors but some while the block runs."""
+    """Gives scratch memory to all of these tensors, except those with ids in `but`, while the block runs."""
     before = {id(t): (t, t.data) for _, t in tensors if id(t) not in but}
     for tensor, data in before.values():
         tensor.data = torch.zeros(data.shape, dtype=data.dtype, device=data.device)

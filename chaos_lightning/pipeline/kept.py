@@ -54,7 +54,7 @@ class KeptBytes:
         self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
 
     def remove(self, key: Hashable) -> None:
-        """Counts nothing under this key any more."""
+        """Takes the tensors under this key off the count."""
         self.now_nbytes -= sum(self._held.pop(key, {}).values())
 
     def clear(self) -> None:

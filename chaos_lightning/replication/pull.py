@@ -238,8 +238,8 @@ class _StatePull:
         return first.submit(lambda: first.ask(Type.GET_MANIFEST, Type.MANIFEST))
 
     def _adopt_early(self, asked: Future[bytes]) -> tuple[StateTable, str] | None:
-        """Adopts that manifest while donors hash, then hashes the state that lies here; returns the table with the
-        manifest's own hash.
+        """Adopts the manifest that was asked for early, while donors hash, then hashes the state that lies here;
+        returns the table, and the manifest's own hash.
 
         If all of it is what the donors have, this is the proof (protocol.md 19). None: not without their table.
         """

@@ -123,7 +123,9 @@ class EarlyEnding(Ending):
 
 
 class OpenAttendance(Attendance):
-    """Attendance that does not compare clusters that waited before the job was opened with it."""
+    """Attendance that lets in clusters that waited before the job was opened without comparing their models with
+    its own.
+    """
 
     def again(self) -> list[tuple[int, ClusterHello]]:
         return []
@@ -451,7 +453,7 @@ class HoardingFollower(FollowerMachine):
 
 
 class PassedFollower(FollowerMachine):
-    """Follower that computes on from its own version if a mark passes that."""
+    """Follower that computes on from its own version when the durable mark passes that version."""
 
     def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()

@@ -378,7 +378,7 @@ class Client(Process):
             stream.cut()
 
     def dies(self) -> bool:
-        """Returns whether the process is killed before the next effect."""
+        """Kills the process if a planned death is due before the next effect; returns whether it is dead."""
         if self.die_at_effect == 0:
             self.kill()
         self.die_at_effect -= 1

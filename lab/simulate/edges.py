@@ -111,7 +111,7 @@ class Edges:
     # ------------------------------------------------------------------ what must hold
 
     def check(self, chain: Sequence[View]) -> None:
-        """Checks the last view of this chain, which was decided."""
+        """Checks the links of the view that was just decided, the last one of this chain."""
         view = chain[-1]
         pairs = links_of(view)
         if not view.members:

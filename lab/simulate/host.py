@@ -39,7 +39,7 @@ _DRAWS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Candidacy:
-    """Facts of a scheduler's process beside its machine.
+    """Facts of a scheduler's process, beside those that its machine knows.
 
     Attributes:
         number: Which candidate it is; each life has a number of its own.

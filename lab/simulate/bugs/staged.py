@@ -390,14 +390,14 @@ class ExitingNode(StagedNode):
 
 
 class HastyKeeper(Keeper):
-    """Keeper that lets all go once one has told."""
+    """Keeper that lets all leavers go once one of them has told which parts it wrote down."""
 
     def all_told(self, leavers: Sequence[Peer]) -> bool:
         return super().all_told(leavers) or any(self.has_told(p) for p in leavers)
 
 
 class ForgetfulKeeper(Keeper):
-    """Keeper that ignores the words of members as all left."""
+    """Keeper that ignores which parts members said they wrote down as all left."""
 
     def told_reports(self) -> list[Report]:
         return []
