@@ -15,13 +15,14 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from benchmarks.common import Options, Result, run
+from benchmarks.paper_equations import eq9, eq11, paper_memory
 from chaos_lightning.planning.pipelines.choice import Outlook, restart_worth
 from chaos_lightning.planning.pipelines.decoder import decoder_layers
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, LinkRate, MemoryUse, TrainingJob
 from chaos_lightning.planning.pipelines.moves import assign
-from chaos_lightning.planning.pipelines.paper import algorithm1, eq9, eq11, paper_memory, split_layers
+from chaos_lightning.planning.pipelines.paper import algorithm1, split_layers
 from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.policies import decide
 from chaos_lightning.planning.pipelines.templates import oobleck

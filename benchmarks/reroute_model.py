@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.common import Options, Result, run
+from benchmarks.paper_equations import eq12, eq13
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, TrainingJob
 from chaos_lightning.planning.pipelines.lists import coupled, run_coupled
-from chaos_lightning.planning.pipelines.paper import eq12, eq13
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.rerouting import reroute
 from chaos_lightning.planning.pipelines.schedules import zero_bubble_h1

@@ -9,7 +9,7 @@ happen when they are needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,10 +120,7 @@ def plan(
         typer.Option("--plan", help="Price this plan instead, a file of what --json has as `plan`.", metavar="FILE"),
     ] = None,
     first: Annotated[bool, typer.Option("--first", help="The answer that comes at once instead of the best.")] = False,
-    estimator: Annotated[
-        str,
-        typer.Option(help="What tells the plan's step and memory: simulated, or paper for its equations as printed."),
-    ] = "simulated",
+    estimator: Annotated[str, typer.Option(hidden=True)] = "",
     explain: Annotated[
         bool, typer.Option("--explain", help="Times, bytes and memory by layer and stage, too.")
     ] = False,
@@ -149,6 +146,11 @@ def plan(
     if micro_batches is not None:
         check_number("--micro-batches", micro_batches, least=1)
     known_policy(policy)
+    if estimator:
+        raise JobError(
+            f"--estimator is {estimator!r}, an option that was removed: steps are always simulated; for the paper's "
+            "equations run `python -m benchmarks.paper_equations MODEL --plan FILE` in a checkout"
+        )
     if bool(model) == bool(formula):
         raise JobError(
             "expected the file of a job, or --model gpt:LAYERS,WIDTH; examples/plans has files to start from"
@@ -165,10 +167,7 @@ def plan(
         check_number("--copies", copies, least=1, most=len(job.devices))
     planner = Planner(job)
     try:
-        if priced is not None:
-            before = _priced(job, priced, estimator)
-        else:
-            before = _planned(job, estimator, copies, survive, first=first)
+        before = _planned(job, copies, survive, first=first) if priced is None else _priced(job, priced)
     except NoPlanError as error:
         raise NoPlanError(f"{model or formula}: {error}") from None
     gone = lost_devices(job, before.plan, lost) if lost else ()
@@ -241,11 +240,9 @@ def slow_devices(job: TrainingJob, lost: Collection[str], text: str) -> dict[str
     return speeds
 
 
-def _planned(job: TrainingJob, estimator: str, copies: int | None, survive: str, *, first: bool) -> PricedPlan:
+def _planned(job: TrainingJob, copies: int | None, survive: str, *, first: bool) -> PricedPlan:
     """Returns the best plan that has as many owners of each layer as are asked for, and what that costs."""
     from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
-
-    cost_of = _estimator(estimator)
 
     def answer(least: int, hosts: bool) -> PlannedPipelines:
         planner = Planner(job, copies=least, hosts=hosts)
@@ -272,20 +269,17 @@ def _planned(job: TrainingJob, estimator: str, copies: int | None, survive: str,
                 found, price = safe, f"each layer has {words}"
             else:
                 price = f"every layer has one owner: any loss loses state; --survive device gives {words}"
-    cost, why = found.estimate, found.why
-    if estimator != "simulated":
-        cost = cost_of(job, found.plan)
-        why = f"{why.partition('; ')[0]}; by the equations of the paper, {found.estimate.step_s:.3g} s as simulated"
-    return PricedPlan(found.plan, cost, why, found.exact, found.gap, found.shared_fate, price)
+    return PricedPlan(found.plan, found.estimate, found.why, found.exact, found.gap, found.shared_fate, price)
 
 
-def _priced(job: TrainingJob, path: Path, estimator: str) -> PricedPlan:
+def _priced(job: TrainingJob, path: Path) -> PricedPlan:
     """Returns a plan of the user's with what it costs here.
 
     Raises:
         JobError: It cannot be read, is none, or is not of this job; or it does not fit.
     """
     from chaos_lightning.planning.documents import read_json, read_yaml
+    from chaos_lightning.planning.pipelines.estimate import estimate
     from chaos_lightning.planning.pipelines.plan import PipelinePlan
 
     try:
@@ -304,19 +298,11 @@ def _priced(job: TrainingJob, path: Path, estimator: str) -> PricedPlan:
             + f"; expected {job.costs.count} layers, {job.micro_batches} micro-batches and devices of the job, such as "
             f"{', '.join([*job.by_name][:3])}"
         )
-    cost = _estimator(estimator)(job, plan)
+    cost = estimate(job, plan)
     over = cost.over(job)
     name = max(over, key=lambda x: over[x], default="")
     short = f"; {name} lacks {over[name]} bytes, so it does not fit" if over else ""
     return PricedPlan(plan, cost, f"the plan of {path.name}; as given{short}")
-
-
-def _estimator(name: str) -> Callable[[TrainingJob, PipelinePlan], StepEstimate]:
-    from chaos_lightning.planning.pipelines.paper import ESTIMATORS
-
-    if name not in ESTIMATORS:
-        raise JobError(f"--estimator is {name!r}; expected one of {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[name]
 
 
 def _options(

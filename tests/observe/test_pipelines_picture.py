@@ -274,14 +274,6 @@ def test_a_plan_and_a_loss_for_programs() -> None:
         assert candidate["moves"]["nbytes"] == sum(m[2] - m[1] for m in candidate["moves"]["list"])
 
 
-def test_the_papers_equations_are_shown_if_they_are_asked_for() -> None:
-    words = ("--model", "gpt:6,512", "--devices", "3", "--json")
-    simulated, paper = json.loads(command(*words)), json.loads(command(*words, "--estimator", "paper"))
-    assert paper["plan"] == simulated["plan"]
-    assert paper["step_s"] == paper["compute_s"] < simulated["step_s"]
-    assert "by the equations of the paper" in paper["why"]
-
-
 def test_what_a_host_takes_along_and_how_good_a_plan_is_are_said_once() -> None:
     text = command("--model", "gpt:6,512", "--devices", "9", "--first")
     facts = json.loads(command("--model", "gpt:6,512", "--devices", "9", "--first", "--json"))
@@ -365,7 +357,7 @@ def test_a_head_that_is_the_embedding_costs_an_exchange() -> None:
         (("--model", "gpt:2,64", "--rate", "-1"), "--rate is -1.0; expected a finite number at least 0"),
         (("--model", "gpt:2,64", "--transition", "nan"), "--transition is nan; expected a finite number at least 0"),
         (("--model", "gpt:2,64", "--transition", "-5"), "--transition is -5.0; expected a finite number at least 0"),
-        (("--model", "gpt:2,64", "--estimator", "x"), "--estimator is 'x'; expected one of simulated, paper"),
+        (("--model", "gpt:2,64", "--estimator", "paper"), "--estimator is 'paper', an option that was removed"),
         (("--model", "gpt:2,64", "--policy", "x"), "policy 'x' is unknown; expected one of adaptive, reroute"),
         (("examples/plans/llama7b.yaml", "--devices", "1"), "examples/plans/llama7b.yaml: no plan fits 1 devices"),
         (
