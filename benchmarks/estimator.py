@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.calibration import fit
 from benchmarks.common import Options, Result, median, run
 from benchmarks.pipeline_members import PipelineJob, module_of, pipeline_job
 from benchmarks.pipeline_steps import UNSETTLED, PlanRun, runs
 from benchmarks.workers import scratch
-from chaos_lightning.planning.pipelines.calibration import fit
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.files import read_job, to_dict
 from chaos_lightning.planning.pipelines.job import Device, Overheads, TrainingJob

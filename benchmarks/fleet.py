@@ -23,9 +23,10 @@ from benchmarks.common import MIB, Options, Result, run
 from chaos_lightning.cli.fleet_command import to_json
 from chaos_lightning.planning.fleet.generator import Chance, generate
 from chaos_lightning.planning.fleet.simulator import FleetRun
-from chaos_lightning.planning.fleet.traces import write_events, write_steps
+from chaos_lightning.planning.fleet.traces import Trace
 from chaos_lightning.planning.pipelines.formation import EqualFleet
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, TrainingJob
+from chaos_lightning.planning.quantities import HOUR_S
 
 GIB = 1 << 30
 LARGE = Chance(devices=10_000, hours=9, rate=0.1, repair_hours=0.05)
@@ -71,6 +72,24 @@ def apart(chance: Chance, seed: int) -> Cost:
     """The same in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(simulated, chance, seed).result()
+
+
+def write_events(trace: Trace, path: Path) -> None:
+    """As `milliseconds,add|remove,node`; slow devices are not told."""
+    rows = [(0.0, "add", d) for d in trace.first]
+    rows += [(c.at_s, c.kind, d) for c in trace.changes if c.kind in ("add", "remove") for d in c.devices]
+    path.write_text("".join(f"{round(at * 1000)},{kind},node-{d}\n" for at, kind, d in rows))
+
+
+def write_steps(trace: Trace, path: Path) -> None:
+    """As `hours,count`; who it was is not told."""
+    rows: list[tuple[float, int]] = []
+    for at_s, count in trace.counts():
+        if rows:
+            rows.append((at_s, rows[-1][1]))
+        rows.append((at_s, count))
+    rows.append((trace.end_s, rows[-1][1]))
+    path.write_text("".join(f"{at_s / HOUR_S:.9g},{count}\n" for at_s, count in rows))
 
 
 def traces_run(result: Result, seed: int) -> None:

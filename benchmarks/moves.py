@@ -21,7 +21,7 @@ from benchmarks.common import Options, Result, median, run
 from benchmarks.rounds import Sending, Vertex, colour, neighbours_of, rounds_s, step_s, vertices
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, TrainingJob
-from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list, rank_order, renamed
+from chaos_lightning.planning.pipelines.moves import Moves, assign, move_list, renamed
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import Planner
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError
@@ -128,12 +128,22 @@ def nbytes_of(case: Case, plan: PipelinePlan) -> int:
 
 def busiest(moves: Moves) -> int:
     """Bytes of the busiest card in its busier direction."""
-    return max(moves.busiest_source_nbytes, moves.busiest_target_nbytes)
+    receives: Counter[str] = Counter()
+    for x in moves.links:
+        receives[x.target] += x.nbytes
+    return max(moves.busiest_source_nbytes, *receives.values(), 0)
 
 
 def busiest_link_s(moves: Moves) -> float:
     """Seconds of the busiest direction between two cards."""
-    return 0.0 if moves.busiest_link is None else moves.busiest_link.seconds
+    return max((x.seconds for x in moves.links), default=0.0)
+
+
+def rank_order(old: PipelinePlan, new: PipelinePlan) -> PipelinePlan:
+    """The new plan with the survivors in the order of their old places."""
+    order = {name: i for i, name in enumerate(old.stages)}
+    left = sorted(new.devices, key=lambda name: (order.get(name, len(order)), name))
+    return renamed(new, dict(zip([*new.stages, *new.idle], left, strict=True)))
 
 
 def against_permutations(result: Result, seed: int, count: int) -> None:

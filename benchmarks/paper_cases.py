@@ -17,7 +17,7 @@ from itertools import pairwise
 from benchmarks.common import Options, Result, run
 from benchmarks.paper_equations import eq9, eq11, paper_memory
 from chaos_lightning.planning.pipelines.choice import Outlook, restart_worth
-from chaos_lightning.planning.pipelines.decoder import decoder_layers
+from chaos_lightning.planning.pipelines.decoder import Decoder
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.formation import EqualFleet, EqualOptions
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, LinkRate, MemoryUse, TrainingJob
@@ -235,10 +235,10 @@ GIB = 1 << 30
 def llama_job(devices: int, micro_batches: int, cards: int = 1, sequence: int = 4096) -> TrainingJob:
     """Llama-2 7B by formula on the paper's machines of eight cards of 64 GB; gradients are summed in place."""
     return TrainingJob(
-        layers=decoder_layers(
-            LAYERS, 4096, feed_forward=11008, gated=True, vocabulary=32000, sequence=sequence, flops=313e12,
-            gradient_bytes=2, cards=cards,
-        ),
+        layers=Decoder(
+            layers=LAYERS, width=4096, feed_forward=11008, gated=True, vocabulary=32000, sequence=sequence,
+            flops=313e12, gradient_bytes=2, cards=cards,
+        ).made(),
         devices=tuple(
             Device(name=f"d{i:02}", memory_nbytes=64 * GIB * cards, host=f"h{i * cards // 8}", cards=cards)
             for i in range(devices)

@@ -22,7 +22,7 @@ from itertools import combinations, pairwise, permutations, product
 from random import Random
 
 from benchmarks.common import Options, Result, median, percentile, run
-from chaos_lightning.planning.pipelines.decoder import decoder_layers
+from chaos_lightning.planning.pipelines.decoder import Decoder
 from chaos_lightning.planning.pipelines.equal import Shapes
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import Device, Layer, LinkRate, MemoryRules, Overheads, TrainingJob
@@ -338,7 +338,7 @@ def unequal_cases(result: Result, fleets: int, seed: int) -> None:
 def large_job(devices: int, blocks: int = 80, width: int = 8192) -> TrainingJob:
     """A decoder, by default of 65 billion parameters, on cards in hosts of eight."""
     return TrainingJob(
-        layers=decoder_layers(blocks, width),
+        layers=Decoder(layers=blocks, width=width).made(),
         devices=tuple(Device(name=f"d{i:05}", memory_nbytes=141 * GIB, host=f"h{i // 8:04}") for i in range(devices)),
         micro_batches=4 * devices,
         within_host=LinkRate(rate_bps=2.4e12, latency_s=5e-6),

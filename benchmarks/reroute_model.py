@@ -22,7 +22,7 @@ from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, 
 from chaos_lightning.planning.pipelines.lists import coupled, run_coupled
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.rerouting import reroute
-from chaos_lightning.planning.pipelines.schedules import zero_bubble_h1
+from chaos_lightning.planning.pipelines.schedules import Instruction
 from chaos_lightning.planning.pipelines.timing import PipelineTimes, pipeline_timeline
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
@@ -146,6 +146,30 @@ def several(result: Result) -> list[tuple[Case, str, int, int, float, float]]:
             f"{extra} beyond 1F1B: Eq. 13 is too kind in {kind} and too harsh in {harsh} of {len(mine)} cases"
         )
     return rows
+
+
+def zero_bubble_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
+    """ZB-H1 (arXiv 2401.10241, section 2.2): weight halves of split backward passes wait until they fill a bubble.
+
+    A stage keeps no more micro-batches in flight than the first stage of 1F1B does, counting one until its weight half
+    is done, so memory is that of 1F1B at the first stage.
+    """
+    lists = []
+    for k in range(stages):
+        warm = min(stages - k, micro_batches)
+        row = [Instruction(k, "F", j) for j in range(warm)]
+        forward, weight = warm, 0
+        for j in range(micro_batches):
+            row.append(Instruction(k, "I", j))
+            if j >= k:
+                row.append(Instruction(k, "W", weight))
+                weight += 1
+            if forward < micro_batches:
+                row.append(Instruction(k, "F", forward))
+                forward += 1
+        row.extend(Instruction(k, "W", j) for j in range(weight, micro_batches))
+        lists.append(row)
+    return lists
 
 
 def zero_bubble(result: Result) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import moves
 from benchmarks.common import Figure, Result
-from chaos_lightning.planning.pipelines.moves import Moves, move_list, rank_order
+from chaos_lightning.planning.pipelines.moves import Moves, move_list
 
 
 def bounded(measure, count):
@@ -23,7 +23,7 @@ def missed(figures: list[Figure]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "other", "words"),
     [
-        ("assign", lambda job, old, new: rank_order(old, new), "those with more bytes than the best permutation"),
+        ("assign", lambda job, old, new: moves.rank_order(old, new), "those with more bytes than the best permutation"),
         ("move_list", lambda *case: forgetful(move_list(*case)), "those with a list of more or fewer bytes"),
     ],
 )

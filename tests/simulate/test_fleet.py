@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from benchmarks.fleet import write_events, write_steps
 from chaos_lightning import cli
 from chaos_lightning.cli import fleet_plot as plot
 from chaos_lightning.cli.fleet_command import to_json
 from chaos_lightning.errors import ConfigurationError, MissingExtraError, PlanError
 from chaos_lightning.planning.fleet.generator import Chance, generate
 from chaos_lightning.planning.fleet.simulator import FleetRun, Outcome, Rules
-from chaos_lightning.planning.fleet.traces import FleetChange, Trace, TraceError, write_events, write_steps
+from chaos_lightning.planning.fleet.traces import FleetChange, Trace, TraceError
 from chaos_lightning.planning.pipelines import policies
 from chaos_lightning.planning.pipelines.choice import Decision
 from chaos_lightning.planning.pipelines.files import to_dict

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fleet import write_events, write_steps
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning.fleet.generator import SHARED, Chance, _Drawing, generate, group_sizes
-from chaos_lightning.planning.fleet.traces import FleetChange, Trace, TraceError, read, write_events, write_steps
+from chaos_lightning.planning.fleet.traces import FleetChange, Trace, TraceError, read
 
 BUSY = Chance(devices=40, hours=20, rate=0.1, group=6, repair_hours=1.0, slow_rate=0.02)
 

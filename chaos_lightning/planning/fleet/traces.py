@@ -282,24 +282,3 @@ def _steps(lines: list[_Line], random: Random, most: int) -> tuple[tuple[int, ..
             lost = tuple(there.pop(random.randrange(len(there))) for _ in range(-more))
             changes.append(FleetChange(at_s, "remove", lost))
     return first, changes, (before - start) * HOUR_S
-
-
-# ------------------------------------------------------------------------------------------------ writing
-
-
-def write_events(trace: Trace, path: Path) -> None:
-    """As `milliseconds,add|remove,node`; slow devices are not told."""
-    rows = [(0.0, "add", d) for d in trace.first]
-    rows += [(c.at_s, c.kind, d) for c in trace.changes if c.kind in ("add", "remove") for d in c.devices]
-    path.write_text("".join(f"{round(at * 1000)},{kind},node-{d}\n" for at, kind, d in rows))
-
-
-def write_steps(trace: Trace, path: Path) -> None:
-    """As `hours,count`; who it was is not told."""
-    rows: list[tuple[float, int]] = []
-    for at_s, count in trace.counts():
-        if rows:
-            rows.append((at_s, rows[-1][1]))
-        rows.append((at_s, count))
-    rows.append((trace.end_s, rows[-1][1]))
-    path.write_text("".join(f"{at_s / HOUR_S:.9g},{count}\n" for at_s, count in rows))

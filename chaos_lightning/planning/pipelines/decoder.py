@@ -220,20 +220,6 @@ class Decoder:
         )  # fmt: skip
 
 
-def decoder_layers(layers: int, width: int, **more: Any) -> tuple[Layer, ...]:
-    """Embedding, blocks and head of a decoder model.
-
-    Args:
-        layers: Blocks.
-        width: Of the model.
-        **more: Further fields of `Decoder`.
-
-    Raises:
-        JobError: One of them cannot be.
-    """
-    return Decoder(layers=layers, width=width, **more).made()
-
-
 def read_model(text: str, **more: Any) -> Decoder:
     """The decoder that "gpt:32,4096" means: 32 blocks of width 4096.
 

@@ -175,7 +175,7 @@ class NamedLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Costs that a file cannot know and `calibration` fits to measured steps; seconds."""
+    """Costs in seconds that only a running job tells: `Pipeliner.measured` finds two of them."""
 
     __pydantic_config__ = CLOSED
 

@@ -81,17 +81,9 @@ class Moves:
     @cached_property
     def sends(self) -> dict[str, int]:
         """By source: bytes."""
-        return self._sums(lambda x: (x.source, x.nbytes))
-
-    @cached_property
-    def receives(self) -> dict[str, int]:
-        """By target: bytes."""
-        return self._sums(lambda x: (x.target, x.nbytes))
-
-    def _sums(self, part: Callable[[LinkUse], tuple[str, int]]) -> dict[str, int]:
         found: Counter[str] = Counter()
-        for name, nbytes in map(part, self.links):
-            found[name] += nbytes
+        for x in self.links:
+            found[x.source] += x.nbytes
         return dict(found)
 
     @property
@@ -99,25 +91,8 @@ class Moves:
         return max(self.sends.values(), default=0)
 
     @property
-    def busiest_target_nbytes(self) -> int:
-        return max(self.receives.values(), default=0)
-
-    @property
     def busiest_source(self) -> str | None:
         return max(self.sends, key=lambda name: self.sends[name], default=None)
-
-    @property
-    def busiest_target(self) -> str | None:
-        return max(self.receives, key=lambda name: self.receives[name], default=None)
-
-    @property
-    def busiest_link(self) -> LinkUse | None:
-        """The one that takes longest. What is kept small is the busiest source and receiver, so this is never busier.
-
-        It is not made small by itself: a card sends and receives one transfer after the other, so the time of all is
-        that of a card, and dividing the same bytes among more links would not end sooner.
-        """
-        return max(self.links, key=lambda x: x.seconds, default=None)
 
     @cached_property
     def seconds(self) -> float:
@@ -353,13 +328,6 @@ def assign(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | 
     names = _Seats(job, new, rows, columns, _pairs(change, rows, columns)).taken()
     _part_hosts(job, new, change.holds, names)
     return renamed(new, names)
-
-
-def rank_order(old: PipelinePlan, new: PipelinePlan) -> PipelinePlan:
-    """The new plan with the survivors in the order of their old places, for comparison."""
-    order = {name: i for i, name in enumerate(old.stages)}
-    left = sorted(new.devices, key=lambda name: (order.get(name, len(order)), name))
-    return renamed(new, dict(zip([*new.stages, *new.idle], left, strict=True)))
 
 
 def renamed(plan: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:

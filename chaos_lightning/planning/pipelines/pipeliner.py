@@ -26,7 +26,6 @@ from typing import Any
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines import policies
-from chaos_lightning.planning.pipelines.calibration import LITTLE
 from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE, Decision, Outlook, PlanCandidate, choose
 from chaos_lightning.planning.pipelines.estimate import StepEstimate, estimate
 from chaos_lightning.planning.pipelines.files import job_of, to_dict
@@ -45,6 +44,8 @@ from chaos_lightning.planning.pipelines.units import ViewPipelines
 
 PAUSES = Pauses(reroute_s=0.15, fill_s=0.6, move_s=0.6)
 """Costs of changes to a running job, in seconds, if bytes do not take longer."""
+LITTLE = 1e-6
+"""Share of a micro-batch's time by which a unit's cost is raised to see how many lie on the critical path."""
 _NAMES = {KEEP: "reroute", FILL: "fill", MOVE: "move"}
 
 

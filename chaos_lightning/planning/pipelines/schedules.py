@@ -1,19 +1,16 @@
-"""Instruction lists: what each stage does in which order, for GPipe, 1F1B and ZB-H1; their text, and their check.
+"""Instruction lists: what each stage does in which order, for 1F1B; and the check of any lists.
 
 Theory of operation. An instruction is (stage, kind, micro-batch), written as torch.distributed.pipelining does: `0F3`
 is the forward pass of micro-batch 3 through stage 0, `B` its whole backward pass, `I` and `W` the two halves of a split
 one (the gradient of the input, which the stage before waits for, and that of the weights). A schedule is one list for
 each worker; a worker that runs units of other pipelines has instructions of several stages, so a stage is an index into
-the micro-batch's own route. Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-flush, arXiv 2006.09503, section 3.3),
-ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.2).
+the micro-batch's own route. 1F1B is PipeDream-flush of arXiv 2006.09503, section 3.3.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from chaos_lightning.errors import PlanError
@@ -53,21 +50,12 @@ def read_instruction(text: str) -> Instruction:
     return Instruction(int(found[1]), found[2], int(found[3]))
 
 
-# ------------------------------------------------------------------------------------------------ the usual ones
+# ------------------------------------------------------------------------------------------------ 1F1B
 
 
 def in_flight(stages: int, stage: int, micro_batches: int, extra: int = 0) -> int:
     """Most micro-batches whose activations a stage of 1F1B keeps at once."""
     return min(stages - stage + extra, micro_batches)
-
-
-def gpipe(stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """All forward passes, then all backward passes, the latest first."""
-    return [
-        [Instruction(k, "F", j) for j in range(micro_batches)]
-        + [Instruction(k, "B", j) for j in reversed(range(micro_batches))]
-        for k in range(stages)
-    ]
 
 
 def one_f_one_b(stages: int, micro_batches: int, extra: int = 0) -> list[list[Instruction]]:
@@ -87,64 +75,6 @@ def one_f_one_b(stages: int, micro_batches: int, extra: int = 0) -> list[list[In
             if warm + j < micro_batches:
                 row.append(Instruction(k, "F", warm + j))
         lists.append(row)
-    return lists
-
-
-def zero_bubble_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """1F1B with split backward passes: weight halves wait until they fill what would be a bubble.
-
-    A stage keeps no more micro-batches in flight than the first stage of 1F1B does, counting one until its weight half
-    is done, so memory is that of 1F1B at the first stage.
-    """
-    lists = []
-    for k in range(stages):
-        warm = min(stages - k, micro_batches)
-        row = [Instruction(k, "F", j) for j in range(warm)]
-        forward, weight = warm, 0
-        for j in range(micro_batches):
-            row.append(Instruction(k, "I", j))
-            if j >= k:
-                row.append(Instruction(k, "W", weight))
-                weight += 1
-            if forward < micro_batches:
-                row.append(Instruction(k, "F", forward))
-                forward += 1
-        row.extend(Instruction(k, "W", j) for j in range(weight, micro_batches))
-        lists.append(row)
-    return lists
-
-
-SCHEDULES: dict[str, Callable[[int, int], list[list[Instruction]]]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb-h1": zero_bubble_h1,
-}
-"""By name: from the numbers of stages and micro-batches to the lists."""
-
-
-# ------------------------------------------------------------------------------------------------ text
-
-
-def to_csv(schedule: Schedule) -> str:
-    """As torch.distributed.pipelining's compute-only CSV: a row for each worker."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[str(x) for x in row] for row in schedule])
-    return text.getvalue()
-
-
-def from_csv(text: str) -> list[list[Instruction]]:
-    """Reads what `to_csv` or torch's `_dump_csv(..., format="compute_only")` wrote; empty cells, bubbles, are dropped.
-
-    Raises:
-        ScheduleError: A cell is no instruction; says which row and column.
-    """
-    lists = []
-    for r, row in enumerate(csv.reader(io.StringIO(text)), 1):
-        try:
-            lists.append([read_instruction(cell) for cell in row if cell.strip()])
-        except ScheduleError as error:
-            column = next(i for i, cell in enumerate(row, 1) if cell.strip() and not _TEXT.fullmatch(cell.strip()))
-            raise ScheduleError(f"row {r}, column {column}: {error}") from None
     return lists
 
 

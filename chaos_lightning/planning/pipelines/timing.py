@@ -53,9 +53,6 @@ class ScheduleRun:
     def end_s(self) -> float:
         return max((row[-1].end_s for row in self.rows if row), default=0.0)
 
-    def busy_s(self, worker: int) -> float:
-        return sum(s.end_s - s.start_s for s in self.rows[worker])
-
 
 def run(schedule: Schedule, times: Times, route_lengths: Mapping[int, int]) -> ScheduleRun:
     """Runs lists in virtual time.

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_jobs import job_of, plan_of
 
-from chaos_lightning.planning.pipelines.calibration import CalibrationError, fit
+from benchmarks.calibration import CalibrationError, fit
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import JobError, LinkRate, Overheads
 

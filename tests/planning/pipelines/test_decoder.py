@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from chaos_lightning.planning.pipelines.decoder import Decoder, decoder_layers, read_model
+from chaos_lightning.planning.pipelines.decoder import Decoder, read_model
 from chaos_lightning.planning.pipelines.job import JobError
 
 LLAMA = Decoder(layers=32, width=4096, feed_forward=11008, gated=True, vocabulary=32000)
@@ -34,7 +34,7 @@ def test_activations_are_those_of_korthikanti_and_others(t: int) -> None:
 
     def kept(**more: Any) -> int:
         about = {"heads": a, "vocabulary": 51200, "sequence": s, "cards": t, **more}
-        return decoder_layers(4, h, **about)[1].activation_nbytes
+        return Decoder(layers=4, width=h, **about).made()[1].activation_nbytes
 
     assert kept(recompute="none") == s * b * h * (34 + 5 * a * s / h)
     assert kept(recompute="none", sequence_parallel=False) == t * s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
@@ -43,25 +43,27 @@ def test_activations_are_those_of_korthikanti_and_others(t: int) -> None:
 
 
 def test_what_is_recomputed_is_there_while_the_layer_computes() -> None:
-    whole = decoder_layers(1, 1024, recompute="none")[1]
+    whole = Decoder(layers=1, width=1024, recompute="none").made()[1]
     for how in ("selective", "full"):
-        layer = decoder_layers(1, 1024, recompute=how)[1]
+        layer = Decoder(layers=1, width=1024, recompute=how).made()[1]
         assert layer.activation_nbytes + layer.workspace_nbytes == whole.activation_nbytes
         assert layer.backward_s > whole.backward_s
     assert whole.backward_s == 2 * whole.forward_s
-    assert decoder_layers(1, 1024, recompute="full")[1].backward_s == pytest.approx(3 * whole.forward_s)
+    assert Decoder(layers=1, width=1024, recompute="full").made()[1].backward_s == pytest.approx(3 * whole.forward_s)
 
 
 def test_a_blocks_time_is_that_of_megatron() -> None:
     """24 B s h^2 + 4 B s^2 h forward (arXiv 2104.04473, appendix)."""
     h, s, b = 2048, 512, 3
-    layer = decoder_layers(2, h, sequence=s, micro_batch=b, flops=1e12, efficiency=0.5, cards=4, recompute="none")[1]
+    layer = Decoder(
+        layers=2, width=h, sequence=s, micro_batch=b, flops=1e12, efficiency=0.5, cards=4, recompute="none"
+    ).made()[1]
     assert layer.forward_s == pytest.approx((24 * b * s * h * h + 4 * b * s * s * h) / 2e12)
     assert layer.backward_input_s == pytest.approx((24 * b * s * h * h + 8 * b * s * s * h) / 2e12)
 
 
 def test_layers_are_named_and_send_what_the_next_one_reads() -> None:
-    layers = decoder_layers(2, 128, sequence=16, micro_batch=2)
+    layers = Decoder(layers=2, width=128, sequence=16, micro_batch=2).made()
     assert [x.name for x in layers] == ["embedding", "block.0", "block.1", "head"]
     assert [x.output_nbytes for x in layers] == [2 * 2 * 16 * 128] * 3 + [0]
 
@@ -90,4 +92,4 @@ def test_the_short_way_to_say_it() -> None:
 )
 def test_what_cannot_be(more: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
-        decoder_layers(1, 128, **more)
+        Decoder(layers=1, width=128, **more).made()

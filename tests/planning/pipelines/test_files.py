@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chaos_lightning.planning.pipelines.decoder import decoder_layers
+from chaos_lightning.planning.pipelines.decoder import Decoder
 from chaos_lightning.planning.pipelines.files import find_job, job_of, read_job, schema, to_dict
 from chaos_lightning.planning.pipelines.job import (
     Device,
@@ -107,10 +107,10 @@ def test_cards_of_one_tensor_parallel_group_are_one_device() -> None:
 def test_a_decoder_stands_for_layers() -> None:
     about = {"micro_batches": 4, "devices": DEVICES, "decoder": {"layers": 3, "width": 256, "micro_batch": 2}}
     job = job_of(about)
-    assert job.layers == decoder_layers(3, 256, micro_batch=2)
+    assert job.layers == Decoder(layers=3, width=256, micro_batch=2).made()
     assert job.samples == 2
     assert job_of(about | {"samples": 5}).samples == 5
-    assert job_of(about | {"tensor_parallel": 2}).layers == decoder_layers(3, 256, micro_batch=2, cards=2)
+    assert job_of(about | {"tensor_parallel": 2}).layers == Decoder(layers=3, width=256, micro_batch=2, cards=2).made()
     assert "decoder.cards is 2; expected tensor_parallel" in said(
         about | {"decoder": {"layers": 3, "width": 256, "cards": 2}}
     )
@@ -120,7 +120,7 @@ def test_a_decoder_stands_for_layers() -> None:
 def test_a_model_is_a_file_or_a_formula() -> None:
     assert find_job(str(PLANS / "llama7b.yaml"), 7) == read_job(PLANS / "llama7b.yaml", 7)
     job = find_job("gpt:3,256", 20)
-    assert job.layers == decoder_layers(3, 256)
+    assert job.layers == Decoder(layers=3, width=256).made()
     assert [(d.name, d.host) for d in job.devices][7:9] == [("d7", "host0"), ("d8", "host1")]
     assert (len(job.devices), job.micro_batches) == (20, 80)
     assert len(find_job("gpt:3,256").devices) == 8

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.reroute_model import zero_bubble_h1
 from chaos_lightning.planning.pipelines.schedules import (
-    SCHEDULES,
     Instruction,
     ScheduleError,
     one_f_one_b,
-    zero_bubble_h1,
 )
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, pipeline_timeline
 
@@ -54,14 +53,15 @@ def test_equal_stages_take_what_the_papers_equation_9_says(p, m):
     assert max(OneFOneB(equal_times(p), m).ends_s) == pytest.approx((p + m - 1) * 3, rel=1e-12)
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), pipelines(), counts)
-def test_units_follow_what_they_need(name, times, m):
+@given(st.sampled_from([one_f_one_b, zero_bubble_h1]), pipelines(), counts)
+def test_units_follow_what_they_need(schedule, times, m):
     p = len(times.forward)
-    timeline = pipeline_timeline(SCHEDULES[name](p, m), times, m)
+    timeline = pipeline_timeline(schedule(p, m), times, m)
     spans = {s.instruction: s for row in timeline.rows for s in row}
     for worker, row in enumerate(timeline.rows):
         assert all(a.end_s <= b.start_s for a, b in pairwise(row))
-        assert timeline.busy_s(worker) == pytest.approx(m * (times.forward[worker] + times.backward[worker]))
+        busy_s = sum(s.end_s - s.start_s for s in row)
+        assert busy_s == pytest.approx(m * (times.forward[worker] + times.backward[worker]))
     for x, span in spans.items():
         if x.kind == "F" and x.stage:
             before = spans[Instruction(x.stage - 1, "F", x.micro_batch)]

@@ -5,8 +5,8 @@ Theory of operation. The estimated step of a plan is the length of its critical 
 and commits lie on the path. These counts are read off the estimator itself, by raising one cost a little. With the
 counts as they are at the present values, the three values that bring the estimates nearest to the measured steps, none
 below zero, are a least-squares problem of three unknowns, which is solved for each set of them that may be above
-zero. At the new values the paths may be others, so this is repeated until the values stay. No command calls this, for
-measured steps come from processes that follow plans.
+zero. At the new values the paths may be others, so this is repeated until the values stay. A running job needs no fit:
+its members measure what lies beside layers (`Pipeliner.measured`).
 """
 
 from __future__ import annotations
