@@ -1,6 +1,6 @@
 """Moves to a new plan, and the order in which its gradients are summed: `planning/pipelines/moves` and `rounds` here.
 
-*Small cases* are plans for up to six devices of two kinds, some of which are lost, with keepers; every permutation of
+*Small cases* are plans for up to six devices of two kinds, some of which are lost; every permutation of
 the survivors is tried. *The paper's cases* are those of Figs. 10 and 11: eight cards as four pipelines of two stages,
 one card lost, the seven others as pipelines of 2, 2 and 3 stages; its model is not told in full, so layers are those of
 a decoder of 7 billion parameters on cards and links of about that kind (`CARD_FLOPS`, `LINK_BPS`). *Rank order* gives
@@ -83,15 +83,13 @@ def even(layers: int, stages: int) -> list[int]:
 
 def any_plan(draw: random.Random, devices: Sequence[str], layers: int) -> PipelinePlan:
     left = draw.sample(devices, len(devices))
-    pipelines, keepers = [], []
+    pipelines = []
     while left and (not pipelines or draw.random() < 0.7):
         stages = draw.randint(1, min(len(left), layers, 3))
         cut = [0, *sorted(draw.sample(range(1, layers), stages - 1)), layers]
         pipelines.append(pipeline(left[:stages], cut, 1))
         left = left[stages:]
-    if left and draw.random() < 0.5:
-        keepers = [PlanStage(left.pop(), 0, draw.randint(1, layers))]
-    return PipelinePlan(layers, tuple(pipelines), keepers=tuple(keepers), idle=tuple(sorted(left)))
+    return PipelinePlan(layers, tuple(pipelines), idle=tuple(sorted(left)))
 
 
 def small_cases(seed: int, count: int) -> Iterator[Case]:

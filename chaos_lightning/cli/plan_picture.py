@@ -158,7 +158,7 @@ def draw_plan(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> D
 
 
 def _beside(plan: PipelinePlan) -> Iterator[str]:
-    """Yields lines on devices that run or keep something beside their own stage."""
+    """Yields lines on devices that run something beside their own stage."""
     guests: dict[tuple[str, int, int], int] = {}
     for d in plan.detours:
         key = (d.device, d.first, d.end)
@@ -167,10 +167,6 @@ def _beside(plan: PipelinePlan) -> Iterator[str]:
         yield f"{printable(device)} also runs {layers_of(first, end)} of {count} rerouted micro-batches"
     if len(guests) > NAMES_SHOWN:
         yield f"and {len(guests) - NAMES_SHOWN} more devices run rerouted micro-batches"
-    for k in plan.keepers[:NAMES_SHOWN]:
-        yield f"{printable(k.device)} keeps a copy of {layers_of(k.first, k.end)}"
-    if len(plan.keepers) > NAMES_SHOWN:
-        yield f"and {len(plan.keepers) - NAMES_SHOWN} more copies are kept"
 
 
 def fates(shared: Sequence[SharedFate]) -> Iterator[str]:
@@ -292,7 +288,7 @@ def _ran(job: TrainingJob, plan: PipelinePlan, shown: Sequence[AlikePipelines]) 
         fleet, ran = run_coupled(job, plan, together)
         rows.update(zip(fleet.names, ran.timeline.rows, strict=True))
     alone = tuple(k.pipeline for k in shown if not any(s.device in rows for s in k.pipeline.stages))
-    lines = timelines(job, replace(plan, pipelines=alone, detours=(), keepers=(), idle=()))
+    lines = timelines(job, replace(plan, pipelines=alone, detours=(), idle=()))
     for p, line in zip(alone, lines, strict=True):
         rows.update(zip((s.device for s in p.stages), line.rows, strict=True))
     return {name: [(x.start_s, x.end_s, x.instruction.kind) for x in row] for name, row in rows.items()}
@@ -411,15 +407,15 @@ def stage_table(job: TrainingJob, plan: PipelinePlan) -> FittingTable:
 def memory_table(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> FittingTable:
     """Peak memory of each stage's device by what it is for, of pipelines that are alike once."""
     table = FittingTable(
-        ["device", "needs>", "of>", "state>", "activations>", "workspace>", "boundaries>", "buffers>", "kept>"],
-        gives_way=["kept", "buffers", "boundaries", "workspace", "activations", "state"],
+        ["device", "needs>", "of>", "state>", "activations>", "workspace>", "boundaries>", "buffers>"],
+        gives_way=["buffers", "boundaries", "workspace", "activations", "state"],
     )
     for kind in kinds(job, plan):
         for s in kind.pipeline.stages:
             use = estimate.memory.get(s.device)
             if use is None:
                 continue
-            parts = (use.state, use.activations, use.workspace, use.boundaries, use.buffers, use.kept)
+            parts = (use.state, use.activations, use.workspace, use.boundaries, use.buffers)
             whole = amount(job.by_name[s.device].memory_nbytes)
             table.add_row(printable(s.device), amount(use.nbytes), whole, *(amount(x) if x else "" for x in parts))
     return table

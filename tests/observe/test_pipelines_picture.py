@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +135,10 @@ def test_a_lost_place_is_seen_and_who_fills_it() -> None:
         2,
         (plan.pipelines[0], Pipeline((PlanStage(VACANT, 0, 1), PlanStage("d3", 1, 2)), 3)),
         detours=tuple(Detour(j, 0, 1, "d0") for j in (5, 6, 7)),
-        keepers=(PlanStage("d4", 0, 1),),
     )
     lines = drawn(picture.draw_plan(job, vacant, known), 100)
     assert "╭ lost ──" in "\n".join(lines)
-    assert lines[-2:] == ["d0 also runs layer 0 of 3 rerouted micro-batches", "d4 keeps a copy of layer 0"]
+    assert lines[-1] == "d0 also runs layer 0 of 3 rerouted micro-batches"
 
 
 def test_a_pipeline_that_is_lost_as_a_whole_is_a_blank_row() -> None:
@@ -159,7 +157,7 @@ def test_a_pipeline_that_is_lost_as_a_whole_is_a_blank_row() -> None:
 
 def test_moves_name_the_busiest_links_and_their_layers() -> None:
     job, plan, _ = two_by_two()
-    moves = move_list(job, plan, replace(plan, pipelines=plan.pipelines[:1], keepers=(PlanStage("d4", 0, 2),), idle=()))
+    moves = move_list(job, plan, PipelinePlan(2, (Pipeline((PlanStage("d4", 0, 2),), 8),)))
     lines = drawn(picture.moves_table(moves), 100)
     assert lines[0] == "moves 60 B in 6 s; the busiest source, d0, sends 30 B"
     assert lines[1:] == ["  d0 → d4  30 B, 3 s: layer 0", "  d1 → d4  30 B, 3 s: layer 1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -58,8 +59,14 @@ def test_layers_with_one_owner_are_told() -> None:
     """Five members, of which one pipeline has three: a cut of its own, so no layer is without a second owner."""
     lines = shown(job_of(5, 900 * MIB, layers=6), copies=1)
     assert not any("ends this job" in line for line in lines)
-    text = (
-        '{"plan":{"keepers":[["k",0,2]],"layers":4,"pipelines":[{"micro_batches":16,"stages":[["a",0,2],["b",2,4]]}]}}'
+    rows = (("a", 0, 2), ("b", 2, 4)), (("k", 0, 2), ("", 2, 4))
+    text = json.dumps(
+        {
+            "plan": {
+                "layers": 4,
+                "pipelines": [{"micro_batches": m, "stages": x} for m, x in zip((16, 0), rows, strict=True)],
+            }
+        }
     )
     job = replace(job_of(1, 900 * MIB, layers=4), devices=tuple(Device(name=x, memory_nbytes=MIB << 10) for x in "abk"))
     for ends, words in (

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from chaos_lightning.planning.pipelines.cuts import reduce_s
 from chaos_lightning.planning.pipelines.job import LinkRate, MemoryUse, TrainingJob, stage_memory
-from chaos_lightning.planning.pipelines.lists import CAPS, Fleet, Ran, coupled, kept_nbytes, run_coupled
+from chaos_lightning.planning.pipelines.lists import CAPS, Fleet, Ran, coupled, run_coupled
 from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePlan
 from chaos_lightning.planning.pipelines.schedules import Instruction, in_flight, one_f_one_b
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes, ScheduleRun, pipeline_timeline
@@ -127,12 +127,8 @@ def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory:
         job: The job.
         plan: The plan.
         ends: By device: when its last backward unit ends, in seconds.
-        memory: By device, without what it keeps for others.
+        memory: By device.
     """
-    memory = dict(memory)
-    for k in plan.keepers:
-        use = memory.get(k.device, MemoryUse())
-        memory[k.device] = replace(use, kept=use.kept + kept_nbytes(job, k))
     reduces = all_reduces(job, plan, ends)
     compute = max(ends.values(), default=0.0)
     reduced = max([compute, *(r.end_s for r in reduces), _tied_s(job, plan, reduces)])
@@ -174,22 +170,16 @@ def all_reduces(
         groups: Layers and their owners, if they are not to be the plan's groups.
     """
     stage_of = {s.device: s for p in plan.pipelines for s in p.stages if s.device != VACANT}
-    hosts = {d.device for d in plan.detours}
     waiting = []
     for group, owners in zip(plan.groups, plan.owners, strict=True) if groups is None else groups:
         # By speed: when the last owner would be through with its layers, were there some down to 0.
         through: dict[float, float] = {}
-        kept = 0.0
         for name in owners:
-            stage = stage_of.get(name)
-            if stage is not None and stage.first <= group.start < stage.end:
-                speed = job.by_name[name].speed
-                done = ends.get(name, 0.0) + job.costs.backward[stage.first] / speed
-                through[speed] = max(through.get(speed, 0.0), done)
-            elif name in hosts:  # layers that it keeps, and of which it ran guests
-                kept = max(kept, ends.get(name, 0.0))
+            speed = job.by_name[name].speed
+            done = ends.get(name, 0.0) + job.costs.backward[stage_of[name].first] / speed
+            through[speed] = max(through.get(speed, 0.0), done)
         backward = job.costs.backward
-        ready = [max([kept, *(done - backward[x] / speed for speed, done in through.items())]) for x in group]
+        ready = [max([0.0, *(done - backward[x] / speed for speed, done in through.items())]) for x in group]
         waiting.append((ready[0], -group.start, group, owners, ready))
     free: dict[str, float] = {}
     found = []

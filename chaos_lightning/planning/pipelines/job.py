@@ -390,12 +390,10 @@ class MemoryUse:
     workspace: int = 0
     boundaries: int = 0
     """Boundary tensors kept until the step is committed, and those of the next step."""
-    kept: int = 0
-    """Bytes that it keeps for others."""
 
     @property
     def nbytes(self) -> int:
-        return self.state + self.buffers + self.activations + self.workspace + self.boundaries + self.kept
+        return self.state + self.buffers + self.activations + self.workspace + self.boundaries
 
 
 def stage_memory(job: TrainingJob, first: int, end: int, in_flight: int, micro_batches: int) -> MemoryUse:

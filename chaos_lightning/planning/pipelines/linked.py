@@ -54,7 +54,7 @@ def seated_by_links(
         links: Of its devices.
         shared: By the name of a parameter that several layers use: these layers.
     """
-    if plan.detours or plan.keepers or plan.vacant or not missing_link(plan, links, shared):
+    if plan.detours or plan.vacant or not missing_link(plan, links, shared):
         return plan
     places = [(k > 0, s.device) for p in plan.pipelines for k, s in enumerate(p.stages)]
     left = _STEPS

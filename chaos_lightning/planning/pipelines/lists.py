@@ -417,20 +417,19 @@ class _Run:
 
 
 class Fleet:
-    """The devices of some pipelines of a plan, and keepers without a stage, as workers.
+    """The devices of some pipelines of a plan, as workers.
 
     Args:
         job: The job; it has all devices of the plan.
         plan: Checked; places that nobody fills are allowed where `problem` is told who may.
-        pipelines: Which ones. Detours lead to their devices, or to such keepers.
+        pipelines: Their numbers. Detours lead to their devices.
     """
 
     def __init__(self, job: TrainingJob, plan: PipelinePlan, pipelines: Sequence[int]) -> None:
         self.job, self.plan = job, plan
         rows = [plan.pipelines[q].stages for q in pipelines]
         self.places = {s.device: (k, len(row)) for row in rows for k, s in enumerate(row) if s.device != VACANT}
-        staged = {s.device for p in plan.pipelines for s in p.stages}
-        self.names = (*self.places, *sorted({x.device for x in plan.keepers} - staged))
+        self.names = tuple(self.places)
         self.numbers = {name: i for i, name in enumerate(self.names)}
         self.starts = [0]
         for p in plan.pipelines:
@@ -501,24 +500,17 @@ class Fleet:
         return self._hops[key]
 
     def _capacity(self, name: str) -> Capacity:
-        k, stages = self.places.get(name, (0, 1))
-        extra = self.plan.in_flight_extra
-        kept = sum(kept_nbytes(self.job, x) for x in self.plan.keepers if x.device == name)
-        room = self.job.by_name[name].memory_nbytes - self._fixed(name).nbytes - kept
+        (k, stages), extra = self.places[name], self.plan.in_flight_extra
+        room = self.job.by_name[name].memory_nbytes - self._fixed(name).nbytes
         return Capacity(stages - k + extra, stages + extra, room)
 
     def _fixed(self, name: str) -> MemoryUse:
-        """Returns the memory that a device needs without activations, boundary tensors, and what it keeps for
-        others.
-        """
-        owned = self.plan.stages[name]
-        workspace = max(self.job.costs.workspace(s.first, s.end) for s in owned)
-        if name not in self.places:
-            return MemoryUse(workspace=workspace)
-        return replace(stage_memory(self.job, owned[0].first, owned[0].end, 0, 0), workspace=workspace)
+        """Returns the memory that a device needs without activations and boundary tensors."""
+        (stage,) = self.plan.stages[name]
+        return stage_memory(self.job, stage.first, stage.end, 0, 0)
 
     def memory(self, ran: Ran) -> dict[str, MemoryUse]:
-        """By device: its peak in a run, without what it keeps for others."""
+        """By device: its peak in a run."""
         boundaries = [0] * len(self.names)
         for unit in (u for route in ran.routes for u in route):
             boundaries[unit.worker] += unit.kept_nbytes
@@ -526,14 +518,6 @@ class Fleet:
             name: replace(self._fixed(name), activations=ran.peaks[i], boundaries=boundaries[i])
             for i, name in enumerate(self.names)
         }
-
-
-def kept_nbytes(job: TrainingJob, keeper: PlanStage) -> int:
-    """Returns the bytes that a keeper holds: weights, optimizer state, gradients and their flat copies (no
-    activations).
-    """
-    gradients = job.costs.gradients[keeper.end] - job.costs.gradients[keeper.first]
-    return job.costs.state(keeper.first, keeper.end) + (1 + job.memory.flat_buffers) * gradients
 
 
 def coupled(plan: PipelinePlan) -> list[int]:
@@ -558,25 +542,15 @@ class PlanLists:
     """By micro-batch: its workers."""
 
 
-def plan_lists(
-    job: TrainingJob,
-    plan: PipelinePlan,
-    *,
-    split: bool = False,
-    caps: Sequence[int] = CAPS,
-    run: tuple[Fleet, Ran] | None = None,
-) -> PlanLists:
-    """The instruction lists of a plan: 1F1B, and the best greedy run for pipelines that share micro-batches.
+def plan_lists(plan: PipelinePlan, fleet: Fleet, ran: Ran) -> PlanLists:
+    """The instruction lists of a plan: 1F1B, and those of a run for pipelines that share micro-batches.
 
     Args:
-        job: The job; it has all devices of the plan.
         plan: Checked.
-        split: Backward passes are split where micro-batches leave their home.
-        caps: In flight there beyond 1F1B's, as memory allows.
-        run: A run of the pipelines that share micro-batches, if there is one already.
+        fleet: The devices of the pipelines that share micro-batches.
+        ran: Their run.
     """
     together = coupled(plan)
-    fleet, ran = run or run_coupled(job, plan, together, split=split, caps=caps)
     names = list(fleet.names)
     lists = [[x._replace(micro_batch=fleet.micro_batches[x.micro_batch]) for x in row] for row in ran.lists]
     routes = {j: tuple(u.worker for u in route) for j, route in zip(fleet.micro_batches, ran.routes, strict=True)}

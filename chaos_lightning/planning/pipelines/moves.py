@@ -1,7 +1,7 @@
 """Which survivor takes which place of a new plan, and which bytes then move from whom to whom.
 
 Theory of operation. A device of the new plan needs its layers' weights and optimizer state, and has those of the layers
-that it owned or kept under the old one. Devices are exchanged only within a *kind* (speed, memory), for the planner
+that it owned under the old one. Devices are exchanged only within a *kind* (speed, memory), for the planner
 chose a place for its device. Devices of one kind that hold the same layers are a class, and so are places that need the
 same: that makes a transportation problem of some tens of classes, which is solved exactly (`flows`). Its cost is one
 number that orders two goals: the bytes that move in all, then those that the busiest receiver gets.
@@ -126,7 +126,7 @@ class _Change:
 
     Args:
         job: It has all devices of the new plan and all that hold layers.
-        old: Its owners and keepers hold their layers, if they are devices of the new plan.
+        old: Its owners hold their layers, if they are devices of the new plan.
         new: The plan that is to run.
         held: By device: the layers that it holds; None: as `old` says. Devices outside of the new plan serve, too.
     """
@@ -232,7 +232,7 @@ def move_list(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held
 
     Args:
         job: It has all devices of the new plan, and all that hold layers.
-        old: Its owners and keepers hold their layers, if they are devices of the new plan.
+        old: Its owners hold their layers, if they are devices of the new plan.
         new: With its devices in their places (`assign`).
         held: By device: the layers that it holds and serves, also if it is no device of the new plan; None: as `old`
             says.
@@ -314,7 +314,7 @@ def assign(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | 
 
     Args:
         job: It has all devices of the new plan, and all that hold layers.
-        old: Its owners and keepers hold their layers.
+        old: Its owners hold their layers.
         new: Its devices, idle ones among them, are those that are left.
         held: By device: the layers that it holds and serves, also if it is no device of the new plan; None: as `old`
             says.
@@ -341,7 +341,6 @@ def renamed(plan: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
         plan,
         pipelines=tuple(replace(p, stages=moved(p.stages)) for p in plan.pipelines),
         detours=tuple(d._replace(device=names[d.device]) for d in plan.detours),
-        keepers=moved(plan.keepers),
         idle=tuple(sorted(names[name] for name in plan.idle)),
     )
 

@@ -278,8 +278,7 @@ class PlanOptions:
                 else:
                     stages.append(s)
             pipelines.append(replace(p, stages=tuple(stages)))
-        keepers = tuple(k for k in self.before.keepers if k.device not in gone)
-        return replace(self.before, pipelines=tuple(pipelines), detours=(), keepers=keepers, idle=tuple(idle))
+        return replace(self.before, pipelines=tuple(pipelines), detours=(), idle=tuple(idle))
 
     def _lacking(self, plan: PipelinePlan, kind: str) -> dict[str, int]:
         """By device: bytes that it lacks for a plan, and for layers that it hands over, which it still keeps."""

@@ -430,7 +430,7 @@ class Pipeliner:
         if text is None and chosen is not None:
             plan: PipelinePlan = chosen.plan
             run = options.cost(plan).run
-            view = ViewPipelines.of(plan, plan_lists(options.left, plan, run=run) if run else None, self.shared)
+            view = ViewPipelines.of(plan, plan_lists(plan, *run) if run else None, self.shared)
             text = view.to_json()
             self._last = text, plan
         changes = outlook.rate + outlook.returns

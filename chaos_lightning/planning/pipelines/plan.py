@@ -3,10 +3,9 @@
 Theory of operation. A plan has *pipelines*. Each is a row of *stages*, a stage is a device and the run of layers that
 it owns, and the runs of one pipeline make up the whole model. Micro-batches are numbered through the pipelines in
 order; a pipeline is the *home* of its own. Where a device is lost and its place is not filled, the stage has no device,
-and for each micro-batch at home there *detours* say who runs those layers instead. *Keepers* own layers without
-computing them. The places where any pipeline is cut are the *borders*; the layers between two neighbouring borders are
-a *group* and have the same owners. Whatever else one wants to know (owners, groups, the route of a micro-batch) is a
-function of the plan, so it is not stored.
+and for each micro-batch at home there *detours* say who runs those layers instead. The places where any pipeline is cut
+are the *borders*; the layers between two neighbouring borders are a *group* and have the same owners. Whatever else one
+wants to know (owners, groups, the route of a micro-batch) is a function of the plan, so it is not stored.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ class PipelinePlan:
     layer_count: int
     pipelines: tuple[Pipeline, ...]
     detours: tuple[Detour, ...] = ()
-    keepers: tuple[PlanStage, ...] = ()
     idle: tuple[str, ...] = ()
     in_flight_extra: int = 0
     """Micro-batches in flight at a stage beyond those of 1F1B."""
@@ -89,12 +87,10 @@ class PipelinePlan:
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
-        """Where some pipeline or keeper is cut, with 0 and the number of layers."""
+        """Where some pipeline is cut, with 0 and the number of layers."""
         at = {0, self.layer_count}
         for p in self.pipelines:
             at.update(p.cut)
-        for k in self.keepers:
-            at.update((k.first, k.end))
         return tuple(sorted(at))
 
     @cached_property
@@ -103,26 +99,22 @@ class PipelinePlan:
 
     @cached_property
     def owners(self) -> tuple[tuple[str, ...], ...]:
-        """By group: those that own its layers, keepers last; vacant stages own nothing."""
+        """By group: those that own its layers; vacant stages own nothing."""
         found: list[list[str]] = [[] for _ in self.groups]
         at = {border: i for i, border in enumerate(self.borders)}
-        stages = [s for p in self.pipelines for s in p.stages if s.device != VACANT]
-        for s in [*stages, *self.keepers]:
-            for i in range(at[s.first], at[s.end]):
-                if s.device not in found[i]:
-                    found[i].append(s.device)
+        for name, (stage,) in self.stages.items():
+            for owners in found[at[stage.first] : at[stage.end]]:
+                owners.append(name)
         return tuple(map(tuple, found))
 
     @cached_property
     def stages(self) -> dict[str, list[PlanStage]]:
-        """By device: what it owns, kept layers last."""
+        """By device: its stage, which is what it owns."""
         found: dict[str, list[PlanStage]] = defaultdict(list)
         for p in self.pipelines:
             for s in p.stages:
                 if s.device != VACANT:
                     found[s.device].append(s)
-        for k in self.keepers:
-            found[k.device].append(k)
         return dict(found)
 
     @cached_property
@@ -174,7 +166,6 @@ class PipelinePlan:
         about: dict[str, Any] = {"layers": self.layer_count, "pipelines": rows}
         for name, value in (
             ("detours", [list(d) for d in self.detours]),
-            ("keepers", [list(k) for k in self.keepers]),
             ("idle", list(self.idle)),
             ("in_flight_extra", self.in_flight_extra),
         ):
@@ -190,7 +181,7 @@ class PipelinePlan:
             PlanError: It is none.
         """
         try:
-            _only(about, "layers", "pipelines", "detours", "keepers", "idle", "in_flight_extra")
+            _only(about, "layers", "pipelines", "detours", "idle", "in_flight_extra")
             for row in about["pipelines"]:
                 _only(row, "stages", "micro_batches")
             plan = PipelinePlan(
@@ -202,7 +193,6 @@ class PipelinePlan:
                 detours=tuple(
                     Detour(_whole(j), _whole(a), _whole(b), _name(d)) for j, a, b, d in about.get("detours", ())
                 ),
-                keepers=tuple(_stage(*k) for k in about.get("keepers", ())),
                 idle=tuple(map(_name, about.get("idle", ()))),
                 in_flight_extra=_whole(about.get("in_flight_extra", 0)),
             )
@@ -248,7 +238,6 @@ class PipelinePlan:
                 raise PlanError(f"device {name!r} has a stage and is idle")
         if list(self.idle) != sorted(set(self.idle)):
             raise PlanError(f"idle devices are {', '.join(self.idle)}; expected each once, sorted")
-        self._check_keepers()
         owned = self.stages
         for d in self.detours:
             if not (0 <= d.micro_batch < self.micro_batches and 0 <= d.first < d.end <= self.layer_count):
@@ -260,22 +249,6 @@ class PipelinePlan:
                 raise PlanError(f"{d} and {after} have layers in common; expected each to run once")
         for q, i in self.vacant:
             self._check_filled(q, self.pipelines[q].stages[i])
-
-    def _check_keepers(self) -> None:
-        for k in self.keepers:
-            if not 0 <= k.first < k.end <= self.layer_count:
-                raise PlanError(f"keeper {k.device!r} keeps layers {k.first} to {k.end}, of {self.layer_count}")
-            if k.device == VACANT:
-                raise PlanError(f"a keeper of layers {k.first} to {k.end} has no device; expected one")
-            if k.device in self.idle:
-                raise PlanError(f"device {k.device!r} keeps layers and is idle")
-        for name in {k.device for k in self.keepers}:
-            for a, b in pairwise(sorted(self.stages[name])):
-                if b.first < a.end:
-                    raise PlanError(
-                        f"device {name!r} owns layers {b.first} to {min(a.end, b.end)} twice, as a stage or a keeper; "
-                        "expected once"
-                    )
 
     def _check_rows(self) -> None:
         if not self.pipelines:

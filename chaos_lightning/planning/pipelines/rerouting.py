@@ -97,7 +97,6 @@ def without(plan: PipelinePlan, lost: Collection[str]) -> PipelinePlan:
         plan,
         pipelines=pipelines,
         detours=(),
-        keepers=tuple(k for k in plan.keepers if k.device not in gone),
         idle=tuple(d for d in plan.idle if d not in gone),
     )
     if orphans := [layer for layer, holders in enumerate(left.holders()) if not holders]:

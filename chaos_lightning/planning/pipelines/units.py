@@ -225,10 +225,9 @@ class ViewPipelines:
 
 
 def _shared_by(plan: PipelinePlan) -> tuple[str, ...]:
-    """Members that run units of coupled pipelines, sorted: those of their stages, and keepers that detours lead to."""
+    """Members that run units of coupled pipelines, sorted."""
     together = set(coupled(plan))
-    found = {s.device for q in together for s in plan.pipelines[q].stages if s.device != VACANT}
-    return tuple(sorted(found | {d.device for d in plan.detours}))
+    return tuple(sorted({s.device for q in together for s in plan.pipelines[q].stages if s.device != VACANT}))
 
 
 def _check_bounds(about: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Change(NamedTuple):
 
 @st.composite
 def plans(draw: st.DrawFn, devices: list[str], layers: int) -> PipelinePlan:
-    """Pipelines of any lengths and cuts; some devices are idle, some keep layers."""
+    """Pipelines of any lengths and cuts; some devices are idle."""
     left = list(draw(st.permutations(devices)))
     pipelines = []
     while left and (not pipelines or draw(st.booleans())):
@@ -45,15 +45,7 @@ def plans(draw: st.DrawFn, devices: list[str], layers: int) -> PipelinePlan:
         at = zip(left[:stages], cut, cut[1:], strict=False)
         pipelines.append(row(draw(st.integers(1, 4)), *at))
         left = left[stages:]
-    keepers = []
-    for name in draw(st.sets(st.sampled_from(devices), max_size=2)):
-        owned = next((s.layers for p in pipelines for s in p.stages if s.device == name), ())
-        free = [x for x in range(layers) if x not in owned]
-        if free:
-            first = draw(st.sampled_from(free))
-            keepers.append(PlanStage(name, first, first + 1))
-    idle = sorted(set(left) - {k.device for k in keepers})
-    return PipelinePlan(layers, tuple(pipelines), keepers=tuple(sorted(keepers)), idle=tuple(idle))
+    return PipelinePlan(layers, tuple(pipelines), idle=tuple(sorted(left)))
 
 
 @st.composite

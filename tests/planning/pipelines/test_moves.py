@@ -206,16 +206,6 @@ def test_a_lost_stage_comes_from_two_peers_in_halves() -> None:
     assert placed.pipelines[0].stages[0].device == "e"
 
 
-def test_a_copy_that_a_keeper_has_is_not_sent_again() -> None:
-    job = job_of({"a": "", "b": "", "c": ""})
-    old = PipelinePlan(4, (row(4, ("x", 0, 2), ("b", 2, 4)),), keepers=(row(0, ("c", 0, 2)).stages), idle=("a",))
-    new = PipelinePlan(4, (row(4, ("a", 0, 2), ("b", 2, 4)),), idle=("c",))
-    assert assign(job, old, new).pipelines == (row(4, ("c", 0, 2), ("b", 2, 4)),)
-    kept = replace(new, keepers=(row(0, ("c", 2, 4)).stages), idle=())
-    # A place in the new plan that keeps layers needs them, too.
-    assert move_list(job, old, assign(job, old, kept)).nbytes == 60
-
-
 def test_who_leaves_serves_and_who_has_not_got_a_layer_yet_does_not() -> None:
     job = job_of({"a": "", "b": "", "c": ""})
     old = PipelinePlan(4, (row(4, ("a", 0, 2), ("b", 2, 4)),), idle=("c",))

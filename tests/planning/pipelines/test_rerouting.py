@@ -35,7 +35,7 @@ seeds = st.integers(0, 10**6)
 def check(job, plan, *, split=False):
     """Every unit once, in lists that end."""
     plan.check()
-    made = plan_lists(job, plan, split=split)
+    made = plan_lists(plan, *run_coupled(job, plan, coupled(plan), split=split))
     check_schedule(made.lists, dict(enumerate(made.routes)))
     for j in range(plan.micro_batches):
         assert [made.workers[w] for w in made.routes[j]] == [s.device for s in plan.route(j)]
@@ -94,10 +94,6 @@ def test_a_layer_without_an_owner_is_named():
     once = reroute(job, plan, [at(0, 1)])
     with pytest.raises(FatalLossError, match="owns layer 1; "):
         reroute(job, once, [at(1, 1)])
-    kept = replace(plan, keepers=(PlanStage(at(0, 0), 1, 2),))
-    left = reroute(job, kept, [at(0, 1), at(1, 1)])
-    assert {d.device for d in left.detours} == {at(0, 0)}
-    check(job, left)
 
 
 def test_a_loss_that_is_none_of_the_plans_is_named():
@@ -114,19 +110,6 @@ def test_idle_devices_do_not_help_and_may_be_lost():
     assert left.idle == ("z",)
     assert guests(left) == {at(0, 1): 0, at(1, 0): 2, at(1, 1): 0}
     assert reroute(job, plan, ["z"]) == replace(plan, idle=())
-
-
-def test_a_keeper_without_a_stage_takes_guests():
-    job = equal_job(1, 2, 3)
-    job = replace(job, devices=(*job.devices, Device(name="z", memory_nbytes=AMPLE)))
-    plan = replace(plan_of(job, [(0, 1, 2)], [3]), idle=(), keepers=(PlanStage("z", 0, 1),))
-    left = reroute(job, plan, [at(0, 0)])
-    assert guests(left)["z"] == 3
-    check(job, left)
-    found = estimate(job, left)
-    assert found.memory["z"].activations >= 10
-    # Its gradient is there when it is through with its last guest; the whole step goes through it.
-    assert [r.ready_s for r in found.reduces if r.first == 0] == [found.compute_s]
 
 
 def test_a_detour_of_the_plan_stays_unless_its_device_goes():

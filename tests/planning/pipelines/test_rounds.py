@@ -22,9 +22,9 @@ from benchmarks.rounds import (
     step_s,
     vertices,
 )
-from chaos_lightning.planning.pipelines.estimate import all_reduces, estimate
+from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import Device, LinkRate, TrainingJob
-from chaos_lightning.planning.pipelines.plan import PipelinePlan, PlanStage
+from chaos_lightning.planning.pipelines.plan import PipelinePlan
 
 
 def shortest_s(all_of: list[Vertex]) -> float:
@@ -73,8 +73,7 @@ def test_there_are_as_few_rounds_as_by_networkx_and_as_can_be(change: Change, si
     graph.add_edges_from((i, j) for i, near in enumerate(neighbours_of(all_of)) for j in near)
     theirs = networkx.greedy_color(graph, strategy="DSATUR")
     assert len(colour(all_of)) <= len(set(theirs.values()))
-    if not change.new.keepers:
-        assert len(colour(all_of)) == most_on_one(all_of)
+    assert len(colour(all_of)) == most_on_one(all_of)
 
 
 @given(changes(most_devices=8))
@@ -168,11 +167,3 @@ def test_a_step_is_shorter_in_rounds_than_in_a_row() -> None:
     assert step_s(job, plan, "row", overlap=False) == pytest.approx(estimate(job, plan).compute_s + 60)
     free = replace(job, between_hosts=LinkRate())
     assert math.isclose(step_s(free, plan, "row"), step_s(free, plan, "at once"))
-
-
-def test_a_keeper_has_nothing_to_wait_for() -> None:
-    """Its own backward units end late; the layers that it keeps are ready when their owner's are."""
-    job, _ = uneven(8)
-    alone = PipelinePlan(6, (row(4, ("a", 0, 3), ("b", 3, 6)),))
-    kept = replace(alone, keepers=(PlanStage("a", 3, 6),))
-    assert all_reduces(job, kept, {"a": 9.0, "b": 5.0})[0].ready_s == 5.0
