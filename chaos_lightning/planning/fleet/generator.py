@@ -69,14 +69,14 @@ class Chance:
             raise ConfigurationError(f"--slow-speed is {self.slow_speed:g}; expected less than 1, the usual speed")
 
 
-def group_sizes(most: int, shared: float = SHARED) -> dict[int, float]:
+def group_sizes(most: int) -> dict[int, float]:
     """By devices lost at once: the probability of such a loss.
 
-    Of all lost devices, 1 - `shared` are lost alone; the others are equally often in groups of 2 to `most`.
+    Of all lost devices, 1 - `SHARED` are lost alone; the others are equally often in groups of 2 to `most`.
     """
     if most == 1:
         return {1: 1.0}
-    found = {1: 1 - shared} | {g: shared / (most - 1) / g for g in range(2, most + 1)}
+    found = {1: 1 - SHARED} | {g: SHARED / (most - 1) / g for g in range(2, most + 1)}
     total = sum(found.values())
     return {g: x / total for g, x in found.items()}
 

@@ -57,11 +57,6 @@ class Trace:
     about: str = ""
     """Origin of the trace, in words."""
 
-    @property
-    def removals(self) -> list[int]:
-        """By loss: how many devices it took."""
-        return [len(c.devices) for c in self.changes if c.kind == "remove"]
-
     def counts(self) -> Iterator[tuple[float, int]]:
         """(seconds, devices from then on)."""
         count = len(self.first)

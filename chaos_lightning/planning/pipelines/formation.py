@@ -30,7 +30,7 @@ from chaos_lightning.planning.pipelines.job import Layer, TrainingJob
 from chaos_lightning.planning.pipelines.paper import algorithm1
 from chaos_lightning.planning.pipelines.planner import Planner, describe
 from chaos_lightning.planning.pipelines.rerouting import slowed_s
-from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
+from chaos_lightning.planning.pipelines.templates import FAULTS, oobleck, symmetric
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
 FINE = 1000
@@ -160,11 +160,10 @@ class EqualFleet:
     Args:
         job: Its first device stands for all; how many there are matters for hosts alone.
         pauses: What changes cost.
-        faults: Losses that templates prepare for.
     """
 
-    def __init__(self, job: TrainingJob, pauses: Pauses | None = None, *, faults: int = 1) -> None:
-        self.job, self.pauses, self.faults = job, pauses or Pauses(), faults
+    def __init__(self, job: TrainingJob, pauses: Pauses | None = None) -> None:
+        self.job, self.pauses = job, pauses or Pauses()
         self.shapes = Planner(job).shapes
         self._both = [a + b for a, b in zip(job.costs.forward, job.costs.backward, strict=True)]
         self.samples = job.micro_batches * job.samples
@@ -202,14 +201,10 @@ class EqualFleet:
         key = (kind, rounded, was if kind == "algorithm1" else None)
         if key not in self._formations:
             shapes = self.shadowed if kind == "shadowed" else self.shapes
-            shape = _KINDS[kind](shapes, rounded, self.faults, was)
+            shape = _KINDS[kind](shapes, rounded, was)
             fits = shape is not None and math.isfinite(shape.charged_s)
             self._formations[key] = self._cut(shapes, shape, kind == "shadowed") if shape and fits else None
         return self._formations[key]
-
-    def cut(self, shape: PlanShape) -> Formation:
-        """A formation of a shape that somebody else found."""
-        return self._cut(self.shapes, shape, False)
 
     def _cut(self, shapes: Shapes, shape: PlanShape, shadowed: bool) -> Formation:
         found = [shapes.cutter.best(r.stages, r.micro_batches, shape.pipelines) for r in shape.rows]
@@ -304,15 +299,15 @@ class EqualFleet:
         return ""
 
 
-Finder = Callable[[Shapes, int, int, PlanShape | None], PlanShape | None]
-"""Looks for a shape for so many devices; given are the losses to prepare for and the shape before."""
+Finder = Callable[[Shapes, int, PlanShape | None], PlanShape | None]
+"""Looks for a shape for so many devices; given is the shape before."""
 
 _KINDS: dict[str, Finder] = {
-    "best": lambda shapes, devices, faults, was: shapes.exact(devices),
-    "shadowed": lambda shapes, devices, faults, was: shapes.exact(devices),
-    "oobleck": lambda shapes, devices, faults, was: oobleck(shapes, devices, faults),
-    "algorithm1": lambda shapes, devices, faults, was: algorithm1(shapes, devices, was),
-    "symmetric": lambda shapes, devices, faults, was: symmetric(shapes, devices),
+    "best": lambda shapes, devices, was: shapes.exact(devices),
+    "shadowed": lambda shapes, devices, was: shapes.exact(devices),
+    "oobleck": lambda shapes, devices, was: oobleck(shapes, devices, FAULTS),
+    "algorithm1": algorithm1,
+    "symmetric": lambda shapes, devices, was: symmetric(shapes, devices),
 }
 """By name: who looks for shapes."""
 

@@ -33,17 +33,15 @@ MOST_LAYERS, MOST_DEVICES, MOST_MICRO_BATCHES = 10_000, 100_000, 1_000_000
 """More than that is a slip of the pen: planning takes time and memory for each of them."""
 
 
-def check_number(
-    where: str, value: float, *, above: float = 0.0, least: float | None = None, most: float = sys.float_info.max
-) -> None:
-    """Refuses what is no finite number above `above`, or not below `least` where that is given, or above `most`.
+def check_number(where: str, value: float, *, least: float | None = None, most: float = sys.float_info.max) -> None:
+    """Refuses what is no finite number above 0, or not below `least` where that is given, or above `most`.
 
     Raises:
         JobError: It is not.
     """
-    low = value >= least if least is not None else value > above
+    low = value >= least if least is not None else value > 0
     if not (low and value <= most):
-        wanted = f"at least {least:g}" if least is not None else f"above {above:g}"
+        wanted = f"at least {least:g}" if least is not None else "above 0"
         if most < value < math.inf:
             wanted = f"at most {most:,.10g}"
         raise JobError(f"{where} is {value!r}; expected a finite number {wanted}")

@@ -37,10 +37,7 @@ from chaos_lightning.planning.pipelines.paper import algorithm1
 from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import NoPlanError, PlannedPipelines, Planner
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute
-from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
-
-FAULTS = 1
-"""Losses that templates prepare for."""
+from chaos_lightning.planning.pipelines.templates import FAULTS, oobleck, symmetric
 
 
 @dataclass(kw_only=True)

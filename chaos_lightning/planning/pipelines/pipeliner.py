@@ -148,12 +148,10 @@ class Pipeliner:
     """Chooses the pipelines of each view.
 
     Args:
-        profile: Layers, links, micro-batches, and the devices that members run on: a member is on the device of its
-            name, else on one of its host, else on one like the first.
+        profile: Layers, links and micro-batches; members bring their own devices.
         policy: One of `PIPELINE_POLICIES`.
         copies: Owners that each layer is to have, as far as memory allows, so that a loss does not take it along.
         shared: By the name of a parameter that several layers use: these layers.
-        pauses: What changes cost.
 
     Attributes:
         history: Losses of this job. Whoever has a clock tells it what it sees.
@@ -170,13 +168,12 @@ class Pipeliner:
         *,
         copies: int = 2,
         shared: Mapping[str, tuple[int, ...]] | None = None,
-        pauses: Pauses = PAUSES,
     ) -> None:
         if policy not in PIPELINE_POLICIES:
             raise PlanError(
                 f"policy {policy!r} is not for running jobs; expected one of {', '.join(PIPELINE_POLICIES)}"
             )
-        self.profile, self.policy, self.copies, self.pauses = profile, policy, copies, pauses
+        self.profile, self.policy, self.copies = profile, policy, copies
         self.shared = dict(shared or {})
         self.history = LossHistory()
         self.overheads: Overheads | None = None
@@ -185,21 +182,6 @@ class Pipeliner:
         self._last: tuple[str, PipelinePlan] | None = None
         if policy in ("adaptive", "restart"):
             policies.installed()  # looks for entry points on the disk, once
-
-    # ------------------------------------------------------------------------------------------------ devices
-
-    def device(self, member: str, host: str = "", unit: str = "") -> Device:
-        """Returns the device of a member.
-
-        Args:
-            member: Its id, "NAME~INCARNATION"; the profile may know the name.
-            host: The machine that it is on.
-            unit: Members with the same one die together; "": it dies alone.
-        """
-        devices, name = self.profile.devices, member.partition("~")[0]
-        like = self.profile.by_name.get(member) or self.profile.by_name.get(name)
-        like = like or next((d for d in devices if host and d.host == host), devices[0])
-        return replace(like, name=member, host=host, unit=unit)
 
     def _job(self, members: Iterable[Device]) -> TrainingJob:
         """The profile on these members; links of devices are those of the members that run there."""
@@ -409,7 +391,7 @@ class Pipeliner:
             planner=self._planner(job, self.copies),
             before=replace(before, idle=tuple(sorted({*before.idle, *newcomers}))),
             lost=tuple(sorted(known - there.keys())),
-            pauses=self.pauses,
+            pauses=PAUSES,
             size_shares=self.history.size_shares,
             first=True,
             held=held,

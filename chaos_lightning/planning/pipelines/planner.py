@@ -122,11 +122,6 @@ class Planner:
             rate_bps=max(within.rate_bps, between.rate_bps), latency_s=min(within.latency_s, between.latency_s)
         )
 
-    def warm(self) -> None:
-        """Fills the table of pipeline times, so that first answers come at once."""
-        if self.job.alike:
-            self.shapes.warm()
-
     def first(self, devices: Collection[str] | None = None) -> PlannedPipelines:
         """A good plan at once.
 

@@ -25,6 +25,8 @@ from chaos_lightning.planning.pipelines.equal import Alike, PlanShape, Shapes
 
 MORE = 1.1
 """By what factor the time is raised until some plan keeps to it."""
+FAULTS = 1
+"""Losses at once for which policies take templates."""
 ROUNDS = 8
 """How often at most the search is done anew since the number of pipelines, which the all-reduce needs, was another."""
 

@@ -52,8 +52,14 @@ def profile_of(layers: int, micro_batches: int, memory_nbytes: int = AMPLE, **mo
     return replace(job, **more)
 
 
+def device(pipeliner: Pipeliner, member: str, host: str) -> Device:
+    """Returns a device of the profile: that of the member's name, or one like the first."""
+    profile = pipeliner.profile
+    return replace(profile.by_name.get(member.partition("~")[0], profile.devices[0]), name=member, host=host)
+
+
 def members_of(pipeliner: Pipeliner, count: int, first: int = 0) -> list[Device]:
-    return [pipeliner.device(f"m{i:02}~1", host=f"h{i // 2}") for i in range(first, first + count)]
+    return [device(pipeliner, f"m{i:02}~1", f"h{i // 2}") for i in range(first, first + count)]
 
 
 def text_of(rows: int, stages: int, micro_batches: int) -> str:
@@ -171,12 +177,12 @@ def test_any_changes_of_members(data: st.DataObject, profile: TrainingJob, polic
         found = []
         for _ in range(data.draw(st.integers(0, most))):
             kind = data.draw(st.integers(1, len(profile.devices))) - 1
-            like = pipeliner.device(f"kind{kind}~{count}", host=f"h{count % 3}")
+            like = device(pipeliner, f"kind{kind}~{count}", f"h{count % 3}")
             found.append(replace(like, name=f"m{count:02}~{count}"))
             count += 1
         return found
 
-    members = newcomers(6) or [replace(pipeliner.device("x~0"), name="x~0")]
+    members = newcomers(6) or [replace(device(pipeliner, "x~0", ""), name="x~0")]
     answer = pipeliner.first(members)
     assert answer == again.first(members)
     if answer.text is None:
@@ -413,7 +419,7 @@ def test_two_owners_as_far_as_memory_allows() -> None:
         assert {len(x) for x in holders} == {owners}
 
 
-def test_members_are_on_devices_of_the_profile() -> None:
+def test_links_of_the_profile_are_those_of_members_that_run_there() -> None:
     devices = (
         Device(name="a", memory_nbytes=1, host="big"),
         Device(name="b", memory_nbytes=2, host="small"),
@@ -421,11 +427,7 @@ def test_members_are_on_devices_of_the_profile() -> None:
     )
     links = (NamedLink(a="b", b="c", rate_bps=5.0), NamedLink(a="big", b="small", rate_bps=7.0))
     pipeliner = Pipeliner(profile_of(1, 1, devices=devices, links=links))
-    assert pipeliner.device("c~4", "elsewhere") == Device(name="c~4", memory_nbytes=3, host="elsewhere")
-    assert pipeliner.device("x~1", "small", "rack").memory_nbytes == 2
-    assert pipeliner.device("x~1", "small", "rack").dies_with == "rack"
-    assert pipeliner.device("x~1", "nowhere").memory_nbytes == 1
-    wish = pipeliner.wish([pipeliner.device("b~1", "small"), pipeliner.device("c~2", "small")])
+    wish = pipeliner.wish([device(pipeliner, "b~1", "small"), device(pipeliner, "c~2", "small")])
     assert wish is not None
     assert wish.job.link("b~1", "c~2").rate_bps == 5.0
 
@@ -507,7 +509,7 @@ def test_another_kind_of_members_is_planned_by_its_own_times() -> None:
     profile = profile_of(4, 8, devices=kinds)
     pipeliner = Pipeliner(profile)
     for name in ("big", "small", "big"):
-        members = [replace(pipeliner.device(f"{name}~{i}"), name=f"m{i}~1") for i in range(4)]
+        members = [replace(device(pipeliner, f"{name}~{i}", ""), name=f"m{i}~1") for i in range(4)]
         assert pipeliner.first(members).text == Pipeliner(profile).first(members).text
 
 
