@@ -18,7 +18,6 @@ from chaos_lightning.planning.pipelines.job import Device, LinkRate, NamedLink, 
 from chaos_lightning.planning.pipelines.places import spread
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
-from chaos_lightning.planning.pipelines.prepared import Prepared
 from chaos_lightning.planning.pipelines.split import Splitter
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
@@ -424,84 +423,6 @@ def test_the_closest_plan_says_which_stage_lacks_how_much() -> None:
         NoPlanError, match=r"closest is one pipeline of 2 stages, whose stage \d \(layers .* lacks \d+ bytes"
     ):
         Planner(job).exact()
-
-
-# ------------------------------------------------------------------------------------------------ plans ahead
-
-
-def test_plans_are_prepared_for_losses_and_for_hosts() -> None:
-    job = small_job(Random(7), 6, 8, 12)
-    fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9, host=f"h{i // 4}") for i in range(8))
-    prepared = Prepared(replace(job, devices=fleet), losses=2)
-    left = []
-    while (n := prepared.prepare_next()) is not None:
-        left.append(n)
-    # One lost; one host lost; two of one host, and one of each.
-    assert left == [7, 4, 6, 6]
-    planned, ready = prepared.after(["d2"])
-    assert ready
-    planned.plan.check()
-    assert "d2" not in planned.plan.devices
-    assert planned.estimate.step_s == pytest.approx(
-        prepared.planner.exact([d.name for d in fleet if d.name != "d2"]).estimate.step_s
-    )
-    planned, ready = prepared.after(["d0", "d1", "d4"])
-    assert not ready
-    planned.plan.check()
-
-
-def test_prepared_plans_are_made_anew_for_another_job_and_tell_the_host_that_is_left() -> None:
-    job = replace(small_hosts(Random(4)), between_hosts=LinkRate(rate_bps=1e9), within_host=LinkRate(rate_bps=1e9))
-    prepared = Prepared(job)
-    while prepared.prepare_next() is not None:
-        pass
-    prepared.fleet(replace(job, micro_batches=2 * job.micro_batches))
-    planned, ready = prepared.after([job.devices[0].name])
-    assert not ready
-    assert planned.plan.micro_batches == 2 * job.micro_batches
-    with pytest.raises(NoPlanError, match="no device is left"):
-        prepared.after(list(job.by_name))
-
-
-def test_prepared_plans_follow_the_fleet_and_are_bounded() -> None:
-    job = small_job(Random(7), 6, 8, 12)
-    fleet = tuple(Device(name=f"d{i}", memory_nbytes=10**9, speed=1.0 + i % 2, host=f"h{i}") for i in range(6))
-    job = replace(job, devices=fleet)
-    prepared = Prepared(job, losses=3, most=3)
-    count = 0
-    while prepared.prepare_next() is not None:
-        count += 1
-    assert count == 3
-    # One of either kind, and two of one kind, were prepared; three were not.
-    assert prepared.after(["d0"])[1]
-    assert prepared.after(["d1"])[1]
-    assert not prepared.after(["d0", "d1", "d2"])[1]
-    prepared.fleet(job.without(["d5"]))
-    planned, ready = prepared.after([])
-    assert not ready
-    planned.plan.check()
-    assert prepared.prepare_next() == 4
-    newcomer = Device(name="new", memory_nbytes=10**9, speed=2.0, host="h6")
-    prepared.fleet(replace(job, devices=(*fleet, newcomer)))
-    while prepared.prepare_next() is not None:
-        pass
-    planned, ready = prepared.after(["d1"])
-    assert ready
-    assert "new" in planned.plan.devices
-
-
-def test_a_prepared_plan_is_as_good_on_the_hosts_that_are_left() -> None:
-    job = small_job(Random(7), 8, 16, 16)
-    fleet = tuple(Device(name=f"d{i:02}", memory_nbytes=300, host=f"h{i // 8}") for i in range(16))
-    slow = replace(job, devices=fleet, within_host=LinkRate(rate_bps=1e5), between_hosts=LinkRate(rate_bps=20.0))
-    prepared = Prepared(slow, losses=1)
-    while prepared.prepare_next() is not None:
-        pass
-    for lost in ("d03", "d12"):
-        planned, ready = prepared.after([lost])
-        fresh = prepared.planner.exact([d.name for d in fleet if d.name != lost])
-        assert ready
-        assert planned.estimate.step_s == pytest.approx(fresh.estimate.step_s)
 
 
 def test_tables_of_times_hold_whatever_the_end_of_a_step_costs_and_not_whatever_a_unit_does() -> None:
