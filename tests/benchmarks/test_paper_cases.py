@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.common import Result
 from benchmarks.paper_cases import LAYERS, LOSSES, best_s, compare, memory, multisets, pipeline_s
-from chaos_lightning.planning.pipelines.paper import eq11
+from benchmarks.paper_equations import eq11
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (2, 7), (3, 2), (3, 3), (3, 10)])

@@ -1,8 +1,10 @@
 """Jobs and plans that tests of pipelines start from: equal and random ones, with and without limits of memory."""
 
 from itertools import pairwise
+from typing import Any
 
 from chaos_lightning.planning.pipelines.job import PLAIN_MEMORY, Device, Layer, MemoryRules, Overheads, TrainingJob
+from chaos_lightning.planning.pipelines.lists import PlanLists, coupled, plan_lists, run_coupled
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 AMPLE = 10**9
@@ -82,3 +84,8 @@ def random_job(random):
         memory=random.choice([MemoryRules(boundaries=True), PLAIN_MEMORY]),
     )
     return job, plan_of(job, cuts, micro_batches)
+
+
+def lists_of(job: TrainingJob, plan: PipelinePlan, **how: Any) -> PlanLists:
+    """Returns the instruction lists of a plan; `how` goes to the run of the pipelines that share micro-batches."""
+    return plan_lists(plan, *run_coupled(job, plan, coupled(plan), **how))

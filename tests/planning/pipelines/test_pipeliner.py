@@ -10,6 +10,7 @@ from itertools import permutations, product
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pipeline_jobs import lists_of
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE
@@ -23,7 +24,6 @@ from chaos_lightning.planning.pipelines.job import (
     Overheads,
     TrainingJob,
 )
-from chaos_lightning.planning.pipelines.lists import plan_lists
 from chaos_lightning.planning.pipelines.moves import move_list, renamed
 from chaos_lightning.planning.pipelines.pipeliner import PipelineAnswer, Pipeliner, PlanWish, search_plan
 from chaos_lightning.planning.pipelines.plan import VACANT, Detour, Pipeline, PipelinePlan, PlanStage
@@ -558,7 +558,7 @@ def test_units_that_would_run_in_another_order_if_they_cost_nothing_cost_no_less
     detours = tuple(Detour(j, 0, 2, a) for j in (3, 4, 5))
     plan = PipelinePlan(6, (Pipeline(tuple(whole), 3), Pipeline(tuple(torn), 3)), detours)
     job = replace(pipeliner.profile, devices=tuple(members))
-    text = ViewPipelines.of(plan, plan_lists(job, plan)).to_json()
+    text = ViewPipelines.of(plan, lists_of(job, plan)).to_json()
     little = replace(job, overheads=Overheads(unit_s=1e-6))
     tied_s, alone_s = (estimate(x, plan, quick=True).step_s for x in (job, little))
     assert alone_s < tied_s - 0.05

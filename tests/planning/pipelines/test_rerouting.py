@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from pipeline_jobs import AMPLE, at, equal_job, equal_plan, plan_of, random_job
+from pipeline_jobs import AMPLE, at, equal_job, equal_plan, lists_of, plan_of, random_job
 
 from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.pipelines import lists as lists_module
@@ -20,7 +20,6 @@ from chaos_lightning.planning.pipelines.lists import (
     Fleet,
     Rule,
     coupled,
-    plan_lists,
     run_coupled,
     run_greedily,
 )
@@ -35,7 +34,7 @@ seeds = st.integers(0, 10**6)
 def check(job, plan, *, split=False):
     """Every unit once, in lists that end."""
     plan.check()
-    made = plan_lists(plan, *run_coupled(job, plan, coupled(plan), split=split))
+    made = lists_of(job, plan, split=split)
     check_schedule(made.lists, dict(enumerate(made.routes)))
     for j in range(plan.micro_batches):
         assert [made.workers[w] for w in made.routes[j]] == [s.device for s in plan.route(j)]

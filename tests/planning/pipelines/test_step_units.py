@@ -4,10 +4,9 @@ import json
 import random
 
 import pytest
-from pipeline_jobs import at, equal_job, equal_plan, plan_of, random_job
+from pipeline_jobs import at, equal_job, equal_plan, lists_of, plan_of, random_job
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.pipelines.lists import plan_lists
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute
 from chaos_lightning.planning.pipelines.units import (
     BACKWARD,
@@ -98,7 +97,7 @@ def test_an_empty_micro_batch_has_no_units():
 def test_a_detour_runs_at_a_peer_by_lists_of_the_text():
     job = equal_job(2, 3, 3)
     plan = reroute(job, equal_plan(job, 2), [at(0, 1)])
-    view = ViewPipelines.of(plan, plan_lists(job, plan))
+    view = ViewPipelines.of(plan, lists_of(job, plan))
     ran = whole(view)
     assert {u.micro_batch for m, u in ran if m == at(1, 1)} == set(range(6))
     again = ViewPipelines.from_json(view.to_json())
@@ -116,7 +115,7 @@ def test_random_plans_after_losses_run_everything_once():
             plan = reroute(job, plan, chance.sample(sorted(plan.stages), 1), search=False)
         except FatalLossError:
             continue
-        view = ViewPipelines.of(plan, plan_lists(job, plan, caps=(0,)))
+        view = ViewPipelines.of(plan, lists_of(job, plan, caps=(0,)))
         whole(view, empty={chance.randrange(plan.micro_batches)})
         assert ViewPipelines.from_json(view.to_json()) == view
         ran += 1
@@ -135,7 +134,7 @@ def test_one_who_stands_by_has_no_units():
 def rerouted():
     job = equal_job(2, 2, 2)
     plan = reroute(job, equal_plan(job, 2), [at(0, 1)])
-    return ViewPipelines.of(plan, plan_lists(job, plan))
+    return ViewPipelines.of(plan, lists_of(job, plan))
 
 
 def test_the_text_is_canonical_and_short():
