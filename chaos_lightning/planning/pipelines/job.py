@@ -173,7 +173,7 @@ class NamedLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Costs in seconds that only a running job tells: `Pipeliner.measured` finds two of them."""
+    """Costs that a file cannot know and `calibration` fits to measured steps; seconds."""
 
     __pydantic_config__ = CLOSED
 
