@@ -26,7 +26,7 @@ class Registered:
     """Strategy as Lightning's users name it.
 
     Attributes:
-        kind: Its class in `chaos_lightning.strategies`.
+        kind: Its class in `chaos_lightning.strategies`, or the function that makes it.
         description: For the registry.
         loop: What a plain loop uses instead.
         why_no_fabric: Why Fabric cannot have it.

@@ -1,13 +1,15 @@
 """DiLoCoStrategy: a Trainer as one cluster of an outer job (docs/diloco.md).
 
 Theory of operation. Clusters that are far apart train one model. Each trains by itself for some steps, with its own
-optimizer, and a parameter server makes versions of what they gained (docs/outer.md). The strategy is Lightning's own
-for one device, or for several (ddp), with a part in such a job for the time of fit: `OuterFit`. It comes in when the
+optimizer, and a parameter server makes versions of what they gained (docs/outer.md). `DiLoCoStrategy` makes the
+strategy: that of a cluster whose ranks come and go is `ChaosStrategy` with such a part (elastic.py), and any other is a
+`ClusterStrategy`. That is Lightning's DDP with a part in the job for the time of fit: `OuterFit`. It comes in when the
 model is on its device, so everything after that, `on_fit_start` and the sanity check included, sees the job's newest
 version.
 
-How many devices there are is known only once the Trainer has looked. So an object begins as one for a single process,
-and its class becomes `DDPRanks` when it is told of several devices.
+How many devices there are is known only once the Trainer has looked, so one class serves a single process, too: it has
+no process group then, and all that would go by one is the identity. Processes of several hold equal parameters after
+each optimizer step, so rank 0 alone is the member of the outer job (outer_ranks.py).
 
 Only the oldest cluster of a job logs and writes files, as rank 0 does elsewhere; each draws its own progress bar.
 """
@@ -21,7 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -58,23 +60,37 @@ MARGIN_S = 60.0
 """By so much longer than rank 0 waits for anything, other ranks wait for its word."""
 
 
-class ClusterStrategy(Strategy):
-    """Base of the strategies of one process and of several ranks: a part in an outer job for the time of fit.
+class OneProcess(ChaosEnvironment):
+    """Environment of a cluster of one process, whatever has started it."""
+
+    def local_rank(self) -> int:
+        return 0
+
+
+class ClusterStrategy(DDPStrategy):
+    """Strategy of a cluster of one process, or of several on one machine that DDP keeps in step.
+
+    Args:
+        inner: How the cluster trains: "auto", "single", "ddp", or a `DDPStrategy` whose settings are taken.
+        options: `DiLoCoOptions`.
+        given: The arguments of `DiLoCoStrategy` that are settings.
 
     Attributes:
-        options: The user's.
         data: "shared" or "local".
-        fit: The part.
+        fit: The part in the outer job; None outside of fit.
     """
 
     strategy_name = NAME
 
-    def _take(self, options: DiLoCoOptions, given: dict[str, Any]) -> None:
-        """Takes what the user has set."""
-        self.options, self._given = options, given
+    def __init__(self, inner: str | DDPStrategy, options: DiLoCoOptions, given: dict[str, Any]) -> None:
+        super().__init__()
+        if isinstance(inner, DDPStrategy):
+            vars(self).update(vars(inner))
+        self.inner, self.options, self._given = inner, options, given
         self.data = build(options, given)[1].data
         self.fit: OuterFit | None = None
         self._manual_steps = 0
+        self._oldest = True
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a Trainer has no part in the job."""
@@ -83,12 +99,29 @@ class ClusterStrategy(Strategy):
     def _present_fit(self) -> OuterFit | None:
         return self.fit
 
-    # ------------------------------------------------------------------ what one process and several ranks differ in
+    # ------------------------------------------------------------------ one process or several
+
+    def set_world_ranks(self) -> None:
+        """Decides whether the cluster is one process: Lightning calls this once it knows how many devices there are."""
+        if self.inner == "single" or (self.inner == "auto" and len(self.parallel_devices or ()) < 2):
+            self.cluster_environment, self._layer_sync = OneProcess(), None
+        else:
+            super().set_world_ranks()
+            self.writes(self._oldest)
+
+    @property
+    def single(self) -> bool:
+        """Whether the cluster is one process. It has no process group, and its model is not wrapped."""
+        return isinstance(self.cluster_environment, OneProcess)
 
     @property
     def place(self) -> tuple[int, int]:
         """This process's rank in the cluster, and how many there are."""
-        raise NotImplementedError
+        return (0, 1) if self.single else (self.global_rank, self.world_size)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self._oldest and self.global_rank == 0
 
     def writes(self, oldest: bool) -> bool:
         """Takes in whether the cluster is the oldest one, which logs and writes files.
@@ -96,12 +129,37 @@ class ClusterStrategy(Strategy):
         Returns:
             Whether it has become that by it.
         """
-        raise NotImplementedError
+        promoted, self._oldest = oldest and not self._oldest, oldest
+        if isinstance(self.cluster_environment, OneProcess):
+            self.cluster_environment.place(int(not oldest), 1)
+        else:
+            rank_zero_only.rank = self.global_rank + (0 if oldest else self.world_size)  # type: ignore[attr-defined]
+        return promoted
 
-    def _session(
-        self, replica: Replica, agreement: Agreement, options: ClusterOptions, batches: Batches | None
-    ) -> OuterSession | RankedSession:
-        raise NotImplementedError
+    def _configure_launcher(self) -> None:
+        if self.single:
+            self._launcher = Launcher(self._present_fit)
+        else:
+            assert self.cluster_environment is not None
+            self._launcher = RankLauncher(
+                self._present_fit, self.cluster_environment, self.num_processes, num_nodes=self.num_nodes
+            )
+
+    def _setup_model(self, model: Any) -> Any:
+        return model if self.single else super()._setup_model(model)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if self.single else super().reduce(tensor, *args, **kwargs)
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if self.single else super().all_gather(tensor, *args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.single:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self.single else super().broadcast(obj, src)
 
     # ------------------------------------------------------------------ set-up
 
@@ -109,7 +167,11 @@ class ClusterStrategy(Strategy):
         super().connect(model)
         trainer: Trainer | None = model._trainer
         self.fit = None
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        if trainer is None:
+            return
+        if self.single:  # Lightning takes it for one of several processes
+            trainer._accelerator_connector.use_distributed_sampler = False
+        if trainer.state.fn != TrainerFn.FITTING:
             return
         if alone(f"strategy {NAME}"):
             return
@@ -120,15 +182,28 @@ class ClusterStrategy(Strategy):
         trainer.callbacks[:] = [OuterCompanion(self.fit), *_others(trainer)]
 
     def setup_environment(self) -> None:
-        super().setup_environment()
+        if self.single:
+            if self.fit is not None:
+                refuse_one_process(len(self.parallel_devices or ()))
+            Strategy.setup_environment(self)
+        else:
+            super().setup_environment()
         if self.fit is not None:
             refuse(self.fit.trainer, early=True, table=OUTER_TABLE, strategy=NAME)
             # Loggers open while Lightning sets up, and empty a folder that is named; another cluster's may be this one.
             self.writes(not self.broadcast(others_in(build(self.options, self._given)[1])))
 
     def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
         fit = self.fit
+        if self.single:
+            Strategy.setup(self, trainer)
+        else:
+            if fit is not None and self.data == "shared":
+                # Lightning would have ranks share the training samples out; the loader of leased samples does.
+                connector = trainer._data_connector
+                asked = connector._requires_distributed_sampler
+                vars(connector)["_requires_distributed_sampler"] = lambda loader: not trainer.training and asked(loader)
+            super().setup(trainer)
         if fit is None:
             return
         refuse(fit.trainer, early=False, table=OUTER_TABLE, strategy=NAME)
@@ -154,6 +229,18 @@ class ClusterStrategy(Strategy):
             words |= fit.loader.leased.words
         agreement = agreement_of(replica, options, settings, length=length, words=words)
         fit.start(self._session(replica, agreement, options, batches), self.options.start_timeout_s)
+
+    def _session(
+        self, replica: Replica, agreement: Agreement, options: ClusterOptions, batches: Batches | None
+    ) -> OuterSession | RankedSession:
+        rank, member = self.place[0], None
+        if rank == 0:
+            events = EventLog.in_directory(options.log_folder, options.name, role="cluster")
+            member = OuterSession(replica, agreement, options, events, batches or UNTOLD)
+            if self.single:
+                return member
+        patience = timedelta(seconds=2 * options.patience_s + self.options.start_timeout_s + MARGIN_S)
+        return RankedSession(member, replica, RankGroup(rank, patience), batches)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The training loader of shared data deals what is leased; all others are the user's."""
@@ -236,11 +323,29 @@ class ClusterStrategy(Strategy):
         if self.fit is not None:
             self.fit.close()
             self.fit.trainer.callbacks[:] = _others(self.fit.trainer)
+            vars(self.fit.trainer._data_connector).pop("_requires_distributed_sampler", None)
         super().teardown()
 
 
-class DiLoCoStrategy(ClusterStrategy, SingleDeviceStrategy):
-    """One of several clusters that train one model, each by itself, through a parameter server.
+def DiLoCoStrategy(
+    inner: str | ChaosStrategy | DDPStrategy = "auto",
+    server: str | None = None,
+    name: str | None = None,
+    inner_steps: int | None = None,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    policy: str | None = None,
+    codec: str | None = None,
+    data: DataMode | None = None,
+    overlap: bool | None = None,
+    options: DiLoCoOptions | dict[str, Any] | None = None,
+) -> Strategy:
+    """Makes a strategy for one of several clusters that train one model, each by itself, through a parameter server.
+
+    Arguments that are None come from the environment (CHAOS_INNER_STEPS and so on), else they have their defaults. Two
+    things are read from the LightningModule if it has them: `chaos_buffers`, names of buffers that forward passes
+    change and that are to be averaged, and `chaos_words`, a mapping of what else must be equal in all clusters, such as
+    a tokenizer's hash.
 
     Args:
         inner: How this cluster trains: "single" is one process with one device. "ddp", or a `DDPStrategy` with settings
@@ -260,182 +365,20 @@ class DiLoCoStrategy(ClusterStrategy, SingleDeviceStrategy):
         overlap: Whether to train on while a push and its answer travel.
         options: `DiLoCoOptions` or a mapping of its fields.
 
-    Arguments that are None come from the environment (CHAOS_INNER_STEPS and so on), else they have their defaults. Two
-    things are read from the LightningModule if it has them: `chaos_buffers`, names of buffers that forward passes
-    change and that are to be averaged, and `chaos_words`, a mapping of what else must be equal in all clusters, such as
-    a tokenizer's hash.
+    Returns:
+        A `ChaosStrategy` with this cluster's part in the outer job around it if the inner strategy is chaos, else a
+        `ClusterStrategy`.
     """
-
-    def __new__(
-        cls,
-        inner: str | ChaosStrategy | DDPStrategy = "auto",
-        server: str | None = None,
-        name: str | None = None,
-        inner_steps: int | None = None,
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        policy: str | None = None,
-        codec: str | None = None,
-        data: DataMode | None = None,
-        overlap: bool | None = None,
-        options: DiLoCoOptions | dict[str, Any] | None = None,
-    ) -> Any:
-        """With `chaos` it is the inner strategy itself, with this cluster's part in the outer job around it."""
-        if inner == "auto" and UNDER_OUR_TORCHRUN in os.environ:
-            inner = "chaos"
-        if inner != "chaos" and not isinstance(inner, ChaosStrategy):
-            return super().__new__(cls)
-        given = (server, name, inner_steps, outer_lr, outer_momentum, policy, codec, data, overlap)
-        terms = OuterTerms(DiLoCoOptions.of(options), dict(zip(ARGUMENTS, given, strict=True)))
+    told = locals()
+    given = {name: told[name] for name in ARGUMENTS}
+    if inner == "auto" and UNDER_OUR_TORCHRUN in os.environ:
+        inner = "chaos"
+    if inner == "chaos" or isinstance(inner, ChaosStrategy):
         strategy = inner if isinstance(inner, ChaosStrategy) else ChaosStrategy()
-        strategy.outer = terms
+        strategy.outer = OuterTerms(DiLoCoOptions.of(options), given)
         return strategy
-
-    def __init__(
-        self,
-        inner: str | ChaosStrategy | DDPStrategy = "auto",
-        server: str | None = None,
-        name: str | None = None,
-        inner_steps: int | None = None,
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        policy: str | None = None,
-        codec: str | None = None,
-        data: DataMode | None = None,
-        overlap: bool | None = None,
-        options: DiLoCoOptions | dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        refuse_inner(inner)
-        self.inner = inner
-        given = (server, name, inner_steps, outer_lr, outer_momentum, policy, codec, data, overlap)
-        self._take(DiLoCoOptions.of(options), dict(zip(ARGUMENTS, given, strict=True)))
-        self.environment = ChaosEnvironment()
-        self.cluster_environment = None
-        """Lightning puts there what it found, and what it found in `parallel_devices`."""
-        self._devices: list[torch.device] | None = None
-        if inner == "ddp" or isinstance(inner, DDPStrategy):
-            self._become(inner if isinstance(inner, DDPStrategy) else DDPStrategy())
-
-    def __getnewargs__(self) -> tuple[str]:
-        """For a copy."""
-        return ("single",)
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._devices = devices
-        if self.inner == "auto" and len(devices or ()) > 1:
-            self._become(
-                DDPStrategy(
-                    self._accelerator, devices, self.cluster_environment, self._checkpoint_io, self._precision_plugin
-                )
-            )
-
-    def _become(self, ddp: DDPStrategy) -> None:
-        """From here on this is a process of several."""
-        vars(self).update(vars(ddp))
-        self.__class__ = DDPRanks  # type: ignore[assignment]
-
-    @property
-    def root_device(self) -> torch.device:
-        return self.parallel_devices[0] if self.parallel_devices else self._root_device
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.environment.global_rank() == 0
-
-    @property
-    def global_rank(self) -> int:
-        """The rank as Lightning sees it: 0 at the cluster that writes, though each is a world of one process."""
-        return self.environment.global_rank()
-
-    @global_rank.setter
-    def global_rank(self, rank: int) -> None:
-        """Lightning's default, which is said elsewhere here."""
-
-    def _configure_launcher(self) -> None:
-        self._launcher = Launcher(self._present_fit)
-
-    def setup_environment(self) -> None:
-        if self.fit is not None:
-            refuse_one_process(len(self.parallel_devices or ()))
-        super().setup_environment()
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return 0, 1
-
-    def writes(self, oldest: bool) -> bool:
-        return self.environment.place(0 if oldest else 1, 1)
-
-    def _session(
-        self, replica: Replica, agreement: Agreement, options: ClusterOptions, batches: Batches | None
-    ) -> OuterSession:
-        return OuterSession(replica, agreement, options, _events(options), batches or UNTOLD)
-
-
-class DDPRanks(ClusterStrategy, DDPStrategy):
-    """A cluster of several processes on one machine, which Lightning's DDP keeps in step; see `DiLoCoStrategy`.
-
-    Its processes hold equal parameters after each optimizer step, so rank 0 alone is the member of the outer job
-    (outer_ranks.py). A `DiLoCoStrategy` becomes one.
-    """
-
-    _oldest = True
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.global_rank, self.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self._oldest and self.global_rank == 0
-
-    def writes(self, oldest: bool) -> bool:
-        promoted = oldest and not self._oldest
-        self._oldest = oldest
-        rank_zero_only.rank = self.global_rank + (0 if oldest else self.world_size)  # type: ignore[attr-defined]
-        return promoted
-
-    def set_world_ranks(self) -> None:
-        super().set_world_ranks()
-        self.writes(self._oldest)
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = RankLauncher(
-            self._present_fit, self.cluster_environment, self.num_processes, num_nodes=self.num_nodes
-        )
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        if self.fit is not None and self.data == "shared":
-            # Lightning would have ranks share the training samples out; the loader of leased samples does.
-            connector = trainer._data_connector
-            asked = connector._requires_distributed_sampler
-            vars(connector)["_requires_distributed_sampler"] = lambda loader: not trainer.training and asked(loader)
-        super().setup(trainer)
-
-    def _session(
-        self, replica: Replica, agreement: Agreement, options: ClusterOptions, batches: Batches | None
-    ) -> RankedSession:
-        patience = timedelta(seconds=2 * options.patience_s + self.options.start_timeout_s + MARGIN_S)
-        member = None
-        if self.global_rank == 0:
-            member = OuterSession(replica, agreement, options, _events(options), batches or UNTOLD)
-        return RankedSession(member, replica, RankGroup(self.global_rank, patience), batches)
-
-    def teardown(self) -> None:
-        if self.fit is not None:
-            vars(self.fit.trainer._data_connector).pop("_requires_distributed_sampler", None)
-        super().teardown()
-
-
-def _events(options: ClusterOptions) -> EventLog:
-    return EventLog.in_directory(options.log_folder, options.name, role="cluster")
+    refuse_inner(inner)
+    return ClusterStrategy(inner, DiLoCoOptions.of(options), given)
 
 
 def _others(trainer: Trainer) -> list[pl.Callback]:

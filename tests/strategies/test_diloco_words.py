@@ -29,7 +29,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from strategy_models import Regression
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.machine.signals import ExitSignals
@@ -37,7 +37,7 @@ from chaos_lightning.outer.cluster.strategy_options import build
 from chaos_lightning.outer.exchange.lines import SERVING
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.strategies import ChaosStrategy, DiLoCoOptions, DiLoCoStrategy
-from chaos_lightning.strategies.diloco import DDPRanks
+from chaos_lightning.strategies.diloco import ClusterStrategy
 from chaos_lightning.strategies.outer_refusals import OUTER_TABLE
 
 # Lightning 2.6 calls an old name of jsonargparse.
@@ -56,7 +56,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any
 
 
 def test_from_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(cli(tmp_path, monkeypatch, "--trainer.strategy=chaos_diloco"), DiLoCoStrategy)
+    assert isinstance(cli(tmp_path, monkeypatch, "--trainer.strategy=chaos_diloco"), ClusterStrategy)
     one = "--trainer.strategy.init_args."
     made = cli(
         tmp_path, monkeypatch, "--trainer.strategy=chaos_lightning.strategies.DiLoCoStrategy",
@@ -75,7 +75,7 @@ def test_from_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
         made = instantiate(config.strategy)
         with pytest.raises(ConfigCompositionException):
             compose("config", [*chosen, "strategy.options.gate_limmit=5"])
-    assert isinstance(made, DiLoCoStrategy)
+    assert isinstance(made, ClusterStrategy)
     settings, options = build(made.options, made._given, {})
     assert (settings.gate_limit, options.codec) == (5.0, "fp32")
 
@@ -187,12 +187,26 @@ def test_strategies_that_cannot_be_inner_ones_are_refused_by_name(inner: Any, wo
 def test_several_devices_take_ddp_unless_told_otherwise(tmp_path: Path) -> None:
     for given in ("chaos_diloco", DiLoCoStrategy(), DiLoCoStrategy(inner="ddp"), DiLoCoStrategy(inner=DDPStrategy())):
         run = models.trainer(tmp_path, strategy=given, devices=2)
-        assert isinstance(run.strategy, DDPRanks)
-        assert (run.strategy.place, run.num_devices, run.is_global_zero) == ((0, 2), 2, True)
-        assert isinstance(pickle.loads(pickle.dumps(run.strategy)), DDPRanks)
+        for strategy in (run.strategy, pickle.loads(pickle.dumps(run.strategy))):
+            assert (strategy.single, strategy.place, strategy.is_global_zero) == (False, (0, 2), True)
+        assert run.num_devices == 2
     alone = models.trainer(tmp_path, strategy="chaos_diloco", devices=1).strategy
-    assert isinstance(alone, DiLoCoStrategy)
-    assert isinstance(pickle.loads(pickle.dumps(alone)), DiLoCoStrategy)
+    for strategy in (alone, pickle.loads(pickle.dumps(alone))):
+        assert (strategy.single, strategy.place, strategy.is_global_zero) == (True, (0, 1), True)
+
+
+def test_one_process_asks_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user may have one, or a fit before: other processes of it are other clusters."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("lightning.pytorch.strategies.ddp._distributed_is_initialized", lambda: pytest.fail("asked"))
+    run = models.trainer(tmp_path, strategy="chaos_diloco", devices=1, sync_batchnorm=True)
+    strategy, one = run.strategy, torch.ones(1)
+    strategy.barrier()
+    assert strategy.broadcast(one) is strategy.reduce(one) is strategy.all_gather(one) is one
+    assert strategy.reduce_boolean_decision(True) is True
+    assert (strategy.root_device, run.local_rank, run.world_size, strategy._layer_sync) == (one.device, 0, 1, None)
+    run.validate(Regression(), models.loader(), verbose=False)
+    assert type(run.val_dataloaders.sampler) is SequentialSampler
 
 
 def test_ddps_own_settings_stay(tmp_path: Path) -> None:
@@ -207,7 +221,7 @@ def test_under_torchruns_backend_chaos_auto_is_chaos(monkeypatch: pytest.MonkeyP
     assert isinstance(DiLoCoStrategy(name="home"), ChaosStrategy)
     with pytest.raises(ConfigurationError, match="needs name="):
         DiLoCoStrategy()
-    assert isinstance(pickle.loads(pickle.dumps(DiLoCoStrategy(inner="single"))), DiLoCoStrategy)
+    assert isinstance(pickle.loads(pickle.dumps(DiLoCoStrategy(inner="single"))), ClusterStrategy)
 
 
 def with_net(net: nn.Module) -> Regression:

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from chaos_lightning.events.events import EventLog
-from chaos_lightning.strategies import DiLoCoStrategy
+from chaos_lightning.strategies.diloco import ClusterStrategy, DiLoCoStrategy
 from chaos_lightning.testing.demo import FINAL, LOSS
 from chaos_lightning.testing.demo.train import fit, options, weights_of
 
@@ -63,7 +63,7 @@ def main() -> None:
         _, model = fit(args, strategy, Apart(args.folder, args.pause, events))
         # A rank of an elastic cluster has the inner strategy, with the cluster's part around its session.
         fitted: Any = strategy
-        part = fitted.fit.session if isinstance(strategy, DiLoCoStrategy) else fitted.session.outer.cluster
+        part = fitted.fit.session if isinstance(strategy, ClusterStrategy) else fitted.session.outer.cluster
         events.emit(FINAL, version=str(part.base), hash=weights_of(model), reason=part.over)
 
 
