@@ -15,7 +15,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar, get_type_hints
 
 from chaos_lightning.errors import ConfigurationError
 
@@ -131,6 +131,55 @@ def declared(owner: type) -> Mapping[str, Setting]:
         for f in dataclasses.fields(owner)
         if _KEY in f.metadata
     }
+
+
+def optional(*owners: type, names: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
+    """Returns settings as fields for `make_dataclass`, where None means that nothing was given.
+
+    Args:
+        owners: Classes that declare them.
+        names: Those that are wanted, in order; by default all.
+    """
+    found: dict[str, tuple[str, Any, Any]] = {}
+    for owner in owners:
+        hints = get_type_hints(owner)
+        found |= {name: (name, hints[name] | None, same_as(owner, name, default=None)) for name in declared(owner)}
+    return [found[name] for name in names or found]
+
+
+def optional_base(module: str, *owners: type, without: Collection[str]) -> type:
+    """Returns a base class with the settings of these classes, as far as they are no arguments of a strategy.
+
+    Args:
+        module: Name of the caller's.
+        owners: Classes that declare settings.
+        without: Names of those arguments.
+    """
+    made = [field for field in optional(*owners) if field[0] not in without]
+    return dataclasses.make_dataclass("_Options", made, namespace={"__module__": module}, frozen=True, kw_only=True)
+
+
+class Options:
+    """Base of dataclasses of options, which Hydra and jsonargparse hand over in several ways."""
+
+    @classmethod
+    def of(cls, given: Self | Mapping[str, Any] | None) -> Self:
+        """Accepts an instance, a mapping or nothing.
+
+        Raises:
+            ConfigurationError: It is none of these, or names what is no option.
+        """
+        made: Callable[..., Self] = cls
+        if given is None:
+            return made()
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigurationError(f"options is a {type(given).__name__}; expected {cls.__name__} or a mapping")
+        known = sorted(declared(cls))
+        if unknown := sorted(set(given) - set(known)):
+            raise ConfigurationError(f"unknown options {unknown}; expected some of {known}")
+        return made(**given)
 
 
 def check_each(instance: Any) -> None:

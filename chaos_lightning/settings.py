@@ -11,20 +11,22 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, make_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from chaos_lightning.declared import (
     Check,
+    Options,
     Setting,
     at_least,
     check_each,
     declared,
     document,
     one_of,
+    optional_base,
     same_as,
     setting,
 )
@@ -303,26 +305,14 @@ ARGUMENTS = ("endpoint", "job", "name", "min_nodes", "max_nodes", "log_dir")
 """Settings that are arguments of `ChaosStrategy`; all others are in its `options`."""
 
 
-def optional(names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """Returns fields for `make_dataclass`: these settings of a member, where None means that nothing was given."""
-    hints = get_type_hints(EngineConfig)
-    return [(name, hints[name] | None, same_as(EngineConfig, name, default=None)) for name in names]
-
-
 if TYPE_CHECKING:
     _Options = EngineConfig  # the same names and types: so type checkers and completion know them
 else:
-    _Options = make_dataclass(
-        "_Options",
-        optional(name for name in declared(EngineConfig) if name not in ARGUMENTS),
-        namespace={"__module__": __name__},
-        frozen=True,
-        kw_only=True,
-    )
+    _Options = optional_base(__name__, EngineConfig, without=ARGUMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChaosOptions(_Options):
+class ChaosOptions(_Options, Options):
     """Settings that most jobs leave alone: those of `EngineConfig` but for the strategy's own arguments, and two more.
 
     None means: the environment's CHAOS_<NAME>, else the default.
@@ -332,20 +322,6 @@ class ChaosOptions(_Options):
         None, "Seed of the sample order; equal on all members. None takes `seed_everything`'s, else 0."
     )
     leave_on_signals: bool = setting(True, "Whether SIGINT, SIGTERM and SIGHUP leave the job politely, or abort.")
-
-    @classmethod
-    def of(cls, given: ChaosOptions | Mapping[str, Any] | None) -> ChaosOptions:
-        """Accepts what Hydra and jsonargparse hand over: an instance, a mapping or nothing."""
-        if given is None:
-            return cls()
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise ConfigurationError(f"options is a {type(given).__name__}; expected ChaosOptions or a mapping")
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise ConfigurationError(f"unknown options {unknown}; expected some of {sorted(known)}")
-        return cls(**given)
 
     def for_engine(self) -> dict[str, Any]:
         """Returns the options that `EngineConfig` knows under the same name."""

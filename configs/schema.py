@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
 
+from chaos_lightning.declared import optional
 from chaos_lightning.errors import needing
 from chaos_lightning.outer.cluster import strategy_options as outer
-from chaos_lightning.pipeline import options as pipelines
-from chaos_lightning.settings import ARGUMENTS, ChaosOptions, optional
+from chaos_lightning.pipeline.options import PipelineOptions
+from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig
 
 with needing("chaos_lightning.configs"):
     from hydra.core.config_store import ConfigStore
@@ -37,7 +38,7 @@ ChaosStrategyConfig = make_dataclass(
     "ChaosStrategyConfig",
     [
         ("_target_", str, field(default="chaos_lightning.strategies.ChaosStrategy")),
-        *optional(ARGUMENTS),
+        *optional(EngineConfig, names=ARGUMENTS),
         ("data", str, field(default="shared")),
         ("options", OptionsConfig, field(default_factory=OptionsConfig)),
     ],
@@ -48,8 +49,8 @@ PipelineStrategyConfig = make_dataclass(
     "PipelineStrategyConfig",
     [
         ("_target_", str, field(default="chaos_lightning.strategies.ChaosPipelineStrategy")),
-        *pipelines.optional(),
-        *optional(ARGUMENTS),
+        *optional(PipelineOptions),
+        *optional(EngineConfig, names=ARGUMENTS),
         ("options", OptionsConfig, field(default_factory=OptionsConfig)),
     ],
 )
@@ -60,7 +61,7 @@ DiLoCoStrategyConfig = make_dataclass(
     [
         ("_target_", str, field(default="chaos_lightning.strategies.DiLoCoStrategy")),
         ("inner", str, field(default="auto")),
-        *outer.optional(outer.ARGUMENTS),
+        *optional(*outer.OWNERS, names=outer.ARGUMENTS),
         ("options", DiLoCoOptionsConfig, field(default_factory=DiLoCoOptionsConfig)),
     ],
 )

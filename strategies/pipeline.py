@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import UnsupportedError
 from chaos_lightning.pipeline.options import PipelineOptions
-from chaos_lightning.settings import ChaosOptions, EngineConfig
+from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig
 from chaos_lightning.strategies import pipeline_files
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.pipeline_evaluation import prepare_validation, refuse_freed, same_everywhere
@@ -29,7 +29,6 @@ from chaos_lightning.strategies.pipeline_refusals import PIPELINE_TABLE, warn_of
 from chaos_lightning.strategies.strategy import ChaosStrategy
 
 NAME = "chaos_pipeline"
-ARGUMENTS = tuple(declared(PipelineOptions))
 
 UNUSED = ("transfer", "transfer_folder", "ingress_bps")
 """Settings that members do not go by where they pull parts of the model from their owners."""
@@ -100,10 +99,12 @@ class ChaosPipelineStrategy(ChaosStrategy):
         log_dir: str | None = None,
         options: ChaosOptions | dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(endpoint, job, name, min_nodes, max_nodes, "shared", log_dir, options)
-        memory = str(device_memory) if type(device_memory) is int else device_memory
-        given = (micro_batches, policy, memory, chain, profile, copies, on_lost_parts, dry_run)
-        self.pipeline = PipelineOptions.build(dict(zip(ARGUMENTS, given, strict=True)))
+        told = locals()
+        super().__init__(**{name: told[name] for name in (*ARGUMENTS, "options")})
+        given = {name: told[name] for name in declared(PipelineOptions)}
+        if type(device_memory) is int:
+            given["device_memory"] = str(device_memory)
+        self.pipeline = PipelineOptions.build(given)
 
     @property
     def chain(self) -> str:

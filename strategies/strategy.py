@@ -28,7 +28,7 @@ from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.pipeline.device_memory import device_memory
 from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.pipeline.options import PipelineOptions
-from chaos_lightning.settings import ChaosOptions, EngineConfig
+from chaos_lightning.settings import ARGUMENTS, ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import LOG_DIR, Collectives, call_site, users_call_site
 from chaos_lightning.strategies.companion import Companion, Launcher, watch_spikes
 from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_ranks
@@ -93,19 +93,13 @@ class ChaosStrategy(ParallelStrategy):
         log_dir: str | None = None,
         options: ChaosOptions | dict[str, Any] | None = None,
     ) -> None:
+        told = locals()
         super().__init__(cluster_environment=ChaosEnvironment())
         if data not in ("shared", "local"):
             raise ConfigurationError(f"data={data!r}; expected 'shared' or 'local'")
         self.data = data
         self.options = ChaosOptions.of(options)
-        self._given = {
-            "endpoint": endpoint,
-            "job": job,
-            "name": name,
-            "min_nodes": min_nodes,
-            "max_nodes": max_nodes,
-            "log_dir": log_dir,
-        }
+        self._given = {name: told[name] for name in ARGUMENTS}
         self.session: FitSession | None = None
         self.outer: OuterTerms | None = None
         """Set before fit, the members are ranks of one cluster of outer sync (diloco.py)."""

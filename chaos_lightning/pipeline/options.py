@@ -6,12 +6,11 @@ Nothing here imports torch or Lightning, so Hydra's types and docs/settings.md c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
 
-from chaos_lightning.declared import at_least, check_each, declared, document, one_of, same_as, setting
+from chaos_lightning.declared import at_least, check_each, declared, document, one_of, setting
 from chaos_lightning.planning.pipelines.request import ON_LOST_PARTS, PIPELINE_POLICIES
 from chaos_lightning.planning.quantities import size_nbytes
 from chaos_lightning.settings import absolute_path, from_environment
@@ -101,12 +100,6 @@ class PipelineOptions:
         rows = declared(cls)
         told = {name: rows[name].read(value, name) for name, value in given.items() if value is not None}
         return cls(**(from_environment(rows, environ) | told))
-
-
-def optional(names: Iterable[str] = tuple(declared(PipelineOptions))) -> list[tuple[str, Any, Any]]:
-    """Returns fields for `make_dataclass`: these settings, where None means that nothing was given."""
-    hints = get_type_hints(PipelineOptions)
-    return [(name, hints[name] | None, same_as(PipelineOptions, name, default=None)) for name in names]
 
 
 document(PipelineOptions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 import typing
@@ -13,11 +14,15 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class, get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from chaos_lightning.configs.schema import ChaosStrategyConfig, DiLoCoStrategyConfig, PipelineStrategyConfig
+from chaos_lightning.declared import declared
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.settings import EngineConfig
+from chaos_lightning.strategies import ChaosPipelineStrategy, ChaosStrategy, DiLoCoStrategy
+from chaos_lightning.strategies.session import DataMode
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -65,10 +70,31 @@ def test_choice_composes_and_fits_what_it_names(choice: str) -> None:
     found = nodes(plain)
     assert {"lightning.pytorch.Trainer"} < {n["_target_"] for n in found}
     for node in found:
-        known = parameters(get_class(node["_target_"]))
+        known = parameters(get_object(node["_target_"]))
         if any(p.kind is p.VAR_KEYWORD for p in known.values()):
             continue
         assert set(node) - SPECIAL <= set(known), node["_target_"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schema"),
+    [
+        (ChaosStrategy, ChaosStrategyConfig),
+        (ChaosPipelineStrategy, PipelineStrategyConfig),
+        (DiLoCoStrategy, DiLoCoStrategyConfig),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_a_signature_has_the_arguments_that_are_declared(strategy: Any, schema: type) -> None:
+    """Type checkers, editors and LightningCLI's help need it, and the docstring, in the source."""
+    found = parameters(strategy)
+    hints = typing.get_type_hints(strategy.__init__ if inspect.isclass(strategy) else strategy)
+    rows = {f.name: f for f in dataclasses.fields(schema)}
+    assert set(found) == set(rows) - SPECIAL
+    for name, made in declared(schema).items():
+        assert found[name].default is None is made.default
+        assert hints[name] == {"device_memory": int | str | None, "data": DataMode | None}.get(name, rows[name].type)
+    assert re.findall(r"^    (\w+): ", inspect.getdoc(strategy) or "", re.MULTILINE) == list(found)
 
 
 def test_every_member_can_be_told_apart_and_reached() -> None:

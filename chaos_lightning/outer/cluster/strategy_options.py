@@ -8,11 +8,11 @@ Nothing here imports torch or Lightning, so Hydra's types can be made of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, make_dataclass
-from typing import TYPE_CHECKING, Any, get_type_hints
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from chaos_lightning.declared import declared, document, same_as, setting
+from chaos_lightning.declared import Options, declared, document, optional_base, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.rules.settings import OuterSettings
@@ -23,29 +23,14 @@ ARGUMENTS = ("server", "name", "inner_steps", "outer_lr", "outer_momentum", "pol
 """Settings that are arguments of the strategy; all others are in its `options`."""
 
 
-def optional(names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """Returns fields for `make_dataclass`: these settings, where None means that nothing was given."""
-    found = []
-    for name in names:
-        owner = next(owner for owner in OWNERS if name in declared(owner))
-        found.append((name, get_type_hints(owner)[name] | None, same_as(owner, name, default=None)))
-    return found
-
-
 if TYPE_CHECKING:
     _Options = OuterSettings  # as far as type checkers and completion know them
 else:
-    _Options = make_dataclass(
-        "_Options",
-        optional(name for owner in OWNERS for name in declared(owner) if name not in ARGUMENTS),
-        namespace={"__module__": __name__},
-        frozen=True,
-        kw_only=True,
-    )
+    _Options = optional_base(__name__, *OWNERS, without=ARGUMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoOptions(_Options):
+class DiLoCoOptions(_Options, Options):
     """Settings that most jobs leave alone: those of the job and of this cluster but for the strategy's own arguments,
     and some more. `batch` is by default what a step of this cluster uses.
     """
@@ -55,24 +40,6 @@ class DiLoCoOptions(_Options):
     )
     leave_on_signals: bool = setting(True, "Whether SIGINT, SIGTERM and SIGHUP leave the job politely, or abort.")
     start_timeout_s: float = setting(60.0, "How long to wait for the parameter server at the start.")
-
-    @classmethod
-    def of(cls, given: DiLoCoOptions | Mapping[str, Any] | None) -> DiLoCoOptions:
-        """Accepts what Hydra and jsonargparse hand over: an instance, a mapping or nothing.
-
-        Raises:
-            ConfigurationError: It is neither, or names what is no option.
-        """
-        if given is None:
-            return cls()
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise ConfigurationError(f"options is a {type(given).__name__}; expected DiLoCoOptions or a mapping")
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise ConfigurationError(f"unknown options {unknown}; expected some of {sorted(known)}")
-        return cls(**given)
 
 
 def build(
