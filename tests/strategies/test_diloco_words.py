@@ -66,6 +66,13 @@ def test_from_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     settings, options = build(made.options, made._given, {})
     assert (settings.inner_steps, settings.staleness_cap, made.options.seed) == (8, 3, 4)
     assert (options.server, options.data, options.overlap) == ("10.0.0.5:29470", "local", False)
+    made = cli(
+        tmp_path, monkeypatch, "--trainer.strategy=chaos_lightning.strategies.DiLoCoStrategy", f"{one}name=home",
+        f"{one}inner=chaos_lightning.strategies.ChaosStrategy", f"{one}inner.init_args.min_nodes=3",
+    )  # fmt: skip
+    assert isinstance(made, ChaosStrategy)
+    assert made.outer is not None
+    assert (made.outer.cluster.name, made._given["min_nodes"]) == ("home", 3)
 
 
 def test_from_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
