@@ -22,8 +22,10 @@ from benchmarks.common import MIB
 from benchmarks.workers import Worker
 from chaos_lightning.events.events import EventLog, Record
 from chaos_lightning.machine.listener import free_ports
-from chaos_lightning.observe.outer.fold import OuterRun, split
+from chaos_lightning.observe.jobs import fold_jobs
+from chaos_lightning.observe.outer.fold import OuterRun
 from chaos_lightning.observe.outer.tables import OuterFacts
+from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.outer.rules.types import Removed
 from chaos_lightning.testing.far_server import FarServer
 
@@ -240,7 +242,7 @@ class OuterScene:
     def facts(self) -> OuterFacts:
         """Returns what the logs say up to now."""
         self.watch.look()
-        return OuterFacts.of(OuterRun.of(split(sorted(self.watch.records, key=lambda r: r.t)).outer[0]))
+        return OuterFacts.of(fold_jobs(sorted(self.watch.records, key=lambda r: r.t), Timeline, OuterRun).outer[0])
 
     def removed(self) -> list[str]:
         """Living clusters that were removed."""

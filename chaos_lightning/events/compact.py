@@ -97,9 +97,10 @@ class Before:
         for path, value in short.items():
             if path.startswith("~"):
                 steps = path[1:].split(".")
-                whole = _put(whole, steps, _edited(_at(whole, steps), value))
+                whole[steps[0]] = _put(whole[steps[0]], steps[1:], _edited(_at(whole, steps), value))
             elif path != "-":
-                whole = _put(whole, path.split("."), value)
+                first, *rest = path.split(".")
+                whole[first] = _put(whole[first], rest, value) if rest else value
         return whole
 
     def _expected(self, name: str, kind: object, t: float) -> Line:

@@ -208,48 +208,90 @@ def log_files(where: str | os.PathLike[str]) -> list[Path]:
     return sorted(path.rglob("*.jsonl"), key=part_of)
 
 
-def read_files(paths: Iterable[Path], *, source: str) -> Iterator[Record]:
+BLOCK_NBYTES = 1 << 15
+"""Number of bytes of a file that are read at once. No file stays open in between: there may be thousands."""
+
+
+def _texts(path: Path, nbytes: int) -> Iterator[bytes]:
+    """Yields the lines of the first bytes of a file; the last line may lack its end."""
+    inode, offset, rest = None, 0, b""
+    while offset < nbytes:
+        with os.fdopen(open_to_read(path), "rb", buffering=0) as file:
+            if inode not in (None, found := os.fstat(file.fileno()).st_ino):
+                return  # it was deleted, and made anew
+            file.seek(offset)
+            block = file.read(min(BLOCK_NBYTES, nbytes - offset))
+        if not block:
+            break
+        inode, offset = found, offset + len(block)
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
+
+
+def _read_files(parts: Iterable[tuple[Path, int]], source: str) -> Iterator[Record]:
     """Yields the events that one process wrote, in their order; lines that are no events are skipped.
 
     Raises:
         ConfigurationError: A file was written in another format, is no regular file, or may not be read.
     """
     lines = _Lines(source)
-    for path in paths:
+    for path, nbytes in parts:
         try:
-            file = os.fdopen(open_to_read(path), "rb")
-        except FileNotFoundError:  # its writer has deleted it, which the next file's numbers tell
-            continue
-        except OSError as error:
-            raise ConfigurationError(f"event log {path} cannot be read: {error.strerror}") from error
-        with file:
-            for number, text in enumerate(file, 1):
+            for number, text in enumerate(_texts(path, nbytes), 1):
                 for record in lines.take(text, number):
                     if trouble := wrong_format(record):
                         raise ConfigurationError(trouble)
                     yield record
+        except FileNotFoundError:  # its writer has deleted it, which the next file's numbers tell
+            continue
+        except OSError as error:
+            raise ConfigurationError(f"event log {path} cannot be read: {error.strerror}") from error
+
+
+class Logs:
+    """All events of a log directory (or one file), merged by time; within a file, in the order they were written.
+
+    Each iteration reads the files anew, up to the sizes that they had at first, and holds one block of each.
+    """
+
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        """Looks which files there are.
+
+        Raises:
+            FileNotFoundError: There is no such directory or file, or no event log in the directory.
+        """
+        path = Path(where)
+        if not path.exists():
+            raise FileNotFoundError(
+                f"no event log at {path}: expected a directory with *.jsonl files, or one such file"
+            )
+        found = log_files(path)
+        if not found:
+            raise FileNotFoundError(f"no event log in {path}: expected *.jsonl files (the folder given as log_dir)")
+        base = path if path.is_dir() else path.parent
+        self._processes: list[tuple[str, list[tuple[Path, int]]]] = []
+        """(name of its first file, (file, bytes) of each) by process."""
+        for first, parts in itertools.groupby(found, key=lambda path: part_of(path)[0]):
+            self._processes.append((first.relative_to(base).as_posix(), [(part, _nbytes(part)) for part in parts]))
+
+    def __iter__(self) -> Iterator[Record]:
+        """Raises ConfigurationError when the turn of a file in another format comes."""
+        return heapq.merge(*(_read_files(parts, source) for source, parts in self._processes), key=lambda r: r.t)
+
+
+def _nbytes(path: Path) -> int:
+    """Returns the size of a file; 1 of none, and of one that is no regular file: to open it says what is wrong."""
+    try:
+        return path.stat().st_size or 1
+    except OSError:
+        return 1
 
 
 def read_events(where: str | os.PathLike[str]) -> Iterator[Record]:
-    """Returns all events of a log directory (or one file), merged by time; within a file, in the order they were
-    written.
-
-    Raises:
-        FileNotFoundError: There is no such directory or file, or no event log in the directory.
-        ConfigurationError: A file was written in another format; raised when its turn comes.
-    """
-    path = Path(where)
-    if not path.exists():
-        raise FileNotFoundError(f"no event log at {path}: expected a directory with *.jsonl files, or one such file")
-    files = log_files(path)
-    if not files:
-        raise FileNotFoundError(f"no event log in {path}: expected *.jsonl files (the folder given as log_dir)")
-    base = path if path.is_dir() else path.parent
-    streams = [
-        read_files(list(parts), source=first.relative_to(base).as_posix())
-        for first, parts in itertools.groupby(files, key=lambda path: part_of(path)[0])
-    ]
-    return heapq.merge(*streams, key=lambda r: r.t)
+    """Yields the events of `Logs` once; raises what these raise."""
+    return iter(Logs(where))
 
 
 @dataclass(slots=True)

@@ -18,13 +18,12 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from chaos_lightning.events.reader import Record, read_events
+from chaos_lightning.events.reader import Logs
 from chaos_lightning.observe import coverage, history
 from chaos_lightning.observe import evidence as ev
 from chaos_lightning.observe.fields import Stream, node_of
-from chaos_lightning.observe.jobs import jobs
+from chaos_lightning.observe.jobs import fold_jobs
 from chaos_lightning.observe.spans import Spans, merge, size
 from chaos_lightning.protocol.types import GENESIS
 
@@ -91,26 +90,23 @@ def audit(
     Returns:
         One finding per point, 1 to 5; over all jobs, if several were logged here one after the other.
     """
+    ((_, each),) = fold_jobs(Logs(where), ev.Gathering).inner
     return together(
-        [
-            audit_records(records, lengths=lengths, expected_deaths=expected_deaths, silence_s=silence_s)
-            for records in jobs(read_events(Path(where)))
-        ]
+        [judge(one.conclude(), lengths=lengths, expected_deaths=expected_deaths, silence_s=silence_s) for one in each]
     )
 
 
-def audit_records(
-    records: Sequence[Record],
+def judge(
+    facts: ev.Testimony,
     *,
     lengths: Mapping[Stream, int] | None = None,
     expected_deaths: Collection[str] | None = None,
     silence_s: float = 0.35,
 ) -> list[Finding]:
-    """Judge the events of one job; see `audit`."""
-    facts = ev.gather(records)
+    """Judges one job; see `audit`."""
     facts.epochs |= dict(lengths or {})
-    judge = _Judge(facts, expected_deaths, silence_s)
-    return [judge.agreement(), judge.order(), judge.samples(), judge.joins(), judge.survival()]
+    one = _Judge(facts, expected_deaths, silence_s)
+    return [one.agreement(), one.order(), one.samples(), one.joins(), one.survival()]
 
 
 def together(each: Sequence[list[Finding]]) -> list[Finding]:
@@ -247,7 +243,7 @@ class _Judge:
             problems = list(history.check_chain(run, genesis=GENESIS.hash))
             problems += history.check_forks(run)
             problems += history.check_members(run)
-            problems += history.check_contributors(run, self.facts.views_at(max(c.t for c in run.commits)))
+            problems += history.check_contributors(run, self.facts.views_at(run.ended))
             problems += history.check_stable(run, self.facts.left_job)
             bad += [str(p) for p in self._proven(problems, remarks)]
             redone += len(run.lost_branches)
@@ -296,9 +292,8 @@ class _Judge:
     def _resumed(self, index: int) -> dict[Stream, Spans] | None:
         """The ledger that a run says it began with; None: let the first header tell."""
         run = self.runs[index]
-        begin = min(c.t for c in run.commits)
-        before = max(c.t for c in self.runs[index - 1].commits) if index else 0.0
-        said = [ledger for t, ledger in self.facts.resumed if before <= t <= begin]
+        before = self.runs[index - 1].ended if index else 0.0
+        said = [ledger for t, ledger in self.facts.resumed if before <= t <= run.began]
         return said[-1] if said else None
 
     # ---------------------------------------------------------------------------------------------- 5
@@ -316,7 +311,7 @@ class _Judge:
             last = run.headers[run.chain[-1]]
             closed = last.kind == "closing"
             for loss in self.facts.losses:
-                if not (min(c.t for c in run.commits) <= loss.t <= max(c.t for c in run.commits)):
+                if not run.began <= loss.t <= run.ended:
                     continue
                 struck += 1
                 later = [run.headers[h] for h in run.chain if run.headers[h].t > loss.t]

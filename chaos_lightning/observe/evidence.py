@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import itertools
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from chaos_lightning.events.reader import Record
 from chaos_lightning.observe import fields as f
@@ -29,6 +32,7 @@ _MENDING_S = 5.0
 _GOODBYES = frozenset({"left", "finished", "closed"})
 
 
+T = TypeVar("T")
 Views = dict[tuple[int, int], tuple[str, ...]]
 Ends = frozenset[str]
 
@@ -112,7 +116,8 @@ class _Witness:
 
     node: str
     source: str
-    times: list[float] = field(default_factory=list)
+    times: array[float] = field(default_factory=lambda: array("d"))
+    """Wall times of its events, s, in order."""
     ends: list[tuple[float, str]] = field(default_factory=list)
     fenced: float | None = None
     head: str = ""
@@ -127,7 +132,9 @@ class _Witness:
 
 
 @dataclass(slots=True)
-class _Gathering:
+class Gathering:
+    """Sorts the events of one job by what they prove. `take` each in order of time, then `conclude`."""
+
     facts: Testimony = field(default_factory=Testimony)
     who: dict[str, _Witness] = field(default_factory=dict)
     faults: list[tuple[float, str, str, float]] = field(default_factory=list)
@@ -146,8 +153,14 @@ class _Gathering:
     lost: dict[tuple[str, bool], int] = field(default_factory=dict)
     """(source, whether they were written once) -> lines."""
     finished: float | None = None
+    _values: dict[object, Any] = field(default_factory=dict)
+    """Values that many commits have, each kept once."""
+    _ledgers: dict[object, dict[f.Stream, Spans]] = field(default_factory=dict)
+    _contributors: dict[str, tuple[object, tuple[str, ...]]] = field(default_factory=dict)
+    """By file: the field as the last commit had it, which the next one shares if it is the same, and its value."""
 
     def take(self, r: Record) -> None:
+        """Takes one event in."""
         facts, own = self.facts, r.by == r.member
         self.ends[r.source] = r.t
         if r.name == "opened":
@@ -205,7 +218,7 @@ class _Gathering:
     def _own(self, r: Record, witness: _Witness) -> None:
         facts = self.facts
         if r.name == "committed":
-            facts.commits.append(commit := _commit(r))
+            facts.commits.append(commit := self._commit(r))
             if commit.kind == "step" and r.member in facts.parts:
                 facts.parts[r.member].steps(commit.view, commit.seq)
             if r.get("kind") == "closing":
@@ -237,6 +250,33 @@ class _Gathering:
             witness.fenced = r.t
         if r.name in _GOODBYES:
             witness.ends.append((r.t, r.name))
+
+    def _commit(self, r: Record) -> Commit:
+        """Reads a commit; what many commits have alike is kept once."""
+        told, ledger, once = r.get("contributors"), f.spent(r.get("ledger")), self._once
+        raw, contributors = self._contributors.get(r.source, (None, ()))
+        if raw is not told:
+            contributors = once(tuple(m for m, _ in f.shares(told)))
+            self._contributors[r.source] = told, contributors
+        return Commit(
+            member=once(r.member),
+            seq=f.integer(r.get("seq")),
+            step=f.integer(r.get("step")),
+            kind=once(str(r.get("kind", "step"))),
+            header=once(str(r.get("header", ""))),
+            prev=once(str(r.get("prev", ""))),
+            view=once(f.view_number(r.get("view"))),
+            contributors=contributors,
+            used=f.spent(r.get("spent")),
+            ledger=self._ledgers.setdefault(tuple(ledger.items()), ledger),
+            t=r.t,
+            micro_batches=f.spans(r.get("micro_batches")),
+            coverage=f.coverage(r.get("coverage")),
+        )
+
+    def _once(self, value: T) -> T:
+        found: T = self._values.setdefault(value, value)
+        return found
 
     # ---------------------------------------------------------------------------------------------- conclusions
 
@@ -283,11 +323,18 @@ class _Gathering:
         facts.untold = {m for m, witness in self.who.items() if witness.source in torn}
         last: dict[str, Commit] = {}
         own: dict[str, int] = {}
-        for commit in facts.commits:
+        places: dict[str, int] = {}
+        newest: dict[int, tuple[int, Commit]] = {}
+        """By identity of the contributors: their latest commit and its place among all."""
+        for at, commit in enumerate(facts.commits):
             own[commit.member] = max(own.get(commit.member, 0), commit.seq)
+            known = newest.get(id(commit.contributors))
+            if known is None or commit.seq > known[1].seq:
+                newest[id(commit.contributors)] = at, commit
+        for at, commit in newest.values():
             for member in commit.contributors:
-                if member not in last or commit.seq > last[member].seq:
-                    last[member] = commit
+                if member not in last or (commit.seq, -at) > (last[member].seq, -places[member]):
+                    last[member], places[member] = commit, at
         for member, slot in last.items():
             witness = self.who.get(member)
             told = max(own.get(member, 0), witness.came_with if witness is not None else 0)
@@ -354,11 +401,12 @@ class _Gathering:
     def _exclusions(self) -> None:
         for (_, views), times in zip(self.facts.views, self.view_times, strict=True):
             for before, after in itertools.pairwise(sorted(views)):
-                t = times[after]
-                for member in (m for m in views[before] if m not in views[after]):
-                    heard = self.who[member].times if member in self.who else []
-                    earlier, later = [x for x in heard if x <= t], any(x > t for x in heard)
-                    silent_s = t - earlier[-1] if earlier else None
+                t, stayed = times[after], set(views[after])
+                for member in (m for m in views[before] if m not in stayed):
+                    heard = self.who[member].times if member in self.who else array("d")
+                    earlier = bisect_right(heard, t)
+                    later = earlier < len(heard)
+                    silent_s = t - heard[earlier - 1] if earlier else None
                     why = self._why_out(member, t) or ("death" if member in self.deaths and not later else "")
                     self.facts.excluded.append(Exclusion(member, after, t, why, silent_s, later))
 
@@ -397,7 +445,7 @@ class _Gathering:
         latest = max(self.ends.values(), default=0.0)
         if thaw is None or thaw >= latest - 5.0 or (self.finished is not None and self.finished <= thaw + 5.0):
             return
-        spoke = [x for x in witness.times if x > thaw]
+        spoke = witness.times[-1] > thaw
         if witness.fenced is None and not any(name in _GOODBYES for _, name in witness.ends):
             again = "and went on writing" if spoke else "and was not heard of again"
             self.facts.unawakened.append(f"{member} was frozen, put out and woke, {again}, but was never fenced")
@@ -407,27 +455,9 @@ class _Gathering:
             self.facts.unawakened.append(f"{member} was frozen and fenced when it woke, but did not join again")
 
 
-def _commit(r: Record) -> Commit:
-    return Commit(
-        member=r.member,
-        seq=f.integer(r.get("seq")),
-        step=f.integer(r.get("step")),
-        kind=str(r.get("kind", "step")),
-        header=str(r.get("header", "")),
-        prev=str(r.get("prev", "")),
-        view=f.view_number(r.get("view")),
-        contributors=tuple(m for m, _ in f.shares(r.get("contributors"))),
-        used=f.spent(r.get("spent")),
-        ledger=f.spent(r.get("ledger")),
-        t=r.t,
-        micro_batches=f.spans(r.get("micro_batches")),
-        coverage=f.coverage(r.get("coverage")),
-    )
-
-
 def gather(records: Iterable[Record]) -> Testimony:
     """Sort the events of one log directory (in time order) by what they prove."""
-    one = _Gathering()
+    one = Gathering()
     for record in records:
         one.take(record)
     return one.conclude()

@@ -11,16 +11,19 @@ clocks between machines cannot enter them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from chaos_lightning.observe.fields import Stream, node_of
 from chaos_lightning.observe.spans import Span, Spans, intersect, merge, overlaps, size, subtract
 from chaos_lightning.observe.timeline import FREEZES, KILLS, Life, LossFact, ProgressFact, SlotFact, Timeline
 
+T = TypeVar("T")
 _GOOD_ENDS = ("left", "finished")
 LOSSES_READ = 500
 LOSS_FRESH_S, LOSS_FRESH_STEPS = 5.0, 20
@@ -150,6 +153,19 @@ class SampleUse:
         return None if self.length is None else self.distinct == self.length
 
 
+def _once(fold: Callable[[Timeline], T]) -> Callable[[Timeline], T]:
+    """Keeps the result of a fold until the timeline takes another event in: a page asks for it again and again."""
+
+    @functools.wraps(fold)
+    def kept(timeline: Timeline) -> T:
+        if fold.__name__ not in timeline.folded:
+            timeline.folded[fold.__name__] = fold(timeline)
+        found: T = timeline.folded[fold.__name__]
+        return found
+
+    return kept
+
+
 # ------------------------------------------------------------------------------------------------ step times
 
 
@@ -160,6 +176,7 @@ def _between(before: SlotFact, after: SlotFact) -> float:
     return statistics.median(both) if both else max(0.0, after.first - before.first)
 
 
+@_once
 def intervals(timeline: Timeline) -> list[Interval]:
     """The run cut at its commits, each piece booked on a cause."""
     chain = timeline.chain()
@@ -223,6 +240,7 @@ def _waits(timeline: Timeline) -> list[tuple[float, float]]:
 # ------------------------------------------------------------------------------------------------ joins
 
 
+@_once
 def joins(timeline: Timeline) -> list[Join]:
     """All that came into the running job by pulling the state, in order of birth; founders are not among them."""
     first: dict[str, float] = {}
@@ -274,6 +292,7 @@ def joins(timeline: Timeline) -> list[Join]:
 # ------------------------------------------------------------------------------------------------ recoveries
 
 
+@_once
 def recoveries(timeline: Timeline) -> list[RecoveryTimes]:
     """Every injected kill or freeze of a member and every death that was seen, in order of time."""
     chain = timeline.chain()
@@ -356,6 +375,7 @@ def _recovery(
 # ------------------------------------------------------------------------------------------------ totals
 
 
+@_once
 def goodput(timeline: Timeline) -> GoodputAccount:
     """Accounts for the time between the first and the last commit."""
     cut = intervals(timeline)
@@ -376,6 +396,7 @@ def goodput(timeline: Timeline) -> GoodputAccount:
     )
 
 
+@_once
 def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
     """Which positions of each stream and epoch the committed steps used.
 

@@ -68,7 +68,7 @@ class Latest:
         elif len(self.timeline.slots) > 2 * KEPT_SLOTS:
             self.forgets(self.timeline)
             self.timeline.prune(KEPT_SLOTS)
-        self.timeline.add(r)
+        self.timeline.take(r)
         return begins
 
 

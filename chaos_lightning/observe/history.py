@@ -68,6 +68,13 @@ class JobRun:
     chain: list[str]
     """Hashes of the longest branch, oldest first."""
 
+    began: float = field(init=False)
+    ended: float = field(init=False)
+    """Time of the first and of the last commit, wall clock, s."""
+
+    def __post_init__(self) -> None:
+        self.began, self.ended = min(c.t for c in self.commits), max(c.t for c in self.commits)
+
     @property
     def lost_branches(self) -> list[str]:
         """Headers that are not on the chain."""
@@ -256,11 +263,15 @@ def check_contributors(run: JobRun, views: Mapping[tuple[int, int], Collection[s
             )
         if len(set(slot.contributors)) != len(slot.contributors):
             yield Problem("contributors", f"slot {slot.seq} counts a contributor twice: {slot.contributors}")
+    insiders: dict[int, frozenset[str]] = {}
+    """By identity of the contributors."""
     for commit in run.commits:
         claims = run.headers[commit.header]
         if (commit.seq, commit.prev, commit.contributors) != (claims.seq, claims.prev, claims.contributors):
             yield Problem("fork", f"{commit.member} and {claims.member} tell header {commit.header} differently")
-        if commit.contributors and commit.member not in commit.contributors:
+        if id(commit.contributors) not in insiders:
+            insiders[id(commit.contributors)] = frozenset(commit.contributors)
+        if commit.contributors and commit.member not in insiders[id(commit.contributors)]:
             yield Problem("outsider", f"{commit.member} committed slot {commit.seq} without being a member of its view")
 
 

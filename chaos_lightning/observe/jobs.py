@@ -1,35 +1,115 @@
-"""Cuts a log directory into jobs, if one job after the other was logged into it.
+"""Tells apart the jobs whose events lie in one folder, and gives the events of each job to a fold of its own.
 
-Theory of operation. A scheduler counts member ids, views and slots from the start of its chain, so two jobs of the same
-nodes have the same ids, and often the very same first headers. What tells them apart is the process: within one chain
-an id is given out once. A *stretch* is what one process wrote from one `opened` to the next. A new job begins with the
-welcome of a stretch, if
+Theory of operation. Which job an event is of may depend on what comes later, so the events are read twice: `_Sorter`
+keeps a few facts of each process, concludes, and then names the jobs of each event. A fold of all events is made in the
+first reading already. It is the result where the folder holds one job of members, as nearly all do.
+
+*One after the other.* A scheduler counts member ids, views and slots from the start of its chain, so two jobs of the
+same nodes have the same ids, and often the very same first headers. What tells them apart is the process: within one
+chain an id is given out once. A *stretch* is what one process wrote from one `opened` to the next. A new job begins
+with the welcome of a stretch, if
 
 - an id that it or a later one is given belongs to a stretch before it, or a stretch before it had finished the job, and
 - no stretch before it says anything afterwards (but goodbyes, if it had finished or left already).
 
 The second condition keeps the cut honest: a member that goes on training is a witness that the job still ran, and an id
 given twice or a chain begun anew beside it stays in the evidence and is judged. A job that lost its members and went on
-under new ids, from a checkpoint, is one job; `observe/history.py` knows its runs apart.
+under new ids, from a checkpoint, is one job; `observe/history.py` knows its runs apart. Schedulers and harnesses count
+by time: what they began to write after the last word of a job belongs to the next one.
 
-Two jobs that were logged here at the same time are told apart before: members of one job stood on one chain at some
-time, and where neither chain nor job and endpoint are the same, nobody is a witness of the other's. What names no chain
-and is no member's belongs to each of them.
+*At the same time.* Members of one job stood on one chain at some time, and where neither chain nor job and endpoint are
+the same, nobody is a witness of the other's. What names no chain and is no member's belongs to each of them.
 
-Schedulers and harnesses count by time: what they began to write after the last word of a job belongs to the next one.
+*Outer jobs* are jobs of leaders, followers and clusters. A leader that finds an empty chain begins another one than the
+one whose entries are there already, if nobody who wrote of that one writes anything afterwards. Else it is the same job
+whose store was lost, and the two chains disagree, which an audit must see. Beside outer jobs the jobs of members are
+those of elastic clusters, told apart by their chains.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Generic, Protocol, TypeVar
 
-from chaos_lightning.events.reader import Record
+from chaos_lightning.events.reader import Logs, Record
+from chaos_lightning.observe import fields as f
+from chaos_lightning.outer.events import EVENTS
+from chaos_lightning.outer.rules.types import JobOpened
 
+OUTER = frozenset(event.name for event in EVENTS)
+"""Events of an outer job."""
+INNER = frozenset({"welcomed", "committed", "view", "decide", "joined"})
+"""Events by which a process is known to be of a job of members."""
 _OVER = frozenset({"finished", "left", "closed"})
 _AFTERWARDS = frozenset({"finished", "left", "closed", "link_up", "link_down", "link_measured", "links", "lost"})
 """Events that a member may still write when it is over; none of them is training."""
+SERVER_GOES = frozenset({"outer_leader_ended", "cluster_stream", "follower_stream"})
+"""Events of a server that stays for a while after its job, for whoever asks."""
+_OUTER_AFTERWARDS = SERVER_GOES | {"cluster_over"}
+"""Events that may still be written when an outer job is over."""
+
+
+class Fold(Protocol):
+    """Takes the events of one job in, one after the other, in order of time."""
+
+    def take(self, r: Record, /) -> object:
+        """Takes the next event in."""
+
+
+Members = TypeVar("Members", bound=Fold)
+Outer = TypeVar("Outer", bound=Fold)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedJobs(Generic[Members, Outer]):
+    """One fold for each job of a folder.
+
+    Attributes:
+        outer: Of each outer job, oldest first.
+        inner: Label of each elastic cluster, and folds of its jobs, oldest first; "" where there is no outer job.
+    """
+
+    outer: list[Outer]
+    inner: list[tuple[str, list[Members]]]
+
+
+def fold_jobs(
+    logs: Logs | Sequence[Record], members: Callable[[], Members], outer: Callable[[], Outer] | None = None
+) -> FoldedJobs[Members, Outer]:
+    """Folds the events of each job.
+
+    Args:
+        logs: All events of a folder, in order of time.
+        members: Makes the fold of a job of members.
+        outer: Makes the fold of an outer job; None: all events are taken as those of jobs of members.
+    """
+    sorter = _Sorter(apart=outer is not None)
+    only: Members | None = members()
+    for r in logs:
+        sorter.take(r)
+        if sorter.accounts:
+            only = None
+        elif only is not None:
+            only.take(r)
+    sorter.conclude()
+    if only is not None and sorter.count == 1:
+        return FoldedJobs([], [("", [only])])
+    only = None
+    found: FoldedJobs[Members, Outer] = FoldedJobs(
+        [outer() for _ in range(sorter.outer)] if outer is not None else [],
+        [(group.label, [members() for part in group.parts for _ in part.begins]) for group in sorter.groups],
+    )
+    folds: list[Fold] = [*found.outer, *(one for _, each in found.inner for one in each)]
+    for r in logs:
+        for number in sorter.jobs_of(r):
+            folds[number].take(r)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ facts of processes
 
 
 @dataclass(slots=True)
@@ -45,10 +125,9 @@ class _Stretch:
     welcomed: float | None = None
     ids: set[str] = field(default_factory=set)
     finished: bool = False
-    job: int = -1
 
     def take(self, r: Record) -> bool:
-        """One more event of it; whether it is its first welcome."""
+        """Takes one more event of it; whether it is its first welcome as a member."""
         if r.name in _OVER and self.over is None:
             self.over = r.t
         self.finished |= r.name == "finished" or (r.name == "committed" and r.get("kind") == "closing")
@@ -58,7 +137,7 @@ class _Stretch:
             self.ids.add(r.member)
             if self.welcomed is None:
                 self.welcomed = r.t
-                return True
+                return self.role == "member"
         return False
 
     @property
@@ -67,21 +146,64 @@ class _Stretch:
         return self.spoke if self.over is None else max(self.over, self.spoke)
 
 
-def _stretch(r: Record, current: dict[str, _Stretch]) -> tuple[_Stretch, bool]:
-    """The stretch that an event belongs to, of those that are written to each file; whether it welcomes it."""
-    one = current.get(r.source)
-    if one is None or r.name == "opened":
-        one = current[r.source] = _Stretch(r.t, str(r.get("role", "member")))
-    return one, one.take(r)
+@dataclass(slots=True)
+class _Account:
+    """Events of one process about an outer job from one `opened` to the next."""
+
+    first: float
+    ended: float
+    entries: bool = False
+    begins: bool = False
+    """It led an empty chain."""
+    chain: str = ""
+    """Id of the job that it was of; "": it does not say."""
+    job: int = -1
+
+    def take(self, r: Record) -> None:
+        if r.name not in _OUTER_AFTERWARDS:
+            self.ended = r.t
+        self.entries |= r.name == "entry"
+        self.begins |= r.name == "outer_leader_started" and f.integer(r.get("position")) == 0
+        opens = r.name == "entry" and r.get("kind") == JobOpened.__name__
+        self.chain = self.chain or str(r.get("hash" if opens else "chain") or "")
 
 
-def jobs(records: Iterable[Record]) -> list[list[Record]]:
-    """The events of each job, oldest first; one list (perhaps an empty one) if there was but one.
+@dataclass(slots=True)
+class _File:
+    """Facts of one file about jobs of members."""
 
-    Args:
-        records: All events of a log directory, in order of time.
-    """
-    return [job for part in _at_once(list(records)) for job in _one_after_the_other(part)]
+    opened: int = 0
+    """Number of `opened` events so far."""
+    process: object = None
+    """Host and process id."""
+    inner: bool = False
+    chains: set[str] = field(default_factory=set)
+    """Chains that events of `INNER` name."""
+    chain: str = ""
+    """First chain that any event names."""
+    places: set[tuple[str, str]] = field(default_factory=set)
+    """(job, endpoint) as members were told."""
+    committed: float = 0.0
+    committed_last: float = 0.0
+    """Time of the first and of the last commit, wall clock, s."""
+    fault: float = 0.0
+    """Time of the first injected fault."""
+
+    def take(self, r: Record) -> None:
+        chain = str(r.get("chain") or "")
+        self.chain = self.chain or chain
+        if r.name in INNER:
+            self.inner = True
+            if chain:
+                self.chains.add(chain)
+        if r.name == "committed":
+            self.committed, self.committed_last = self.committed or r.t, r.t
+        elif r.name == "opened":
+            self.process = (r.get("host", ""), r.get("pid", ""))
+        elif r.name == "joined" and r.own and r.get("job"):
+            self.places.add((str(r["job"]), str(r.get("endpoint", ""))))
+        elif r.name == "fault_injected":
+            self.fault = self.fault or r.t
 
 
 @dataclass(slots=True)
@@ -91,10 +213,8 @@ class _Party:
     chains: set[str]
     sources: set[str]
     places: set[tuple[str, str]] = field(default_factory=set)
-    """(job, endpoint) as its members were told."""
     first: float = 0.0
     last: float = 0.0
-    """Time of its last commit, wall clock, s."""
 
     def beside(self, other: _Party) -> bool:
         """Whether this is surely another job, which ran at the same time."""
@@ -102,64 +222,219 @@ class _Party:
         return bool(apart and self.first and self.first <= other.last and other.first <= self.last)
 
 
-def _at_once(everything: list[Record]) -> list[list[Record]]:
-    """The events of each of several jobs that ran at the same time; else all of them as they are."""
-    parties: list[_Party] = []
-    chain_of: dict[str, str] = {}
-    for r in everything:
-        chain = str(r.get("chain") or "")
-        if chain:
-            chain_of.setdefault(r.source, chain)
-        if chain and r.own and r.name in ("welcomed", "view"):
-            same = [p for p in parties if chain in p.chains or r.source in p.sources]
-            merged = _Party({chain}.union(*(p.chains for p in same)), {r.source}.union(*(p.sources for p in same)))
-            parties = [p for p in parties if p not in same] + [merged]
-    of = {source: party for party in parties for source in party.sources}
-    for r in everything:
-        party = of.get(r.source)
-        if party is not None and r.own and r.name == "joined" and r.get("job"):
-            party.places.add((str(r["job"]), str(r.get("endpoint", ""))))
-        elif party is not None and r.name == "committed":
-            party.first, party.last = party.first or r.t, r.t
-    if not any(a.beside(b) for a, b in itertools.combinations(parties, 2)):
-        return [everything]
-    parties.sort(key=lambda p: p.first)
-    by_chain = {chain: party for party in parties for chain in party.chains}
-    whose = {source: of.get(source) or by_chain.get(chain) for source, chain in chain_of.items()}
-    return [[r for r in everything if whose.get(r.source) in (None, party)] for party in parties]
+# ------------------------------------------------------------------------------------------------ whose events
+
+_Key = tuple[str, int]
+"""(file, number of `opened` events so far)."""
 
 
-def _one_after_the_other(everything: list[Record]) -> list[list[Record]]:
-    current: dict[str, _Stretch] = {}
-    of, welcomed = [], []
-    for r in everything:
-        one, welcomes = _stretch(r, current)
-        of.append(one)
-        if welcomes and one.role == "member":
-            welcomed.append(one)
-    groups: list[list[_Stretch]] = [[]]
-    for one in welcomed:
-        groups[-1].append(one)
-        cut = _cut(groups[-1])
-        if cut:
-            groups[-1:] = [groups[-1][:cut], groups[-1][cut:]]
-    if len(groups) == 1:
-        return [everything]
-    for number, group in enumerate(groups):
-        for one in group:
-            one.job = number
-    begins = [min(s.first for s in group) for group in groups]
-    ends = [max(s.ended for s in group) for group in groups]
-    found: list[list[Record]] = [[] for _ in groups]
-    for r, one in zip(everything, of, strict=True):
-        job = one.job
-        if job < 0:
-            # A process that began to write when a job was over was not there for it; else the members' first words
-            # decide.
-            after = sum(end <= one.first for end in ends[:-1])
-            job = max(after, sum(begin <= r.t for begin in begins[1:]))
-        found[job].append(r)
-    return found
+@dataclass(slots=True)
+class _Part:
+    """Jobs one after the other.
+
+    Attributes:
+        jobs: By stretch of a member: its job.
+        begins: Time of each job's first event.
+        ends: Time at which each was done.
+    """
+
+    jobs: dict[_Key, int]
+    begins: list[float]
+    ends: list[float]
+
+    def job_of(self, key: _Key, first: float, t: float) -> int:
+        """Returns the job of an event at time t, written by a stretch that began at time first (s)."""
+        if len(self.begins) == 1:
+            return 0
+        if (job := self.jobs.get(key)) is not None:
+            return job
+        # A process that began to write when a job was over was not there for it; else the members' first words decide.
+        after = sum(end <= first for end in self.ends[:-1])
+        return max(after, sum(begin <= t for begin in self.begins[1:]))
+
+
+@dataclass(slots=True)
+class _Group:
+    """Jobs of one elastic cluster, or all jobs of members where there is no outer job.
+
+    Attributes:
+        sources: Files of its processes; None: all.
+        parts: One for each of the jobs at the same time.
+        whose: By file: the index of the only part that it belongs to.
+    """
+
+    label: str
+    sources: set[str] | None
+    parts: list[_Part] = field(default_factory=list)
+    whose: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Sorter:
+    """Tells of which jobs each event is, once it has taken all of them in.
+
+    Attributes:
+        apart: Whether outer jobs are told from jobs of members.
+        accounts: Of outer jobs.
+        outer: Number of outer jobs.
+        count: Number of jobs in all.
+    """
+
+    apart: bool
+    accounts: dict[_Key, _Account] = field(default_factory=dict)
+    outer: int = 0
+    count: int = 0
+    groups: list[_Group] = field(default_factory=list)
+    _files: dict[str, _File] = field(default_factory=dict)
+    _stretches: dict[_Key, _Stretch] = field(default_factory=dict)
+    _welcomed: list[_Key] = field(default_factory=list)
+    """In order of time."""
+    _stood: dict[tuple[str, str], None] = field(default_factory=dict)
+    """(file, chain) that a member stood on, in the order in which they were told last."""
+    _labels: dict[object, str] = field(default_factory=dict)
+    """By process: the incarnation as which it was welcomed."""
+    _begins: list[float] = field(default_factory=list)
+    """When each outer job began."""
+
+    def take(self, r: Record) -> None:
+        """Takes the next event in."""
+        file, key = self._where(r)
+        if self.apart and r.name in OUTER:
+            self.accounts.setdefault(key, _Account(r.t, r.t)).take(r)
+            if r.name == "cluster_welcomed":
+                self._labels[file.process or r.source] = str(r.get("incarnation", ""))
+            return
+        file.take(r)
+        if r.name in ("welcomed", "view") and r.own and (chain := str(r.get("chain") or "")):
+            self._stood.pop((r.source, chain), None)
+            self._stood[r.source, chain] = None
+        stretch = self._stretches.get(key)
+        if stretch is None:
+            stretch = self._stretches[key] = _Stretch(r.t, str(r.get("role", "member")))
+        if stretch.take(r):
+            self._welcomed.append(key)
+
+    def _where(self, r: Record) -> tuple[_File, _Key]:
+        file = self._files.get(r.source)
+        if file is None:
+            file = self._files[r.source] = _File()
+        file.opened += r.name == "opened"
+        return file, (r.source, file.opened)
+
+    def conclude(self) -> None:
+        """Finds the jobs; from now on `jobs_of` names those of each event, of which the first one comes next."""
+        self.groups = self._clusters() if self.accounts else [_Group("", None)]
+        self._begins = self._outer_jobs() if self.accounts else []
+        self.outer = len(self._begins)
+        for group in self.groups:
+            self._divide(group)
+        self.count = self.outer + sum(len(part.begins) for group in self.groups for part in group.parts)
+        for file in self._files.values():
+            file.opened = 0
+
+    def jobs_of(self, r: Record) -> Iterator[int]:
+        """Yields the numbers of the jobs that an event belongs to: those of outer jobs come first."""
+        file, key = self._where(r)
+        at = self.outer
+        if self.accounts:
+            if key in self.accounts and (r.name in OUTER or r.name in ("lost", "opened")):
+                yield self.accounts[key].job
+            elif r.name == "fault_injected":
+                yield max(0, sum(begin <= r.t for begin in self._begins) - 1)
+            if r.name in OUTER:
+                return
+        stretch = self._stretches.get(key)
+        for group in self.groups:
+            first = stretch.first if stretch is not None else r.t
+            there = group.sources is None or r.source in group.sources
+            if not there and not file.inner and r.name == "fault_injected":  # faults are everybody's
+                there, first = True, file.fault
+            for number, part in enumerate(group.parts):
+                if there and group.whose.get(r.source, number) == number:
+                    yield at + part.job_of(key, first, r.t)
+                at += len(part.begins)
+
+    # ------------------------------------------------------------------ jobs of members
+
+    def _clusters(self) -> list[_Group]:
+        """Returns elastic clusters, told apart by their chains: a process that is of two of them makes them one."""
+        inner = {source: file for source, file in self._files.items() if file.inner}
+        groups: list[tuple[set[str], set[str]]] = []
+        for source in sorted(inner, key=lambda one: (not inner[one].chains, one)):
+            # A process that names no chain is of the one job that logged into its folder.
+            folder = PurePosixPath(source).parent
+            near = [group for group in groups if any(PurePosixPath(other).parent == folder for other in group[1])]
+            mine = inner[source].chains or (near[0][0] if len(near) == 1 else {str(folder)})
+            same = [group for group in groups if group[0] & mine]
+            groups = [group for group in groups if group not in same]
+            groups.append((mine.union(*(g[0] for g in same)), {source}.union(*(g[1] for g in same))))
+        found = []
+        for number, (_, sources) in enumerate(groups, 1):
+            made = {inner[source].process or source for source in sources}  # ranks have two logs
+            names = sorted({f.node_of(self._labels[each]) for each in made & self._labels.keys()})
+            found.append(_Group(", ".join(names) or str(number), sources))
+        return found
+
+    def _divide(self, group: _Group) -> None:
+        """Finds the jobs of a group."""
+        sources = self._files.keys() if group.sources is None else group.sources
+        parties = self._parties(sources)
+        welcomed = [key for key in self._welcomed if key[0] in sources]
+        if not any(a.beside(b) for a, b in itertools.combinations(parties, 2)):
+            group.parts = [self._one_after_the_other(welcomed)]
+            return
+        parties.sort(key=lambda p: p.first)
+        for number, party in enumerate(parties):
+            group.whose |= {s: number for s in sources if s not in group.whose and self._files[s].chain in party.chains}
+        for number, party in enumerate(parties):
+            group.whose |= dict.fromkeys(party.sources, number)
+        for number in range(len(parties)):
+            mine = [key for key in welcomed if group.whose.get(key[0], number) == number]
+            group.parts.append(self._one_after_the_other(mine))
+
+    def _parties(self, sources: Iterable[str]) -> list[_Party]:
+        parties: list[_Party] = []
+        for source, chain in self._stood:
+            if source in sources:
+                same = [p for p in parties if chain in p.chains or source in p.sources]
+                merged = _Party({chain}.union(*(p.chains for p in same)), {source}.union(*(p.sources for p in same)))
+                parties = [p for p in parties if p not in same] + [merged]
+        for party in parties:
+            files = [self._files[source] for source in party.sources]
+            party.places = set().union(*(file.places for file in files))
+            party.first = min((file.committed for file in files if file.committed), default=0.0)
+            party.last = max(file.committed_last for file in files)
+        return parties
+
+    def _one_after_the_other(self, welcomed: Sequence[_Key]) -> _Part:
+        groups: list[list[_Key]] = [[]]
+        for key in welcomed:
+            groups[-1].append(key)
+            if at := _cut([self._stretches[each] for each in groups[-1]]):
+                groups[-1:] = [groups[-1][:at], groups[-1][at:]]
+        if len(groups) == 1:
+            return _Part({}, [0.0], [0.0])
+        stretches = [[self._stretches[key] for key in group] for group in groups]
+        return _Part(
+            {key: number for number, group in enumerate(groups) for key in group},
+            [min(s.first for s in group) for group in stretches],
+            [max(s.ended for s in group) for group in stretches],
+        )
+
+    # ------------------------------------------------------------------ outer jobs
+
+    def _outer_jobs(self) -> list[float]:
+        """Gives each account its job; returns when each job begins."""
+        groups: list[list[_Account]] = [[]]
+        for one in sorted(self.accounts.values(), key=lambda each: each.first):
+            groups[-1].append(one)
+            if one.begins and (cut := _outer_cut(groups[-1])):
+                groups[-1:] = [groups[-1][:cut], groups[-1][cut:]]
+        groups = [part for group in groups for part in _by_chain(group)]
+        for number, group in enumerate(groups):
+            for one in group:
+                one.job = number
+        return [min(one.first for one in group) for group in groups]
 
 
 def _cut(group: Sequence[_Stretch]) -> int:
@@ -176,12 +451,25 @@ def _cut(group: Sequence[_Stretch]) -> int:
     return 0
 
 
-def latest(found: Sequence[Sequence[Record]]) -> int:
-    """Index of the last job that committed a step; of the last one if none did."""
-    for index in range(len(found) - 1, -1, -1):
-        if any(r.name == "committed" and r.get("kind", "step") == "step" for r in found[index]):
-            return index
-    return len(found) - 1
+def _outer_cut(group: Sequence[_Account]) -> int:
+    """Returns the index at which the job of the leader that began last begins; 0: it is the same job."""
+    for at in range(len(group) - 1, 0, -1):
+        before = group[:at]
+        if any(one.entries for one in before) and all(one.ended <= group[at].first for one in before):
+            return at
+    return 0
+
+
+def _by_chain(group: Sequence[_Account]) -> list[list[_Account]]:
+    """Sets those of another job apart, on whose folder a server was started; one that names no job is of the first."""
+    first = next((one.chain for one in group if one.chain), "")
+    found: dict[str, list[_Account]] = {first: []}
+    for one in group:
+        found.setdefault(one.chain or first, []).append(one)
+    return [*found.values()]
+
+
+# ------------------------------------------------------------------------------------------------ live
 
 
 @dataclass(slots=True)
@@ -189,12 +477,15 @@ class Live:
     """Tells from one event after the other when another job begins; sees no future, so for showing only."""
 
     _stretches: dict[str, _Stretch] = field(default_factory=dict)
+    """By file: the newest."""
     _group: list[_Stretch] = field(default_factory=list)
 
     def begins(self, r: Record) -> bool:
-        """Take one event in; True if it is the first welcome of another job than what came before."""
-        one, welcomes = _stretch(r, self._stretches)
-        if not welcomes or one.role != "member":
+        """Takes one event in; True if it is the first welcome of another job than what came before."""
+        one = self._stretches.get(r.source)
+        if one is None or r.name == "opened":
+            one = self._stretches[r.source] = _Stretch(r.t, str(r.get("role", "member")))
+        if not one.take(r):
             return False
         self._group.append(one)
         cut = _cut(self._group)

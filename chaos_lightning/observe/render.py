@@ -170,7 +170,7 @@ def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[SlotFact], now: 
 def _links(timeline: Timeline, members: Sequence[str], since: float) -> list[LinkRow]:
     """The links among these members, of which either end has told since then (wall time, s) what they carry."""
     rows = []
-    fresh = {ends: flow for ends, flow in timeline.flows.items() if flow.t >= since}
+    fresh = {(a, b): flow for a, flows in timeline.flows.items() for b, flow in flows.items() if flow.t >= since}
     for a, b in itertools.combinations(members, 2):
         here, there = fresh.get((a, b)), fresh.get((b, a))
         told = here or there

@@ -12,17 +12,18 @@ import html
 import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.reader import Record, read_events
+from chaos_lightning.events.reader import Logs, Record
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.machine.units import amount, duration, part
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import charts, folds
+from chaos_lightning.observe.evidence import Gathering
 from chaos_lightning.observe.fields import node_of
-from chaos_lightning.observe.jobs import jobs, latest
+from chaos_lightning.observe.jobs import fold_jobs
 from chaos_lightning.observe.pipeline_facts import periods
 from chaos_lightning.observe.timeline import Life, Timeline
 
@@ -93,21 +94,41 @@ def write_report(
     """
     source = Path(where)
     target = Path(out) if out is not None else source if source.is_dir() else source.parent
-    return write_job(jobs(read_events(source)), target, title=title or source.resolve().name, job=job)
+    ((_, found),) = fold_jobs(Logs(source), JobFacts).inner
+    return write_job(found, target, title=title or source.resolve().name, job=job)
 
 
-def write_job(
-    found: Sequence[Sequence[Record]], target: Path, *, title: str, job: int = 0, stem: str = "report"
-) -> WrittenReport:
-    """Write a page and a picture about one of these jobs, as `write_report` does, to files of this stem."""
+@dataclass(slots=True)
+class JobFacts:
+    """Folds of a job of members: what a page shows, and what an audit judges."""
+
+    timeline: Timeline = field(default_factory=Timeline)
+    evidence: Gathering = field(default_factory=Gathering)
+    trained: bool = False
+    """Whether somebody committed a step."""
+
+    def take(self, r: Record) -> None:
+        """Takes one event in."""
+        self.timeline.take(r)
+        self.evidence.take(r)
+        self.trained |= r.name == "committed" and r.get("kind", "step") == "step"
+
+
+def write_job(found: list[JobFacts], target: Path, *, title: str, job: int = 0, stem: str = "report") -> WrittenReport:
+    """Writes a page and a picture about one of these jobs, as `write_report` does, to files of this stem.
+
+    Takes the list apart: where there is one job, pictures of it need the memory that its evidence had.
+    """
     if not 0 <= job <= len(found):
         raise ConfigurationError(f"{title}: there is no job {job}; expected 1 to {len(found)}, or 0 for the latest")
-    chosen = job - 1 if job else latest(found)
-    timeline = Timeline.of(found[chosen])
-    findings = auditing.audit_records(found[chosen])
+    trained = [number for number, one in enumerate(found, 1) if one.trained]
+    chosen, count = job or max(trained, default=len(found)), len(found)
+    timeline = found[chosen - 1].timeline
+    findings = auditing.judge(found[chosen - 1].evidence.conclude())
+    found.clear()
     short = summary(timeline)
-    if len(found) > 1:
-        short = f"job {chosen + 1} of {len(found)} in these logs: {short}"
+    if count > 1:
+        short = f"job {chosen} of {count} in these logs: {short}"
     target.mkdir(parents=True, exist_ok=True)
     picture = overview_at(target / f"{stem}.png", lambda: charts.overview(timeline))
     page = target / f"{stem}.html"

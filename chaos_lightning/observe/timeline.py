@@ -1,6 +1,6 @@
 """The run as it can be drawn: who lived when, which views ruled, which slots were committed by whom, what moved.
 
-Theory of operation. `Timeline` is a fold: `add` takes one event after the other, in any process's file order, and
+Theory of operation. `Timeline` is a fold: `take` takes one event after the other, in any process's file order, and
 only ever adds facts, so the same class serves a finished run (report), a running one (live view) and a test. Nothing
 is judged here; `folds.py` derives durations and losses, `audit.py` judges. A *life* is one member id: a process that
 is fenced and joins again has several lives on one node's row. Facts that only the outside can tell (a death, an
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from chaos_lightning.events.reader import Record
 from chaos_lightning.events.registry import known
@@ -132,16 +133,16 @@ class SlotFact:
     """(member id, weight), in rank order."""
     ledger: dict[f.Stream, Spans]
     commits: dict[str, CommitFact] = field(default_factory=dict)
+    first: float = float("inf")
+    """Wall time (s) of its first commit."""
+    complete: float = 0.0
+    """Wall time (s) of its last commit."""
 
-    @property
-    def first(self) -> float:
-        """Wall time (s) of its first commit."""
-        return min(c.t for c in self.commits.values())
-
-    @property
-    def complete(self) -> float:
-        """Wall time (s) of its last commit."""
-        return max(c.t for c in self.commits.values())
+    def commit(self, member: str, fact: CommitFact) -> None:
+        """Takes a commit in; what the member said first counts."""
+        if member not in self.commits:
+            self.commits[member] = fact
+            self.first, self.complete = min(self.first, fact.t), max(self.complete, fact.t)
 
     @property
     def who(self) -> tuple[str, ...]:
@@ -217,13 +218,15 @@ class Timeline:
     redos: list[tuple[float, int]] = field(default_factory=list)
     waits: list[tuple[float, str, bool]] = field(default_factory=list)
     """(time, member, waiting begins) from `notice` events below min_nodes."""
-    flows: dict[tuple[str, str], FlowFact] = field(default_factory=dict)
-    """(member, peer) -> what the member told last about its link to the peer."""
+    flows: dict[str, dict[str, FlowFact]] = field(default_factory=dict)
+    """Member -> peer -> what the member told last about its link to the peer."""
     losses: list[LossFact] = field(default_factory=list)
     pipelines: list[PipelinesFact] = field(default_factory=list)
     part_pulls: list[PartPullFact] = field(default_factory=list)
     epochs: dict[f.Stream, int] = field(default_factory=dict)
     """(stream, epoch) -> samples."""
+    folded: dict[str, Any] = field(default_factory=dict)
+    """Results of folds over all that was taken in so far (`folds.py`)."""
     _newest: str = ""
     _opened: dict[str, float] = field(default_factory=dict)
     _roles: dict[str, str] = field(default_factory=dict)
@@ -233,7 +236,7 @@ class Timeline:
         """The timeline of these events."""
         timeline = cls()
         for record in records:
-            timeline.add(record)
+            timeline.take(record)
         return timeline
 
     def next_job(self) -> Timeline:
@@ -242,8 +245,9 @@ class Timeline:
 
     # ------------------------------------------------------------------------------------------------ adding
 
-    def add(self, record: Record) -> None:
-        """Take one event in."""
+    def take(self, record: Record) -> None:
+        """Takes one event in."""
+        self.folded.clear()
         self.start = record.t if not self.start else min(self.start, record.t)
         self.stop = max(self.stop, record.t)
         if record.name == "opened":
@@ -322,7 +326,7 @@ class Timeline:
             )
         self._newest = header
         times = (record.t, record.mono, f.number(record.get("duration_s")), f.number(record.get("wait_s")))
-        slot.commits.setdefault(record.member, CommitFact(*times, f.spent(record.get("spent"))))
+        slot.commit(record.member, CommitFact(*times, f.spent(record.get("spent"))))
         life.last_step = slot.step
         if life.state in ("joining", "starting", "pulling", "waiting", "recovering"):
             life.state = "training"
@@ -344,10 +348,10 @@ class Timeline:
         self.hand_ons.append((record.t, f.integer(record.get("base"))))
 
     def _links(self, record: Record, life: Life) -> None:
-        self.flows = {ends: flow for ends, flow in self.flows.items() if ends[0] != life.member}
+        flows = self.flows[life.member] = {}
         for row in f.rows(record.get("links")):
             if isinstance(row, Mapping):
-                self.flows[life.member, str(row.get("peer", ""))] = FlowFact(
+                flows[str(row.get("peer", ""))] = FlowFact(
                     record.t,
                     f.number(row.get("sent_bps")),
                     f.number(row.get("received_bps")),
@@ -524,6 +528,7 @@ class Timeline:
 
     def prune(self, keep: int) -> None:
         """Forget all but the newest `keep` slots: for a view of a run that goes on for days."""
+        self.folded.clear()
         for header in list(self.slots)[: max(0, len(self.slots) - keep)]:
             del self.slots[header]
             self.hashes.pop(header, None)

@@ -15,14 +15,16 @@ from typer.testing import CliRunner
 
 from chaos_lightning.cli import app
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.reader import read_events
+from chaos_lightning.events.reader import Logs, read_events
 from chaos_lightning.observe import commands
+from chaos_lightning.observe.jobs import fold_jobs
 from chaos_lightning.observe.outer import charts as outer_charts
 from chaos_lightning.observe.outer.board import OuterBoard
-from chaos_lightning.observe.outer.fold import Adoption, ClusterLog, InnerSteps, OuterRun, split
+from chaos_lightning.observe.outer.fold import Adoption, ClusterLog, InnerSteps, OuterRun
 from chaos_lightning.observe.outer.report import outer_summary, write_reports
 from chaos_lightning.observe.outer.tables import OuterFacts, lost_in
 from chaos_lightning.observe.render import draw
+from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.outer.rules.types import PushAnswer
 
 
@@ -39,8 +41,8 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def facts_of(run: OuterScript, where: Path) -> OuterFacts:
-    (job,) = split(read_events(run.write(where))).outer
-    return OuterFacts.of(OuterRun.of(job))
+    (job,) = fold_jobs(Logs(run.write(where)), Timeline, OuterRun).outer
+    return OuterFacts.of(job)
 
 
 def text_of(page: Path) -> str:

@@ -12,9 +12,11 @@ from outer_job_support import OuterJob, inner_step, open_session, small_model, w
 from chaos_lightning.events.reader import Record, read_events
 from chaos_lightning.events.registry import problems
 from chaos_lightning.observe.audit import OK
+from chaos_lightning.observe.jobs import fold_jobs
 from chaos_lightning.observe.outer.audit import audit_folder
-from chaos_lightning.observe.outer.fold import OuterRun, split
+from chaos_lightning.observe.outer.fold import OuterRun
 from chaos_lightning.observe.outer.tables import OuterFacts, cluster_of
+from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.testing.harness import Harness
 
@@ -66,8 +68,8 @@ def test_a_job_whose_whole_server_was_killed_holds_every_point(tmp_path: Path) -
     assert [text for r in records for text in problems(r.name, r.fields)] == []
     (judged,) = audit_folder(harness.logs)
     assert [str(finding) for finding in judged.findings if finding.verdict != OK] == []
-    (outer,) = split(records).outer
-    facts = OuterFacts.of(OuterRun.of(outer))
+    (outer,) = fold_jobs(records, Timeline, OuterRun).outer
+    facts = OuterFacts.of(outer)
     aside = [r for r in records if r.name == "set_aside"]  # near the end the gate may refuse a single batch three times
     assert all("were rejected at" in str(r["reason"]) for r in aside), aside
     assert facts.samples + sum(b - a for r in aside for a, b in r["spans"]) == LENGTH, (aside, answers_of(records))

@@ -12,14 +12,14 @@ then. A process that wrote no log here is named.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
-from chaos_lightning.events.reader import Record, read_events
-from chaos_lightning.observe.audit import NOT_SHOWN, OK, VIOLATED, Finding, audit_records, together
-from chaos_lightning.observe.jobs import jobs
+from chaos_lightning.events.reader import Logs
+from chaos_lightning.observe.audit import NOT_SHOWN, OK, VIOLATED, Finding, judge, together
+from chaos_lightning.observe.evidence import Gathering
+from chaos_lightning.observe.jobs import fold_jobs
 from chaos_lightning.observe.outer.entries import JobEntries, MadeVersion
 from chaos_lightning.observe.outer.fold import (
     Adoption,
@@ -32,7 +32,6 @@ from chaos_lightning.observe.outer.fold import (
     InnerSteps,
     OuterRun,
     TookLast,
-    split,
 )
 from chaos_lightning.observe.spans import size
 from chaos_lightning.outer.rules.types import NO_VERSION, PushAnswer
@@ -66,21 +65,21 @@ def audit_folder(where: str | os.PathLike[str], *, expected_deaths: Collection[s
     Raises:
         FileNotFoundError: There are no logs.
     """
-    logs = split(read_events(Path(where)))
+    jobs = fold_jobs(Logs(where), Gathering, OuterRun)
     found = [
-        JudgedJobs(f"outer job{f' {number}' if len(logs.outer) > 1 else ''}", audit_outer(records))
-        for number, records in enumerate(logs.outer, 1)
+        JudgedJobs(f"outer job{f' {number}' if len(jobs.outer) > 1 else ''}", audit_outer(run))
+        for number, run in enumerate(jobs.outer, 1)
     ]
-    for label, records in logs.inner:
-        each = [audit_records(one, expected_deaths=expected_deaths) for one in jobs(records)]
-        found.append(JudgedJobs(f"elastic cluster {label}" if logs.outer else "", together(each)))
+    for label, each in jobs.inner:
+        judged = [judge(one.conclude(), expected_deaths=expected_deaths) for one in each]
+        found.append(JudgedJobs(f"elastic cluster {label}" if jobs.outer else "", together(judged)))
     return found
 
 
-def audit_outer(records: Iterable[Record]) -> list[Finding]:
-    """Judge the events of one outer job."""
-    judge = _OuterJudge(OuterRun.of(records))
-    return [judge.chained(), judge.pushes(), judge.samples(), judge.durable(), judge.adopted(), judge.progress()]
+def audit_outer(run: OuterRun) -> list[Finding]:
+    """Judges one outer job."""
+    one = _OuterJudge(run)
+    return [one.chained(), one.pushes(), one.samples(), one.durable(), one.adopted(), one.progress()]
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from chaos_lightning.events.reader import Record
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe import fields as f
-from chaos_lightning.observe.outer.fold import INNER, OUTER, Adoption, ClusterLog, FrozenPush, HeardAnswer, OuterRun
+from chaos_lightning.observe.jobs import INNER, OUTER
+from chaos_lightning.observe.outer.fold import Adoption, ClusterLog, FrozenPush, HeardAnswer, OuterRun
 from chaos_lightning.observe.render import ENDED_SHOWN_S, Dashboard, Row
 from chaos_lightning.outer.rules.types import Durable, PushAnswer, RolledBack, Round
 
@@ -41,12 +42,12 @@ class OuterBoard:
             self._inner.add(r.source)
         if r.name not in OUTER:
             if r.name == "lost" and r.source in self._outer:
-                self.run.add(r)
+                self.run.take(r)
             return r.source in self._inner or r.source not in self._outer
         self._outer.add(r.source)
         if r.name == "outer_leader_started" and f.integer(r.get("position")) == 0 and self.run.entries:
             self.run = self.run.next_job()
-        self.run.add(r)
+        self.run.take(r)
         if len(self.run.entries) > 2 * KEPT:
             self.run.prune(KEPT)
         return False

@@ -1,41 +1,25 @@
-"""Folds the events of an outer job: whose they are, and each process's own account.
+"""Folds the events of an outer job: each process's own account.
 
-Theory of operation. An outer job is several jobs and a server, and all of them may log into one folder. `split` tells
-them apart: the outer jobs, one after the other, and the elastic clusters' own jobs, which `observe/audit.py` and
-`observe/report.py` judge and show as ever. `OuterRun` takes the events of one outer job in, one after the other, and
-holds what leaders, followers and clusters say, without comparing them: that is for `audit.py`.
+Theory of operation. `OuterRun` takes the events of one outer job in (`observe/jobs.py` tells which these are), one
+after the other, and holds what leaders, followers and clusters say, without comparing them: that is for `audit.py`.
 
-*Whose.* A follower's file begins with `follower_started`. A cluster's events name the incarnation, or the push and so
-the incarnation, or stand in the file of who was welcomed as one.
-
-*Which job.* A leader that finds an empty chain begins another job than the one whose entries are there already, if
-nobody who wrote of that one writes anything afterwards. Else it is the same job whose store was lost, and the two
-chains disagree, which an audit must see.
+A follower's file begins with `follower_started`. A cluster's events name the incarnation, or the push and so the
+incarnation, or stand in the file of who was welcomed as one.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from chaos_lightning.events.reader import Record
 from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
+from chaos_lightning.observe.jobs import SERVER_GOES
 from chaos_lightning.observe.outer.entries import ToldEntry, read_entry
-from chaos_lightning.outer.events import EVENTS
-from chaos_lightning.outer.rules.types import JobOpened, Removed
-
-OUTER = frozenset(event.name for event in EVENTS)
-_AFTERWARDS = frozenset({"outer_leader_ended", "cluster_over", "cluster_stream", "follower_stream"})
-"""Events that may still be written when a job is over."""
-_SERVER_GOES = _AFTERWARDS - {"cluster_over"}
-"""A server stays for a while after its job, for whoever asks."""
-INNER = frozenset({"welcomed", "committed", "view", "decide", "joined"})
-"""Events by which a process is known to be of a job of members."""
+from chaos_lightning.outer.rules.types import Removed
 
 # ------------------------------------------------------------------------------------------------ accounts
 
@@ -275,14 +259,6 @@ class OuterRun:
     _file_of: dict[str, str] = field(default_factory=dict)
     """Which incarnation or follower writes a file now."""
 
-    @classmethod
-    def of(cls, records: Iterable[Record]) -> OuterRun:
-        """The run of these events, in order of time."""
-        run = cls()
-        for record in records:
-            run.add(record)
-        return run
-
     def next_job(self) -> OuterRun:
         """An empty run for the job that begins in the same folder; it knows who writes which file."""
         return OuterRun(_file_of=self._file_of)
@@ -297,10 +273,10 @@ class OuterRun:
             del follower.states[:-kept], follower.saved[:-kept]
             follower.staged = dict(list(follower.staged.items())[-kept:])
 
-    def add(self, r: Record) -> None:
-        """Take one event in."""
+    def take(self, r: Record) -> None:
+        """Takes one event in."""
         self.start = r.t if not self.start else min(self.start, r.t)
-        if r.name not in _SERVER_GOES:
+        if r.name not in SERVER_GOES:
             self.stop = max(self.stop, r.t)
         match r.name:
             case "opened":
@@ -421,137 +397,3 @@ def _happening(r: Record) -> Happening | None:
             return InnerSteps(r.t, number("steps"), number("samples"), loss if math.isfinite(loss) else None)
         case _:
             return None
-
-
-# ------------------------------------------------------------------------------------------------ whose events
-
-
-@dataclass(frozen=True, slots=True)
-class SplitLogs:
-    """The events of a folder.
-
-    Attributes:
-        outer: Of each outer job, oldest first.
-        inner: Of each elastic cluster, or of the one job of members that there is: its label, all its events.
-    """
-
-    outer: list[list[Record]]
-    inner: list[tuple[str, list[Record]]]
-
-
-@dataclass(slots=True)
-class _Account:
-    """Events of one process about an outer job from one `opened` to the next."""
-
-    first: float
-    ended: float
-    entries: bool = False
-    begins: bool = False
-    """It led an empty chain."""
-    chain: str = ""
-    """Id of the job that it was of; "": it does not say."""
-    job: int = -1
-
-
-def split(records: Iterable[Record]) -> SplitLogs:
-    """Tells the jobs of a folder apart.
-
-    Args:
-        records: All events, in order of time.
-    """
-    everything = list(records)
-    if not any(r.name in OUTER for r in everything):
-        return SplitLogs([], [("", everything)])
-    return SplitLogs(_outer_jobs(everything), _inner_jobs(everything))
-
-
-def _outer_jobs(everything: Sequence[Record]) -> list[list[Record]]:
-    opened: dict[str, int] = {}
-    accounts: dict[tuple[str, int], _Account] = {}
-    keys = []
-    for r in everything:
-        opened[r.source] = opened.get(r.source, 0) + (r.name == "opened")
-        key = (r.source, opened[r.source])
-        keys.append(key)
-        if r.name not in OUTER:
-            continue
-        one = accounts.setdefault(key, _Account(r.t, r.t))
-        if r.name not in _AFTERWARDS:
-            one.ended = r.t
-        one.entries |= r.name == "entry"
-        one.begins |= r.name == "outer_leader_started" and f.integer(r.get("position")) == 0
-        opens = r.name == "entry" and r.get("kind") == JobOpened.__name__
-        one.chain = one.chain or str(r.get("hash" if opens else "chain") or "")
-    groups: list[list[_Account]] = [[]]
-    for one in sorted(accounts.values(), key=lambda each: each.first):
-        groups[-1].append(one)
-        if one.begins and (cut := _cut(groups[-1])):
-            groups[-1:] = [groups[-1][:cut], groups[-1][cut:]]
-    groups = [part for group in groups for part in _by_chain(group)]
-    for number, group in enumerate(groups):
-        for one in group:
-            one.job = number
-    begins = [min(one.first for one in group) for group in groups]
-    found: list[list[Record]] = [[] for _ in groups]
-    for r, key in zip(everything, keys, strict=True):
-        if key in accounts and (r.name in OUTER or r.name in ("lost", "opened")):
-            found[accounts[key].job].append(r)
-        elif r.name == "fault_injected":
-            found[max(0, sum(begin <= r.t for begin in begins) - 1)].append(r)
-    return found
-
-
-def _cut(group: Sequence[_Account]) -> int:
-    """Returns the index at which the job of the leader that began last begins; 0: it is the same job."""
-    for at in range(len(group) - 1, 0, -1):
-        before = group[:at]
-        if any(one.entries for one in before) and all(one.ended <= group[at].first for one in before):
-            return at
-    return 0
-
-
-def _by_chain(group: Sequence[_Account]) -> list[list[_Account]]:
-    """Sets those of another job apart, on whose folder a server was started; one that names no job is of the first."""
-    first = next((one.chain for one in group if one.chain), "")
-    found: dict[str, list[_Account]] = {first: []}
-    for one in group:
-        found.setdefault(one.chain or first, []).append(one)
-    return [*found.values()]
-
-
-def _inner_jobs(everything: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """Jobs of members, told apart by their chains: a process that is of two of them makes them one."""
-    chains: dict[str, set[str]] = {}
-    inner, labels, processes = set(), {}, {}
-    for r in everything:
-        if r.name in INNER:
-            inner.add(r.source)
-            if r.get("chain"):
-                chains.setdefault(r.source, set()).add(str(r["chain"]))
-        elif r.name == "opened":
-            processes[r.source] = (r.get("host", ""), r.get("pid", ""))
-        elif r.name == "cluster_welcomed":
-            labels[processes.get(r.source, r.source)] = str(r.get("incarnation", ""))
-    groups: list[tuple[set[str], set[str]]] = []
-    for source in sorted(inner, key=lambda one: (one not in chains, one)):
-        # A process that names no chain is of the one job that logged into its folder.
-        folder = PurePosixPath(source).parent
-        near = [group for group in groups if any(PurePosixPath(other).parent == folder for other in group[1])]
-        mine = chains.get(source) or (near[0][0] if len(near) == 1 else {str(folder)})
-        same = [group for group in groups if group[0] & mine]
-        groups = [group for group in groups if group not in same]
-        groups.append((mine.union(*(g[0] for g in same)), {source}.union(*(g[1] for g in same))))
-    found = []
-    for number, (_, sources) in enumerate(groups, 1):
-        made = {processes.get(source, source) for source in sources}  # ranks have two logs
-        label = ", ".join(sorted({f.node_of(labels[each]) for each in made & labels.keys()})) or str(number)
-        kept = [r for r in everything if _of_members(r, sources, inner)]
-        found.append((label, kept))
-    return found
-
-
-def _of_members(r: Record, sources: set[str], inner: set[str]) -> bool:
-    """Whether it belongs to the job that these files tell of; faults are everybody's."""
-    if r.source in sources:
-        return r.name not in OUTER
-    return r.source not in inner and r.name == "fault_injected"

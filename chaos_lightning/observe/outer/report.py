@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.reader import read_events
+from chaos_lightning.events.reader import Logs
 from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import report
-from chaos_lightning.observe.jobs import jobs
+from chaos_lightning.observe.jobs import fold_jobs
 from chaos_lightning.observe.outer import charts as outer_charts
 from chaos_lightning.observe.outer.audit import audit_outer
-from chaos_lightning.observe.outer.fold import OuterRun, split
+from chaos_lightning.observe.outer.fold import OuterRun
 from chaos_lightning.observe.outer.tables import ClusterRow, OuterFacts, lost_in, spent_share
 from chaos_lightning.observe.report import WrittenReport, escaped, table
 from chaos_lightning.outer.rules.types import PushAnswer
@@ -43,25 +43,24 @@ def write_reports(
         ConfigurationError: There is no such job.
     """
     source = Path(where)
-    logs = split(read_events(source))
-    if not logs.outer:
-        return [report.write_report(source, out, title=title, job=job)]
+    jobs = fold_jobs(Logs(source), report.JobFacts, OuterRun)
     target = Path(out) if out is not None else source if source.is_dir() else source.parent
-    if not 0 <= job <= len(logs.outer):
-        raise ConfigurationError(
-            f"{source}: there is no outer job {job}; expected 1 to {len(logs.outer)}, or 0 for the latest"
-        )
+    title, count = title or source.resolve().name, len(jobs.outer)
+    if not jobs.outer:
+        ((_, found),) = jobs.inner
+        return [report.write_job(found, target, title=title, job=job)]
+    if not 0 <= job <= count:
+        raise ConfigurationError(f"{source}: there is no outer job {job}; expected 1 to {count}, or 0 for the latest")
     target.mkdir(parents=True, exist_ok=True)
-    title = title or source.resolve().name
-    chosen = logs.outer[job - 1 if job else -1]
-    facts, findings = OuterFacts.of(OuterRun.of(chosen)), audit_outer(chosen)
+    run = jobs.outer[job - 1 if job else -1]
+    facts, findings = OuterFacts.of(run), audit_outer(run)
     short = outer_summary(facts)
-    if len(logs.outer) > 1:
-        short = f"outer job {job or len(logs.outer)} of {len(logs.outer)} in these logs: {short}"
+    if count > 1:
+        short = f"outer job {job or count} of {count} in these logs: {short}"
     inner = []
-    for label, records in logs.inner:
+    for label, each in jobs.inner:
         stem = f"report-{re.sub(r'[^A-Za-z0-9._-]', '_', label)}"
-        inner.append(report.write_job(jobs(records), target, title=f"{title}: {label}", stem=stem))
+        inner.append(report.write_job(each, target, title=f"{title}: {label}", stem=stem))
     picture = report.overview_at(target / "report.png", lambda: outer_charts.outer_overview(facts))
     page = target / "report.html"
     page.write_text(render_outer(facts, findings, title=title, short=short, inner=inner), encoding="utf-8")

@@ -18,9 +18,11 @@ from chaos_lightning.events.events import Record
 from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe.fields import number
+from chaos_lightning.observe.jobs import fold_jobs
 from chaos_lightning.observe.outer.audit import audit_folder, discarded_steps
-from chaos_lightning.observe.outer.fold import ClusterLog, Fetch, FrozenPush, HeardAnswer, InnerSteps, OuterRun, split
+from chaos_lightning.observe.outer.fold import ClusterLog, Fetch, FrozenPush, HeardAnswer, InnerSteps, OuterRun
 from chaos_lightning.observe.outer.tables import ClusterRow, OuterFacts, cluster_of, lost_in, spent_share
+from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.outer.commands.supervisor import LEADER, SPARE
 from chaos_lightning.outer.rules.types import PushAnswer, Removed
 from chaos_lightning.testing.demo import FINAL, LOSS
@@ -67,8 +69,8 @@ class FarEvidence:
     def __init__(self, e: Evidence, plot: Plot) -> None:
         self.e = e
         self.plot = plot
-        jobs = split(e.records).outer
-        self.facts = OuterFacts.of(OuterRun.of(jobs[0] if jobs else ()))
+        jobs = fold_jobs(e.records, Timeline, OuterRun).outer
+        self.facts = OuterFacts.of(jobs[0] if jobs else OuterRun())
         self.jobs = len(jobs)
         self.chain = self.facts.chain
 

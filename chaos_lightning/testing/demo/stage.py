@@ -270,7 +270,7 @@ class Stage(Generic[N]):
         for record in self._tail.poll():
             self.records.append(record)
             if self.outer.take(record):
-                self.timeline.add(record)
+                self.timeline.take(record)
             self._schedule.saw(record.name, record.node.removesuffix("-0"))
             if words := self._tells(record):
                 self.say("seen", words)
