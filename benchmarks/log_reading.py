@@ -1,10 +1,11 @@
 """Costs of `chaos-lightning audit` and `report` over the event logs of a large job: processor seconds and peak memory.
 
 The logs are made up. All members but one found the job; one is killed at a third of the steps, and a newcomer pulls the
-state at two thirds. The first founder's file and the newcomer's are written by `EventLog` with a clock of their own. The
-other founders' files are the first one's lines with their names, samples and times, so that they are short where real
-ones are. Each command runs in a process of its own, whose processor time and largest resident set the kernel tells. All
-points of the contract must hold. With --source, another copy of the product reads the same logs, for a comparison.
+state at two thirds. The first founder's file and the newcomer's are written by `EventLog` with a clock of their own.
+The other founders' files are the first one's lines with their names, samples and times, so that they are short where
+real ones are. Each command runs in a process of its own, whose processor time and largest resident set the kernel
+tells. All points of the contract must hold. With --source, another copy of the product reads the same logs, for a
+comparison.
 """
 
 from __future__ import annotations

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import base64
 import html
-import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.events.reader import Logs, Record
+from chaos_lightning.events.reader import Record
 from chaos_lightning.machine.terminal import printable
 from chaos_lightning.machine.units import amount, duration, part
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import charts, folds
 from chaos_lightning.observe.evidence import Gathering
 from chaos_lightning.observe.fields import node_of
-from chaos_lightning.observe.jobs import fold_jobs
 from chaos_lightning.observe.pipeline_facts import periods
-from chaos_lightning.observe.timeline import Life, Timeline
+from chaos_lightning.observe.timeline import Life, NoteFact, Timeline
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f5f7f9; --sheet: #fff; --ink: #1f2933; --soft: #5f6b78; --line: #e4e8ec; }
@@ -62,6 +61,15 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space:
 }
 """
 
+
+class Begun(Protocol):
+    """Facts of a job whose pictures and tables begin at a wall time, s."""
+
+    @property
+    def origin(self) -> float:
+        """That time."""
+
+
 _TAGS = {auditing.OK: "ok", auditing.VIOLATED: "violated", auditing.NOT_SHOWN: "dark"}
 MAX_ROWS = 200
 """Largest number of rows of a table; of longer ones the middle is left out."""
@@ -75,27 +83,6 @@ class WrittenReport:
     picture: Path | None
     summary: str
     violations: tuple[str, ...]
-
-
-def write_report(
-    where: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, title: str = "", job: int = 0
-) -> WrittenReport:
-    """Write `report.html` and `report.png` about the logs in `where`.
-
-    Args:
-        where: Log directory (or one event file).
-        out: Folder to write to; default: the log directory.
-        title: Headline; default: the directory's name.
-        job: Which one, from 1, if several were logged here one after the other; 0: the latest that trained.
-
-    Raises:
-        FileNotFoundError: There is no such directory, or no event log in it.
-        ConfigurationError: There is no such job.
-    """
-    source = Path(where)
-    target = Path(out) if out is not None else source if source.is_dir() else source.parent
-    ((_, found),) = fold_jobs(Logs(source), JobFacts).inner
-    return write_job(found, target, title=title or source.resolve().name, job=job)
 
 
 @dataclass(slots=True)
@@ -115,9 +102,19 @@ class JobFacts:
 
 
 def write_job(found: list[JobFacts], target: Path, *, title: str, job: int = 0, stem: str = "report") -> WrittenReport:
-    """Writes a page and a picture about one of these jobs, as `write_report` does, to files of this stem.
+    """Writes a page and a picture about one of these jobs to files of this stem.
 
-    Takes the list apart: where there is one job, pictures of it need the memory that its evidence had.
+    Empties the list: pictures of a large job need the memory that its evidence has.
+
+    Args:
+        found: Jobs that were logged one after the other.
+        target: Folder to write to.
+        title: Headline.
+        job: Number of the job, from 1; 0: the latest that trained.
+        stem: Name of the files.
+
+    Raises:
+        ConfigurationError: There is no such job.
     """
     if not 0 <= job <= len(found):
         raise ConfigurationError(f"{title}: there is no job {job}; expected 1 to {len(found)}, or 0 for the latest")
@@ -186,7 +183,7 @@ def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: s
         "<h2>Views</h2>",
         _views(timeline),
         "<h2>Events in words</h2>",
-        _notes(timeline),
+        notes(sorted(timeline.notes, key=lambda n: n.t), timeline),
     ]
     return page_of(title, short or summary(timeline), parts)
 
@@ -290,8 +287,9 @@ def _image(name: str, png: bytes) -> str:
     return f'<figure><img alt="{escaped(name)}" src="data:image/png;base64,{data}"></figure>'
 
 
-def _at(t: float | None, timeline: Timeline) -> str:
-    return "-" if t is None else f"{t - timeline.origin:.2f} s"
+def at(t: float | None, facts: Begun) -> str:
+    """Returns when something was, from the origin on; "-" for never."""
+    return "-" if t is None else f"{t - facts.origin:.2f} s"
 
 
 def _members(timeline: Timeline) -> str:
@@ -307,9 +305,9 @@ def _members(timeline: Timeline) -> str:
             (
                 escaped(life.member),
                 escaped(life.role or "-"),
-                _at(life.born, timeline),
-                _at(life.joined, timeline),
-                _at(life.ended, timeline),
+                at(life.born, timeline),
+                at(life.joined, timeline),
+                at(life.ended, timeline),
                 escaped(_ended(life)),
                 str(contributed.get(life.member, 0)),
                 duration(waited.get(life.member, 0.0)),
@@ -340,8 +338,8 @@ def _joins(timeline: Timeline) -> str:
             (
                 escaped(j.member) + (" <span class=small>(again)</span>" if j.again else ""),
                 f"replay of {j.replayed} steps" if j.replayed else escaped(j.way or "pause"),
-                _at(j.born, timeline),
-                _at(j.contributed, timeline),
+                at(j.born, timeline),
+                at(j.contributed, timeline),
                 pulled + (f", then {amount(moved_nbytes)}" if moved_nbytes > 0 else ""),
                 amount(j.skipped),
                 _took(j),
@@ -367,7 +365,7 @@ def _recoveries(timeline: Timeline) -> str:
             (
                 escaped(r.member),
                 escaped(r.kind + (f" in {r.phase}" if r.phase else "")),
-                _at(r.at, timeline),
+                at(r.at, timeline),
                 duration(r.noticed - r.at) if r.noticed is not None else "-",
                 duration(r.decided - r.at) if r.decided is not None else "-",
                 _lasted(r),
@@ -390,7 +388,7 @@ def _pipelines(timeline: Timeline) -> list[str]:
     ]
     reruns = {seq: t for t, seq in reversed(timeline.redos)}
     rows = [
-        (escaped(p.chosen.view), _at(p.chosen.t, timeline), *map(escaped, p.cells), escaped(p.chosen.reason))
+        (escaped(p.chosen.view), at(p.chosen.t, timeline), *map(escaped, p.cells), escaped(p.chosen.reason))
         for p in periods(timeline.pipelines, steps, [*reruns.values()], timeline.part_pulls)
     ]
     head = ("view", "at", "pipelines x stages", "way", "steps", "step, estimated", "measured", "bubbles", "moved")
@@ -431,11 +429,11 @@ def _views(timeline: Timeline) -> str:
         names = ", ".join(
             f"{escaped(m)} <span class=small>(joins)</span>" if m in view.joiners else escaped(m) for m in view.members
         )
-        rows.append((escaped(view.id), _at(view.t, timeline), str(len(view.members)), names, escaped(view.reason)))
+        rows.append((escaped(view.id), at(view.t, timeline), str(len(view.members)), names, escaped(view.reason)))
     return table(("view", "at", "size", "members", "reason"), rows, numbers=(1, 2), empty="no view was decided")
 
 
-def _notes(timeline: Timeline) -> str:
-    notes = sorted(timeline.notes, key=lambda n: n.t)
-    rows = [(_at(n.t, timeline), escaped(n.member or "-"), escaped(n.name), escaped(n.text)) for n in notes]
+def notes(told: Iterable[NoteFact], facts: Begun) -> str:
+    """Returns events in words as a table."""
+    rows = [(at(n.t, facts), escaped(n.member or "-"), escaped(n.name), escaped(n.text)) for n in told]
     return table(("at", "who", "event", "words"), rows, numbers=(0,), empty="nothing was said")

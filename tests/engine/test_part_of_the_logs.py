@@ -15,8 +15,8 @@ from engine_members import UNTIL_ENOUGH
 from chaos_lightning.events.reader import log_files, read_events
 from chaos_lightning.observe.audit import NOT_SHOWN, VIOLATED, audit
 from chaos_lightning.observe.commands import follow
+from chaos_lightning.observe.outer.report import write_reports
 from chaos_lightning.observe.render import draw
-from chaos_lightning.observe.report import write_report
 
 STEP_NBYTES = 200
 OFTEN = ("committed", "links", "state_hash", "epoch", "boundary")
@@ -107,7 +107,7 @@ def test_a_part_of_the_logs_is_not_shown_and_never_violated(job: Job, tmp_path: 
         if what not in ("no scheduler", "no harness"):
             assert {findings[point].verdict for point in (2, 3, 5)} == {NOT_SHOWN}, told
             assert words_of(what) in str(findings[2]), told
-    write_report(tmp_path / "no middle of all")
+    write_reports(tmp_path / "no middle of all")
 
 
 def words_of(what: str) -> str:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.events import reader
 from chaos_lightning.events.events import EventLog, Tail, read_events
-from chaos_lightning.events.reader import parse_line
+from chaos_lightning.events.reader import Logs, parse_line
 from chaos_lightning.events.registry import problems
 from chaos_lightning.member.events import committed_fields
 from chaos_lightning.protocol.types import Header, Kind, Ledger, Spent, ViewId, equal_shares
@@ -299,3 +300,46 @@ def test_another_users_file_is_not_written(tmp_path: Path, caplog: pytest.LogCap
     EventLog.in_directory(tmp_path, "a").close()
     assert path.read_text() == ""
     assert "belongs to user 12345" in caplog.text
+
+
+def test_logs_read_again_are_the_same_and_end_where_they_ended(tmp_path: Path) -> None:
+    for node in "ab":
+        with EventLog.in_directory(tmp_path, node) as log:
+            for i in range(5):
+                log.emit("n", i=i)
+    logs = Logs(tmp_path)
+    once = list(logs)
+    with next(tmp_path.iterdir()).open("a") as file:
+        file.write('{"t": 1, "name": "later"}\n')
+    assert list(logs) == once
+    assert [r.name for r in read_events(tmp_path)].count("later") == 1
+
+
+def test_a_line_goes_over_blocks_and_no_file_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node in "abc":
+        with EventLog.in_directory(tmp_path, node) as log:
+            for i in range(20):
+                log.emit("n", i=i)
+    (tmp_path / "member-d-1.jsonl").write_text('\n{"t": 1, "name": "first"}\n\n{"t": 2, "name": "without an end"}')
+    whole = list(read_events(tmp_path))
+    monkeypatch.setattr(reader, "BLOCK_NBYTES", 7)
+    before = len(os.listdir("/proc/self/fd"))
+    records = read_events(tmp_path)
+    begun = [next(records) for _ in range(10)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [*begun, *records] == whole
+    assert [(r.name, r.line) for r in whole if r.source == "member-d-1.jsonl"] == [("first", 2), ("without an end", 4)]
+
+
+def test_a_file_that_goes_while_it_is_read_ends_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "BLOCK_NBYTES", 32)
+    text = "".join(json.dumps({"t": i, "name": "n", "i": i}) + "\n" for i in range(20))
+    for name in ("gone", "made-anew"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(text)
+        records = read_events(path)
+        assert next(records)["i"] == 0
+        path.rename(tmp_path / "aside")
+        if name == "made-anew":
+            path.write_text(text)
+        assert len(list(records)) < 19

@@ -15,7 +15,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events import registry
 from chaos_lightning.events.events import EventLog, Tail, read_events
 from chaos_lightning.events.registry import Event, known, problems
-from chaos_lightning.observe import report
+from chaos_lightning.observe.outer.report import write_reports
 from chaos_lightning.observe.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def test_a_new_room_has_its_events_known_and_shown(tmp_path: Path) -> None:
     logs = run.write(tmp_path / "logs")
     timeline = Timeline.of(read_events(logs))
     assert [n.text for n in timeline.notes if n.member == "b~1"] == ["round 3 took 1.2 s"]
-    page = report.write_report(logs).page.read_text()
+    page = write_reports(logs)[0].page.read_text()
     assert "<td>b~1</td><td>outer_round</td><td>round 3 took 1.2 s</td>" in page
     assert "round=odd, seconds=odd" in page, "of a form that the text is not for"
     assert problems("outer_round", {"round": 3}) == ["event 'outer_round' has no field 'seconds' (s)"]

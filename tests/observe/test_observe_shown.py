@@ -24,6 +24,7 @@ from chaos_lightning.events.events import read_events
 from chaos_lightning.events.reader import log_files
 from chaos_lightning.machine.units import amount, duration, time_unit
 from chaos_lightning.observe import charts, commands, following, report
+from chaos_lightning.observe.outer.report import write_reports
 from chaos_lightning.observe.render import Dashboard, Row, draw, from_status, from_timeline, with_logs
 from chaos_lightning.observe.timeline import Timeline
 
@@ -77,7 +78,7 @@ class Page(HTMLParser):
 
 
 def test_report_is_one_page_that_needs_no_network(logs: Path, tmp_path: Path) -> None:
-    written = report.write_report(logs, tmp_path / "out", title="a <busy> afternoon")
+    written = write_reports(logs, tmp_path / "out", title="a <busy> afternoon")[0]
     page = Page(written.page.read_text())
     assert all(a.startswith("data:image/png;base64,") for a in page.addresses)
     assert len(page.addresses) == len(charts.DRAWERS)
@@ -106,7 +107,7 @@ def test_report_of_a_broken_run_says_so_first(tmp_path: Path) -> None:
     run = story()
     lines = run.lines["member-bravo-1.jsonl"]
     next(x for x in lines if x["name"] == "state_hash")["hash"] = "feedfeedfeedfeed"
-    written = report.write_report(run.write(tmp_path))
+    written = write_reports(run.write(tmp_path))[0]
     assert written.violations
     text = Page(written.page.read_text()).text
     assert "violated" in text
@@ -121,7 +122,7 @@ def test_report_of_almost_nothing(tmp_path: Path, steps: int) -> None:
         run.steps(steps)
     run.write(tmp_path)
     (tmp_path / "empty.jsonl").touch()
-    written = report.write_report(tmp_path)
+    written = write_reports(tmp_path)[0]
     assert "nobody joined" in Page(written.page.read_text()).text
 
 
@@ -351,13 +352,13 @@ def test_follow_turns_to_the_next_job_in_the_same_folder(tmp_path: Path) -> None
 def test_report_is_about_the_latest_job_and_says_so(tmp_path: Path) -> None:
     for run in two_jobs():
         run.write(tmp_path)
-    written = report.write_report(tmp_path)
+    written = write_reports(tmp_path)[0]
     assert written.violations == ()
     assert written.summary.startswith("job 2 of 2 in these logs: 5 steps, ")
     assert written.summary in Page(written.page.read_text()).text
-    assert report.write_report(tmp_path, job=1).summary.startswith("job 1 of 2 in these logs: 12 steps, ")
+    assert write_reports(tmp_path, job=1)[0].summary.startswith("job 1 of 2 in these logs: 12 steps, ")
     with pytest.raises(ConfigurationError, match="expected 1 to 2"):
-        report.write_report(tmp_path, job=3)
+        write_reports(tmp_path, job=3)
 
 
 def test_watch_prints_once_without_a_terminal(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,7 +467,7 @@ def test_long_tables_lose_their_middle(tmp_path: Path, monkeypatch: pytest.Monke
     run.steps(2)
     for i in range(30):
         run.say("a~1", "notice", text=f"word{i}.")
-    page = Page(report.write_report(run.write(tmp_path)).page.read_text())
+    page = Page(write_reports(run.write(tmp_path))[0].page.read_text())
     assert "word0." in page.text
     assert "word29." in page.text
     assert "word15." not in page.text

@@ -13,14 +13,14 @@ from rich.console import Console
 
 from chaos_lightning.events.events import read_events
 from chaos_lightning.machine.units import part
-from chaos_lightning.observe import report
+from chaos_lightning.observe.outer.report import write_reports
 from chaos_lightning.observe.render import PULLS_SHOWN, Dashboard, Row, draw
 from chaos_lightning.observe.timeline import ProgressFact, Timeline
 
 
 def words(logs: Path) -> str:
     """The report's text without its tags."""
-    return " ".join(re.sub(r"<[^>]*>", " ", report.write_report(logs).page.read_text()).split())
+    return " ".join(re.sub(r"<[^>]*>", " ", write_reports(logs)[0].page.read_text()).split())
 
 
 def pulling(progress: ProgressFact, *more: ProgressFact, width: int) -> list[str]:

@@ -17,6 +17,7 @@ from chaos_lightning.machine.units import amount
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import folds, report
 from chaos_lightning.observe.exporter import RunTotals
+from chaos_lightning.observe.outer.report import write_reports
 from chaos_lightning.observe.render import draw, from_status, from_timeline
 from chaos_lightning.observe.status import _show
 from chaos_lightning.observe.timeline import Timeline
@@ -194,7 +195,7 @@ def test_who_came_in_by_parts_has_joined(tmp_path: Path, unpictured: None) -> No
     assert join.contributed is not None
     assert join.pause > 0.3
     assert "; 1 joins;" in report.summary(timeline)
-    page = report.write_report(tmp_path).page.read_text()
+    page = write_reports(tmp_path)[0].page.read_text()
     (row,) = [r for r in page.split("<tr>") if f"c {amount(2000)}" in r]
     assert "not done" not in row
     assert "then 500 B" in row
@@ -276,7 +277,7 @@ def test_the_board_shows_pipelines_bubbles_reruns_and_who_runs_what(tmp_path: Pa
 
 
 def test_the_report_shows_each_choice_with_what_was_estimated_and_measured(tmp_path: Path, unpictured: None) -> None:
-    page = report.write_report(made().write(tmp_path)).page.read_text()
+    page = write_reports(made().write(tmp_path))[0].page.read_text()
     assert "<h2>Pipelines</h2>" in page
     rows = [r for r in page.split("<tr>") if "adaptive: reroute" in r]
     assert len(rows) == 1
@@ -290,7 +291,7 @@ def test_a_report_of_a_job_without_pipelines_has_none(tmp_path: Path, unpictured
     run = Script()
     run.found(["a"])
     run.slot()
-    assert "<h2>Pipelines</h2>" not in report.write_report(run.write(tmp_path)).page.read_text()
+    assert "<h2>Pipelines</h2>" not in write_reports(run.write(tmp_path))[0].page.read_text()
 
 
 def test_the_status_tells_the_estimated_and_the_measured_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ class OuterBoard:
             board.rows.append(Row(follower.name, None, state, None, max(0.0, now - follower.last), remark=remark))
         if leader is not None and leader.ended is not None and leader.failed:
             board.waiting = f"no leader: {leader.reason}"
-        words = [(n.t, n.who, n.text) for n in run.notes[-lines:]] + _decided(run, lines)
+        words = [(n.t, n.member, n.text) for n in run.notes[-lines:]] + _decided(run, lines)
         board.lines = [(now - t, who, text) for t, who, text in sorted(words)[-lines:]]
         if members is not None and members.rows:
             board.rows += members.rows

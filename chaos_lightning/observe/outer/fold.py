@@ -19,6 +19,7 @@ from chaos_lightning.events.registry import known
 from chaos_lightning.observe import fields as f
 from chaos_lightning.observe.jobs import SERVER_GOES
 from chaos_lightning.observe.outer.entries import ToldEntry, read_entry
+from chaos_lightning.observe.timeline import NoteFact
 from chaos_lightning.outer.rules.types import Removed
 
 # ------------------------------------------------------------------------------------------------ accounts
@@ -218,15 +219,6 @@ class ClusterLog:
         return sum(one.nbytes for told in self.told.values() for one in told if isinstance(one, Fetch))
 
 
-class OuterWords(NamedTuple):
-    """An event that is shown as a line of text."""
-
-    t: float
-    name: str
-    who: str
-    text: str
-
-
 @dataclass(slots=True)
 class OuterRun:
     """See the module.
@@ -254,7 +246,7 @@ class OuterRun:
     streams: dict[str, bool] = field(default_factory=dict)
     hosts: dict[str, str] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
-    notes: list[OuterWords] = field(default_factory=list)
+    notes: list[NoteFact] = field(default_factory=list)
     stray: dict[str, int] = field(default_factory=dict)
     _file_of: dict[str, str] = field(default_factory=dict)
     """Which incarnation or follower writes a file now."""
@@ -301,7 +293,7 @@ class OuterRun:
         event = known().get(r.name)
         if event is not None and event.note:
             who = self._file_of.get(r.source) or r.member or r.node or r.source
-            self.notes.append(OuterWords(r.t, r.name, who, event.words(r.fields)))
+            self.notes.append(NoteFact(r.t, r.name, who, event.words(r.fields)))
 
     def _entry(self, told: ToldEntry) -> None:
         self.entries.append(told)

@@ -22,7 +22,7 @@ from chaos_lightning.observe.outer import charts as outer_charts
 from chaos_lightning.observe.outer.audit import audit_outer
 from chaos_lightning.observe.outer.fold import OuterRun
 from chaos_lightning.observe.outer.tables import ClusterRow, OuterFacts, lost_in, spent_share
-from chaos_lightning.observe.report import WrittenReport, escaped, table
+from chaos_lightning.observe.report import WrittenReport, at, escaped, notes, table
 from chaos_lightning.outer.rules.types import PushAnswer
 
 
@@ -112,17 +112,13 @@ def render_outer(
         _leaders(facts),
         _followers(facts),
         "<h2>Events in words</h2>",
-        _notes(facts),
+        notes(facts.run.notes, facts),
     ]
     return report.page_of(title, short or outer_summary(facts), parts)
 
 
 def _link(one: WrittenReport) -> str:
     return f'<p>An elastic cluster: <a href="{escaped(one.page.name)}">{escaped(one.summary)}</a></p>'
-
-
-def _at(t: float | None, facts: OuterFacts) -> str:
-    return "-" if t is None else f"{t - facts.origin:.2f} s"
 
 
 def _took(seconds: float | None) -> str:
@@ -151,8 +147,8 @@ def _clusters(facts: OuterFacts) -> str:
     rows = [
         (
             escaped(row.name) + (f" <span class=small>{escaped(row.place)}</span>" if row.place else ""),
-            _at(row.joined, facts),
-            _at(row.ended, facts),
+            at(row.joined, facts),
+            at(row.ended, facts),
             escaped(row.why) if row.ended is not None else "there at the log's end",
             f"{row.steps:,}",
             f"{row.counted:,} of {row.samples:,}",
@@ -192,7 +188,7 @@ def _versions(facts: OuterFacts) -> str:
         rows.append(
             (
                 escaped(row.version) + ("" if row.stands else " <span class=small>(taken back)</span>"),
-                _at(row.t, facts),
+                at(row.t, facts),
                 row.kind,
                 pushes or "-",
                 f"{row.samples:,}",
@@ -215,7 +211,7 @@ def _unaccepted(facts: OuterFacts) -> str:
         (row.t, push, "rejected", escaped(row.version), why) for row in facts.versions for push, why in row.rejected
     ]
     rows += [(t, str(offer.push), "void", "-", why) for t, offer, why in facts.voids]
-    cells = [(_at(t, facts), escaped(push), what, by, escaped(why)) for t, push, what, by, why in sorted(rows)]
+    cells = [(at(t, facts), escaped(push), what, by, escaped(why)) for t, push, what, by, why in sorted(rows)]
     return table(("at", "push", "answer", "by", "why"), cells, numbers=(0,), empty="every push was accepted")
 
 
@@ -225,7 +221,7 @@ def _rollbacks(facts: OuterFacts) -> str:
         gone, again = lost_in(one)
         rows.append(
             (
-                _at(one.told.t, facts),
+                at(one.told.t, facts),
                 escaped(one.told.entry.version if one.told.entry is not None else ""),
                 escaped(one.body.to),
                 str(len(one.versions)),
@@ -263,7 +259,7 @@ def _leaders(facts: OuterFacts) -> str:
         how = f"{'failed: ' if one.failed else ''}{one.reason}" if one.ended is not None else "its log just ends"
         rows.append(
             (
-                escaped(one.endpoint), str(one.term), _at(one.t, facts), str(one.position), _at(one.ended, facts),
+                escaped(one.endpoint), str(one.term), at(one.t, facts), str(one.position), at(one.ended, facts),
                 escaped(how), escaped(one.store),
             )
         )  # fmt: skip
@@ -288,8 +284,3 @@ def _followers(facts: OuterFacts) -> str:
         )  # fmt: skip
     head = ("follower", "at", "starts", "computed", "each in", "saved", "pushes fetched", "stands at", "trouble")
     return table(head, rows, numbers=(2, 3, 4, 5, 6), empty="no follower in this log")
-
-
-def _notes(facts: OuterFacts) -> str:
-    rows = [(_at(n.t, facts), escaped(n.who or "-"), escaped(n.name), escaped(n.text)) for n in facts.run.notes]
-    return table(("at", "who", "event", "words"), rows, numbers=(0,), empty="nothing was said")
