@@ -112,9 +112,11 @@ class Before:
         whole |= {"seq": last["seq"] + 1, "step": last["step"] + (kind == "step")}
         whole |= {"prev": last["header"], "view": last["next_view"], "kind": kind}
         alike = self._last.get(_kind(kind), last)
-        return {k: v for k, v in whole.items() if k not in _OF_ITS_KIND} | {
-            k: alike[k] for k in _OF_ITS_KIND if k in alike
-        }
+        for key in _OF_ITS_KIND:
+            whole.pop(key, None)
+            if key in alike:
+                whole[key] = alike[key]
+        return whole
 
 
 VIEWS = frozenset({"view", "decide"})

@@ -98,8 +98,11 @@ def _object(text: bytes | str) -> Line | None:
     return data if isinstance(data.get("name"), str) else None
 
 
+_NO_FIELDS = frozenset({"n", "t", "mono", "member", "name"})
+
+
 def _record(data: Line, source: str, line: int, not_before: float) -> Record | None:
-    fields = {key: value for key, value in data.items() if key not in ("n", "t", "mono", "member", "name")}
+    fields = {key: value for key, value in data.items() if key not in _NO_FIELDS}
     try:
         t, mono = float(data.get("t", 0.0)), float(data.get("mono", 0.0))
     except (TypeError, ValueError):
@@ -132,7 +135,7 @@ class _Lines:
         data = _object(text)
         if data is None:
             return
-        number = data.get("n")
+        number = data.pop("n", None)
         if not isinstance(number, int):
             yield from self._give(data, line)
             return
@@ -150,13 +153,13 @@ class _Lines:
         whole = "member" in data
         if not whole:
             try:
-                data = self.before.restore({key: value for key, value in data.items() if key != "n"})
+                data = self.before.restore(data)
             except (LookupError, TypeError, ValueError):
                 self.before.clear()
                 yield self._lost(data, line, 1)
                 return
         if name in SHORTENED:
-            self.before.keep({key: value for key, value in data.items() if key != "n"}, whole=whole)
+            self.before.keep(data, whole=whole)
         yield from self._give(data, line)
 
     def _give(self, data: Line, line: int) -> Iterator[Record]:

@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from chaos_lightning.events.reader import Record
 from chaos_lightning.observe import fields as f
@@ -30,9 +30,12 @@ _DETECTION_S = 30.0
 _MENDING_S = 5.0
 """A link that was mended may take so long until it is made again."""
 _GOODBYES = frozenset({"left", "finished", "closed"})
+_TOLD_BY_ANYBODY = frozenset({"opened", "lost", "fault_injected", "death", "leave", "left", "view", "decide"}) | {
+    "epoch", "resumed", "checkpoint",
+}  # fmt: skip
+"""Events that count whoever says them; of all others a member's own word does."""
 
 
-T = TypeVar("T")
 Views = dict[tuple[int, int], tuple[str, ...]]
 Ends = frozenset[str]
 
@@ -155,14 +158,28 @@ class Gathering:
     finished: float | None = None
     _values: dict[object, Any] = field(default_factory=dict)
     """Values that many commits have, each kept once."""
-    _ledgers: dict[object, dict[f.Stream, Spans]] = field(default_factory=dict)
+    _ledgers: dict[str, tuple[object, dict[f.Stream, Spans]]] = field(default_factory=dict)
+    """By header: the field as a commit of it had it last, and its value."""
     _contributors: dict[str, tuple[object, tuple[str, ...]]] = field(default_factory=dict)
     """By file: the field as the last commit had it, which the next one shares if it is the same, and its value."""
 
     def take(self, r: Record) -> None:
         """Takes one event in."""
-        facts, own = self.facts, r.by == r.member
         self.ends[r.source] = r.t
+        if r.name in _TOLD_BY_ANYBODY:
+            self._told(r)
+        # A file whose beginning is missing does not say whose it is; members stamp their node.
+        if not r.member or r.by != r.member or self.roles.get(r.source, "member" if r.own else "") != "member":
+            return
+        witness = self.who.get(r.member)
+        if witness is None:
+            witness = self.who[r.member] = _Witness(r.node, r.source)
+        witness.times.append(r.t)
+        self._own(r, witness)
+
+    def _told(self, r: Record) -> None:
+        """Takes in what counts whoever says it."""
+        facts = self.facts
         if r.name == "opened":
             self.roles[r.source] = str(r.get("role", "member"))
         if r.name == "lost":
@@ -186,12 +203,6 @@ class Gathering:
             facts.resumed.append((r.t, f.spent(r.get("ledger"))))
         if r.name == "checkpoint" and r.get("head"):
             facts.left_job.append((f"checkpoint {r.get('path', '')}", str(r["head"])))
-        # A file whose beginning is missing does not say whose it is; members stamp their node.
-        if not (r.member and own) or self.roles.get(r.source, "member" if r.own else "") != "member":
-            return
-        witness = self.who.setdefault(r.member, _Witness(r.node, r.source))
-        witness.times.append(r.t)
-        self._own(r, witness)
 
     def _link(self, r: Record, ends: Ends) -> None:
         """A declared fault of a link, or its end."""
@@ -253,30 +264,35 @@ class Gathering:
 
     def _commit(self, r: Record) -> Commit:
         """Reads a commit; what many commits have alike is kept once."""
-        told, ledger, once = r.get("contributors"), f.spent(r.get("ledger")), self._once
-        raw, contributors = self._contributors.get(r.source, (None, ()))
-        if raw is not told:
-            contributors = once(tuple(m for m, _ in f.shares(told)))
+        get, same = r.fields.get, self._values.setdefault
+        told, contributors = self._contributors.get(r.source, (None, ()))
+        if told is not get("contributors"):
+            told = get("contributors")
+            contributors = tuple(m for m, _ in f.shares(told))
+            contributors = same(contributors, contributors)
             self._contributors[r.source] = told, contributors
+        header, prev, kind = str(get("header", "")), str(get("prev", "")), str(get("kind", "step"))
+        view = f.view_number(get("view"))
+        said, ledger = self._ledgers.get(header, (None, {}))
+        if said != get("ledger"):
+            said = get("ledger")
+            ledger = f.spent(said)
+            self._ledgers[header] = said, ledger
         return Commit(
-            member=once(r.member),
-            seq=f.integer(r.get("seq")),
-            step=f.integer(r.get("step")),
-            kind=once(str(r.get("kind", "step"))),
-            header=once(str(r.get("header", ""))),
-            prev=once(str(r.get("prev", ""))),
-            view=once(f.view_number(r.get("view"))),
+            member=same(r.member, r.member),
+            seq=f.integer(get("seq")),
+            step=f.integer(get("step")),
+            kind=same(kind, kind),
+            header=same(header, header),
+            prev=same(prev, prev),
+            view=same(view, view),
             contributors=contributors,
-            used=f.spent(r.get("spent")),
-            ledger=self._ledgers.setdefault(tuple(ledger.items()), ledger),
+            used=f.spent(get("spent")),
+            ledger=ledger,
             t=r.t,
-            micro_batches=f.spans(r.get("micro_batches")),
-            coverage=f.coverage(r.get("coverage")),
+            micro_batches=f.spans(get("micro_batches")),
+            coverage=f.coverage(get("coverage")),
         )
-
-    def _once(self, value: T) -> T:
-        found: T = self._values.setdefault(value, value)
-        return found
 
     # ---------------------------------------------------------------------------------------------- conclusions
 
