@@ -18,8 +18,9 @@ from log_support import whole_lines
 from chaos_lightning.events.events import EventLog, Record
 from chaos_lightning.observe.outer.fold import Adoption, ClusterLog, FrozenPush, HeardAnswer, InnerSteps
 from chaos_lightning.outer.rules.types import NO_VERSION, IncarnationId, Offer, PushAnswer, PushId
-from chaos_lightning.testing.demo.apart import BENDS, CLUSTERS, DIES, MOST_S, plot_of
-from chaos_lightning.testing.demo.far_proof import in_time, inner_steps, prove, was_warm
+from chaos_lightning.testing.demo.apart import MOST_S
+from chaos_lightning.testing.demo.far import BENDS, CLUSTERS, DIES
+from chaos_lightning.testing.demo.far_proof import Plot, in_time, inner_steps, prove, was_warm
 from chaos_lightning.testing.demo.proof import Check, Evidence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ Lines = list[dict[str, Any]]
 
 
 def proved(folder: Path) -> list[Check]:
-    return prove(Evidence(folder, CODES), plot_of(1))
+    return prove(Evidence(folder, CODES), Plot(1))
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +227,7 @@ def test_a_rejected_push_excuses_its_own_steps_and_those_beside_it_alone() -> No
     def judged(steps: int) -> Check:
         row = SimpleNamespace(name=str(who), steps=steps)
         facts = SimpleNamespace(run=SimpleNamespace(clusters={str(who): log}))
-        f: Any = SimpleNamespace(rows={"home": [row]}, facts=facts, plot=SimpleNamespace(dies="van"))
+        f: Any = SimpleNamespace(rows={"home": [row]}, facts=facts)
         f.chain = SimpleNamespace(standing=standing)
         return inner_steps(f)
 
@@ -239,14 +240,14 @@ def test_a_rejected_push_excuses_its_own_steps_and_those_beside_it_alone() -> No
 def test_a_log_that_tells_of_nothing_proves_nothing(tmp_path: Path) -> None:
     with EventLog.in_directory(tmp_path / "events", "nobody"):
         pass
-    assert [check.what for check in prove(Evidence(tmp_path, {}), plot_of(3, MOST_S)) if check.ok] == []
+    assert [check.what for check in prove(Evidence(tmp_path, {}), Plot(3, MOST_S)) if check.ok] == []
 
 
 @pytest.mark.parametrize(("seconds", "over", "good"), [(299.0, True, True), (301.0, True, False), (9.0, False, False)])
 def test_a_story_that_takes_too_long_or_does_not_end_is_none(seconds: float, over: bool, good: bool) -> None:
     events = [SimpleNamespace(t=at) for at in (100.0, 100.0 + seconds)]
     chain = SimpleNamespace(ended=object() if over else None)
-    f: Any = SimpleNamespace(e=SimpleNamespace(records=events), chain=chain, plot=plot_of(3, MOST_S))
+    f: Any = SimpleNamespace(e=SimpleNamespace(records=events), chain=chain, plot=Plot(3, MOST_S))
     assert in_time(f).ok == good
 
 

@@ -105,25 +105,13 @@ def finish(stage: Stage[Machines]) -> None:
     stage.look()
 
 
-class Told:
-    """Lines about events: who is in, and each view once."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def __call__(self, record: Record) -> str:
-        if record.name == "joined":
-            return self._once(record.node, f"{record.node} is in as {record.get('role')}")
-        if record.name == "view" and record.get("links") is None:
-            number = str(record.get("id"))
-            return self._once(number, f"view {number}: {str(record.get('reason'))[:230]}")
-        return ""
-
-    def _once(self, key: str, words: str) -> str:
-        if key in self._told:
-            return ""
-        self._told.add(key)
-        return words
+def told(record: Record) -> str:
+    """Returns words about who is in, and about each view."""
+    if record.name == "joined":
+        return f"{record.node} is in as {record.get('role')}"
+    if record.name == "view" and record.get("links") is None:
+        return f"view {record.get('id')}: {str(record.get('reason'))[:230]}"
+    return ""
 
 
 # ------------------------------------------------------------------ what it proves
@@ -388,7 +376,7 @@ def demo_edge(
         nodes=Machines(lab),
         acts=(all_join, links_change, finish),
         prove=prove_and_draw,
-        tells=Told(),
+        tells=told,
         endings=(lab.close,),
     )
     play(scenario, folder, keep=keep)

@@ -9,6 +9,7 @@ once, and with them a node. What became of it is judged from the event logs alon
 from __future__ import annotations
 
 import itertools
+import signal
 import statistics
 import time
 from functools import partial
@@ -18,11 +19,12 @@ from chaos_lightning.control.etcd_servers import EtcdServer, EtcdServers
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.units import duration
-from chaos_lightning.testing.demo import proof
-from chaos_lightning.testing.demo.members import FULL, QUICK, finish, founders_start
+from chaos_lightning.observe.fields import integer
+from chaos_lightning.testing.demo import acts, proof
+from chaos_lightning.testing.demo.members import FULL, QUICK
 from chaos_lightning.testing.demo.nodes import Cast, places_for
 from chaos_lightning.testing.demo.proof import Check, Evidence
-from chaos_lightning.testing.demo.stage import Accelerator, Directory, Keep, Quick, Scenario, Stage, play, words_of
+from chaos_lightning.testing.demo.stage import Accelerator, Directory, Keep, Quick, Scenario, Stage, play
 from chaos_lightning.testing.edge.runner import prepare
 
 FOUNDERS = ("edge-1", "edge-2", "edge-3")
@@ -110,16 +112,12 @@ def _status(stage: Stage[Cast]) -> dict[str, object]:
 def _kill_scheduler(stage: Stage[Cast], facts: dict[str, object]) -> tuple[float, int]:
     if facts["role"] != "leader":
         raise ChaosError(f"no scheduler leads: {facts}")
-    pid, term = int(str(facts["pid"])), int(str(facts["term"]))
-    stage.nodes.kill_scheduler(pid)
-    return time.time(), term
+    stage.nodes.strike(signal.SIGKILL, "scheduler", integer(facts["pid"]), "scheduler_sigkill")
+    return time.time(), integer(facts["term"])
 
 
 def _elected(stage: Stage[Cast], at: float, term: int) -> None:
-    def found() -> Record | None:
-        return next((r for r in stage.records if r.name == "scheduler_started" and r["term"] > term), None)
-
-    started = stage.wait("another scheduler's lead", found)
+    started = stage.first("scheduler_started", lambda r: r["term"] > term, what="another scheduler's lead")
     stage.say("good", f"another one leads, term {started['term']}, {duration(started.t - at)} after the kill")
 
 
@@ -130,8 +128,8 @@ def led(e: Evidence) -> Check:
     """Another scheduler, of a higher term, after each kill."""
     times, kills = [], e.faults("scheduler_sigkill")
     for kill in kills:
-        after = [r for r in e.leads() if r.t > kill.t]
-        times.append(f"term {after[0]['term']} after {duration(after[0].t - kill.t)}" if after else "nobody after")
+        lead = e.first("scheduler_started", kill.t)
+        times.append(f"term {lead['term']} after {duration(lead.t - kill.t)}" if lead else "nobody after")
     terms = [r["term"] for r in e.leads()]
     good = len(kills) == 2 and len(set(terms)) == len(terms) >= 3 and "nobody after" not in times
     return Check(
@@ -143,10 +141,10 @@ def joins_work(e: Evidence) -> Check:
     """From a kill until all who train on are connected to the next leader: then it takes in newcomers, too."""
     found = []
     for kill in e.faults("scheduler_sigkill"):
-        lead = next((r.t for r in e.leads() if r.t > kill.t), None)
-        crew = next((s.who for s in e.steps if lead is not None and s.first > lead + 1.0), ())
-        back = [_connected(e, member.partition("~")[0], lead) for member in crew if lead is not None]
-        met = [t for t in back if t is not None]
+        lead = e.first("scheduler_started", kill.t)
+        crew = next((s.who for s in e.steps if s.first > lead.t + 1.0), ()) if lead is not None else ()
+        back = [_connected(e, member.partition("~")[0], lead.t) for member in crew if lead is not None]
+        met = [r.t for r in back if r is not None]
         found.append(max(met) - kill.t if met and len(met) == len(back) else None)
     text = "; ".join(duration(x) if x is not None else "never" for x in found)
     return Check(
@@ -156,29 +154,23 @@ def joins_work(e: Evidence) -> Check:
     )
 
 
-def _connected(e: Evidence, node: str, after: float) -> float | None:
+def _connected(e: Evidence, node: str, after: float) -> Record | None:
     """When this node's member was connected to a scheduler for the first time after that."""
-    mine = (r for r in e.records if r.t > after and r.node == node and r.name == "scheduler")
-    return next((r.t for r in mine if r.get("state") == "connected"), None)
+    return e.first("scheduler", after, lambda r: r.node == node and r.get("state") == "connected")
 
 
 def joined(e: Evidence, node: str, struck: str, whose: str) -> Check:
     """After the first of these kills the node is let in, by a view that was written to the chain after it."""
-    what, kills = f"{whose} dies as {node} knocks, and joins work again", e.faults(struck)
-    own = [r for r in e.records if r.node == f"{node}-0" and r.source.startswith("member")]
-    joined = next((r for r in own if r.name == "joined"), None)
-    if joined is None or not kills:
+    what, kill = f"{whose} dies as {node} knocks, and joins work again", e.fault(struck)
+    joined = e.first("joined", wanted=lambda r: r.node == f"{node}-0" and r.source.startswith("member"))
+    if joined is None or kill is None:
         return Check(what, "it did not join", False)
-    written = [r for r in e.records if r.name == "stored" and r["ok"] and kills[0].t < r.t < joined.t]
-    if not written:
+    written = e.first("stored", kill.t, lambda r: bool(r["ok"]))
+    if written is None or written.t >= joined.t:
         return Check(what, "nothing was written to the chain between the kill and the join", False)
-    after = joined.t - kills[0].t
-    return Check(
-        what,
-        f"the chain was written to after {duration(written[0].t - kills[0].t)}, {node} was in after "
-        f"{duration(after)}, at step {joined['step']}",
-        after < JOINED_S,
-    )
+    after = joined.t - kill.t
+    text = f"the chain was written to after {duration(written.t - kill.t)}, {node} was in after {duration(after)}"
+    return Check(what, f"{text}, at step {joined['step']}", after < JOINED_S)
 
 
 def leads_on(e: Evidence) -> Check:
@@ -225,11 +217,6 @@ def death(e: Evidence) -> Check:
     return Check(what, f"step {without.step} after {duration(seconds)}", seconds < RECOVERED_S)
 
 
-def ended(e: Evidence) -> Check:
-    fine = all(code == 0 for name, code in e.codes.items() if name != KILLED)
-    return Check("all others end with exit code 0", words_of(e.codes) or "nobody ran", bool(e.codes) and fine)
-
-
 def prove(e: Evidence) -> list[Check]:
     """Everything that must be true of this demo."""
     return [
@@ -241,7 +228,7 @@ def prove(e: Evidence) -> list[Check]:
         proof.no_step_lost(e),
         undisturbed(e),
         death(e),
-        ended(e),
+        proof.ended(e, KILLED),
         *proof.audited(e),
     ]
 
@@ -258,18 +245,17 @@ def demo_failover(
     servers = EtcdServers(folder / "etcd", 3)
     arguments = (*size.arguments, f"--accelerator={accelerator}")
     cast = Cast(folder, arguments, places=places_for(*FOUNDERS), store=servers.address)
-    acts = (
-        partial(founders_start, founders=FOUNDERS),
-        partial(leaders_are_told, servers=servers),
-        scheduler_dies_while_one_joins,
-        partial(etcds_leader_dies_while_one_joins, servers=servers),
-        partial(both_die_and_a_node, servers=servers),
-        finish,
-    )
     scenario = Scenario(
         name="demo-failover",
         nodes=cast,
-        acts=acts,
+        acts=(
+            partial(acts.founders_start, founders=FOUNDERS),
+            partial(leaders_are_told, servers=servers),
+            scheduler_dies_while_one_joins,
+            partial(etcds_leader_dies_while_one_joins, servers=servers),
+            partial(both_die_and_a_node, servers=servers),
+            acts.finish,
+        ),
         prove=prove,
         pace=size.pace,
         begin=servers.start,

@@ -9,25 +9,24 @@ points 1 to 5 of an elastic cluster.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.units import amount, duration
-from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe.fields import number
 from chaos_lightning.observe.jobs import fold_jobs
+from chaos_lightning.observe.outer import fold
 from chaos_lightning.observe.outer.audit import audit_folder, discarded_steps
-from chaos_lightning.observe.outer.fold import ClusterLog, Fetch, FrozenPush, HeardAnswer, InnerSteps, OuterRun
-from chaos_lightning.observe.outer.tables import ClusterRow, OuterFacts, cluster_of, lost_in, spent_share
+from chaos_lightning.observe.outer.tables import ClusterRow, OuterFacts, VersionRow, cluster_of, lost_in, spent_share
 from chaos_lightning.observe.timeline import Timeline
 from chaos_lightning.outer.commands.supervisor import LEADER, SPARE
 from chaos_lightning.outer.rules.types import PushAnswer, Removed
-from chaos_lightning.testing.demo import FINAL, LOSS
+from chaos_lightning.testing.demo import FINAL, LOSS, proof
+from chaos_lightning.testing.demo.far import BENDS, CLUSTERS, DIES, LATE, FarCluster
 from chaos_lightning.testing.demo.proof import Check, Evidence
-from chaos_lightning.testing.demo.stage import words_of
 
 FASTER = (2.0, 5.0)
 """How many times as fast as the slowest cluster the fastest one is. Pauses make it three, on a busy machine less."""
@@ -40,39 +39,24 @@ BACK_S = 60.0
 """All processes of a server are started anew: torch is imported."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """Roles in the demo: names of clusters, and how many machines may lead.
+class Plot(NamedTuple):
+    """Size of the story: so many machines may lead; all of it takes so long at most, s (0.0: nobody looks)."""
 
-    Attributes:
-        clusters: All.
-        late: Joins while the others train.
-        dies: Gets SIGKILL.
-        bends: Is elastic.
-        ranks: Its nodes: two found it, of which the second one is killed, and the third one joins.
-        candidates: Machines that may lead.
-        most_s: All of it takes so long at most; 0.0: nobody looks.
-    """
-
-    clusters: tuple[str, ...]
-    late: str
-    dies: str
-    bends: str
-    ranks: tuple[str, ...]
     candidates: int
     most_s: float = 0.0
 
 
 class FarEvidence:
-    """The outer job that a demo has left, and who was to do what in it."""
+    """The outer job that a demo has left."""
 
     def __init__(self, e: Evidence, plot: Plot) -> None:
         self.e = e
         self.plot = plot
-        jobs = fold_jobs(e.records, Timeline, OuterRun).outer
-        self.facts = OuterFacts.of(jobs[0] if jobs else OuterRun())
+        jobs = fold_jobs(e.records, Timeline, fold.OuterRun).outer
+        self.facts = OuterFacts.of(jobs[0] if jobs else fold.OuterRun())
         self.jobs = len(jobs)
         self.chain = self.facts.chain
+        self.fault, self.first = e.fault, e.first
 
     @cached_property
     def rows(self) -> dict[str, list[ClusterRow]]:
@@ -82,26 +66,22 @@ class FarEvidence:
             found.setdefault(cluster_of(row.name), []).append(row)
         return found
 
-    @property
-    def all_there(self) -> bool:
-        """Exactly these clusters have trained, each as one incarnation."""
-        return sorted(self.rows) == sorted(self.plot.clusters) and all(len(r) == 1 for r in self.rows.values())
-
-    def log(self, cluster: str) -> ClusterLog | None:
+    def log(self, cluster: FarCluster) -> fold.ClusterLog | None:
         """Returns the log of this cluster's incarnation."""
-        return next((log for name, log in self.facts.run.clusters.items() if cluster_of(name) == cluster), None)
+        return next((log for name, log in self.facts.run.clusters.items() if cluster_of(name) == cluster.name), None)
 
-    def fault(self, kind: str, node: str = "") -> Record | None:
-        """When this was done."""
-        return next((r for r in self.e.faults(kind) if node in ("", r.node)), None)
+    def told(self, cluster: FarCluster) -> list[fold.Happening]:
+        """Returns all that this cluster has told."""
+        log = self.log(cluster)
+        return [one for each in log.told.values() for one in each] if log is not None else []
 
     def rounds(self, since: float, until: float = float("inf")) -> int:
         """Decided in between."""
         return sum(row.kind == "round" and since < row.t < until for row in self.facts.versions)
 
-    def first(self, name: str, after: float, wanted: Callable[[Record], bool] = lambda r: True) -> Record | None:
-        """The first event of this name afterwards that is so."""
-        return next((r for r in self.e.records if r.name == name and after < r.t and wanted(r)), None)
+    def decided(self, after: Record | None) -> VersionRow | None:
+        """The first round after this event."""
+        return next((row for row in self.facts.versions if row.kind == "round" and after and row.t > after.t), None)
 
     def steps(self, since: float, until: float) -> int:
         """Inner steps that were told of in between, by all clusters."""
@@ -113,39 +93,37 @@ class FarEvidence:
 
 
 def trained(f: FarEvidence) -> Check:
-    """All clusters, and how fast each was."""
-    plot = f.plot
-    what = f"{len(plot.clusters)} clusters of speeds 1 to 3 train one model"
-    paces = {name: pace for name in plot.clusters if (log := f.log(name)) and (pace := _pace(log.inner))}
+    """All clusters, each as one incarnation and no others, and how fast each was."""
+    what = f"{len(CLUSTERS)} clusters of speeds 1 to 3 train one model"
+    paces = {one.name: pace for one in CLUSTERS if (log := f.log(one)) and (pace := _pace(log.inner))}
     slowest, fastest = min(paces.values(), default=1.0), max(paces.values(), default=1.0)
     text = ", ".join(f"{name} {pace:.1f} steps a second ({pace / slowest:.1f})" for name, pace in paces.items())
+    all_there = sorted(row for row, each in f.rows.items() for _ in each) == sorted(one.name for one in CLUSTERS)
     apart = FASTER[0] <= fastest / slowest <= FASTER[1]
-    return Check(what, text, f.all_there and len(paces) == len(plot.clusters) and apart)
+    return Check(what, text, all_there and len(paces) == len(CLUSTERS) and apart)
 
 
-def elastic(f: FarEvidence) -> Check:
-    """How many ranks have told that they joined, before one was killed and in all."""
-    name, (*founders, _), kill = f.plot.bends, f.plot.ranks, f.fault("sigkill", f"{f.plot.ranks[1]}-0")
-    what = f'{name} is inner="chaos" with {len(founders)} ranks at first, {len(f.plot.ranks)} in all'
-    joined = {r.node.removesuffix("-0"): r.t for r in reversed(f.e.records) if r.name == "joined" and r.own}
-    first = [node for node in sorted(joined) if kill is not None and joined[node] < kill.t]
-    text = f"{', '.join(first) or 'nobody'} before one was killed; {', '.join(sorted(joined)) or 'nobody'} in all"
-    return Check(what, text, (first, sorted(joined)) == (sorted(founders), sorted(f.plot.ranks)))
-
-
-def _pace(told: Sequence[InnerSteps]) -> float:
+def _pace(told: Sequence[fold.InnerSteps]) -> float:
     """Steps a second: the median over what was told."""
     rates = [b.steps / (b.t - a.t) for a, b in pairwise(told) if b.t > a.t]
     return statistics.median(rates) if rates else 0.0
 
 
+def elastic(f: FarEvidence) -> Check:
+    """How many ranks have told that they joined, before one was killed and in all."""
+    (*founders, _), kill = BENDS.nodes, f.fault("sigkill", f"{BENDS.nodes[1]}-0")
+    what = f'{BENDS.name} is inner="chaos" with {len(founders)} ranks at first, {len(BENDS.nodes)} in all'
+    joined = {r.node.removesuffix("-0"): r.t for r in reversed(f.e.records) if r.name == "joined" and r.own}
+    first = [node for node in sorted(joined) if kill is not None and joined[node] < kill.t]
+    text = f"{', '.join(first) or 'nobody'} before one was killed; {', '.join(sorted(joined)) or 'nobody'} in all"
+    return Check(what, text, (first, sorted(joined)) == (sorted(founders), sorted(BENDS.nodes)))
+
+
 def late(f: FarEvidence) -> Check:
-    name = f.plot.late
-    what = f"{name} comes late, fetches the newest version while the others train, and its pushes count"
-    log = f.log(name)
-    told = [one for each in log.told.values() for one in each] if log is not None else []
-    fetched = next((one for one in told if isinstance(one, Fetch)), None)
-    heard = next((x.t for x in told if isinstance(x, HeardAnswer) and x.answer == PushAnswer.ACCEPTED.value), None)
+    what = f"{LATE.name} comes late, fetches the newest version while the others train, and its pushes count"
+    log, told = f.log(LATE), f.told(LATE)
+    fetched = next((one for one in told if isinstance(one, fold.Fetch)), None)
+    heard = next((x.t for x in told if isinstance(x, fold.HeardAnswer) and x.answer == PushAnswer.ACCEPTED.value), None)
     if log is None or not log.adoptions or fetched is None or heard is None:
         return Check(what, "none of its pushes counted", False)
     first = log.adoptions[0]
@@ -156,10 +134,9 @@ def late(f: FarEvidence) -> Check:
 
 
 def died(f: FarEvidence) -> Check:
-    name = f.plot.dies
-    what = f"{name} dies, is removed, and the others go on with its samples"
-    kill = f.fault("sigkill", name)
-    row = next(iter(f.rows.get(name, ())), None)
+    what = f"{DIES.name} dies, is removed, and the others go on with its samples"
+    kill = f.fault("sigkill", DIES.name)
+    row = next(iter(f.rows.get(DIES.name, ())), None)
     if kill is None or row is None or row.ended is None:
         return Check(what, "it was not removed", False)
     text = f"removed {duration(row.ended - kill.t)} after the kill ({row.why}); {f.rounds(row.ended)} rounds after that"
@@ -168,15 +145,14 @@ def died(f: FarEvidence) -> Check:
 
 def rank(f: FarEvidence) -> Check:
     """One of an elastic cluster's, while a push of it was under way."""
-    (_, dies, joins), name = f.plot.ranks, f.plot.bends
-    what = f"a rank of {name} dies in mid-push, and another joins: the push counts, and the cluster stays"
-    kill, log = f.fault("sigkill", f"{dies}-0"), f.log(name)
-    told = [one for each in log.told.values() for one in each] if log is not None else []
-    open_ = [x for x in told if isinstance(x, FrozenPush) and kill is not None and x.t < kill.t]
+    _, dies, joins = BENDS.nodes
+    what = f"a rank of {BENDS.name} dies in mid-push, and another joins: the push counts, and the cluster stays"
+    kill, told = f.fault("sigkill", f"{dies}-0"), f.told(BENDS)
+    open_ = [x for x in told if isinstance(x, fold.FrozenPush) and kill is not None and x.t < kill.t]
     if kill is None or not open_:
         return Check(what, "no rank was killed after a push", False)
     push = max(open_, key=lambda x: x.t).push
-    heard = next((x for x in told if isinstance(x, HeardAnswer) and x.push == push), None)
+    heard = next((x for x in told if isinstance(x, fold.HeardAnswer) and x.push == push), None)
     joined = f.first("joined", kill.t, lambda r: r.node == f"{joins}-0")
     parts = [one for each in f.facts.run.followers.values() for one in each.staged.get(push, ())]
     lacking = [t for t, _, _ in parts if t > kill.t]
@@ -197,11 +173,11 @@ def follower(f: FarEvidence) -> Check:
         return Check(what, "none was killed", False)
     victim = struck.get("child")
     down = f.first("server_child", kill.t, lambda r: r.get("child") == victim and not r.get("up"))
-    up = f.first("server_child", down.t, lambda r: r.get("child") == victim and r.get("up")) if down else None
+    up = f.first("server_child", down.t, lambda r: r.get("child") == victim and bool(r.get("up"))) if down else None
     stands = ("version_loaded", "version_computed")
-    began = [r for r in f.e.records if r.name in stands and r.node == victim and up is not None and r.t > up.t]
-    loaded = next(iter(began), None)
-    decided = next((row for row in f.facts.versions if row.kind == "round" and loaded and row.t > loaded.t), None)
+    began = (r for r in f.e.records if r.name in stands and r.node == victim and up is not None and r.t > up.t)
+    loaded = next(began, None)
+    decided = f.decided(loaded)
     if up is None or loaded is None or decided is None:
         return Check(what, "none came in its place", False)
     text = f"{victim} was started again after {duration(up.t - kill.t)}, stood at {loaded.get('version')} after "
@@ -228,7 +204,7 @@ def leader(f: FarEvidence) -> Check:
     led = f.first("outer_leader_started", kill.t) if kill is not None else None
     if kill is None or led is None or (next_kill is not None and led.t > next_kill.t):
         return Check(what, "nobody led after it", False)
-    decided = next((row for row in f.facts.versions if row.kind == "round" and row.t > led.t), None)
+    decided = f.decided(led)
     text = f"term {led.get('term')} from entry {led.get('position')} on after {duration(led.t - kill.t)}"
     text += f", the next round after {duration(decided.t - kill.t)}" if decided is not None else ", and no round"
     text += f"; {f.steps(kill.t, decided.t)} inner steps meanwhile" if decided is not None else ""
@@ -240,7 +216,7 @@ def everything(f: FarEvidence) -> Check:
     what = "all processes of the server get kill -9 at once: started again, it goes on where it was"
     kill = f.fault("server_sigkill")
     led = f.first("outer_leader_started", kill.t) if kill is not None else None
-    decided = next((row for row in f.facts.versions if row.kind == "round" and led and row.t > led.t), None)
+    decided = f.decided(led)
     if kill is None or led is None or decided is None:
         return Check(what, "it did not go on", False)
     text = f"the chain from entry {led.get('position')} on after {duration(led.t - kill.t)}, round {decided.version} "
@@ -296,9 +272,9 @@ def inner_steps(f: FarEvidence) -> Check:
             beside = discarded_steps(log) if log is not None and rejected else 0
             left, known = row.steps - counted, sum(rejected) + beside
             why = f"{known} of {len(rejected)} rejected pushes and beside them" if rejected else ""
-            why = "died" if name == f.plot.dies else why
+            why = "died" if name == DIES.name else why
             words.append(f"{name} {left} of {row.steps}" + (f" ({why})" if why else ""))
-            if name != f.plot.dies and left != known:
+            if name != DIES.name and left != known:
                 lost += left - known
                 bad.append(name)
     text = f"{lost} but for the dead cluster's and those of rejected pushes: " + ", ".join(words)
@@ -308,7 +284,7 @@ def inner_steps(f: FarEvidence) -> Check:
 def removed(f: FarEvidence) -> Check:
     """Checks that silence removed the dead cluster and no other."""
     told = [t.entry.body for t in f.chain.told.values() if t.entry is not None and isinstance(t.entry.body, Removed)]
-    wrong = [body for body in told if body.incarnation.cluster != f.plot.dies]
+    wrong = [body for body in told if body.incarnation.cluster != DIES.name]
     words = "; ".join(f"{body.incarnation}: {body.reason}" for body in told)
     return Check("living clusters removed: 0", f"{len(wrong)}; {words}", bool(told) and not wrong)
 
@@ -328,7 +304,7 @@ def states(f: FarEvidence) -> Check:
             differ += mark.digests[mark.followers.index(log.name)] != one.digest
             seen[one.version] = one.digest
     finals = [r for r in f.e.records if r.name == FINAL]
-    living = [name for name in f.plot.clusters if name != f.plot.dies]
+    living = [one.name for one in CLUSTERS if one is not DIES]
     hashes, ends = {str(r["hash"]) for r in finals}, {str(r["version"]) for r in finals}
     there = {r.node for r in finals}
     text = f"{differ} of {compared} digests differ from the chain's, {again} of them of files written again; "
@@ -344,9 +320,7 @@ def learned(f: FarEvidence) -> Check:
     for r in f.e.records:
         if r.name == LOSS:
             losses.setdefault(int(number(r.get("epoch"))), number(r.get("loss")))
-    each = [losses[epoch] for epoch in sorted(losses)]
-    text = "validation loss " + ", ".join(f"{loss:.3f}" for loss in each) + " nats per byte"
-    return Check("loss falls", text, len(each) > 1 and each[-1] < each[0])
+    return proof.falls("loss falls", [losses[epoch] for epoch in sorted(losses)])
 
 
 def in_time(f: FarEvidence) -> Check:
@@ -356,28 +330,16 @@ def in_time(f: FarEvidence) -> Check:
     return Check(f"it takes at most {f.plot.most_s:.0f} s", text, f.chain.ended is not None and seconds < f.plot.most_s)
 
 
-def ended(f: FarEvidence) -> Check:
-    killed = {f.plot.dies, f.plot.ranks[1]}
-    good = bool(f.e.codes) and all(code == 0 for name, code in f.e.codes.items() if name not in killed)
-    return Check("all others end with exit code 0", words_of(f.e.codes), good)
-
-
 def audited(f: FarEvidence) -> list[Check]:
     """The audit's verdicts on the outer job, and on the elastic cluster's own."""
-    found = []
-    for judged in audit_folder(f.e.folder / "events"):
-        for one in judged.findings:
-            bad = () if one.verdict == auditing.OK else (one.verdict, *one.details[:3])
-            what = f"audit {one.point}: {auditing.POINTS[one.point]}"
-            if judged.title.startswith("elastic"):
-                what += f" ({judged.title})"
-            found.append(Check(what, "; ".join([one.text, *bad]), one.verdict == auditing.OK))
-    return found
+    jobs = audit_folder(f.e.folder / "events")
+    return [proof.verdict(x, j.title if j.title.startswith("elastic") else "") for j in jobs for x in j.findings]
 
 
 def prove(e: Evidence, plot: Plot) -> list[Check]:
     """Everything that must be true of this demo."""
     f = FarEvidence(e, plot)
     story = [trained(f), elastic(f), late(f), died(f), rank(f), follower(f), leader(f), everything(f)]
-    kept = [versions(f), pushes(f), samples(f), inner_steps(f), removed(f), states(f), learned(f), ended(f)]
-    return [*story, *kept, *([in_time(f)] if plot.most_s else ()), *audited(f)]
+    kept = [versions(f), pushes(f), samples(f), inner_steps(f), removed(f), states(f), learned(f)]
+    ended = proof.ended(e, DIES.name, BENDS.nodes[1])
+    return [*story, *kept, ended, *([in_time(f)] if plot.most_s else ()), *audited(f)]

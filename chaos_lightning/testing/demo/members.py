@@ -7,33 +7,23 @@ act begins when its fault is due, and lets some steps pass, so that each has an 
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
 
 import typer
 
-from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.events.events import Record
-from chaos_lightning.machine.units import amount, duration
+from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.charts import HOW
-from chaos_lightning.observe.fields import integer, node_of, number
-from chaos_lightning.testing.demo import proof
+from chaos_lightning.observe.fields import node_of
+from chaos_lightning.testing.demo import acts, proof
 from chaos_lightning.testing.demo.nodes import Cast
 from chaos_lightning.testing.demo.proof import Check, Evidence, consecutive, transfer
-from chaos_lightning.testing.demo.stage import (
-    Accelerator,
-    Directory,
-    Keep,
-    Pace,
-    Quick,
-    Scenario,
-    Stage,
-    play,
-    words_of,
-)
+from chaos_lightning.testing.demo.stage import Accelerator, Directory, Keep, Pace, Quick, Scenario, Stage, play
 from chaos_lightning.testing.edge.runner import prepare
 from chaos_lightning.testing.faults import Action, Fault, FaultPlan
 
@@ -124,105 +114,45 @@ QUICK = Size(
 # ------------------------------------------------------------------ acts
 
 
-def founders_start(stage: Stage[Cast], founders: tuple[str, ...] = ROLES.founders) -> None:
-    nodes = stage.nodes
-    stage.say("do", f"{len(founders)} machines start: {nodes.words(founders[0])}")
-    for name in founders:
-        if nodes.workers_of(name) > 1:
-            stage.say("do", f"{name} has {nodes.workers_of(name)} workers: {nodes.words(name)}")
-        nodes.start(name)
-    stage.say("seen", "each imports torch and Lightning first; the first one also starts the job's scheduler")
-    for name in founders:
-        for worker in range(nodes.workers_of(name)):
-            joined = stage.joined(name, worker=worker)
-            which = f"{name}, worker {worker}," if nodes.workers_of(name) > 1 else name
-            stage.say("seen", f"{which} is in as {joined.get('role')} at step {joined.get('step')}")
-    stage.rest()
-    stage.say("good", f"{len(founders)} nodes train: {stage.progress()}")
+def strike(stage: Stage[Cast], fault: Fault) -> None:
+    """Carries out one fault of the plan, as soon as it is due."""
+    stage.due(fault)
+    if fault.node == ROLES.worker:
+        _AT_WORKER[fault.action](stage)
+    elif fault.action == Action.SIGSTOP:
+        acts.freeze(stage, fault.node, fault.seconds)
+    else:
+        _AT_NODE[fault.action](stage, fault.node)
 
 
-def _kill_worker(stage: Stage[Cast], fault: Fault) -> None:
+def kill_worker(stage: Stage[Cast]) -> None:
     node = ROLES.several
     pid, member = stage.worker(node, 1)
     sibling = stage.worker(node)[1]
     stage.say("do", f"kill -9 for worker 1 of {node}; its agent and worker 0 live")
-    stage.nodes.kill_worker(fault.node, pid)
+    stage.nodes.strike(signal.SIGKILL, ROLES.worker, pid)
     slot = stage.step_without(member, time.time())
     stage.judge(sibling in slot.who, f"step {slot.step} was committed by the others, its sibling {sibling} among them")
 
 
-def _worker_comes_back(stage: Stage[Cast], fault: Fault) -> None:
-    node, records = ROLES.several, stage.records
-    dead = max(i for i, r in enumerate(records) if r.get("kind") == "sigkill" and r.node == fault.node)
-    joined = stage.joined(node, worker=1, after=dead)
+def worker_comes_back(stage: Stage[Cast]) -> None:
+    node = ROLES.several
+    dead = stage.first("fault_injected", lambda r: r.node == ROLES.worker)
+    joined = stage.joined(node, worker=1, after=dead.t)
     pid, _ = stage.worker(node, 1)
     stage.say(
         "good",
         f"worker 1 of {node}, which its agent has started again, joined at step {joined.get('step')} in process "
-        f"{pid}, {duration(joined.t - records[dead].t)} after its death",
+        f"{pid}, {duration(joined.t - dead.t)} after its death",
     )
     stage.rest()
 
 
-def _join(stage: Stage[Cast], fault: Fault) -> None:
-    name, before = fault.node, stage.step
-    stage.say("do", f"{name} starts: {stage.nodes.words(name).split()[0]}, as above, while the others train")
-    stage.nodes.start(name)
-    joined = stage.joined(name)
-    pulled = stage.event("pull_done", name)
-    stage.say(
-        "good",
-        f"{name} joined: {amount(integer(pulled.get('nbytes')))} of training state in "
-        f"{duration(number(pulled.get('seconds')))} from {len(joined.get('by_source') or ())} members; "
-        f"the others committed {stage.step - before} steps while it started",
-    )
-    stage.rest()
-
-
-def kill(stage: Stage[Cast], fault: Fault) -> None:
-    """The node dies as a whole."""
-    name = fault.node
-    worker, member = stage.worker(name)
-    stage.say("do", f"kill -9 for {name}, agent and worker at once: the machine is gone")
-    stage.nodes.kill(name, worker)
-    at = time.time()
-    slot = stage.step_without(member, at)
-    stage.say("good", f"step {slot.step} was committed {duration(slot.first - at)} later by the others")
-    stage.rest()
-
-
-def freeze(stage: Stage[Cast], fault: Fault) -> None:
-    """The node's worker sleeps, is put out, wakes and comes in again."""
-    name, seconds = fault.node, fault.seconds
-    worker, member = stage.worker(name)
-    stage.say("do", f"worker 0 of {name} freezes (SIGSTOP) for {seconds:g} s")
-    stage.nodes.freeze(name, worker, seconds)
-    wakes = time.monotonic() + seconds
-    try:
-        stage.without(member)
-        stage.say("seen", "it was put out; the others go on without it")
-        stage.wait(f"{seconds:g} s to pass", lambda: time.monotonic() >= wakes)
-    finally:
-        stage.nodes.thaw(name, worker)
-    stage.say("do", f"worker 0 of {name} wakes")
-    woken = len(stage.records)
-    stage.event("fenced", name, after=woken)
-    joined = stage.event("joined", name, after=woken)
-    again = stage.worker(name)[0]
-    stage.judge(
-        again == worker,
-        f"it was told that it is out, took over the others' state and joined again at step {joined.get('step')}, "
-        f"in the same process {again}",
-    )
-    stage.rest()
-
-
-def _leave(stage: Stage[Cast], fault: Fault) -> None:
-    name = fault.node
+def leave(stage: Stage[Cast], name: str) -> None:
     _, member = stage.worker(name)
     stage.say("do", f"Ctrl+C at the torchrun of {name} (it was the first, and writes the checkpoints)")
     at = time.time()
-    stage.nodes.interrupt(name)
+    stage.nodes.ask(name, signal.SIGINT)
     left = stage.event("left", name)
     stage.without(member)
     stage.say("seen", f"{name} finished its step and left {duration(left.t - at)} later")
@@ -231,69 +161,37 @@ def _leave(stage: Stage[Cast], fault: Fault) -> None:
     stage.judge(code == 0, f"its torchrun ended with exit code {code}")
 
 
+_AT_NODE = {Action.JOIN: acts.join, Action.SIGKILL: acts.kill, Action.LEAVE: leave}
+_AT_WORKER = {Action.SIGKILL: kill_worker, Action.JOIN: worker_comes_back}
+
+
 def everybody_goes(stage: Stage[Cast]) -> None:
     """The last member, too; then the scheduler."""
     nodes, several, last = stage.nodes, ROLES.several, ROLES.last
     stage.say("do", f"SIGTERM for {several}, with both its workers, and then for {last}, the last one")
-    nodes.terminate(several)
+    nodes.ask(several, signal.SIGTERM)
     for worker in range(nodes.workers_of(several)):
         stage.event("left", several, worker=worker)
     stage.say("seen", f"{several} has left; {last} trains alone")
     stage.rest()
-    nodes.terminate(last)
+    nodes.ask(last, signal.SIGTERM)
     kept = stage.event("kept", last)
     stage.event("left", last)
     stage.say("good", f"{last} left, and kept the training state at step {kept.get('step')} in a file")
-    scheduler = integer(fetch_status(nodes.endpoint, timeout_s=stage.pace.act_deadline_s)["pid"])
-    stage.say("do", "SIGTERM for the scheduler, too: nothing of the job is to be left")
-    nodes.end_scheduler(scheduler)
-    stage.wait("the end of the scheduler", lambda: not nodes.runs(scheduler))
-    codes = stage.exits(several, last)
-    stage.judge(not any(codes.values()), f"nothing runs any more; exit codes: {words_of(codes)}")
+    acts.scheduler_ends(stage, (several, last), "nothing runs any more")
 
 
 def all_begins_again(stage: Stage[Cast]) -> None:
-    """The same commands."""
-    nothing = len(stage.records)
-    stage.say("do", f"{' and '.join(ROLES.again)} start again, by the same commands")
-    for name in ROLES.again:
-        stage.nodes.start(name)
-    resumed = stage.wait(
-        "a member that goes on from the kept state",
-        lambda: next((r for r in stage.records[nothing:] if r.name == "resumed_kept"), None),
-        stage.pace.start_deadline_s,
-    )
+    at = acts.start_again(stage, ROLES.again)
+    what = "a member that goes on from the kept state"
+    resumed = stage.first("resumed_kept", after=at, deadline_s=stage.pace.start_deadline_s, what=what)
     stage.say(
         "good",
         f"{resumed.node.removesuffix('-0')} founds the job at step {resumed.get('step')}, on the state that "
         f"{resumed.get('keeper')} kept",
     )
-    for name in ROLES.again:
-        stage.say("seen", f"{name} is in at step {stage.joined(name, after=nothing).get('step')}")
+    acts.are_in(stage, ROLES.again, at)
     stage.rest()
-
-
-def finish(stage: Stage[Cast], beside: Collection[str] = ()) -> None:
-    """Ends the job; processes `beside` it go on."""
-    nodes = stage.nodes
-    stage.say("do", "enough: the job ends with this epoch, by a vote as EarlyStopping's")
-    (nodes.folder / "enough").touch()
-    staying = [name for name in nodes.nodes if name not in nodes.fallen | nodes.left | {*beside}]
-    for name in staying:
-        stage.event("finished", name)
-    codes = stage.exits(*staying)
-    stage.judge(not any(codes.values()), f"the job finished at step {stage.step}; exit codes: {words_of(codes)}")
-    stage.look()
-
-
-_STRIKES = {Action.JOIN: _join, Action.SIGKILL: kill, Action.SIGSTOP: freeze, Action.LEAVE: _leave}
-_AT_WORKER = {Action.SIGKILL: _kill_worker, Action.JOIN: _worker_comes_back}
-
-
-def _strike(fault: Fault, stage: Stage[Cast]) -> None:
-    """As soon as this fault is due."""
-    stage.due(fault)
-    (_AT_WORKER if fault.node == ROLES.worker else _STRIKES)[fault.action](stage, fault)
 
 
 # ------------------------------------------------------------------ what it proves
@@ -480,7 +378,13 @@ def scenario(cast: Cast, size: Size) -> Scenario[Cast]:
     return Scenario(
         name="demo",
         nodes=cast,
-        acts=(founders_start, *(partial(_strike, fault) for fault in plan), everybody_goes, all_begins_again, finish),
+        acts=(
+            partial(acts.founders_start, founders=ROLES.founders),
+            *(partial(strike, fault=fault) for fault in plan),
+            everybody_goes,
+            all_begins_again,
+            acts.finish,
+        ),
         prove=prove,
         plan=plan,
         pace=size.pace,

@@ -15,7 +15,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,8 @@ LINK_RATES_BPS = {"edge-1": 600e6, "edge-2": 100e6, "edge-3": 300e6}
 """The newcomer's links are uneven, as edge networks are: their sockets are paced (testing/emulation.py)."""
 POLITE_S = 4.0
 """Between SIGTERM and SIGKILL at the end, s."""
+HASHES = {"CHAOS_STATE_HASH_EVERY": "5"}
+"""Setting of nodes whose states are compared: one may be killed soon after it joined."""
 
 
 class NodeDied(ChaosError):
@@ -68,7 +70,7 @@ def last_words(child: Child, lines: int = 12) -> str:
 
 @dataclass(slots=True)
 class Cast:
-    """All nodes of one demo, by name; the first worker of node "edge-1" is the member "edge-1-0".
+    """All processes of one demo, by name; the first worker of node "edge-1" is the member "edge-1-0".
 
     Attributes:
         folder: Everything is written below it.
@@ -78,10 +80,13 @@ class Cast:
         places: By node: where it may start a scheduler. All others ask the first of these first, then the others.
         store: Of the chain; "": a file in the folder.
         script: Module that workers run.
+        others: Returns processes that others have started, and that are not to end either.
         nodes: Agents by node name; of a node that was started again, the one that was started last.
         earlier: The agents before them.
         fallen: Nodes that were killed on purpose.
         left: Nodes that were asked to leave, and were not started again.
+        mark: Borne by all processes.
+        log: Takes what is done to them.
     """
 
     folder: Path
@@ -91,16 +96,17 @@ class Cast:
     places: Mapping[str, str] = field(default_factory=lambda: places_for("edge-1"))
     store: str = ""
     script: str = "chaos_lightning.testing.demo.train"
+    others: Callable[[], Mapping[str, Child]] = dict
     nodes: dict[str, Child] = field(default_factory=dict)
     earlier: dict[str, Child] = field(default_factory=dict)
     fallen: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
-    _mark: Mark = field(default_factory=lambda: Mark(name=MARK))
-    _log: EventLog = field(init=False)
+    mark: Mark = field(default_factory=lambda: Mark(name=MARK))
+    log: EventLog = field(init=False)
 
     def __post_init__(self) -> None:
         self.events.mkdir(parents=True, exist_ok=True)
-        self._log = EventLog.in_directory(self.events, "demo", role="harness")
+        self.log = EventLog.in_directory(self.events, "demo", role="harness")
 
     @property
     def events(self) -> Path:
@@ -139,10 +145,11 @@ class Cast:
     def command(self, name: str) -> list[str]:
         """The same, but for programs being called by their modules."""
         program = ["torch.distributed.run"] if self.workers_of(name) == 1 else ["chaos_lightning.cli", "run"]
-        return [sys.executable, "-m", *program, *self.options(name), "-m", self.script, *self._told()]
+        return [sys.executable, "-m", *program, *self.options(name), "-m", *self.training()]
 
-    def _told(self) -> list[str]:
-        return ["--folder", str(self.folder), *self.arguments]
+    def training(self) -> list[str]:
+        """Returns the training script's module and its arguments."""
+        return [self.script, f"--folder={self.folder}", *self.arguments]
 
     def start(self, name: str) -> None:
         """Starts a node of this name, perhaps again after it has ended."""
@@ -150,85 +157,55 @@ class Cast:
             self.earlier[name] = self.nodes[name]
             self.left.discard(name)
             self.fallen.discard(name)
-        more = {"CHAOS_NODE": name, "CHAOS_STATE_HASH_EVERY": "5", RATES: json.dumps(rates_of(name))}
-        self.nodes[name] = self._start(name, self.command(name), self.events, more)
+        self.run(name, self.command(name), {"CHAOS_NODE": name, **HASHES, RATES: json.dumps(rates_of(name))})
 
-    def start_alone(self, name: str, *more: str) -> None:
-        """Starts the script in one process that is no node of the job, with its events in a folder of this name."""
-        command = [sys.executable, "-m", self.script, *self._told(), *more]
-        self.nodes[name] = self._start(name, command, self.folder / name, {})
-
-    def _start(self, name: str, command: list[str], events: Path, more: Mapping[str, str]) -> Child:
-        environment = {**surroundings(events), **more, **self._mark.environment()}
-        return start_command(name, command, self.folder / "out" / f"{name}.log", env=environment, cwd=self.folder)
+    def run(self, name: str, command: Sequence[str], more: Mapping[str, str], events: Path | None = None) -> None:
+        """Starts this command, `more` in its environment; its events go to those of all others, or to this folder."""
+        environment = {**surroundings(events or self.events), **more, **self.mark.environment()}
+        log = self.folder / "out" / f"{name}.log"
+        self.nodes[name] = start_command(name, command, log, env=environment, cwd=self.folder)
 
     # ------------------------------------------------------------------------------------------------ hurting
+
+    def note(self, kind: str, node: str, **fields: object) -> None:
+        """Writes down what is about to be done to this member or process."""
+        self.log.emit("fault_injected", kind=kind, node=node, **fields)
+
+    def strike(self, number: signal.Signals, node: str, pid: int, kind: str = "", **fields: object) -> None:
+        """Sends a signal to one process; the log calls it `kind`, or as the signal."""
+        self.note(kind or number.name.lower(), node, pid=pid, **fields)
+        if not self.mark.send(pid, number):
+            raise NodeDied(f"process {pid} is not there any more, so it cannot get {number.name}")
 
     def kill(self, name: str, worker: int) -> None:
         """SIGKILL for worker and agent at once: as if the machine were gone. The worker first, or its agent's death
         would ask it to leave."""
         self.fallen.add(name)
-        self._note("sigkill", name, pid=worker)
-        self._signal(worker, signal.SIGKILL)
+        self.strike(signal.SIGKILL, f"{name}-0", worker)
         self.nodes[name].send(signal.SIGKILL)
 
-    def kill_worker(self, member: str, worker: int) -> None:
-        """SIGKILL for one worker of a node; its agent and its siblings live."""
-        self._log.emit("fault_injected", kind="sigkill", node=member, pid=worker)
-        self._signal(worker, signal.SIGKILL)
-
     def kill_agent(self, name: str) -> None:
-        """SIGKILL for the agent, whose worker has killed itself."""
+        """SIGKILL for the agent, whose worker has killed itself, or for a process that has no agent."""
         self.fallen.add(name)
         self.nodes[name].send(signal.SIGKILL)
 
     def freeze(self, name: str, worker: int, seconds: float) -> None:
         """SIGSTOP for the worker, to be followed by `thaw` after so many seconds."""
-        self._note("sigstop", name, pid=worker, seconds=seconds)
-        self._signal(worker, signal.SIGSTOP)
+        self.strike(signal.SIGSTOP, f"{name}-0", worker, seconds=seconds)
 
     def thaw(self, name: str, worker: int) -> None:
         """SIGCONT."""
-        self._note("sigcont", name, pid=worker)
-        self._signal(worker, signal.SIGCONT)
+        self.strike(signal.SIGCONT, f"{name}-0", worker)
 
-    def interrupt(self, name: str) -> None:
-        """Ctrl+C at the node's agent."""
-        self._ask(name, signal.SIGINT)
-
-    def terminate(self, name: str) -> None:
-        """SIGTERM for the node's agent."""
-        self._ask(name, signal.SIGTERM)
-
-    def _ask(self, name: str, number: signal.Signals) -> None:
+    def ask(self, name: str, number: signal.Signals) -> None:
+        """Ctrl+C or SIGTERM at the node's agent: it is to leave."""
         self.left.add(name)
-        self._note(number.name.lower(), name, pid=self.nodes[name].pid)
+        self.note(number.name.lower(), f"{name}-0", pid=self.nodes[name].pid)
         self.nodes[name].send(number)
-
-    def kill_scheduler(self, pid: int) -> None:
-        """SIGKILL for a scheduler that one of the nodes has started."""
-        self._log.emit("fault_injected", kind="scheduler_sigkill", node="scheduler", pid=pid)
-        self._signal(pid, signal.SIGKILL)
-
-    def end_scheduler(self, pid: int) -> None:
-        """SIGTERM for a scheduler that one of the nodes has started."""
-        self._log.emit("fault_injected", kind="scheduler_sigterm", node="scheduler", pid=pid)
-        self._signal(pid, signal.SIGTERM)
 
     def runs(self, pid: int) -> bool:
         """Whether this process of the demo's has not ended."""
-        return pid in self._mark.alive()
-
-    def note(self, kind: str, name: str) -> None:
-        """Something that was done to others than the nodes."""
-        self._log.emit("fault_injected", kind=kind, node=name)
-
-    def _note(self, kind: str, name: str, **fields: object) -> None:
-        self._log.emit("fault_injected", kind=kind, node=f"{name}-0", **fields)
-
-    def _signal(self, pid: int, number: int) -> None:
-        if not self._mark.send(pid, number):
-            raise NodeDied(f"process {pid} is not there any more, so it cannot get {signal.Signals(number).name}")
+        return pid in self.mark.alive()
 
     # ------------------------------------------------------------------------------------------------ watching
 
@@ -238,11 +215,10 @@ class Cast:
 
     def check(self) -> None:
         """Raises:
-        NodeDied: A node ended with an error that is no part of the plot.
+        NodeDied: One ended with an error that is no part of the plot.
         """
-        for name, child in self.nodes.items():
-            code = child.poll()
-            if code not in (None, 0) and name not in self.fallen:
+        for name, child in {**self.nodes, **self.others()}.items():
+            if child.poll() not in (None, 0) and name not in self.fallen:
                 raise NodeDied(f"{child.words()}; all that it said is in {child.log}; at last:\n{last_words(child)}")
 
     def exit_codes(self) -> dict[str, int | None]:
@@ -254,9 +230,9 @@ class Cast:
 
     def close(self) -> int:
         """Ends everything that bears the mark; returns how many processes had to be ended."""
-        ended = self._mark.end(POLITE_S)
+        ended = self.mark.end(POLITE_S)
         for child in (*self.nodes.values(), *self.earlier.values()):
             if not child.running:
                 child.release()
-        self._log.close()
+        self.log.close()
         return ended

@@ -80,6 +80,14 @@ class Evidence:
         """Returns the faults of these kinds."""
         return faults_of(self.records, *kinds)
 
+    def fault(self, kind: str, node: str = "") -> Record | None:
+        """The first fault of this kind, at this node or at any."""
+        return next((r for r in self.faults(kind) if node in ("", r.node)), None)
+
+    def first(self, name: str, after: float = 0.0, wanted: Callable[[Record], bool] = lambda r: True) -> Record | None:
+        """The first event of this name after this time that is so."""
+        return next((r for r in self.records if r.name == name and r.t > after and wanted(r)), None)
+
     def lives(self, name: str, worker: int = 0) -> list[Life]:
         """Returns the lives of this node's worker, in order."""
         mine = (x for x in self.timeline.lives.values() if x.node == f"{name}-{worker}")
@@ -122,6 +130,12 @@ def finished(e: Evidence, names: Collection[str], what: str) -> Check:
     who = sorted(node_of(m).removesuffix("-0") for m in closing[-1].commits) if closing else []
     text = f"closing slot committed by {', '.join(who) or 'nobody'}; exit codes {codes}"
     return Check(what, text, who == sorted(names) and all(code == 0 for code in codes))
+
+
+def ended(e: Evidence, *killed: str) -> Check:
+    """All but those that were killed have ended well."""
+    good = bool(e.codes) and all(code == 0 for name, code in e.codes.items() if name not in killed)
+    return Check("all others end with exit code 0", words_of(e.codes) or "nobody ran", good)
 
 
 def no_step_lost(e: Evidence) -> Check:
@@ -186,9 +200,13 @@ def equal_weights(e: Evidence, names: Collection[str]) -> Check:
 
 
 def learned(e: Evidence) -> Check:
-    losses = [number(r.get("loss")) for r in e.records if r.name == LOSS]
+    return falls("the model learns", [number(r.get("loss")) for r in e.records if r.name == LOSS])
+
+
+def falls(what: str, losses: Sequence[float]) -> Check:
+    """The last validation's loss is less than the first one's."""
     text = "validation loss " + ", ".join(f"{loss:.3f}" for loss in losses) + " nats per byte"
-    return Check("the model learns", text, len(losses) > 1 and losses[-1] < losses[0])
+    return Check(what, text, len(losses) > 1 and losses[-1] < losses[0])
 
 
 def training(e: Evidence, names: Collection[str]) -> list[Check]:
@@ -198,14 +216,15 @@ def training(e: Evidence, names: Collection[str]) -> list[Check]:
 
 def audited(e: Evidence) -> list[Check]:
     """The independent audit's verdicts; here all five points must be shown."""
-    return [
-        Check(f"audit {f.point}: {auditing.POINTS[f.point]}", "; ".join([f.text, *_bad(f)]), f.verdict == auditing.OK)
-        for f in auditing.audit(e.folder / "events")
-    ]
+    return [verdict(finding) for finding in auditing.audit(e.folder / "events")]
 
 
-def _bad(finding: auditing.Finding) -> Sequence[str]:
-    return () if finding.verdict == auditing.OK else (finding.verdict, *finding.details[:3])
+def verdict(finding: auditing.Finding, job: str = "") -> Check:
+    """One of the audit's points, of this job if there are several."""
+    good = finding.verdict == auditing.OK
+    what = f"audit {finding.point}: {auditing.POINTS[finding.point]}" + (f" ({job})" if job else "")
+    bad = () if good else (finding.verdict, *finding.details[:3])
+    return Check(what, "; ".join([finding.text, *bad]), good)
 
 
 def _dead(e: Evidence) -> set[str]:
@@ -225,6 +244,11 @@ def table(checks: Sequence[Check], title: str) -> Table:
         verdict = Text("ok", style="bold green") if check.ok else Text("FAILED", style="bold red")
         grid.add_row(verdict, escape(check.what), escape(check.found))
     return grid
+
+
+def words_of(codes: Mapping[str, int | None]) -> str:
+    """Exit codes in a sentence."""
+    return ", ".join(f"{name} {code}" for name, code in codes.items())
 
 
 def consecutive(numbers: Sequence[int]) -> bool:

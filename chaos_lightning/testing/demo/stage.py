@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Annotated, Generic, NoReturn, Protocol, TypeVar
 
 import typer
@@ -89,7 +89,7 @@ class Pace:
     """How long things take.
 
     Attributes:
-        rest_steps: Undisturbed steps between two acts.
+        rest_steps: Undisturbed steps between two acts; of clusters far apart, rounds.
         start_deadline_s: For a node that starts (importing torch and Lightning takes a while), s.
         act_deadline_s: For everything else that is waited for, s.
     """
@@ -110,7 +110,7 @@ class Scenario(Generic[N]):
         prove: What the logs must show.
         plan: Faults that acts wait for by `Stage.due`.
         pace: How long things take.
-        tells: What is worth being said of an event; "": nothing.
+        tells: Returns words about an event, which are said once; "": none.
         begin: What must be there before the first act.
         endings: End everything that was started, also what `begin` and a broken act have left.
     """
@@ -149,7 +149,8 @@ def play(scenario: Scenario[N], folder: Path, *, keep: bool = False) -> NoReturn
     problem, began = "", time.monotonic()
     with on_stage(console, folder, *scenario.endings):
         scenario.begin()
-        with Screen(console) as screen:
+        screen = Screen(console)
+        with screen.live or contextlib.nullcontext():
             try:
                 stage = Stage(scenario, screen)
                 for act in scenario.acts:
@@ -254,6 +255,7 @@ class Stage(Generic[N]):
         self._tail = Tail(scenario.nodes.events)
         self._schedule = Schedule(scenario.plan)
         self._due: list[Fault] = []
+        self._told = {""}
 
     def say(self, kind: str, text: str) -> None:
         """Shows a line of this kind: "do", "seen", "good" or "bad"."""
@@ -272,7 +274,8 @@ class Stage(Generic[N]):
             if self.outer.take(record):
                 self.timeline.take(record)
             self._schedule.saw(record.name, record.node.removesuffix("-0"))
-            if words := self._tells(record):
+            if (words := self._tells(record)) not in self._told:
+                self._told.add(words)
                 self.say("seen", words)
         self._due += self._schedule.due(step=self.step)
         self._screen.refresh(self.timeline, self.outer)
@@ -303,26 +306,37 @@ class Stage(Generic[N]):
         """Until this fault of the plan is due."""
         self.wait(f"the time for '{fault}'", lambda: fault in self._due)
 
-    def event(
-        self, event: str, node: str, deadline_s: float | None = None, *, worker: int = 0, after: int = 0
+    def first(
+        self,
+        name: str,
+        wanted: Callable[[Record], bool] = lambda r: True,
+        *,
+        after: float = 0.0,
+        deadline_s: float | None = None,
+        what: str = "",
     ) -> Record:
-        """The first event of this name from this worker of this node, among those read after the first `after`."""
-        place = after
+        """The first event of this name that is so, written after this time; `what` it is, for the message."""
+        place = 0
 
         def found() -> Record | None:
             nonlocal place
-            while place < len(self.records):
-                record = self.records[place]
-                place += 1
-                # The scheduler writes about members, too.
-                if record.name == event and record.node == f"{node}-{worker}" and record.source.startswith("member"):
-                    return record
-            return None
+            unread, place = self.records[place:], len(self.records)
+            return next((r for r in unread if r.name == name and r.t > after and wanted(r)), None)
 
-        which = f"{node}, worker {worker}" if worker else node
-        return self.wait(f"'{event}' of {which}", found, deadline_s)
+        return self.wait(what or f"'{name}'", found, deadline_s)
 
-    def joined(self, node: str, *, worker: int = 0, after: int = 0) -> Record:
+    def event(
+        self, event: str, node: str, deadline_s: float | None = None, *, worker: int = 0, after: float = 0.0
+    ) -> Record:
+        """The first event of this name from this worker of this node, written after this time."""
+
+        def wanted(r: Record) -> bool:  # the scheduler writes about members, too
+            return r.node == f"{node}-{worker}" and r.source.startswith("member")
+
+        which = f"'{event}' of {node}" + (f", worker {worker}" if worker else "")
+        return self.first(event, wanted, after=after, deadline_s=deadline_s, what=which)
+
+    def joined(self, node: str, *, worker: int = 0, after: float = 0.0) -> Record:
         """Its member is in, after a start."""
         return self.event("joined", node, self.pace.start_deadline_s, worker=worker, after=after)
 
@@ -347,14 +361,11 @@ class Stage(Generic[N]):
             lambda: next((s for s in self.timeline.recent(50) if s.first > at and member not in s.who), None),
         )
 
-    def exits(self, *names: str) -> dict[str, int]:
+    def exits(self, *names: str) -> dict[str, int | None]:
         """The exit codes of these nodes, once all have ended."""
-
-        def ended(name: str) -> tuple[int] | None:
-            code = self.nodes.exit_codes()[name]
-            return None if code is None else (code,)  # 0 is an answer, too
-
-        return {name: self.wait(f"the end of {name}'s torchrun", lambda n=name: ended(n))[0] for name in names}  # type: ignore[misc]
+        for name in names:
+            self.wait(f"the end of {name}'s torchrun", lambda n=name: self.nodes.exit_codes()[n] is not None)  # type: ignore[misc]
+        return {name: self.nodes.exit_codes()[name] for name in names}
 
     # ------------------------------------------------------------------ looking
 
@@ -378,41 +389,26 @@ class Stage(Generic[N]):
         return integer(opened[-1].get("pid")), life.member
 
 
-def words_of(codes: Mapping[str, int | None]) -> str:
-    """Exit codes in a sentence."""
-    return ", ".join(f"{name} {code}" for name, code in codes.items())
-
-
 # ------------------------------------------------------------------ what a person sees
 
 
 class Screen:
-    """A context manager around the whole story.
+    """Prints the story.
 
-    Args:
+    Attributes:
         console: Where to.
+        live: Context of the whole story, on a terminal.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.began = time.monotonic()
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._began = time.monotonic()
         self._drawn = 0.0
-
-    def __enter__(self) -> Screen:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def say(self, kind: str, text: str) -> None:
         """A line of the story; what does not fit goes on below, and words stay whole, so that they can be copied."""
-        head = f"{time.monotonic() - self.began:6.1f} s  "
+        head = f"{time.monotonic() - self._began:6.1f} s  "
         room = max(_LEAST_ROOM, self.console.width - len(head) - 2)
         first, *more = [
             part
@@ -427,14 +423,14 @@ class Screen:
     def refresh(self, timeline: Timeline, outer: OuterBoard) -> None:
         """The present state of the job, if it is time to show it."""
         now = time.monotonic()
-        if now - self._drawn < (_PLAIN_S if self._live is None else _REDRAW_S):
+        if now - self._drawn < (_PLAIN_S if self.live is None else _REDRAW_S):
             return
         self._drawn = now
         board = from_timeline(timeline, time.time(), title="chaos-lightning demo", lines=4)
         if outer.there:
             board = outer.draw(time.time(), title=board.title, members=board, lines=4)
-        if self._live is not None:
-            self._live.update(draw(board), refresh=True)
+        if self.live is not None:
+            self.live.update(draw(board), refresh=True)
         elif outer.there or timeline.slots:
             words = ", ".join(f"{k} {v}" for k, v in board.figures) if outer.there else progress(timeline)
             self.say("seen", words)

@@ -10,36 +10,26 @@ in each step, and what each change cost: policy and reason, micro-batches run ag
 from __future__ import annotations
 
 import json
+import signal
+import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from chaos_lightning.control.channel import fetch_status
 from chaos_lightning.events.events import Record, read_events
 from chaos_lightning.machine.units import amount, duration
 from chaos_lightning.observe.fields import integer
 from chaos_lightning.observe.spans import merge, size
 from chaos_lightning.planning.pipelines.files import to_dict
 from chaos_lightning.planning.pipelines.job import Device, Layer, TrainingJob
-from chaos_lightning.testing.demo import STEP_LOSS, proof
-from chaos_lightning.testing.demo.members import finish, founders_start, freeze, kill
+from chaos_lightning.testing.demo import STEP_LOSS, acts, proof
 from chaos_lightning.testing.demo.nodes import Cast, places_for
 from chaos_lightning.testing.demo.proof import Check, Evidence
-from chaos_lightning.testing.demo.stage import (
-    Accelerator,
-    Directory,
-    Keep,
-    Pace,
-    Quick,
-    Scenario,
-    Stage,
-    play,
-    words_of,
-)
+from chaos_lightning.testing.demo.stage import Accelerator, Directory, Keep, Pace, Quick, Scenario, Stage, play
 from chaos_lightning.testing.edge.runner import prepare
-from chaos_lightning.testing.faults import Action, Fault
 
 DEVICES = tuple(f"dev-{i}" for i in range(1, 7))
 IN_BACKWARD, KILLED, FROZEN = "dev-2", "dev-5", "dev-3"
@@ -118,65 +108,54 @@ def dies_in_backward(stage: Stage[Cast]) -> None:
     name = IN_BACKWARD
     _, member = stage.worker(name)
     stage.say("do", f"kill -9 for {name} in the middle of its next backward pass")
-    seen, ask = len(stage.records), stage.nodes.folder / f"strike-{name}-0"
+    at, ask = time.time(), stage.nodes.folder / f"strike-{name}-0"
     ask.touch()
-    struck = stage.event("fault_injected", name, after=seen)
+    struck = stage.event("fault_injected", name, after=at)
     stage.nodes.kill_agent(name)
     ask.unlink()
-    slot = stage.step_without(member, struck.t)
-    stage.say("good", f"step {slot.step} was committed {duration(slot.first - struck.t)} later by the others")
-    stage.rest()
+    acts.others_go_on(stage, member, struck.t)
 
 
-def devices_come_back(stage: Stage[Cast], names: Iterable[str]) -> None:
-    stage.say("do", f"{' and '.join(names)} start again, by the same commands")
-    seen = len(stage.records)
-    for name in names:
-        stage.nodes.start(name)
-    for name in names:
-        stage.say("seen", f"{name} is in at step {stage.joined(name, after=seen).get('step')}")
+def devices_come_back(stage: Stage[Cast], names: Sequence[str]) -> None:
+    at = acts.start_again(stage, names)
+    acts.are_in(stage, names, at)
     in_shape(stage)
 
 
 def all_leave(stage: Stage[Cast]) -> None:
-    nodes, seen = stage.nodes, len(stage.records)
+    at = time.time()
     stage.say("do", f"SIGTERM for all {len(DEVICES)} at once")
     for name in DEVICES:
-        nodes.terminate(name)
+        stage.nodes.ask(name, signal.SIGTERM)
     for name in DEVICES:
-        stage.event("left", name, after=seen)
-    kept = [r for r in stage.records[seen:] if r.name == "kept" and r.own]
+        stage.event("left", name, after=at)
+    kept = [r for r in stage.records if r.name == "kept" and r.own and r.t > at]
     steps = sorted({integer(r["step"]) for r in kept})
     # One that heard of it a step before the others may have left alone: they hold all that it held.
     words = f"{len(kept)} of them kept the layers that they hold in files, at step {', '.join(map(str, steps))}"
     stage.judge(len(steps) == 1, words)
-    scheduler = integer(fetch_status(nodes.endpoint, timeout_s=stage.pace.act_deadline_s)["pid"])
-    stage.say("do", "SIGTERM for the scheduler, too: nothing of the job is to be left")
-    nodes.end_scheduler(scheduler)
-    stage.wait("the end of the scheduler", lambda: not nodes.runs(scheduler))
-    codes = stage.exits(*DEVICES)
-    stage.judge(not any(codes.values()), f"no device runs any more; exit codes: {words_of(codes)}")
+    acts.scheduler_ends(stage, DEVICES, "no device runs any more")
 
 
 def all_come_back(stage: Stage[Cast]) -> None:
-    seen = len(stage.records)
+    at = time.time()
     devices_come_back(stage, DEVICES)
-    resumed = [r for r in stage.records[seen:] if r.name == "resumed_kept"]
+    resumed = [r for r in stage.records if r.name == "resumed_kept" and r.t > at]
     stage.say("good", f"{len(resumed)} of them went on from their files")
 
 
 def one_process_starts(stage: Stage[Cast]) -> None:
     stage.say("do", "the same script starts in one process, too, and trains without interruption, for comparison")
-    stage.nodes.start_alone(ALONE, "--alone", "--pause=0")
+    nodes = stage.nodes
+    command = [sys.executable, "-m", *nodes.training(), "--alone", "--pause=0"]
+    nodes.run(ALONE, command, {}, events=nodes.folder / ALONE)
 
 
 def one_process_ends(stage: Stage[Cast]) -> None:
     epochs = 1 + max(epoch for slot in stage.timeline.chain() for _, epoch in slot.ledger)
     stage.say("do", f"the one process ends, once it has trained {epochs} epochs")
-    asked = stage.nodes.folder / ALONE / "enough"
-    asked.with_suffix(".part").write_text(str(epochs))
-    asked.with_suffix(".part").rename(asked)
-    stage.wait("the end of that process", lambda: stage.nodes.exit_codes()[ALONE] is not None)
+    acts.enough(stage.nodes.folder / ALONE, epochs)
+    stage.exits(ALONE)
 
 
 # ------------------------------------------------------------------ what it proves
@@ -237,7 +216,7 @@ def came_back(e: Evidence, name: str) -> Check:
     if len(lives) < 2 or lives[1].joined is None:
         return Check(what, "it did not", False)
     joined, member = lives[1].joined, lives[1].member
-    held = next((r for r in e.records if r.name == "pipelines" and member in r.get("layers", {})), None)
+    held = e.first("pipelines", wanted=lambda r: member in r.get("layers", {}))
     step = next((s for s in e.steps if held is not None and s.first > held.t and member in s.who), None)
     if held is None or step is None:
         return Check(what, f"it joined {duration(joined - lives[1].born)} after its hello, and has no layers", False)
@@ -273,12 +252,9 @@ def losses(e: Evidence) -> list[Check]:
     steps = {s.step for s in e.steps}
     text = f"{len(apart)} steps compared, largest difference {max(apart, default=0.0):.1e}"
     whole = set(ours) == steps and steps <= set(theirs)
+    told = f"{len(ours)} steps, {len(torn)} with several"
     return [
-        Check(
-            "each step has one loss, at all devices",
-            f"{len(ours)} steps, {len(torn)} with several",
-            not torn and bool(ours),
-        ),
+        Check("each step has one loss, at all devices", told, not torn and bool(ours)),
         Check(f"losses are within {CLOSE:g} of those of one process", text, whole and max(apart, default=1.0) <= CLOSE),
     ]
 
@@ -319,30 +295,6 @@ def prove(e: Evidence) -> list[Check]:
 # ------------------------------------------------------------------ the command
 
 
-def scenario(cast: Cast, pace: Pace) -> Scenario[Cast]:
-    """The demo, with these nodes."""
-    return Scenario(
-        name="demo-pipeline",
-        nodes=cast,
-        acts=(
-            partial(founders_start, founders=DEVICES),
-            in_shape,
-            dies_in_backward,
-            partial(kill, fault=Fault(action=Action.SIGKILL, node=KILLED, after_s=0.0)),
-            partial(freeze, fault=Fault(action=Action.SIGSTOP, node=FROZEN, after_s=0.0, seconds=FREEZE_S)),
-            one_process_starts,
-            partial(devices_come_back, names=(IN_BACKWARD, KILLED)),
-            all_leave,
-            all_come_back,
-            partial(finish, beside=(ALONE,)),
-            one_process_ends,
-        ),
-        prove=prove,
-        pace=pace,
-        endings=(cast.close,),
-    )
-
-
 def demo_pipeline(
     directory: Directory = None, quick: Quick = False, keep: Keep = False, accelerator: Accelerator = "cpu"
 ) -> None:
@@ -353,4 +305,24 @@ def demo_pipeline(
     arguments = (*ARGUMENTS, f"--profile={folder / 'profile.json'}", f"--accelerator={accelerator}")
     script = "chaos_lightning.testing.demo.train_stages"
     cast = Cast(folder, arguments, places=places_for(DEVICES[0]), script=script)
-    play(scenario(cast, QUICK if quick else Pace(rest_steps=6)), folder, keep=keep)
+    scenario = Scenario(
+        name="demo-pipeline",
+        nodes=cast,
+        acts=(
+            partial(acts.founders_start, founders=DEVICES),
+            in_shape,
+            dies_in_backward,
+            partial(acts.kill, name=KILLED),
+            partial(acts.freeze, name=FROZEN, seconds=FREEZE_S),
+            one_process_starts,
+            partial(devices_come_back, names=(IN_BACKWARD, KILLED)),
+            all_leave,
+            all_come_back,
+            partial(acts.finish, beside=(ALONE,)),
+            one_process_ends,
+        ),
+        prove=prove,
+        pace=QUICK if quick else Pace(rest_steps=6),
+        endings=(cast.close,),
+    )
+    play(scenario, folder, keep=keep)

@@ -119,10 +119,13 @@ class Demo(Callback):  # type: ignore[misc]
             session.engine.events.emit(LOSS, epoch=trainer.current_epoch, loss=float(loss))
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        asked = self.folder / "enough"
-        enough = asked.exists() and trainer.current_epoch + 1 >= int(asked.read_text() or 0)
-        if trainer.strategy.reduce_boolean_decision(enough, all=False):
+        if trainer.strategy.reduce_boolean_decision(self.enough(trainer), all=False):
             trainer.should_stop = True
+
+    def enough(self, trainer: Trainer) -> bool:
+        """Whether this was the last epoch, by this process's own look at the file."""
+        asked = self.folder / "enough"
+        return asked.exists() and trainer.current_epoch + 1 >= int(asked.read_text() or 0)
 
 
 def options(description: str | None) -> argparse.ArgumentParser:

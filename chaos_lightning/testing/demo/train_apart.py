@@ -8,35 +8,23 @@ the hash of the weights at the end go into an event log of the script's own.
 
 from __future__ import annotations
 
-import contextlib
-import time
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.strategies.diloco import ClusterStrategy, DiLoCoStrategy
 from chaos_lightning.testing.demo import FINAL, LOSS
-from chaos_lightning.testing.demo.train import fit, options, weights_of
+from chaos_lightning.testing.demo.train import Demo, fit, options, weights_of
 
 
-class Apart(Callback):  # type: ignore[misc]
-    """Paces the steps, tells of losses, and ends training when there were epochs enough.
-
-    Args:
-        folder: Holds the file `enough` once the number of epochs is known.
-        pause_s: Added to each step, s.
-        events: Of this script.
-    """
+class Apart(Demo):
+    """See the module, and `Demo`; `events` takes losses."""
 
     def __init__(self, folder: Path, pause_s: float, events: EventLog) -> None:
-        self.enough = folder / "enough"
-        self.pause_s = pause_s
+        super().__init__(folder, pause_s)
         self.events = events
-
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        time.sleep(self.pause_s)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         loss = trainer.callback_metrics.get("val_loss")
@@ -44,9 +32,8 @@ class Apart(Callback):  # type: ignore[misc]
             self.events.emit(LOSS, epoch=trainer.current_epoch, loss=float(loss))
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if trainer.current_epoch + 1 >= int(self.enough.read_text()):
-                trainer.should_stop = True
+        if self.enough(trainer):
+            trainer.should_stop = True
 
 
 def main() -> None:
