@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from chaos_lightning.errors import ConfigurationError, DeadlineError
 from chaos_lightning.events.events import EventLog, read_events
-from chaos_lightning.testing.demo import members, nodes
+from chaos_lightning.testing.demo import failover, members, nodes, stages
 from chaos_lightning.testing.demo.members import QUICK, Size, demo
 from chaos_lightning.testing.demo.nodes import MARK, Cast, NodeDied
 from chaos_lightning.testing.demo.proof import Check, Evidence
@@ -159,9 +159,10 @@ def test_folder_must_be_empty(tmp_path: Path) -> None:
         prepare(tmp_path / "new" / "old.jsonl", "demo")
 
 
-def test_nothing_is_proved_by_empty_logs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prove", [members.prove, failover.prove, stages.prove])
+def test_nothing_is_proved_by_empty_logs(tmp_path: Path, prove: Callable[[Evidence], list[Check]]) -> None:
     EventLog.in_directory(tmp_path / "events", "demo", role="harness").close()
-    checks = members.prove(Evidence(tmp_path, {}))
+    checks = prove(Evidence(tmp_path, {}))
     assert [check.what for check in checks if check.ok] == []
     said = io.StringIO()
     assert not judge(Console(file=said, width=120), tmp_path, checks, "", 1.0, "demo")

@@ -52,7 +52,7 @@ def join(stage: Stage[Cast], name: str) -> None:
 
 
 def kill(stage: Stage[Cast], name: str) -> None:
-    """The node dies as a whole."""
+    """Kills the node as a whole."""
     worker, member = stage.worker(name)
     stage.say("do", f"kill -9 for {name}, agent and worker at once: the machine is gone")
     stage.nodes.kill(name, worker)
@@ -67,7 +67,7 @@ def others_go_on(stage: Stage[Cast], member: str, at: float) -> None:
 
 
 def freeze(stage: Stage[Cast], name: str, seconds: float) -> None:
-    """The node's worker sleeps, is put out, wakes and comes in again."""
+    """Freezes the node's worker, which is put out, wakes and comes in again."""
     worker, member = stage.worker(name)
     stage.say("do", f"worker 0 of {name} freezes (SIGSTOP) for {seconds:g} s")
     stage.nodes.freeze(name, worker, seconds)

@@ -27,10 +27,10 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import Record
 from chaos_lightning.machine.units import duration
 from chaos_lightning.observe.fields import number
-from chaos_lightning.testing.demo import proof
+from chaos_lightning.testing.demo import acts, proof
 from chaos_lightning.testing.demo.nodes import NodeDied
 from chaos_lightning.testing.demo.proof import Check, Evidence
-from chaos_lightning.testing.demo.stage import NETWORK, Directory, Keep, Scenario, Stage, play
+from chaos_lightning.testing.demo.stage import NETWORK, Directory, Keep, Pace, Scenario, Stage, play
 from chaos_lightning.testing.edge.plot import plot
 from chaos_lightning.testing.edge.runner import Lab, LabConfig, prepare
 from chaos_lightning.testing.edge.topology import Topology, next_change_s, rate_text
@@ -40,8 +40,7 @@ from chaos_lightning.testing.processes import importable
 TOPOLOGY = Path(__file__).with_name("edge_topology.json")
 REST_S = 12.0
 """After the last change, s."""
-START_DEADLINE_S = 300.0
-END_DEADLINE_S = 120.0
+PACE = Pace(start_deadline_s=300.0, act_deadline_s=120.0)
 ARGUMENTS = ("--layers=3", "--width=128", "--batch-size=2", "--text=60000", "--pause=0.02")
 
 # ------------------------------------------------------------------ acts
@@ -83,7 +82,7 @@ def all_join(stage: Stage[Machines]) -> None:
     lab = stage.nodes.lab
     stage.say("do", f"{len(lab.config.topology.names)} nodes start, each with links to its neighbours only")
     lab.start()
-    stage.wait("all nodes to join", lambda: lab.edge.elapsed_s > 0, START_DEADLINE_S)
+    stage.wait("all nodes to join", lambda: lab.edge.elapsed_s > 0, PACE.start_deadline_s)
 
 
 def links_change(stage: Stage[Machines]) -> None:
@@ -93,15 +92,15 @@ def links_change(stage: Stage[Machines]) -> None:
     while coming is not None and coming < 3600.0:
         last, coming = coming, next_change_s(lab.config.topology, coming)
     over = last + REST_S
-    stage.wait("the end of the schedule", lambda: lab.edge.elapsed_s > over, over + END_DEADLINE_S)
+    stage.wait("the end of the schedule", lambda: lab.edge.elapsed_s > over, over + PACE.act_deadline_s)
 
 
 def finish(stage: Stage[Machines]) -> None:
     nodes = stage.nodes
     stage.say("do", "enough: the job ends with this epoch")
-    (nodes.lab.config.folder / "enough").touch()
+    acts.enough(nodes.lab.config.folder)
     nodes.ending = True
-    stage.wait("the end of the job", lambda: not nodes.lab.running, END_DEADLINE_S)
+    stage.wait("the end of the job", lambda: not nodes.lab.running)
     stage.look()
 
 
@@ -376,6 +375,7 @@ def demo_edge(
         nodes=Machines(lab),
         acts=(all_join, links_change, finish),
         prove=prove_and_draw,
+        pace=PACE,
         tells=told,
         endings=(lab.close,),
     )

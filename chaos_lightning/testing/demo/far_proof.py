@@ -80,7 +80,7 @@ class FarEvidence:
         return sum(row.kind == "round" and since < row.t < until for row in self.facts.versions)
 
     def decided(self, after: Record | None) -> VersionRow | None:
-        """The first round after this event."""
+        """Returns the first round after this event."""
         return next((row for row in self.facts.versions if row.kind == "round" and after and row.t > after.t), None)
 
     def steps(self, since: float, until: float) -> int:

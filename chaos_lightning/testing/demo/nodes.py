@@ -33,7 +33,7 @@ LINK_RATES_BPS = {"edge-1": 600e6, "edge-2": 100e6, "edge-3": 300e6}
 POLITE_S = 4.0
 """Between SIGTERM and SIGKILL at the end, s."""
 HASHES = {"CHAOS_STATE_HASH_EVERY": "5"}
-"""Setting of nodes whose states are compared: one may be killed soon after it joined."""
+"""Steps between two state hashes are few, since a node may be killed soon after it joined."""
 
 
 class NodeDied(ChaosError):
@@ -160,7 +160,7 @@ class Cast:
         self.run(name, self.command(name), {"CHAOS_NODE": name, **HASHES, RATES: json.dumps(rates_of(name))})
 
     def run(self, name: str, command: Sequence[str], more: Mapping[str, str], events: Path | None = None) -> None:
-        """Starts this command, `more` in its environment; its events go to those of all others, or to this folder."""
+        """Starts a command with `more` in its environment; its events go where all go, or to a folder of their own."""
         environment = {**surroundings(events or self.events), **more, **self.mark.environment()}
         log = self.folder / "out" / f"{name}.log"
         self.nodes[name] = start_command(name, command, log, env=environment, cwd=self.folder)
@@ -198,7 +198,7 @@ class Cast:
         self.strike(signal.SIGCONT, f"{name}-0", worker)
 
     def ask(self, name: str, number: signal.Signals) -> None:
-        """Ctrl+C or SIGTERM at the node's agent: it is to leave."""
+        """Asks the node to leave, by Ctrl+C (SIGINT) or SIGTERM at its agent."""
         self.left.add(name)
         self.note(number.name.lower(), f"{name}-0", pid=self.nodes[name].pid)
         self.nodes[name].send(number)

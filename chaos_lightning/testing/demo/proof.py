@@ -81,11 +81,11 @@ class Evidence:
         return faults_of(self.records, *kinds)
 
     def fault(self, kind: str, node: str = "") -> Record | None:
-        """The first fault of this kind, at this node or at any."""
+        """Returns the first fault of this kind, at this node or at any."""
         return next((r for r in self.faults(kind) if node in ("", r.node)), None)
 
     def first(self, name: str, after: float = 0.0, wanted: Callable[[Record], bool] = lambda r: True) -> Record | None:
-        """The first event of this name after this time that is so."""
+        """Returns the first event of this name after this time that is so."""
         return next((r for r in self.records if r.name == name and r.t > after and wanted(r)), None)
 
     def lives(self, name: str, worker: int = 0) -> list[Life]:
@@ -133,7 +133,7 @@ def finished(e: Evidence, names: Collection[str], what: str) -> Check:
 
 
 def ended(e: Evidence, *killed: str) -> Check:
-    """All but those that were killed have ended well."""
+    """Checks that all but those that were killed have ended well."""
     good = bool(e.codes) and all(code == 0 for name, code in e.codes.items() if name not in killed)
     return Check("all others end with exit code 0", words_of(e.codes) or "nobody ran", good)
 
@@ -204,7 +204,7 @@ def learned(e: Evidence) -> Check:
 
 
 def falls(what: str, losses: Sequence[float]) -> Check:
-    """The last validation's loss is less than the first one's."""
+    """Checks that the last validation's loss is less than the first one's."""
     text = "validation loss " + ", ".join(f"{loss:.3f}" for loss in losses) + " nats per byte"
     return Check(what, text, len(losses) > 1 and losses[-1] < losses[0])
 
@@ -220,7 +220,7 @@ def audited(e: Evidence) -> list[Check]:
 
 
 def verdict(finding: auditing.Finding, job: str = "") -> Check:
-    """One of the audit's points, of this job if there are several."""
+    """Returns one of the audit's verdicts as a line; it names the job if there are several."""
     good = finding.verdict == auditing.OK
     what = f"audit {finding.point}: {auditing.POINTS[finding.point]}" + (f" ({job})" if job else "")
     bad = () if good else (finding.verdict, *finding.details[:3])

@@ -3,6 +3,8 @@
 Theory of operation. A `Scenario` is data: who takes part, which acts are played one after the other, and which lines
 the logs must prove. An act is a function of the `Stage`: it strikes, says so, and waits in the members' event logs for
 what must follow, with a deadline. Nothing in an act judges whether the training was right; the lines of the proof do.
+A new story is a module with acts (acts.py has those that stories share), with lines (proof.py has those about any
+training), and with a command that plays a `Scenario` of both; cli/__init__.py names the command.
 
 `play` owns everything that outlives a mistake: the ending of all processes (also on Ctrl+C and SIGTERM) and the exit
 code. 0 means that all acts took place and every line of the proof holds; 1 that something was not so, and then all logs
@@ -315,7 +317,7 @@ class Stage(Generic[N]):
         deadline_s: float | None = None,
         what: str = "",
     ) -> Record:
-        """The first event of this name that is so, written after this time; `what` it is, for the message."""
+        """Waits for the first event of this name that is so, written after this time; a message calls it `what`."""
         place = 0
 
         def found() -> Record | None:
@@ -328,7 +330,7 @@ class Stage(Generic[N]):
     def event(
         self, event: str, node: str, deadline_s: float | None = None, *, worker: int = 0, after: float = 0.0
     ) -> Record:
-        """The first event of this name from this worker of this node, written after this time."""
+        """Waits for the first event of this name from this worker of this node, written after this time."""
 
         def wanted(r: Record) -> bool:  # the scheduler writes about members, too
             return r.node == f"{node}-{worker}" and r.source.startswith("member")

@@ -246,7 +246,8 @@ def losses_of(records: Iterable[Record]) -> dict[int, set[float]]:
 
 
 def losses(e: Evidence) -> list[Check]:
-    ours, theirs = losses_of(e.records), losses_of(read_events(e.folder / ALONE))
+    alone = e.folder / ALONE  # nothing is there if the story broke off before
+    ours, theirs = losses_of(e.records), losses_of(read_events(alone) if any(alone.glob("*.jsonl")) else ())
     torn = [step for step, values in ours.items() if len(values) > 1]
     apart = [abs(a - b) for step in ours.keys() & theirs.keys() for a in ours[step] for b in theirs[step]]
     steps = {s.step for s in e.steps}
