@@ -317,6 +317,8 @@ class Vocabulary:
         packed: Mapping[type, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] | None = None,
     ) -> None:
         self.proto = str(stubs.DESCRIPTOR.name).rpartition("/")[2]
+        self.envelopes: list[Envelope] = []
+        """All that were made by `envelope`."""
         own = {
             cls: _Plan(cls, getattr(stubs, cls.__name__))
             for cls in classes
@@ -342,6 +344,10 @@ class Vocabulary:
     def classes(self) -> frozenset[type]:
         """Dataclasses that can be said."""
         return frozenset(self._plans)
+
+    def stub(self, cls: type) -> Any:
+        """Returns the message of the proto file that this dataclass becomes."""
+        return self._plans[cls].message
 
     def message(self, hint: Any) -> tuple[str, Codec]:
         """Returns the name of the message that a value of this type becomes, and the codec.
@@ -395,14 +401,18 @@ class Vocabulary:
             raise TypeError(
                 f"{message.DESCRIPTOR.name}: {self.proto} has {sorted(there)}, the union {sorted(fields.values())}"
             )
-        return Envelope(message, limit, {cls: (field, self._plans[cls]) for cls, field in fields.items()})
+        self.envelopes.append(
+            Envelope(message, limit, {cls: (field, self._plans[cls]) for cls, field in fields.items()})
+        )
+        return self.envelopes[-1]
 
 
 class Envelope:
     """Message that holds one of several messages; `Vocabulary.envelope` makes it."""
 
     def __init__(self, message: Any, limit: int, plans: dict[type, tuple[str, _Plan | _Packed]]) -> None:
-        self._message = message
+        self.message = message
+        self.classes = tuple(plans)
         self._limit = limit
         self._plans = plans
         self._by_field = dict(plans.values())
@@ -411,14 +421,14 @@ class Envelope:
         """Returns the proto message around this one."""
         field, plan = self._plans.get(type(value), ("", None))
         if plan is None:
-            raise TypeError(f"{type(value).__name__} is no message of {self._message.DESCRIPTOR.name}")
-        return self._message(**{field: plan.encode(value)})
+            raise TypeError(f"{type(value).__name__} is no message of {self.message.DESCRIPTOR.name}")
+        return self.message(**{field: plan.encode(value)})
 
     def unwrap(self, envelope: Any) -> Any:
         """Returns the message that `wrap` was given; WireError on anything odd."""
         field = envelope.WhichOneof("message")
         if field is None:
-            raise WireError(f"{self._message.DESCRIPTOR.name} without a known message")
+            raise WireError(f"{self.message.DESCRIPTOR.name} without a known message")
         return self._by_field[field].decode(getattr(envelope, field))
 
     def encode(self, value: Any) -> bytes:
@@ -427,7 +437,7 @@ class Envelope:
 
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
         """Returns the message of which `encode` made these bytes; WireError on anything odd."""
-        return self.unwrap(_parse(self._message, data, self._limit))
+        return self.unwrap(_parse(self.message, data, self._limit))
 
 
 def _serialize(message: Any, limit: int) -> bytes:
@@ -456,44 +466,44 @@ JOB = Vocabulary(  # Settings never travels
     chaos_pb2,
     packed={View: (packing.PackedView, packing.pack_view, packing.unpack_view)},
 )
-_FROM_MEMBER = JOB.envelope(FromMember, chaos_pb2.FromMemberEnvelope)
-_TO_MEMBER = JOB.envelope(ToMember, chaos_pb2.ToMemberEnvelope)
-_PEER = JOB.envelope(PeerMessage, chaos_pb2.PeerEnvelope, MAX_PEER_NBYTES)
+FROM_MEMBER = JOB.envelope(FromMember, chaos_pb2.FromMemberEnvelope)
+TO_MEMBER = JOB.envelope(ToMember, chaos_pb2.ToMemberEnvelope)
+PEER = JOB.envelope(PeerMessage, chaos_pb2.PeerEnvelope, MAX_PEER_NBYTES)
 
 encode, decode = JOB.encode, JOB.decode
 
 
 def encode_peer(message: PeerMessage) -> bytes:
     """Returns the bytes of a Contribution or Header for another member."""
-    return _PEER.encode(message)
+    return PEER.encode(message)
 
 
 def decode_peer(data: bytes | bytearray | memoryview) -> PeerMessage:
     """Returns the message of which `encode_peer` made these bytes; WireError on anything odd."""
-    message: PeerMessage = _PEER.decode(data)
+    message: PeerMessage = PEER.decode(data)
     return message
 
 
 def wrap_from_member(message: FromMember) -> Any:
     """Returns the FromMemberEnvelope around this message."""
-    return _FROM_MEMBER.wrap(message)
+    return FROM_MEMBER.wrap(message)
 
 
 def unwrap_from_member(envelope: Any) -> FromMember:
-    message: FromMember = _FROM_MEMBER.unwrap(envelope)
+    message: FromMember = FROM_MEMBER.unwrap(envelope)
     return message
 
 
 def wrap_to_member(message: ToMember) -> Any:
     """Returns the ToMemberEnvelope around this message."""
-    return _TO_MEMBER.wrap(message)
+    return TO_MEMBER.wrap(message)
 
 
 def encode_to_member(message: ToMember) -> bytes:
     """Returns the bytes of `wrap_to_member`, to be sent to many."""
-    return _TO_MEMBER.encode(message)
+    return TO_MEMBER.encode(message)
 
 
 def unwrap_to_member(envelope: Any) -> ToMember:
-    message: ToMember = _TO_MEMBER.unwrap(envelope)
+    message: ToMember = TO_MEMBER.unwrap(envelope)
     return message

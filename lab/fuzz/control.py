@@ -37,9 +37,11 @@ from chaos_lightning.control.options import SchedulerServerConfig
 from chaos_lightning.control.server import SchedulerServer
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.protocol import chaos_pb2
-from chaos_lightning.protocol.types import NO_VIEW, FromMember, Heartbeat, Ready, Settings, ToMember, Welcome
+from chaos_lightning.protocol.codec import FROM_MEMBER, TO_MEMBER
+from chaos_lightning.protocol.types import NO_VIEW, Heartbeat, Ready, Settings, ToMember, Welcome
 from lab.fuzz import mutate
-from lab.fuzz.readers import each, hello, mutated_message, wrapped
+from lab.fuzz.messages import each, mutation
+from lab.fuzz.readers import hello
 from lab.fuzz.target import PATIENCE_S, FindingError, Target
 
 # ------------------------------------------------------------------ a scheduler's server
@@ -78,7 +80,7 @@ class _Server:
         )
         self._status = _status_of(self.channel)
         self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._said.put(wrapped(FromMember, hello("well", 7)))
+        self._said.put(FROM_MEMBER.encode(hello("well", 7)))
         self._stream = self.attend(iter(self._said.get, None))
         next(iter(self._stream))
         self._over = asyncio.run_coroutine_threadsafe(self.server.life.ended(), self.loop)
@@ -97,7 +99,7 @@ class _Server:
             if not reason.startswith(ORDERLY):
                 raise FindingError(f"the scheduler has ended: {reason}")
             return False
-        self._said.put(wrapped(FromMember, Heartbeat(NO_VIEW, 0, 0)))
+        self._said.put(FROM_MEMBER.encode(Heartbeat(NO_VIEW, 0, 0)))
         if lost or not self._stream.is_active():
             raise FindingError("the stream of a member that did nothing has ended")
         return True
@@ -132,17 +134,10 @@ def _feed_server(data: bytes) -> None:
 
 
 def _server_seeds() -> list[bytes]:
-    first = [(0, wrapped(FromMember, hello("x", 9))), (0, wrapped(FromMember, Ready()))]
+    first = [(0, FROM_MEMBER.encode(hello("x", 9))), (0, FROM_MEMBER.encode(Ready()))]
     goodbye = (0, chaos_pb2.FromMemberEnvelope(goodbye=True).SerializeToString())
     seeds = [mutate.joined(first), mutate.joined([*first, goodbye])]
-    return seeds + [mutate.joined([*first, (0, said)]) for said in each(FromMember, Random(5))]
-
-
-def _mutate_said(which: int) -> Any:
-    def changed(data: bytes, rng: Random) -> bytes:
-        return mutate.parts_of(data, rng, lambda tag, part, r: mutated_message(which, part, r), (0,))
-
-    return changed
+    return seeds + [mutate.joined([*first, (0, said)]) for said in each(FROM_MEMBER, Random(5))]
 
 
 # ------------------------------------------------------------------ a member's agent
@@ -215,8 +210,8 @@ def _feed_agent(data: bytes) -> None:
 def _agent_seeds() -> list[bytes]:
     from chaos_lightning.protocol.types import Member
 
-    welcome = wrapped(ToMember, Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", 0.1, 0.5))
-    said = each(ToMember, Random(6))
+    welcome = TO_MEMBER.encode(Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", 0.1, 0.5))
+    said = each(TO_MEMBER, Random(6))
     return [mutate.joined([(0, welcome)]), *(mutate.joined([(0, welcome), (0, data)]) for data in said)]
 
 
@@ -450,7 +445,19 @@ def _mutate_proxy(data: bytes, rng: Random) -> bytes:
 
 
 CONTROL = (
-    Target("server", "members' streams, by a live scheduler", _server_seeds, _feed_server, _mutate_said(0)),
+    Target(
+        "server",
+        "members' streams, by a live scheduler",
+        _server_seeds,
+        _feed_server,
+        mutation(lambda tag: FROM_MEMBER, (0,)),
+    ),
     Target("tls-proxy", "whatever comes to the TLS proxy before a scheduler", _proxy_seeds, _feed_proxy, _mutate_proxy),
-    Target("agent", "a scheduler's stream, by a live member's agent", _agent_seeds, _feed_agent, _mutate_said(1)),
+    Target(
+        "agent",
+        "a scheduler's stream, by a live member's agent",
+        _agent_seeds,
+        _feed_agent,
+        mutation(lambda tag: TO_MEMBER, (0,)),
+    ),
 )

@@ -23,13 +23,14 @@ from random import Random
 from chaos_lightning.errors import ConfigurationError
 from lab.fuzz.control import CONTROL
 from lab.fuzz.links import LINKS
+from lab.fuzz.messages import MESSAGES
 from lab.fuzz.outer import OUTER
 from lab.fuzz.pipelines import PIPELINES
 from lab.fuzz.readers import READERS
 from lab.fuzz.target import Target, guarded
 from lab.fuzz.transfers import TRANSFERS
 
-TARGETS = {target.name: target for target in (*READERS, *LINKS, *TRANSFERS, *CONTROL, *OUTER, *PIPELINES)}
+TARGETS = {target.name: target for target in (*MESSAGES, *READERS, *LINKS, *TRANSFERS, *CONTROL, *OUTER, *PIPELINES)}
 _BATCH = 200
 MEMORY_MIB = 1024
 """A process may take so much more than it has when it begins; the largest message of ours has 64 MiB."""

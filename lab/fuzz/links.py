@@ -29,15 +29,15 @@ from typing import Any
 
 from chaos_lightning.errors import RefusedError, WireError
 from chaos_lightning.membership.routing import RoutedMessage, unpacked
-from chaos_lightning.protocol import codec
-from chaos_lightning.protocol.types import VERSION, PeerMessage, ViewId
+from chaos_lightning.protocol.codec import PEER
+from chaos_lightning.protocol.types import VERSION, ViewId
 from chaos_lightning.transport.frames import ATTEMPTS, HEADER_NBYTES, Frame, FrameType, pack, payload_checksum, unpack
 from chaos_lightning.transport.handshake import Greeting, accept, dial
 from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.sealing import SEGMENT_NBYTES, TAG_NBYTES, Level, ProtectedSocket, SealedSession, mixed
 from lab.fuzz import mutate
-from lab.fuzz.readers import message, mutated_message, wrapped
+from lab.fuzz.messages import each, other, said
 from lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingError, Target
 
 # ------------------------------------------------------------------ links
@@ -62,7 +62,7 @@ class _End:
         if isinstance(payload, memoryview) and not frame.pieces:
             self.delivered.append(bytes(payload))
         if isinstance(payload, memoryview) and frame.type == FrameType.MESSAGE:
-            codec.decode_peer(payload)
+            PEER.decode(payload)
         elif isinstance(payload, memoryview) and frame.type == FrameType.ROUTED:
             unpacked(payload)
         self.got.set()
@@ -152,12 +152,12 @@ def _packed(frame: Frame, payload: bytes) -> bytes:
     return head + payload
 
 
-def _frame(rng: Random) -> bytes:
-    kind = rng.choice(list(FrameType))
-    payload = b""
-    if kind == FrameType.MESSAGE:
-        with contextlib.suppress(WireError, TypeError):
-            payload = wrapped(PeerMessage, message(PeerMessage, rng))
+def _frame(kind: FrameType, rng: Random, payload: bytes = b"") -> bytes:
+    """Returns a frame of this kind, with a plausible payload if none is given."""
+    if payload:
+        pass
+    elif kind == FrameType.MESSAGE:
+        payload = said(PEER, rng)
     elif kind == FrameType.ROUTED:
         ends = [(rng.choice(mutate.IDS), rng.choice(mutate.IDS)) for _ in range(rng.choice((1, 1, 3)))]
         payload = b"".join(RoutedMessage(*pair, rng.randint(0, 9), b"payload").packed() for pair in ends)
@@ -169,7 +169,8 @@ def _frame(rng: Random) -> bytes:
 
 def _link_seeds() -> list[bytes]:
     rng = Random(4)
-    return [_frame(rng) for _ in range(30)]
+    kinds = [_frame(kind, rng) for kind in FrameType for _ in range(3)]
+    return [*kinds, *(_frame(FrameType.MESSAGE, rng, message) for message in each(PEER, rng))]
 
 
 def _mutate_frames(data: bytes, rng: Random) -> bytes:
@@ -193,13 +194,13 @@ def _mutate_frames(data: bytes, rng: Random) -> bytes:
         frame.pieces, frame.type = rng.choice((1, 2, 4096)), rng.choice((FrameType.UP, FrameType.DOWN))
         payload = bytes(rng.choice((0, 8, 255)) for _ in range(min(256, 16 * frame.pieces)))
     elif what == 6 and frame.type == FrameType.MESSAGE:
-        payload = mutated_message(2, payload, rng)
+        payload = other(PEER, payload, rng)
         frame.length = len(payload)
     elif what == 7:
         payload = mutate.bytes_of(payload, rng)
         frame.length = len(payload)
     else:
-        return data + _frame(rng)
+        return data + _frame(rng.choice(list(FrameType)), rng)
     with contextlib.suppress(struct.error):
         return b"".join(_packed(f, p) for f, p in [*frames[:at], (frame, payload), *frames[at + 1 :]])
     return data

@@ -7,17 +7,10 @@ choices led to a failure, and shrinks them) as well as a seed that atheris gives
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import json
-import types
-import typing
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
-
-from chaos_lightning.protocol.spans import union
-from chaos_lightning.protocol.types import View, ViewId
 
 NUMBERS = (0, 1, -1, 2, 3, 127, 255, 256, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 62, (1 << 63) - 1, -(1 << 63))
 TEXTS = ("", "a", "a~1", "b~2", "h~3", "~", "a~", "\0", "x" * 300, "..", "/", "a,b", "%s{0}", "\u202e", "\u20ac", "-1")
@@ -154,47 +147,7 @@ def _json_changed(tree: Any, rng: Random) -> Any:
     )
 
 
-# ------------------------------------------------------------------ messages of chaos.proto
-
-
-def value_of(hint: Any, rng: Random) -> Any:
-    """A plausible value of a type from protocol/types.py: small numbers, ids that exist."""
-    if hint is int:
-        return rng.choice((0, 1, 2, 3, 4, 7, 1000)) if rng.randint(0, 9) else rng.choice(NUMBERS)
-    if hint is float:
-        return rng.choice((0.0, 0.1, 1.0, -1.0, 1e9, 1e308))
-    if hint is bool:
-        return bool(rng.randint(0, 1))
-    if hint is str:
-        return rng.choice(IDS) if rng.randint(0, 3) else rng.choice(TEXTS)
-    if hint is bytes:
-        return bytes(rng.randint(0, 255) for _ in range(rng.choice((0, 1, 16))))
-    if hint is ViewId:
-        return ViewId(rng.choice((1, 1, 1, 2)), rng.randint(0, 5))
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return rng.choice(list(hint))
-    if isinstance(hint, types.UnionType):
-        inner = [a for a in typing.get_args(hint) if a is not types.NoneType]
-        may_lack = types.NoneType in typing.get_args(hint)
-        return None if may_lack and rng.randint(0, 1) else value_of(rng.choice(inner), rng)
-    if typing.get_origin(hint) is tuple:
-        arguments = typing.get_args(hint)
-        if arguments[-1] is not Ellipsis:
-            if arguments == (int, int):
-                start = rng.randint(0, 8)
-                return (start, start + rng.randint(0, 8))
-            return tuple(value_of(a, rng) for a in arguments)
-        return tuple(value_of(arguments[0], rng) for _ in range(rng.choice((0, 1, 1, 2, 3))))
-    hints = typing.get_type_hints(hint)
-    made = {f.name: value_of(hints[f.name], rng) for f in dataclasses.fields(hint)}
-    if hint is View:  # what no view is made of: a member twice, or one without an id
-        named = {m.id: m for m in (*made["leaving"], *made["members"]) if m.id}
-        inside = {m.id for m in made["members"]}
-        made["members"] = tuple(m for m in named.values() if m.id in inside)
-        made["leaving"] = tuple(m for m in named.values() if m.id not in inside)
-        made["pipelines"] = made["pipelines"] if rng.randint(0, 3) == 0 else ""
-    made |= {name: union(made[name]) for name in ("parts", "owns") if name in made}
-    return hint(**made)
+# ------------------------------------------------------------------ protobuf messages
 
 
 def proto_of(message: Any, rng: Random, depth: int = 0) -> None:

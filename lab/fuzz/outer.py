@@ -1,26 +1,22 @@
-"""Targets of outer sync: what clusters and followers say, entries in a leader's store, and a follower's files."""
+"""Targets of outer sync: its machines and what they hear, summaries in a leader's store, and a follower's files."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import tempfile
-import typing
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
-from google.protobuf.message import DecodeError
 
 from chaos_lightning.control.memory_store import MemoryStore
-from chaos_lightning.control.store import StoreRecord
 from chaos_lightning.errors import ConfigurationError, StateError, StoreError, WireError
 from chaos_lightning.outer.cluster.elastic import NewcomerFacts
-from chaos_lightning.outer.exchange import outer_pb2
 from chaos_lightning.outer.exchange.kernel import OuterState
 from chaos_lightning.outer.exchange.vocabulary import (
     FROM_CLUSTER,
@@ -28,7 +24,6 @@ from chaos_lightning.outer.exchange.vocabulary import (
     TO_CLUSTER,
     TO_FOLLOWER,
     body_bytes,
-    entry_of,
 )
 from chaos_lightning.outer.follower.shard_files import ShardFiles
 from chaos_lightning.outer.rules import effects as fx
@@ -42,8 +37,6 @@ from chaos_lightning.outer.rules.messages import (
     ClusterHello,
     DropPush,
     FollowerHello,
-    FromCluster,
-    FromFollower,
     Granted,
     Hold,
     Holder,
@@ -55,8 +48,6 @@ from chaos_lightning.outer.rules.messages import (
     PushAnswered,
     ShardFile,
     Stage,
-    ToCluster,
-    ToFollower,
     Welcomed,
 )
 from chaos_lightning.outer.rules.plain import read_text, text_of
@@ -66,7 +57,6 @@ from chaos_lightning.outer.rules.summaries import summary_of
 from chaos_lightning.outer.rules.types import (
     NO_VERSION,
     Agreement,
-    Body,
     Counters,
     Covered,
     Durable,
@@ -90,19 +80,8 @@ from chaos_lightning.outer.rules.types import (
 )
 from chaos_lightning.outer.server.chain_store import load_chain
 from lab.fuzz import mutate
-from lab.fuzz.readers import MOST_EFFECTS
-from lab.fuzz.target import FindingError, Target
-
-_KINDS = (FromCluster, ToCluster, FromFollower, ToFollower)
-_WORDS = (FROM_CLUSTER, TO_CLUSTER, FROM_FOLLOWER, TO_FOLLOWER)
-_ENVELOPES = (
-    outer_pb2.FromClusterEnvelope,
-    outer_pb2.ToClusterEnvelope,
-    outer_pb2.FromFollowerEnvelope,
-    outer_pb2.ToFollowerEnvelope,
-)
-_BODIES = typing.get_args(Body)
-_RECORD = len(_KINDS)
+from lab.fuzz.messages import Record, each, mutation
+from lab.fuzz.target import EndedError, FindingError, Target, settle
 
 
 def agreement(length: int = 64) -> Agreement:
@@ -110,64 +89,11 @@ def agreement(length: int = 64) -> Agreement:
     return Agreement((TensorSpec("w", "float32", (256,)),), block=64, length=length, settings=OuterSettings().words)
 
 
-# ------------------------------------------------------------------ messages and entries
-
-
-def _said(which: int, rng: Random) -> Iterator[bytes]:
-    """One message of each class, as it travels; without those that cannot be."""
-    for cls in typing.get_args(_KINDS[which]):
-        with contextlib.suppress(WireError, TypeError):
-            yield _WORDS[which].encode(mutate.value_of(cls, rng))
-
-
-def _message_seeds() -> list[bytes]:
-    rng = Random(3)
-    seeds = [mutate.joined([(which, said)]) for which in range(len(_KINDS)) for said in _said(which, rng)]
-    for number, cls in enumerate(_BODIES):
-        with contextlib.suppress(WireError, TypeError):
-            seeds.append(mutate.joined([(_RECORD + number, body_bytes(mutate.value_of(cls, rng)))]))
-    return seeds
-
-
-def _read_messages(data: bytes) -> None:
-    for tag, part in mutate.split(data):
-        which = tag % (_RECORD + len(_BODIES))
-        if which >= _RECORD:
-            with contextlib.suppress(StoreError):
-                entry_of(StoreRecord(1, _BODIES[which - _RECORD].__name__, 1, part), "")
-            continue
-        words = _WORDS[which]
-        try:
-            found = words.decode(part)
-        except WireError:
-            continue
-        if words.decode(words.encode(found)) != found:
-            raise FindingError(f"{type(found).__name__} is another one when it is written and read again")
-
-
-def _changed(which: int, part: bytes, rng: Random) -> bytes:
-    """Another field in this message; or another message."""
-    if which >= _RECORD or rng.randint(0, 9) == 0:
-        return mutate.bytes_of(part, rng)
-    if not part or rng.randint(0, 3) == 0:
-        with contextlib.suppress(WireError, TypeError):
-            return _WORDS[which].encode(mutate.value_of(rng.choice(typing.get_args(_KINDS[which])), rng))
-    try:
-        envelope = _ENVELOPES[which].FromString(part)
-    except DecodeError:
-        return part
-    for _ in range(rng.randint(1, 3)):
-        mutate.proto_of(envelope, rng)
-    data: bytes = envelope.SerializeToString()
-    return data
-
-
-def _mutate_messages(data: bytes, rng: Random) -> bytes:
-    most = _RECORD + len(_BODIES)
-    return mutate.parts_of(data, rng, lambda tag, part, r: _changed(tag % most, part, r), range(most))
-
-
 # ------------------------------------------------------------------ the leader's and a cluster's machine
+
+
+_LEADER_HEARS = {0: FROM_CLUSTER, 2: FROM_FOLLOWER}
+"""By the lower two bits of a part's number; the next two are the stream's number."""
 
 
 def _leader_seeds() -> list[bytes]:
@@ -175,14 +101,29 @@ def _leader_seeds() -> list[bytes]:
     follower = FROM_FOLLOWER.encode(FollowerHello("f0", "n0", 0, (), NO_VERSION, "127.0.0.1:1"))
     cluster = FROM_CLUSTER.encode(ClusterHello("a", "here", "n1", 0, None, NO_VERSION, NO_VERSION, agreement()))
     begun = [(2 | 0x10, follower), (0 | 0x20, cluster), (0x40, b"")]
-    chatter = [(which | conn << 4, said) for which, conn in ((0, 2), (2, 1)) for said in _said(which, rng)]
-    return [mutate.joined(begun), mutate.joined(begun + chatter), mutate.joined(begun + chatter + begun)]
+    chatter = [(tag, said) for tag in (0 | 0x20, 2 | 0x10) for said in each(_LEADER_HEARS[tag & 3], rng)]
+    inputs = (begun, begun + chatter, begun + chatter + begun, *([*begun, one] for one in chatter))
+    return [mutate.joined(parts) for parts in inputs]
 
 
 def _feed_leader(data: bytes) -> None:
     """Streams say this to a leader whose store takes everything."""
     machine = LeaderMachine(OuterChain(), 1, 1)
     now = 1.0
+
+    def on(event: fx.LeaderEvent) -> Iterable[fx.LeaderEffect]:
+        nonlocal now
+        now += 0.05
+        return machine.on(now, event)
+
+    def answer(effect: fx.LeaderEffect) -> fx.EntryStored | None:
+        if isinstance(effect, fx.Done):
+            raise EndedError
+        if not isinstance(effect, fx.StoreEntry):
+            return None
+        body_bytes(effect.entry.body)
+        return fx.EntryStored(True)
+
     for tag, part in mutate.split(data):
         which, conn = tag & 3, tag >> 4 & 3
         event: fx.LeaderEvent
@@ -194,26 +135,19 @@ def _feed_leader(data: bytes) -> None:
             event = fx.EndAsked("asked")
         else:
             try:
-                event = fx.Heard(conn, _WORDS[which].decode(part))
+                event = fx.Heard(conn, _LEADER_HEARS[which].decode(part))
             except WireError:
                 continue
-        waiting: list[fx.LeaderEvent] = [event]
-        count = 0
-        while waiting:
-            now += 0.05
-            for effect in machine.on(now, waiting.pop(0)):
-                count += 1
-                if isinstance(effect, fx.StoreEntry):
-                    body_bytes(effect.entry.body)
-                    waiting.append(fx.EntryStored(True))
-                elif isinstance(effect, fx.Done):
-                    return
-            if count > MOST_EFFECTS:
-                raise FindingError(f"{event} has {count} effects")
+        try:
+            settle(on, event, answer)
+        except EndedError:
+            return
 
 
 def _cluster_seeds() -> list[bytes]:
-    return [mutate.joined([(1, said) for said in _said(1, Random(5))])]
+    chatter = [(1, said) for said in each(TO_CLUSTER, Random(5))]
+    welcome = (1, TO_CLUSTER.encode(Welcomed(1, IncarnationId("a", 1), 1, NO_VERSION, True, JobProgress())))
+    return [mutate.joined(parts) for parts in (chatter, [welcome, *chatter], *([welcome, one] for one in chatter))]
 
 
 def _feed_cluster(data: bytes) -> None:
@@ -257,24 +191,36 @@ def _rank_seeds() -> list[bytes]:
         RankSays(events=(fx.Told(PushAnswered(1, PushId(who, 1), PushAnswer.ACCEPTED, version, "")),), leaves=True),
         RankSays(events=(fx.Disconnected(), Missed(version)), failed="it cannot"),
     )
-    commits = [(_STEP | _ALL, text_of(RankSays, each)) for each in said]
+    commits = [(_STEP | _ALL, text_of(RankSays, one)) for one in said]
     ranks = _ranks()
-    for each in said[:3]:
-        list(ranks.commit(("a", "b"), (each, each), 0, ()))
+    for one in said[:3]:
+        list(ranks.commit(("a", "b"), (one, one), 0, ()))
     facts = NewcomerFacts(ranks.facts(), PushId(who, 1), 1, (Holder("f0", "127.0.0.1:1", "k", b"key"),))
     newcomer = (_FACTS, text_of(NewcomerFacts, facts))
-    return [mutate.joined(commits), mutate.joined([newcomer, *commits[2:]])]
+    some = [(tag, said) for tag in (_STEP | _ALL, _FACTS) for said in each(_spoken(tag), Random(6))]
+    return [mutate.joined(parts) for parts in (commits, [newcomer, *commits[2:]], [*commits[:3], *some])]
+
+
+def _text(kind: type) -> Record:
+    return Record(None, (kind,), functools.partial(text_of, kind), functools.partial(read_text, kind))
+
+
+_SAYS, _NEWCOMERS = _text(RankSays), _text(NewcomerFacts)
+
+
+def _spoken(tag: int) -> Record:
+    return _NEWCOMERS if tag & _FACTS else _SAYS
 
 
 def _feed_ranks(data: bytes) -> None:
     """Two ranks say this in commits, or a newcomer begins with it."""
     ranks, spent = _ranks(), 0
     for tag, part in mutate.split(data):
-        kind = NewcomerFacts if tag & _FACTS else RankSays
+        words = _spoken(tag)
         with contextlib.suppress(WireError):
-            found: Any = read_text(kind, part)
-            if read_text(kind, text_of(kind, found)) != found:
-                raise FindingError(f"{kind.__name__} is another one when it is written and read again")
+            found = words.decode(part)
+            if words.decode(words.encode(found)) != found:
+                raise FindingError(f"{type(found).__name__} is another one when it is written and read again")
             if isinstance(found, NewcomerFacts):
                 ranks = _ranks()
                 ranks.restore(found.ranks)
@@ -287,13 +233,6 @@ def _feed_ranks(data: bytes) -> None:
             except StateError:
                 return
             ranks.known()
-
-
-def _mutate_ranks(data: bytes, rng: Random) -> bytes:
-    def change(tag: int, part: bytes, r: Random) -> bytes:
-        return mutate.json_of(part, r) if part else text_of(RankSays, mutate.value_of(RankSays, r))
-
-    return mutate.parts_of(data, rng, change, (0, _STEP, _ALL, _STEP | _ALL, _FACTS))
 
 
 # ------------------------------------------------------------------ a follower's machine
@@ -328,15 +267,21 @@ def _follower_seeds() -> list[bytes]:
         LineKey(2, "a", "k", b"key"),
         JobFinished(2, back.version, "asked"),
     )
-    parts = [TO_FOLLOWER.encode(each) for each in said]
-    return [mutate.joined([(tag, part) for part in parts]) for tag in (0, _ILL)]
+    parts = [TO_FOLLOWER.encode(one) for one in said]
+    chatter = each(TO_FOLLOWER, Random(6))
+    inputs = (parts, *([*parts[:5], one] for one in chatter))
+    return [mutate.joined([(tag, part) for part in some]) for some in inputs for tag in (0, _ILL)]
 
 
-def _answered(effect: fx.FollowerEffect, *, ill: bool) -> fx.FollowerEvent | None:
-    """Returns what a follower's process makes of an effect."""
+def _answered(effect: fx.FollowerEffect, late: list[fx.FollowerEvent], *, ill: bool) -> fx.FollowerEvent | None:
+    """Returns what a follower's process makes of an effect at once; `late` gets what it tells before the next word."""
     match effect:
+        case fx.JobOver() | fx.TurnedAway():
+            raise EndedError
+        case fx.FetchPush(offer) if ill:
+            late.append(fx.NotFetched(offer.push))
         case fx.FetchPush(offer):
-            return fx.NotFetched(offer.push) if ill else fx.Fetched(offer.push, offer.manifest, (), True)
+            return fx.Fetched(offer.push, offer.manifest, (), True)
         case fx.Compute(entry):
             return fx.Computed(entry.version)
         case fx.Empty(version):
@@ -355,25 +300,13 @@ def _feed_follower(data: bytes) -> None:
     late: list[fx.FollowerEvent] = []
     for tag, part in mutate.split(data):
         with contextlib.suppress(WireError):
-            waiting, late, count = [*late, fx.Told(TO_FOLLOWER.decode(part))], [], 0
-            while waiting:
-                try:
-                    effects = machine.on(waiting.pop(0))
-                except StateError:
-                    return
-                count += len(effects)
-                if count > MOST_EFFECTS:
-                    raise FindingError(f"a leader's word has {count} effects, such as {effects[-1:]}")
-                for effect in effects:
-                    if isinstance(effect, fx.JobOver | fx.TurnedAway):
-                        return
-                    answer = _answered(effect, ill=bool(tag & _ILL))
-                    if answer is not None:
-                        (late if isinstance(answer, fx.NotFetched) else waiting).append(answer)
-
-
-def _mutate_follower(data: bytes, rng: Random) -> bytes:
-    return mutate.parts_of(data, rng, lambda tag, part, r: _changed(3, part, r), (0, _ILL))
+            events, late = [*late, fx.Told(TO_FOLLOWER.decode(part))], []
+            answer = functools.partial(_answered, late=late, ill=bool(tag & _ILL))
+            try:
+                for event in events:
+                    settle(machine.on, event, answer)
+            except (EndedError, StateError):
+                return
 
 
 # ------------------------------------------------------------------ summaries
@@ -429,33 +362,35 @@ def _read_file(data: bytes) -> None:
                     files.load(file.version, file.digest)
 
 
-def _mutate_file(data: bytes, rng: Random) -> bytes:
-    return mutate.bytes_of(data, rng)
-
-
-def _mutate_leader(data: bytes, rng: Random) -> bytes:
-    def change(tag: int, part: bytes, r: Random) -> bytes:
-        return _changed(tag & 3, part, r) if tag & 3 in (0, 2) else part
-
-    return mutate.parts_of(data, rng, change, (0x10, 0x12, 0x20, 0x22, 0x21, 0x11, 0x40, 0x13))
-
-
-def _mutate_cluster(data: bytes, rng: Random) -> bytes:
-    return mutate.parts_of(data, rng, lambda tag, part, r: _changed(1, part, r), (1,))
-
-
-OUTER: tuple[Target, ...] = (
+OUTER = (
     Target(
-        "outer-messages", "words of outer sync, and a chain's records", _message_seeds, _read_messages, _mutate_messages
+        "outer-leader",
+        "what clusters and followers say, by the leader",
+        _leader_seeds,
+        _feed_leader,
+        mutation(lambda tag: _LEADER_HEARS.get(tag & 3), (0x10, 0x12, 0x20, 0x22, 0x21, 0x11, 0x40, 0x13)),
     ),
     Target(
-        "outer-leader", "what clusters and followers say, by the leader", _leader_seeds, _feed_leader, _mutate_leader
+        "outer-cluster",
+        "what a leader says, by a cluster",
+        _cluster_seeds,
+        _feed_cluster,
+        mutation(lambda tag: TO_CLUSTER, (1,)),
     ),
-    Target("outer-cluster", "what a leader says, by a cluster", _cluster_seeds, _feed_cluster, _mutate_cluster),
-    Target("outer-follower", "what a leader says, by a follower", _follower_seeds, _feed_follower, _mutate_follower),
-    Target("outer-ranks", "what ranks of a cluster say, by the others", _rank_seeds, _feed_ranks, _mutate_ranks),
+    Target(
+        "outer-follower",
+        "what a leader says, by a follower",
+        _follower_seeds,
+        _feed_follower,
+        mutation(lambda tag: TO_FOLLOWER, (0, _ILL)),
+    ),
+    Target(
+        "outer-ranks",
+        "what ranks of a cluster say, by the others",
+        _rank_seeds,
+        _feed_ranks,
+        mutation(_spoken, (0, _STEP, _ALL, _STEP | _ALL, _FACTS)),
+    ),
     Target("outer-summary", "the text of a summary in a leader's store", _summary_seeds, _read_summary, mutate.json_of),
-    Target("outer-files", "a follower's files", _file_seeds, _read_file, _mutate_file, 8 << 20),
+    Target("outer-files", "a follower's files", _file_seeds, _read_file, mutate.bytes_of, 8 << 20),
 )
-
-__all__ = ["OUTER"]

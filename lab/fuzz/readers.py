@@ -1,4 +1,4 @@
-"""Targets that read bytes without anybody at the other end: codecs, machines, stores, texts."""
+"""Targets that read bytes without anybody at the other end: machines, a state's manifests, stores, texts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import logging
 import sqlite3
 import tempfile
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
-
-from google.protobuf.message import DecodeError
 
 from chaos_lightning.errors import ConfigurationError, StateError, StoreError, WireError
 from chaos_lightning.membership import effects as fx
@@ -25,146 +23,26 @@ from chaos_lightning.membership.member import MemberMachine
 from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 from chaos_lightning.planning.pipelines.units import ViewPipelines
-from chaos_lightning.protocol import chaos_pb2, codec
-from chaos_lightning.protocol.changes import change_to, changed
-from chaos_lightning.protocol.packing import PackedChange
+from chaos_lightning.protocol.codec import FROM_MEMBER, JOB, PEER, TO_MEMBER
 from chaos_lightning.protocol.types import (
     GENESIS,
     NO_VIEW,
     Decide,
     Entered,
     FromMember,
-    Header,
     Hello,
     LinkEvent,
-    LinkSpec,
     Member,
-    PeerMessage,
     Ready,
     Report,
     Settings,
-    ToMember,
     View,
     ViewId,
     Welcome,
 )
 from lab.fuzz import mutate
-from lab.fuzz.target import FindingError, Target
-
-_ENVELOPES = (chaos_pb2.FromMemberEnvelope, chaos_pb2.ToMemberEnvelope, chaos_pb2.PeerEnvelope)
-_KINDS = (FromMember, ToMember, PeerMessage)
-MOST_EFFECTS = 20_000
-"""Largest number of effects of one message; more would be a reader that can be made to flood others."""
-
-
-# ------------------------------------------------------------------ messages
-
-
-def message(kind: Any, rng: Random) -> Any:
-    """Some message of FromMember, ToMember or PeerMessage."""
-    return mutate.value_of(rng.choice(typing.get_args(kind)), rng)
-
-
-def wrapped(kind: Any, value: Any) -> bytes:
-    """As it travels."""
-    if kind is PeerMessage:
-        return codec.encode_peer(value)
-    wrap = codec.wrap_from_member if kind is FromMember else codec.wrap_to_member
-    data: bytes = wrap(value).SerializeToString()
-    return data
-
-
-def each(kind: Any, rng: Random) -> Iterator[bytes]:
-    """One message of each class of FromMember, ToMember or PeerMessage, as it travels; without those that cannot be."""
-    for cls in typing.get_args(kind):
-        with contextlib.suppress(WireError, TypeError):
-            yield wrapped(kind, mutate.value_of(cls, rng))
-
-
-def mutated_message(tag: int, data: bytes, rng: Random) -> bytes:
-    """Another field in this message; or another message."""
-    which = tag % len(_KINDS)
-    if not data or rng.randint(0, 3) == 0:
-        with contextlib.suppress(WireError, TypeError):
-            return wrapped(_KINDS[which], message(_KINDS[which], rng))
-    if rng.randint(0, 9) == 0:
-        return mutate.bytes_of(data, rng)
-    try:
-        envelope = _ENVELOPES[which].FromString(data)
-    except DecodeError:
-        return data
-    for _ in range(rng.randint(1, 3)):
-        mutate.proto_of(envelope, rng)
-    changed: bytes = envelope.SerializeToString()
-    return changed
-
-
-def unwrapped(which: int, data: bytes) -> Any:
-    """The message; None if it is refused, as a wire's garbage is."""
-    try:
-        if which == 2:
-            return codec.decode_peer(data)
-        envelope = _ENVELOPES[which].FromString(data)
-        return codec.unwrap_from_member(envelope) if which == 0 else codec.unwrap_to_member(envelope)
-    except (WireError, DecodeError):
-        return None
-
-
-_MEMBERS = tuple(Member(f"{name}~{i}", name, "host", "127.0.0.1", i) for i, name in enumerate("abch", 1))
-_BEFORE = View(ViewId(1, 1), ViewId(), _MEMBERS[:3], links=(LinkSpec("a~1", "b~2"), LinkSpec("b~2", "c~3")))
-_AFTER = View(
-    ViewId(1, 2), ViewId(1, 1), _MEMBERS[1:], ("h~4",), links=(LinkSpec("b~2", "h~4"), LinkSpec("c~3", "h~4"))
-)
-_CHANGE = change_to(_BEFORE, _AFTER, "0")
-assert _CHANGE is not None
-
-
-def _message_seeds() -> list[bytes]:
-    rng = Random(0)
-    seeds = [mutate.joined([(which, said)]) for which, kind in enumerate(_KINDS) for said in each(kind, rng)]
-    seeds += [
-        mutate.joined([(3, _record(View, rng))]),
-        mutate.joined([(4, _record(Header, rng))]),
-        mutate.joined([(5, codec.encode(_CHANGE))]),
-    ]
-    return seeds
-
-
-def _record(kind: Any, rng: Random) -> bytes:
-    """Some record of the chain, as the store has it; values that none can have are drawn again."""
-    while True:
-        with contextlib.suppress(WireError):
-            return codec.encode(mutate.value_of(kind, rng))
-
-
-def _read_messages(data: bytes) -> None:
-    for tag, part in mutate.split(data):
-        which = tag % 6
-        if which == 5:
-            with contextlib.suppress(WireError):
-                changed(_BEFORE, codec.decode(PackedChange, part), "0")
-        elif which < 3:
-            found = unwrapped(which, part)
-            if found is not None and unwrapped(which, wrapped(_KINDS[which], found)) != found:
-                raise FindingError(f"{type(found).__name__} is another one when it is written and read again")
-        else:
-            with contextlib.suppress(WireError):
-                codec.decode(View if which == 3 else Header, part)
-
-
-def _mutate_messages(data: bytes, rng: Random) -> bytes:
-    return mutate.parts_of(data, rng, _mutated_value, range(6))
-
-
-def _mutated_value(tag: int, data: bytes, rng: Random) -> bytes:
-    if tag % 6 != 5:
-        return mutated_message(tag % 6, data, rng)
-    change = chaos_pb2.PackedChange.FromString(codec.encode(_CHANGE))
-    for _ in range(rng.randint(1, 3)):
-        mutate.proto_of(change, rng)
-    found: bytes = change.SerializeToString()
-    return found
-
+from lab.fuzz.messages import Words, each, mutation, record, said
+from lab.fuzz.target import FindingError, Target, settle
 
 # ------------------------------------------------------------------ machines
 
@@ -173,6 +51,10 @@ def hello(name: str, number: int, **changes: Any) -> Hello:
     """Returns the hello of a process that fits the job."""
     given: dict[str, Any] = {"pid": number, "pid_start": 1, "quota": 1, "accumulate": 1, "package": "1"}
     return Hello("default", name, "host", "127.0.0.1", 1000 + number, fingerprint=(), **(given | changes))
+
+
+def _said(conn: int, message: FromMember) -> tuple[int, bytes]:
+    return (conn, FROM_MEMBER.encode(message))
 
 
 def _opened(conn: int) -> tuple[int, bytes]:
@@ -184,19 +66,17 @@ def _tick() -> tuple[int, bytes]:
 
 
 def _scheduler_seeds() -> list[bytes]:
-    joined = [_opened(0), (0, wrapped(FromMember, hello("a", 1))), (0, wrapped(FromMember, Ready())), _tick(), _tick()]
-    first = ViewId(1, 1)
-    stands = Entered(first, 0, 0, "")
-    joined += [(0, wrapped(FromMember, stands)), _tick()]
-    two = [_opened(1), (1, wrapped(FromMember, hello("b", 2))), (1, wrapped(FromMember, Ready())), _tick(), _tick()]
-    links = [(0, wrapped(FromMember, LinkEvent("b~2", True, "connected")))]
-    links += [(1, wrapped(FromMember, LinkEvent("a~1", True, "connected")))]
-    both = [(conn, wrapped(FromMember, Entered(ViewId(1, 2), 0, 0, GENESIS.hash))) for conn in (0, 1)]
-    loss = [(0, wrapped(FromMember, LinkEvent("b~2", False, "closed (reset)"))), (0x31, b"x"), _tick()]
+    joined = [_opened(0), _said(0, hello("a", 1)), _said(0, Ready()), _tick(), _tick()]
+    joined += [_said(0, Entered(ViewId(1, 1), 0, 0, "")), _tick()]
+    two = [_opened(1), _said(1, hello("b", 2)), _said(1, Ready()), _tick(), _tick()]
+    links = [_said(conn, LinkEvent(peer, True, "connected")) for conn, peer in enumerate(("b~2", "a~1"))]
+    both = [_said(conn, Entered(ViewId(1, 2), 0, 0, GENESIS.hash)) for conn in (0, 1)]
+    loss = [_said(0, LinkEvent("b~2", False, "closed (reset)")), (0x31, b"x"), _tick()]
     report = Report(ViewId(1, 3), ViewId(1, 2), 0, GENESIS.hash, last=GENESIS)
-    recovers = [*joined, *two[:2], *links, *two[2:], *both, *loss, _tick(), (0, wrapped(FromMember, report)), _tick()]
-    chatter = [(0, said) for said in each(FromMember, Random(1))]
-    return [mutate.joined(parts) for parts in (joined, joined + two, joined + chatter[:20], recovers)]
+    recovers = [*joined, *two[:2], *links, *two[2:], *both, *loss, _tick(), _said(0, report), _tick()]
+    chatter = [(0, said) for said in each(FROM_MEMBER, Random(1))]
+    inputs = (joined, joined + two, joined + chatter, recovers, *([*joined, one] for one in chatter))
+    return [mutate.joined(parts) for parts in inputs]
 
 
 def _feed_scheduler(data: bytes) -> None:
@@ -205,55 +85,49 @@ def _feed_scheduler(data: bytes) -> None:
     streams: set[int] = set()
     now = 1.0
 
-    def on(event: fx.SchedulerEvent) -> None:
+    def on(event: fx.SchedulerEvent) -> Iterable[fx.SchedulerEffect]:
         nonlocal now
-        waiting, count = [event], 0
-        while waiting:
-            now += 0.01
-            for effect in machine.on(now, waiting.pop(0)):
-                count += 1
-                if isinstance(effect, fx.Persist):
-                    waiting.append(fx.Stored(effect.token, True))
-                elif isinstance(effect, fx.Send):
-                    codec.wrap_to_member(effect.message)
-            if count > MOST_EFFECTS:
-                raise FindingError(f"{event} has {count} effects")
+        now += 0.01
+        return machine.on(now, event)
+
+    def answer(effect: fx.SchedulerEffect) -> fx.Stored | None:
+        if isinstance(effect, fx.Send):
+            TO_MEMBER.encode(effect.message)
+        return fx.Stored(effect.token, True) if isinstance(effect, fx.Persist) else None
 
     for tag, part in mutate.split(data):
         conn, what = tag & 7, tag >> 4 & 3
         if what == 1 and conn not in streams:
             streams.add(conn)
-            on(fx.Opened(conn))
+            settle(on, fx.Opened(conn), answer)
         elif what == 2:
             now += 0.2
-            on(fx.SchedulerTick())
+            settle(on, fx.SchedulerTick(), answer)
         elif what == 3 and conn in streams:
             streams.discard(conn)
-            on(fx.Closed(conn, bool(part)))
-        elif what == 0 and conn in streams and (said := unwrapped(0, part)) is not None:
-            on(fx.MessageIn(conn, said))
+            settle(on, fx.Closed(conn, bool(part)), answer)
+        elif what == 0 and conn in streams:
+            with contextlib.suppress(WireError):
+                settle(on, fx.MessageIn(conn, FROM_MEMBER.decode(part)), answer)
     machine.validate_state()
-
-
-def _mutate_scheduler(data: bytes, rng: Random) -> bytes:
-    return mutate.parts_of(
-        data, rng, lambda tag, part, r: mutated_message(0, part, r), (0, 1, 2, 0x10, 0x11, 0x12, 0x20, 0x30, 0x31)
-    )
 
 
 def _member_seeds() -> list[bytes]:
     me = Member("b~2", "b", "host", "127.0.0.1", 2)
-    welcomed = [(1, wrapped(ToMember, Welcome(me, 1, "founder", "", 0.1, 0.5)))]
+    welcomed = [(1, TO_MEMBER.encode(Welcome(me, 1, "founder", "", 0.1, 0.5)))]
     rng = Random(2)
-    chatter = [(tag, said) for kind, tag in ((ToMember, 1), (PeerMessage, 2)) for said in each(kind, rng)]
+    chatter = [(tag, said) for tag, words in _MEMBER_HEARS.items() for said in each(words, rng)]
     staged = PipelinePlan(2, (Pipeline((PlanStage("a~1", 0, 1), PlanStage("b~2", 1, 2)), 1),))
     text = ViewPipelines.of(staged, shared={"wte.weight": (0, 1)}).to_json()
     view = View(ViewId(1, 1), NO_VIEW, (replace(me, id="a~1", name="a"), me), pipelines=text)
-    founded = [*welcomed, (1, wrapped(ToMember, Decide(view, GENESIS)))]
+    founded = [*welcomed, (1, TO_MEMBER.encode(Decide(view, GENESIS)))]
     return [
         mutate.joined(welcomed),
         *(mutate.joined([*begun, part]) for begun in (welcomed, founded) for part in chatter),
     ]
+
+
+_MEMBER_HEARS: dict[int, Words] = {1: TO_MEMBER, 2: PEER}
 
 
 def _feed_member(data: bytes) -> None:
@@ -261,28 +135,17 @@ def _feed_member(data: bytes) -> None:
     now = 1.0
     for tag, part in mutate.split(data):
         now += 0.01
-        which = tag & 3
+        which, peer = tag & 3, mutate.IDS[tag >> 4 & 3]
         event: fx.MemberEvent = fx.Tick()
-        if which in (1, 2):
-            said = unwrapped(which, part)
-            if said is None:
+        if which in _MEMBER_HEARS:
+            try:
+                said = _MEMBER_HEARS[which].decode(part)
+            except WireError:
                 continue
-            event = fx.ControlIn(said) if which == 1 else fx.PeerIn(mutate.IDS[tag >> 4 & 3], said)
+            event = fx.ControlIn(said) if which == 1 else fx.PeerIn(peer, said)
         elif which == 3:
-            event = fx.LinkChanged(mutate.IDS[tag >> 4 & 3], bool(tag & 4), "said so")
-        count = len(machine.on(now, event))
-        if count > MOST_EFFECTS:
-            raise FindingError(f"{type(event).__name__} has {count} effects")
-
-
-def _mutate_member(data: bytes, rng: Random) -> bytes:
-    tags = [which | sender << 4 for which in (0, 1, 1, 2, 2, 3) for sender in range(4)]
-    return mutate.parts_of(data, rng, mutated_message_of_either, tags)
-
-
-def mutated_message_of_either(tag: int, data: bytes, rng: Random) -> bytes:
-    """Returns a mutated message of the scheduler (1) or of a member (2)."""
-    return mutated_message(tag & 3, data, rng) if tag & 3 in (1, 2) else data
+            event = fx.LinkChanged(peer, bool(tag & 4), "said so")
+        settle(functools.partial(machine.on, now), event)
 
 
 # ------------------------------------------------------------------ state
@@ -330,12 +193,7 @@ def _mutate_parts_of_json(data: bytes, rng: Random) -> bytes:
 
 
 def _view(rng: Random) -> View:
-    """Any that a record may have: no text of it is beyond its limit."""
-    while True:
-        view: View = mutate.value_of(View, rng)
-        with contextlib.suppress(WireError):
-            codec.encode(view)
-            return view
+    return JOB.decode(View, said(record(JOB, View), rng, accepted=True))
 
 
 def _entry(rng: Random, number: int, view: bool) -> bytes:
@@ -531,17 +389,21 @@ def _mutate_texts(data: bytes, rng: Random) -> bytes:
 
 READERS = (
     Target(
-        "messages", "control messages and stored views, by the codec", _message_seeds, _read_messages, _mutate_messages
-    ),
-    Target(
         "scheduler",
         "what members say, by the scheduler's machine",
         _scheduler_seeds,
         _feed_scheduler,
-        _mutate_scheduler,
+        mutation(lambda tag: FROM_MEMBER, (0, 1, 2, 0x10, 0x11, 0x12, 0x20, 0x30, 0x31)),
     ),
     Target(
-        "member", "what scheduler and members say, by a member's machine", _member_seeds, _feed_member, _mutate_member
+        "member",
+        "what scheduler and members say, by a member's machine",
+        _member_seeds,
+        _feed_member,
+        mutation(
+            lambda tag: _MEMBER_HEARS.get(tag & 3),
+            [which | sender << 4 for which in (0, 1, 1, 2, 2, 3) for sender in range(4)],
+        ),
     ),
     Target(
         "state", "manifests and tables of a training state", _state_seeds, _read_state, _mutate_parts_of_json, 8 << 20
@@ -555,5 +417,3 @@ READERS = (
         _mutate_texts,
     ),
 )
-
-__all__ = ["READERS", "hello", "message", "mutated_message", "unwrapped", "wrapped"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import signal
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -25,8 +25,16 @@ LARGE_NBYTES = 140 << 20
 """A frame of 64 MiB may be announced and is then waited for; twice that while it is checked."""
 
 
+MOST_EFFECTS = 20_000
+"""Largest number of effects of one event; more would be a machine that can be made to flood others."""
+
+
 class FindingError(AssertionError):
     """A reader did what it must not."""
+
+
+class EndedError(Exception):
+    """A machine has ended in good order; nobody hears the rest of an input."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,23 @@ def guarded(target: Target, data: bytes, *, traced: bool = True) -> None:
         raise FindingError(
             f"{target.name}: reading {len(data)} bytes took {peak} bytes of memory, the limit is {limit}"
         )
+
+
+def settle(on: Callable[[Any], Iterable[Any]], event: Any, answer: Callable[[Any], Any] = lambda effect: None) -> None:
+    """Hands an event to a machine, and then whatever its effects are answered with.
+
+    Args:
+        on: The machine; returns its effects.
+        event: The event.
+        answer: Returns what comes of an effect; None: nothing.
+    """
+    waiting, count = [event], 0
+    while waiting:
+        effects = list(on(waiting.pop(0)))
+        waiting += [found for effect in effects if (found := answer(effect)) is not None]
+        count += len(effects)
+        if count > MOST_EFFECTS:
+            raise FindingError(f"{event} has {count} effects, such as {effects[-1:]}")
 
 
 @contextmanager

@@ -260,7 +260,7 @@ def test_surrogates_are_a_wire_error() -> None:
 def test_sizes_are_limited_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     big = replace(CONTRIBUTION, payload=bytes(2000))
     data = codec.encode_peer(big)
-    monkeypatch.setattr(codec._PEER, "_limit", 1000)
+    monkeypatch.setattr(codec.PEER, "_limit", 1000)
     with pytest.raises(WireError, match="the limit is 1000"):
         codec.encode_peer(big)
     with pytest.raises(WireError, match="the limit is 1000"):

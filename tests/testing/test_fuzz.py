@@ -27,11 +27,11 @@ from chaos_lightning.membership.scheduler import SchedulerMachine
 from chaos_lightning.outer.exchange.vocabulary import FROM_FOLLOWER
 from chaos_lightning.outer.rules.messages import Missing
 from chaos_lightning.outer.rules.types import IncarnationId, PushId
+from chaos_lightning.protocol.codec import FROM_MEMBER, TO_MEMBER
 from chaos_lightning.protocol.types import (
     NO_VIEW,
     VERSION,
     Entered,
-    FromMember,
     LinkEvent,
     LinkReport,
     Ready,
@@ -42,7 +42,7 @@ from chaos_lightning.transport.handshake import Greeting, accept, dial
 from lab.fuzz import mutate
 from lab.fuzz.drivers import TARGETS, atheris_missing, replay, with_hypothesis
 from lab.fuzz.links import shaken, welcome_handshakes
-from lab.fuzz.readers import hello, wrapped
+from lab.fuzz.readers import hello
 from lab.fuzz.target import FindingError, Target, guarded
 
 EXAMPLES = {"agent": 15, "tls-proxy": 40, "server": 60, "state": 60, "scheduler": 60}
@@ -195,7 +195,7 @@ def test_what_the_texts_are_read_with_leaves_logging_as_it_was() -> None:
 
 def test_a_member_that_tells_of_a_later_term_ends_the_fuzzed_scheduler_and_the_next_input_has_another() -> None:
     claims = Entered(ViewId(2, 3), 0, 1000, "")
-    said = [wrapped(FromMember, message) for message in (hello("x", 9), Ready(), claims)]
+    said = [FROM_MEMBER.encode(message) for message in (hello("x", 9), Ready(), claims)]
     for _ in range(2):
         TARGETS["server"].run(mutate.joined([(0, part) for part in said]))
 
@@ -257,10 +257,10 @@ def test_settings_that_are_nested_without_end() -> None:
 @pytest.mark.parametrize("interval_s", [1e308, 1e-9, 0.0, -1.0])
 def test_a_scheduler_that_asks_for_odd_heartbeats_is_no_scheduler(interval_s: float) -> None:
     """The agent's thread ended with OverflowError, or sent without a pause."""
-    from chaos_lightning.protocol.types import Member, ToMember, Welcome
+    from chaos_lightning.protocol.types import Member, Welcome
 
     welcome = Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", interval_s, 0.5)
-    TARGETS["agent"].run(mutate.joined([(0, wrapped(ToMember, welcome))]))
+    TARGETS["agent"].run(mutate.joined([(0, TO_MEMBER.encode(welcome))]))
 
 
 def test_a_follower_that_misses_a_push_that_there_never_was_ends_no_leader() -> None:
