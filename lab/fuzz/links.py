@@ -37,7 +37,7 @@ from chaos_lightning.transport.link import Link
 from chaos_lightning.transport.loop import IoLoop
 from chaos_lightning.transport.sealing import SEGMENT_NBYTES, TAG_NBYTES, Level, ProtectedSocket, SealedSession, mixed
 from lab.fuzz import mutate
-from lab.fuzz.messages import each, other, said
+from lab.fuzz.messages import each, field_of, other, said
 from lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingError, Target
 
 # ------------------------------------------------------------------ links
@@ -152,25 +152,29 @@ def _packed(frame: Frame, payload: bytes) -> bytes:
     return head + payload
 
 
-def _frame(kind: FrameType, rng: Random, payload: bytes = b"") -> bytes:
-    """Returns a frame of this kind, with a plausible payload if none is given."""
-    if payload:
-        pass
-    elif kind == FrameType.MESSAGE:
-        payload = said(PEER, rng)
-    elif kind == FrameType.ROUTED:
+_LENGTHS = (0, 1, 1 << 20, 64 << 20, (64 << 20) + 1, (1 << 32) - 1)
+
+
+def _payload(kind: FrameType, rng: Random) -> bytes:
+    if kind == FrameType.MESSAGE:
+        return said(PEER, rng)
+    if kind == FrameType.ROUTED:
         ends = [(rng.choice(mutate.IDS), rng.choice(mutate.IDS)) for _ in range(rng.choice((1, 1, 3)))]
-        payload = b"".join(RoutedMessage(*pair, rng.randint(0, 9), b"payload").packed() for pair in ends)
-    else:
-        payload = bytes(rng.randint(0, 255) for _ in range(rng.choice((0, 0, 1, 16, 100))))
+        return b"".join(RoutedMessage(*pair, rng.randint(0, 9), b"payload").packed() for pair in ends)
+    return bytes(rng.randint(0, 255) for _ in range(rng.choice((0, 0, 1, 16, 100))))
+
+
+def _frame(kind: FrameType, payload: bytes, rng: Random) -> bytes:
     frame = Frame(kind, ViewId(1, rng.randint(0, 3)), rng.randint(0, 5), rng.randint(0, 64), len(payload), 0)
     return _packed(frame, payload)
 
 
 def _link_seeds() -> list[bytes]:
+    """Some of each type, and each message of a member."""
     rng = Random(4)
-    kinds = [_frame(kind, rng) for kind in FrameType for _ in range(3)]
-    return [*kinds, *(_frame(FrameType.MESSAGE, rng, message) for message in each(PEER, rng))]
+    payloads = [(kind, _payload(kind, rng)) for kind in FrameType for _ in range(3)]
+    payloads += [(FrameType.MESSAGE, message) for message in each(PEER, rng)]
+    return [_frame(kind, payload, rng) for kind, payload in payloads]
 
 
 def _mutate_frames(data: bytes, rng: Random) -> bytes:
@@ -180,27 +184,18 @@ def _mutate_frames(data: bytes, rng: Random) -> bytes:
     at = rng.randint(0, len(frames) - 1)
     frame, payload = frames[at]
     what = rng.randint(0, 8)
-    if what == 0:
-        frame.type = rng.choice(list(FrameType))
-    elif what == 1:
-        frame.length = rng.choice((0, 1, len(payload) + 1, 1 << 20, 64 << 20, (64 << 20) + 1, (1 << 32) - 1))
-    elif what == 2:
-        frame.view = ViewId(rng.choice((0, 1, (1 << 32) - 1)), rng.choice((0, 1, (1 << 32) - 1)))
-    elif what == 3:
-        frame.seq, frame.start = rng.choice((0, 1, (1 << 64) - 1)), rng.choice((0, 1, (1 << 64) - 1))
-    elif what == 4:
-        frame.summed, frame.checksum = not frame.summed, rng.choice((0, 1, (1 << 64) - 1))
+    if what < 5:
+        frame = field_of(frame, rng, length=(*_LENGTHS, len(payload) + 1))
     elif what == 5:
         frame.pieces, frame.type = rng.choice((1, 2, 4096)), rng.choice((FrameType.UP, FrameType.DOWN))
         payload = bytes(rng.choice((0, 8, 255)) for _ in range(min(256, 16 * frame.pieces)))
-    elif what == 6 and frame.type == FrameType.MESSAGE:
-        payload = other(PEER, payload, rng)
-        frame.length = len(payload)
-    elif what == 7:
-        payload = mutate.bytes_of(payload, rng)
+    elif what < 8:
+        message = what == 6 and frame.type == FrameType.MESSAGE
+        payload = other(PEER, payload, rng) if message else mutate.bytes_of(payload, rng)
         frame.length = len(payload)
     else:
-        return data + _frame(rng.choice(list(FrameType)), rng)
+        kind = rng.choice(list(FrameType))
+        return data + _frame(kind, _payload(kind, rng), rng)
     with contextlib.suppress(struct.error):
         return b"".join(_packed(f, p) for f, p in [*frames[:at], (frame, payload), *frames[at + 1 :]])
     return data

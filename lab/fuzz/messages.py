@@ -31,6 +31,8 @@ from chaos_lightning.protocol.types import LinkSpec, Member, Span, View, ViewId
 from lab.fuzz import mutate
 from lab.fuzz.target import FindingError, Target
 
+UNSIGNED = (0, 1, 2, 6, 7, 8, 255, 3000, 4800, 1 << 20, (1 << 32) - 1, 1 << 32, (1 << 50) - 1, 1 << 63, (1 << 64) - 1)
+"""Numbers in the headers of frames."""
 _DRAWS = 500
 """Number of values of one class of which its reader must accept one."""
 
@@ -114,6 +116,13 @@ def _distinct(view: View, rng: Random) -> View:
     )
 
 
+def field_of(frame: Any, rng: Random, **odd: Sequence[Any]) -> Any:
+    """Returns the header of a frame with another value in one field: one of `odd`, or any of its type."""
+    name, hint = rng.choice(list(hints(frame.__class__).items()))
+    value = rng.choice(odd.get(name, UNSIGNED)) if name in odd or hint is int else value_of(hint, rng)
+    return dataclasses.replace(frame, **{name: value})
+
+
 # ------------------------------------------------------------------ their bytes
 
 
@@ -139,7 +148,7 @@ Words = Envelope | Record
 
 def record(vocabulary: Vocabulary, cls: type) -> Record:
     """Returns how a dataclass of a vocabulary travels by itself."""
-    return Record(vocabulary.stub(cls), (cls,), vocabulary.encode, functools.partial(vocabulary.decode, cls))
+    return Record(vocabulary.stub(cls), (cls,), vocabulary.encode, lambda data: vocabulary.decode(cls, data))
 
 
 def words_of(vocabulary: Vocabulary) -> list[Words]:

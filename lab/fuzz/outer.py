@@ -27,66 +27,29 @@ from chaos_lightning.outer.exchange.vocabulary import (
 )
 from chaos_lightning.outer.follower.shard_files import ShardFiles
 from chaos_lightning.outer.rules import effects as fx
+from chaos_lightning.outer.rules import messages as ms
+from chaos_lightning.outer.rules import types as ty
 from chaos_lightning.outer.rules.chain import OuterChain, SummedChain
 from chaos_lightning.outer.rules.cluster import ClusterMachine, Missed
 from chaos_lightning.outer.rules.follower import FollowerMachine
 from chaos_lightning.outer.rules.grid import Grid
 from chaos_lightning.outer.rules.leader import LeaderMachine
-from chaos_lightning.outer.rules.messages import (
-    Apply,
-    ClusterHello,
-    DropPush,
-    FollowerHello,
-    Granted,
-    Hold,
-    Holder,
-    JobFinished,
-    Keep,
-    LineKey,
-    Marked,
-    Obey,
-    PushAnswered,
-    ShardFile,
-    Stage,
-    Welcomed,
-)
 from chaos_lightning.outer.rules.plain import read_text, text_of
 from chaos_lightning.outer.rules.ranks_machine import RankSays, RanksMachine
 from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.summaries import summary_of
-from chaos_lightning.outer.rules.types import (
-    NO_VERSION,
-    Agreement,
-    Counters,
-    Covered,
-    Durable,
-    Entry,
-    Factors,
-    Founded,
-    GateState,
-    IncarnationId,
-    JobOpened,
-    JobProgress,
-    Joined,
-    Offer,
-    PushAnswer,
-    PushId,
-    RolledBack,
-    Round,
-    Summary,
-    TensorSpec,
-    VersionId,
-    Weighed,
-)
+from chaos_lightning.outer.rules.types import NO_VERSION
 from chaos_lightning.outer.server.chain_store import load_chain
 from lab.fuzz import mutate
 from lab.fuzz.messages import Record, each, mutation
 from lab.fuzz.target import EndedError, FindingError, Target, settle
 
 
-def agreement(length: int = 64) -> Agreement:
+def agreement(length: int = 64) -> ty.Agreement:
     """Returns the agreement of a small job."""
-    return Agreement((TensorSpec("w", "float32", (256,)),), block=64, length=length, settings=OuterSettings().words)
+    return ty.Agreement(
+        (ty.TensorSpec("w", "float32", (256,)),), block=64, length=length, settings=OuterSettings().words
+    )
 
 
 # ------------------------------------------------------------------ the leader's and a cluster's machine
@@ -98,8 +61,8 @@ _LEADER_HEARS = {0: FROM_CLUSTER, 2: FROM_FOLLOWER}
 
 def _leader_seeds() -> list[bytes]:
     rng = Random(4)
-    follower = FROM_FOLLOWER.encode(FollowerHello("f0", "n0", 0, (), NO_VERSION, "127.0.0.1:1"))
-    cluster = FROM_CLUSTER.encode(ClusterHello("a", "here", "n1", 0, None, NO_VERSION, NO_VERSION, agreement()))
+    follower = FROM_FOLLOWER.encode(ms.FollowerHello("f0", "n0", 0, (), NO_VERSION, "127.0.0.1:1"))
+    cluster = FROM_CLUSTER.encode(ms.ClusterHello("a", "here", "n1", 0, None, NO_VERSION, NO_VERSION, agreement()))
     begun = [(2 | 0x10, follower), (0 | 0x20, cluster), (0x40, b"")]
     chatter = [(tag, said) for tag in (0 | 0x20, 2 | 0x10) for said in each(_LEADER_HEARS[tag & 3], rng)]
     inputs = (begun, begun + chatter, begun + chatter + begun, *([*begun, one] for one in chatter))
@@ -146,7 +109,7 @@ def _feed_leader(data: bytes) -> None:
 
 def _cluster_seeds() -> list[bytes]:
     chatter = [(1, said) for said in each(TO_CLUSTER, Random(5))]
-    welcome = (1, TO_CLUSTER.encode(Welcomed(1, IncarnationId("a", 1), 1, NO_VERSION, True, JobProgress())))
+    welcome = (1, TO_CLUSTER.encode(ms.Welcomed(1, ty.IncarnationId("a", 1), 1, NO_VERSION, True, ty.JobProgress())))
     return [mutate.joined(parts) for parts in (chatter, [welcome, *chatter], *([welcome, one] for one in chatter))]
 
 
@@ -180,22 +143,24 @@ def _ranks() -> RanksMachine:
 
 
 def _rank_seeds() -> list[bytes]:
-    who, version = IncarnationId("a", 1), VersionId(1, "0" * 32)
-    welcome = fx.Told(Welcomed(1, who, 1, version, True, JobProgress()))
-    granted = fx.Told(Granted(1, (Covered(0, ((0, 16), (32, 48))),)))
+    who, version = ty.IncarnationId("a", 1), ty.VersionId(1, "0" * 32)
+    welcome = fx.Told(ms.Welcomed(1, who, 1, version, True, ty.JobProgress()))
+    push = ty.PushId(who, 1)
+    accepted = ms.PushAnswered(1, push, ty.PushAnswer.ACCEPTED, version, "")
+    granted = fx.Told(ms.Granted(1, (ty.Covered(0, ((0, 16), (32, 48))),)))
     said = (
         RankSays(events=(fx.Connected(), welcome, granted, fx.TimePassed())),
         RankSays(version),
         RankSays(samples=4, rates=(8.0, 2.0)),
-        RankSays(frozen=(PushId(who, 1), "m"), over="its loop is over"),
-        RankSays(events=(fx.Told(PushAnswered(1, PushId(who, 1), PushAnswer.ACCEPTED, version, "")),), leaves=True),
+        RankSays(frozen=(push, "m"), over="its loop is over"),
+        RankSays(events=(fx.Told(accepted),), leaves=True),
         RankSays(events=(fx.Disconnected(), Missed(version)), failed="it cannot"),
     )
     commits = [(_STEP | _ALL, text_of(RankSays, one)) for one in said]
     ranks = _ranks()
     for one in said[:3]:
         list(ranks.commit(("a", "b"), (one, one), 0, ()))
-    facts = NewcomerFacts(ranks.facts(), PushId(who, 1), 1, (Holder("f0", "127.0.0.1:1", "k", b"key"),))
+    facts = NewcomerFacts(ranks.facts(), push, 1, (ms.Holder("f0", "127.0.0.1:1", "k", b"key"),))
     newcomer = (_FACTS, text_of(NewcomerFacts, facts))
     some = [(tag, said) for tag in (_STEP | _ALL, _FACTS) for said in each(_spoken(tag), Random(6))]
     return [mutate.joined(parts) for parts in (commits, [newcomer, *commits[2:]], [*commits[:3], *some])]
@@ -243,29 +208,31 @@ _ILL = 1
 
 
 def _follower_seeds() -> list[bytes]:
-    who, job = IncarnationId("a", 1), agreement()
-    first, second = (Offer(PushId(who, n), NO_VERSION, "m", 4, 1) for n in (1, 2))
-    founded = Entry(1, 1, Founded(1, first))
-    weighed = (Weighed(second, 1.0, 0),)
-    made = Round(2, founded.version, weighed, (), Factors(1.0, 1.0, 0.9), Counters(), GateState(), "all are here")
-    decided = Entry(2, 1, made, founded.hash)
-    back = Entry(3, 1, RolledBack(3, founded.version, (), "lost"), decided.hash)
-    nothing = Entry(4, 1, RolledBack(4, NO_VERSION, (), "lost"), back.hash)
-    files = tuple(ShardFile(entry.version, "d") for entry in (founded, decided))
+    who, job = ty.IncarnationId("a", 1), agreement()
+    first, second = (ty.Offer(ty.PushId(who, n), NO_VERSION, "m", 4, 1) for n in (1, 2))
+    founded = ty.Entry(1, 1, ty.Founded(1, first))
+    weighed = (ty.Weighed(second, 1.0, 0),)
+    made = ty.Round(
+        2, founded.version, weighed, (), ty.Factors(1.0, 1.0, 0.9), ty.Counters(), ty.GateState(), "all are here"
+    )
+    decided = ty.Entry(2, 1, made, founded.hash)
+    back = ty.Entry(3, 1, ty.RolledBack(3, founded.version, (), "lost"), decided.hash)
+    nothing = ty.Entry(4, 1, ty.RolledBack(4, NO_VERSION, (), "lost"), back.hash)
+    files = tuple(ms.ShardFile(entry.version, "d") for entry in (founded, decided))
     said = (
-        Obey(1, "n0", 0, 1, job, (), NO_VERSION, (founded,), "job"),
-        Stage(1, second),
-        Apply(1, decided),
-        Keep(1, decided.version),
-        Hold(1, founded.version),
-        Marked(1, files, founded.version),
-        Apply(1, founded),
-        Apply(1, back),
-        DropPush(1, second.push, later=True),
-        Obey(2, "n0", 0, 1, job, files, founded.version, (decided, back), "job"),
-        Apply(2, nothing),
-        LineKey(2, "a", "k", b"key"),
-        JobFinished(2, back.version, "asked"),
+        ms.Obey(1, "n0", 0, 1, job, (), NO_VERSION, (founded,), "job"),
+        ms.Stage(1, second),
+        ms.Apply(1, decided),
+        ms.Keep(1, decided.version),
+        ms.Hold(1, founded.version),
+        ms.Marked(1, files, founded.version),
+        ms.Apply(1, founded),
+        ms.Apply(1, back),
+        ms.DropPush(1, second.push, later=True),
+        ms.Obey(2, "n0", 0, 1, job, files, founded.version, (decided, back), "job"),
+        ms.Apply(2, nothing),
+        ms.LineKey(2, "a", "k", b"key"),
+        ms.JobFinished(2, back.version, "asked"),
     )
     parts = [TO_FOLLOWER.encode(one) for one in said]
     chatter = each(TO_FOLLOWER, Random(6))
@@ -295,7 +262,7 @@ def _answered(effect: fx.FollowerEffect, late: list[fx.FollowerEvent], *, ill: b
 
 def _feed_follower(data: bytes) -> None:
     """A leader says this to a follower."""
-    machine = FollowerMachine("f0", "n0", (ShardFile(VersionId(1, "0" * 32), "d"),))
+    machine = FollowerMachine("f0", "n0", (ms.ShardFile(ty.VersionId(1, "0" * 32), "d"),))
     machine.on(fx.Connected())
     late: list[fx.FollowerEvent] = []
     for tag, part in mutate.split(data):
@@ -314,24 +281,24 @@ def _feed_follower(data: bytes) -> None:
 
 def _summary_seeds() -> list[bytes]:
     chain, rng = OuterChain(), Random(7)
-    chain.follow(chain.entry(1, JobOpened(agreement(), "a test", "n")))
-    who = IncarnationId("a", 1)
-    chain.follow(chain.entry(1, Joined(who, "a test")))
-    chain.follow(chain.entry(1, Founded(1, Offer(PushId(who, 1), NO_VERSION, "m", 0, 0))))
+    chain.follow(chain.entry(1, ty.JobOpened(agreement(), "a test", "n")))
+    who = ty.IncarnationId("a", 1)
+    chain.follow(chain.entry(1, ty.Joined(who, "a test")))
+    chain.follow(chain.entry(1, ty.Founded(1, ty.Offer(ty.PushId(who, 1), NO_VERSION, "m", 0, 0))))
     for _ in range(2):
-        chain.follow(chain.entry(1, Durable(chain.newest, ("d",))))
+        chain.follow(chain.entry(1, ty.Durable(chain.newest, ("d",))))
     text = zlib.decompress(base64.b64decode(summary_of(chain, ()).state))
     return [text, *(mutate.json_of(text, rng) for _ in range(3))]
 
 
 def _read_summary(data: bytes) -> None:
     """Reads a store's summary: a chain goes on from it, or the store is refused."""
-    body = Summary("0" * 32, base64.b64encode(zlib.compress(data)).decode())
+    body = ty.Summary("0" * 32, base64.b64encode(zlib.compress(data)).decode())
     with contextlib.suppress(ValueError):
         SummedChain.of(body)
     with contextlib.suppress(StoreError):
         store = MemoryStore()
-        store.append(Summary.__name__, body_bytes(body), store.take_term(), cut=True)
+        store.append(ty.Summary.__name__, body_bytes(body), store.take_term(), cut=True)
         load_chain(store)
 
 
@@ -341,16 +308,16 @@ def _read_summary(data: bytes) -> None:
 def _file_seeds() -> list[bytes]:
     grid = Grid((256,), 64)
     state = OuterState(grid.whole, torch.arange(256, dtype=torch.float32))
-    version = VersionId(3, "0" * 32)
+    version = ty.VersionId(3, "0" * 32)
     with tempfile.TemporaryDirectory() as folder:
         files = ShardFiles(Path(folder), "job")
-        files.save(version, state, Counters(1, 2, 3))
+        files.save(version, state, ty.Counters(1, 2, 3))
         return [files.path(version).read_bytes()]
 
 
 def _read_file(data: bytes) -> None:
     """Whatever lies in a follower's folder under a version's name: it is whole, or it is named."""
-    version = VersionId(3, "0" * 32)
+    version = ty.VersionId(3, "0" * 32)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job" / f"v{version.number:08d}-{version.hash}.safetensors"
         path.parent.mkdir()

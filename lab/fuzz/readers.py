@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import json
@@ -11,7 +10,7 @@ import sqlite3
 import tempfile
 import typing
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -47,10 +46,10 @@ from lab.fuzz.target import FindingError, Target, settle
 # ------------------------------------------------------------------ machines
 
 
-def hello(name: str, number: int, **changes: Any) -> Hello:
+def hello(name: str, number: int) -> Hello:
     """Returns the hello of a process that fits the job."""
-    given: dict[str, Any] = {"pid": number, "pid_start": 1, "quota": 1, "accumulate": 1, "package": "1"}
-    return Hello("default", name, "host", "127.0.0.1", 1000 + number, fingerprint=(), **(given | changes))
+    place = ("host", "127.0.0.1", 1000 + number, number, 1)
+    return Hello("default", name, *place, quota=1, accumulate=1, package="1", fingerprint=())
 
 
 def _said(conn: int, message: FromMember) -> tuple[int, bytes]:
@@ -192,40 +191,22 @@ def _mutate_parts_of_json(data: bytes, rng: Random) -> bytes:
 # ------------------------------------------------------------------ stores
 
 
-def _view(rng: Random) -> View:
-    return JOB.decode(View, said(record(JOB, View), rng, accepted=True))
-
-
-def _entry(rng: Random, number: int, view: bool) -> bytes:
-    from chaos_lightning.control.chain import ChainEntry, entry_bytes
-
-    some = _view(rng) if view else None
-    body = entry_bytes(ChainEntry(0, "view" if view else "reserve", ViewId(1, number), some))
-    document = {"format": 3, "kind": "view" if view else "reserve", "term": 1, "before": ""}
-    return json.dumps({**document, "body": base64.b64encode(body).decode(), "wall": 1.5}).encode()
-
-
-def _summary(rng: Random) -> bytes:
-    from chaos_lightning.control.chain import Tip, advance, entry_bytes, entry_of, summary_of
-    from chaos_lightning.control.store import EMPTY
-
-    view = _view(rng)
-    entry = entry_of(fx.Persist(1, "view", view.id, view))
-    return entry_bytes(summary_of(advance(Tip(), entry, EMPTY), [entry]))
-
-
 def _store_seeds() -> list[bytes]:
-    rng = Random(3)
-    tip = {"format": 3, "term": 1, "id": "c", "position": 2, "hash": "", "first": 1, "ended": []}
-    leader = {"id": "a", "endpoint": "a:1", "host": "h", "pid": 1, "pid_start": 1, "lease": 0}
-    chain = [(0, json.dumps(tip).encode()), (1, _entry(rng, 1, True)), (1, _entry(rng, 2, False))]
-    row = [1, "view", 1, "{}", "", 1.5]
-    return [
-        mutate.joined(chain),
-        mutate.joined([(1, _summary(rng))]),
-        mutate.joined([(2, json.dumps(leader).encode())]),
-        mutate.joined([(3, json.dumps(row).encode())]),
-    ]
+    from chaos_lightning.control.chain import Tip, advance, entry_bytes, entry_of, summary_of
+    from chaos_lightning.control.election import Candidate
+    from chaos_lightning.control.etcd_store import FORMAT, _record_bytes
+    from chaos_lightning.control.store import EMPTY, End, StoreRecord
+
+    views = record(JOB, View)
+    view = views.decode(said(views, Random(3), accepted=True))
+    entries = [entry_of(fx.Persist(1, "view", view.id, view)), entry_of(fx.Persist(2, "reserve", ViewId(1, 2)))]
+    records = [StoreRecord(at, entry.kind, 1, entry_bytes(entry)) for at, entry in enumerate(entries, 1)]
+    tip = json.dumps({"format": FORMAT, **asdict(End(1, "c", 2))}).encode()
+    row = json.dumps([1, "view", 1, "{}", "", 1.5]).encode()
+    bodies = [one.body for one in records] + [entry_bytes(summary_of(advance(Tip(), entries[0], EMPTY), entries[:1]))]
+    alone = [*((1, body) for body in bodies), (2, Candidate("a", "a:1", "h", 1, 1).packed()), (3, row)]
+    chain = [(0, tip), *((1, _record_bytes(one)) for one in records)]
+    return [mutate.joined(parts) for parts in (chain, *([one] for one in alone))]
 
 
 class _Keys:

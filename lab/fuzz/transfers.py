@@ -24,6 +24,7 @@ from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 from chaos_lightning.transport.sealing import Level, ProtectedSocket
 from lab.fuzz import mutate
 from lab.fuzz.links import a_session
+from lab.fuzz.messages import field_of
 from lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingError, Target
 
 HEAD = "00112233445566aa"
@@ -256,6 +257,10 @@ def _answers() -> bytes:
     return bytes(heard)
 
 
+_LENGTHS = (0, 1, 1 << 14, 1 << 20, bulk.MAX_RANGE_NBYTES, bulk.MAX_CONTROL_NBYTES, 1 << 40)
+_HEADS = (HEAD, "0" * 16, "f" * 16)
+
+
 def _mutate_bulk(data: bytes, rng: Random) -> bytes:
     """A nearly valid input."""
     mode, said = data[:1] or b"\0", data[1:]
@@ -267,24 +272,12 @@ def _mutate_bulk(data: bytes, rng: Random) -> bytes:
     at = rng.randint(0, len(frames) - 1)
     frame, payload = frames[at]
     what = rng.randint(0, 8)
-    if what == 0:
-        frame = replace(frame, type=rng.choice(list(Type)))
-    elif what == 1:
-        lengths = (0, 1, len(payload) + 1, 1 << 14, 1 << 20, bulk.MAX_RANGE_NBYTES, bulk.MAX_CONTROL_NBYTES, 1 << 40)
-        frame = replace(frame, length=rng.choice(lengths))
-    elif what == 2:
-        frame = replace(frame, offset=rng.choice((0, 1, 3000, 4800, 1 << 32, (1 << 50) - 1, (1 << 64) - 1)))
-    elif what == 3:
-        other = rng.choice((HEAD, "0" * 16, "f" * 16))
-        frame = replace(frame, seq=rng.choice((0, SEQ - 1, SEQ, SEQ + 1, (1 << 64) - 1)), head=other)
-    elif what == 4:
-        frame = replace(frame, flags=rng.choice((0, 1, 2, 255)), checksum=rng.choice((0, 1, (1 << 64) - 1)))
-    elif what == 5 and payload[:1] in (b"{", b"["):
-        payload = mutate.json_of(payload, rng)
-        frame = replace(frame, length=len(payload))
-    elif what == 6:
-        payload = mutate.bytes_of(payload, rng)
-        frame = replace(frame, length=len(payload)) if rng.randint(0, 1) else frame
+    if what < 5:
+        frame = field_of(frame, rng, length=(*_LENGTHS, len(payload) + 1), head=_HEADS)
+    elif what < 7:
+        text = what == 5 and payload[:1] in (b"{", b"[")
+        payload = mutate.json_of(payload, rng) if text else mutate.bytes_of(payload, rng)
+        frame = replace(frame, length=len(payload)) if text or rng.randint(0, 1) else frame
     elif what == 7:
         return mode + _joined([*frames[:at], (frame, payload), *frames[at:]])
     else:
