@@ -153,6 +153,7 @@ def _packed(frame: Frame, payload: bytes) -> bytes:
 
 
 _LENGTHS = (0, 1, 1 << 20, 64 << 20, (64 << 20) + 1, (1 << 32) - 1)
+_VIEWS = [ViewId(term, number) for term in (0, 1, (1 << 32) - 1) for number in (0, 1, (1 << 32) - 1)]
 
 
 def _payload(kind: FrameType, rng: Random) -> bytes:
@@ -185,7 +186,7 @@ def _mutate_frames(data: bytes, rng: Random) -> bytes:
     frame, payload = frames[at]
     what = rng.randint(0, 8)
     if what < 5:
-        frame = field_of(frame, rng, length=(*_LENGTHS, len(payload) + 1))
+        frame = field_of(frame, rng, length=(*_LENGTHS, len(payload) + 1), view=_VIEWS)
     elif what == 5:
         frame.pieces, frame.type = rng.choice((1, 2, 4096)), rng.choice((FrameType.UP, FrameType.DOWN))
         payload = bytes(rng.choice((0, 8, 255)) for _ in range(min(256, 16 * frame.pieces)))

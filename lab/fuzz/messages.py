@@ -172,7 +172,8 @@ def said(words: Words, rng: Random, cls: type | None = None, *, accepted: bool =
             if accepted:
                 words.decode(data)
             return data
-    raise FindingError(f"none of {_DRAWS} values of {cls or words.classes} is accepted: protocol/limits.py lacks some")
+    kind = cls or words.classes
+    raise FindingError(f"none of {_DRAWS} values of {kind} is accepted; give its fields limits (protocol/limits.py)")
 
 
 def each(words: Words, rng: Random) -> list[bytes]:
