@@ -113,7 +113,7 @@ def test_each_kind_of_entry_is_read_as_from_a_store() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Weather:
-    wind: float
+    seconds: float
     place: str
     days: tuple[int, ...]
 
@@ -136,12 +136,13 @@ def _added() -> Vocabulary:
         made = file.message_type.add(name=name)
         for number, (field, type_, of) in enumerate(fields, 1):
             label = kind.LABEL_REPEATED if field == "days" else kind.LABEL_OPTIONAL
-            added = made.field.add(name=field, number=number, type=type_, label=label)
-            if of:
-                added.type_name = f".fuzzed.{of}"
+            named = {"type_name": f".fuzzed.{of}"} if of else {}
+            made.field.add(name=field, number=number, type=type_, label=label, **named)
         return made
 
-    message("Weather", ("wind", kind.TYPE_DOUBLE, ""), ("place", kind.TYPE_STRING, ""), ("days", kind.TYPE_INT64, ""))
+    message(
+        "Weather", ("seconds", kind.TYPE_DOUBLE, ""), ("place", kind.TYPE_STRING, ""), ("days", kind.TYPE_INT64, "")
+    )
     message("Tomorrow", ("weather", kind.TYPE_MESSAGE, "Weather"), ("port", kind.TYPE_INT64, ""))
     envelope = message(
         "Envelope", ("weather", kind.TYPE_MESSAGE, "Weather"), ("tomorrow", kind.TYPE_MESSAGE, "Tomorrow")
