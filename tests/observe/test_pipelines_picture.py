@@ -157,7 +157,7 @@ def test_a_pipeline_that_is_lost_as_a_whole_is_a_blank_row() -> None:
 
 def test_moves_name_the_busiest_links_and_their_layers() -> None:
     job, plan, _ = two_by_two()
-    moves = move_list(job, plan, PipelinePlan(2, (Pipeline((PlanStage("d4", 0, 2),), 8),)))
+    moves = move_list(job, plan, PipelinePlan(2, (plan.pipelines[0], Pipeline((PlanStage("d4", 0, 2),), 3))))
     lines = drawn(picture.moves_table(moves), 100)
     assert lines[0] == "moves 60 B in 6 s; the busiest source, d0, sends 30 B"
     assert lines[1:] == ["  d0 → d4  30 B, 3 s: layer 0", "  d1 → d4  30 B, 3 s: layer 1"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline_jobs import lists_of
 
 from chaos_lightning.errors import PlanError
+from chaos_lightning.planning.pipelines import pipeliner as pipeliner_module
 from chaos_lightning.planning.pipelines.choice import FILL, KEEP, MOVE
 from chaos_lightning.planning.pipelines.estimate import estimate
 from chaos_lightning.planning.pipelines.job import (
@@ -258,10 +259,11 @@ def test_losses_one_after_the_other_until_a_layer_has_no_owner() -> None:
 
 def after_loss(policy: str, **pauses: float) -> PipelineAnswer:
     pipeliner = Pipeliner(profile_of(6, 16, 300), policy)
-    pipeliner.pauses = replace(pipeliner.pauses, **pauses)
     members = members_of(pipeliner, 6)
     first = pipeliner.first(members)
-    return pipeliner.after(str(first.text), members[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeliner_module, "PAUSES", replace(pipeliner_module.PAUSES, **pauses))
+        return pipeliner.after(str(first.text), members[1:])
 
 
 def test_policies_differ() -> None:
