@@ -44,7 +44,7 @@ BOUND_MEMORY_MIB = 32
 
 @dataclass
 class Hold:
-    """All holds of one length."""
+    """Outcome of all holds of one length."""
 
     seconds: list[float] = field(default_factory=list)
     """From its beginning to the next step of all others."""
@@ -81,14 +81,14 @@ def watchers_of(pids: set[int]) -> list[int]:
 
 
 def silence(world: World) -> None:
-    """From now on no machine tells what its process table says."""
+    """Kills the watchers of all members, so that no machine tells any more what its process table says."""
     for pid in watchers_of({int(s.worker.process.pid or 0) for s in world.members.values()}):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
-    """One member holds the lock; until all others have committed their next step."""
+    """Makes one member hold the lock; returns once all others have committed their next step."""
     world.settle()
     victim = world.by_rank(rank)
     seen = world.members[victim]
@@ -112,7 +112,7 @@ def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
 
 
 def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers: int) -> None:
-    """All of one scene, and the audit of its event logs."""
+    """Measures all cases of one scene, and audits its event logs."""
     from chaos_lightning.events.events import EventLog
 
     print(f" {scene}, {runs} runs each, seed {seed}", flush=True)

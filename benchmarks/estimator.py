@@ -43,7 +43,7 @@ PROFILED = 12
 
 @dataclass(frozen=True)
 class Series:
-    """A job whose members go one by one.
+    """A job whose members leave or are killed one by one.
 
     Attributes:
         policy: Under "reroute" members are killed, else they leave.
@@ -200,7 +200,7 @@ def explained(result: Result, profile: TrainingJob, found: Sequence[PlanRun]) ->
 
 
 def real(result: Result, folder: Path, steps: int) -> None:
-    """Real layers: two devices against one, as measured and as predicted."""
+    """Adds figures of real layers: two devices against one, as measured and as predicted."""
     file = folder / "real.json"
     profile = profile_of(REAL, file, text=60_000)
     profile = beside_job(Series("reroute", 9.0, 6, (2,)), profile, file, REAL, "ab", steps)
