@@ -147,7 +147,7 @@ class NestedScene(OuterScene):
         worker.pipe.send("go")
 
     def leave_rank(self, name: str) -> None:
-        """Has a rank leave politely; the last one takes the cluster along."""
+        """Makes a rank leave politely; the last one takes the cluster along."""
         worker = self.clusters.pop(name)
         pid = worker.process.pid
         assert pid is not None

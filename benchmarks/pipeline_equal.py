@@ -1,4 +1,4 @@
-"""Pipelines compute what one process computes, whoever dies and whatever moves.
+"""Checks that pipelines compute what one process computes, whatever dies and whatever moves.
 
 Six members train a small GPT with tied weights as three pipelines of two stages, from a first view of all six. Then one
 of them dies in the middle of a backward pass: its micro-batches are rerouted, or its layers move to others; or a device
@@ -86,7 +86,7 @@ def trained(spec: dict[str, Any], fault: str) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def gated(job: PipelineJob, closed: bool) -> Iterator[None]:
-    """Within it no member begins the step behind `GATE`."""
+    """Keeps all members from the step behind `GATE` while the block runs, if `closed`."""
     gate = job.harness.directory / f"gate-{GATE}"
     if closed:
         gate.touch()
@@ -176,7 +176,7 @@ def compare(
 
 
 def family(result: Result, name: str, double: bool, faults: list[str], steps: int) -> None:
-    """One model and precision: all its trainings."""
+    """Compares all trainings of one model and precision."""
     spec = about(CASES[name], double, steps)
     print(f" {name}, fp{64 if double else 32}", flush=True)
     logs = alone(**spec)
@@ -190,7 +190,7 @@ def family(result: Result, name: str, double: bool, faults: list[str], steps: in
 
 
 def twice(result: Result, steps: int) -> None:
-    """The same death at the same unit."""
+    """Compares two runs with the same death at the same unit."""
     spec = about(CASES["dropout"], False, steps)
     one, two = (trained(spec, "rerouted") for _ in range(2))
     pairs = itertools.product(one, range(1, steps + 1))

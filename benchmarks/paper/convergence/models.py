@@ -384,5 +384,5 @@ def pretrain(
 
 
 def _whole(samples: Samples, batch: int) -> Samples:
-    """As many of the samples as make whole batches."""
+    """Returns as many of the samples as make whole batches."""
     return samples.take(np.arange(len(samples) - len(samples) % batch))
