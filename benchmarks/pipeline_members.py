@@ -97,7 +97,7 @@ class Strikes:
         self.at("between")
 
     def watch(self, blocks: Any) -> None:
-        """Has blocks of the chain strike within their passes."""
+        """Makes blocks of the chain strike within their passes."""
 
         def forward(block: Any, arguments: Any, output: Any) -> None:
             self.at("forward")

@@ -86,7 +86,7 @@ class Cluster:
         """Hashing the newcomer's state once, here."""
 
     def load(self, layout: Sequence[int]) -> None:
-        """Has all donors publish a state of random bytes with these tensors (bytes each, as they are here)."""
+        """Makes all donors publish a state of random bytes with these tensors (bytes each, as they are here)."""
         from chaos_lightning.replication.table import build_table
 
         self.joiner.load(layout)

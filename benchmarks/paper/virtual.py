@@ -228,8 +228,8 @@ def bound_s(join: Join, nbytes: int) -> float:
 
 
 def hop_by_hop_s(join: Join, nbytes: int) -> float:
-    """Returns the seconds of multi-source with relays that pass a share on only when all of it has come: hops at their
-    dearest.
+    """Returns the seconds of multi-source if relays pass a share on only when all of it has come: the most that hops
+    can cost.
 
     The same shares and routes as the policy's; each link on a route carries all that uses it before the next begins.
     """

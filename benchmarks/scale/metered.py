@@ -21,7 +21,7 @@ from chaos_lightning.protocol.types import Settings
 
 
 class Records(MemoryStore):
-    """A store that notes how large each record is, with its kind."""
+    """Store that notes how large each record is, with its kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Records(MemoryStore):
 
 
 class Metered:
-    """See the module.
+    """The scheduler's machine with a meter of its processor time, records and messages.
 
     Args:
         settings: The job's rules.
