@@ -399,8 +399,8 @@ def large(result: Result, sizes: list[int]) -> None:
 
 
 def others(result: Result, devices: int) -> None:
-    """Measures the paper's search after one loss, for models of which its pipelines of 16 stages have room, and have
-    not.
+    """Measures the paper's search after one loss, for a model for which its pipelines of 16 stages have room, and for
+    one for which not.
     """
     for title, blocks, width in (("7B", 32, 4096), ("65B", 80, 8192)):
         shapes = Planner(large_job(devices, blocks, width)).shapes
