@@ -20,7 +20,7 @@ from chaos_lightning.events.events import EventLog
 
 
 class Kept(Logger):
-    """Keeps what is logged."""
+    """Logger that keeps all logged rows."""
 
     def __init__(self) -> None:
         super().__init__()

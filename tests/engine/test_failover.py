@@ -40,7 +40,7 @@ def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) ->
 
 
 def leading(job: Job, places: dict[str, str]) -> str:
-    """Name of the candidate that leads."""
+    """Returns the name of the candidate that leads."""
     found = who_leads(job)["endpoint"]
     return next(name for name, place in places.items() if place == found)
 
