@@ -36,8 +36,8 @@ def missed(nbytes: float, told: list[Record], parameters: float = PARAMETERS) ->
 def test_what_a_follower_gathers_as_it_works_is_within_its_bound(
     beside: float, of_one: int, expected: list[str]
 ) -> None:
-    """The bound did not count 8 MiB of a follower's memory, and held for 21 pushes of one cluster as well as for seven
-    of each.
+    """Peak memory beside pushes has a bound, and so has the number of pushes of one cluster that a follower holds
+    (seven).
     """
     assert missed((beside + 2 * 12) * PARAMETERS, staged(12, of_one)) == expected
 

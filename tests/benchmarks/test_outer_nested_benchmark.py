@@ -99,9 +99,7 @@ SIZE = 12 * MIB
 
 @pytest.mark.parametrize(("anew", "held"), [(False, True), (True, False)])
 def test_a_push_that_is_begun_anew_misses_a_bound(anew: bool, held: bool) -> None:
-    """A third of the push was sent in vain, which is what a dying rank may cost; followers told of the last attempt
-    only.
-    """
+    """A push may send a third of its bytes in vain when a rank dies; one that is begun anew sends more."""
     at = Killed(
         CLUSTER, clusters={"r1": Any, "r2": Any}, server=None, context=None, told={}, watch=SimpleNamespace(records=[])
     )
