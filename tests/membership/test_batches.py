@@ -1,4 +1,4 @@
-"""Selects the events that the scheduler's machine gets in one batch."""
+"""The choice of events that the scheduler's machine gets in one batch."""
 
 from __future__ import annotations
 

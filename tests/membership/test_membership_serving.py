@@ -176,7 +176,7 @@ WORDS = st.sampled_from(
 
 
 class Watch:
-    """Reader of the messages to members about learners."""
+    """Script of a scheduler whose messages to members about learners are recorded."""
 
     def __init__(self) -> None:
         self.script = script("set observe_timeout_s 0.4\nset hang_timeout_s 0.8\n" + JOB)

@@ -1,4 +1,4 @@
-"""Models of 100,000 tensors: what names all of them fits into records and messages."""
+"""Models of 100,000 tensors: lists of all their names fit into records and messages."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Covered, IncarnationId
 
 
 def pushed(rig: Rig, who: IncarnationId, number: int, **changed: object) -> Offer:
-    """Offers a push that is as usual but for this, and has the follower stage it."""
+    """Offers a push with the usual values but for these, and has the follower stage it."""
     base = rig.machine.chain.newest
     given: dict[str, object] = {"manifest": f"{who}/{number}", "samples": 8, "steps": 1, **changed}
     offer = Offer(PushId(who, number), base, **given)  # type: ignore[arg-type]
