@@ -210,9 +210,7 @@ def test_at_the_end_of_the_job_its_last_version_is_fetched_also_with_an_open_pus
 
 
 def test_the_last_version_lacks_what_a_rollback_opened_again() -> None:
-    """An operator may end a job before a reopened push is answered; its steps were left out of the cluster's last
-    state.
-    """
+    """An operator may end a job before a reopened push is answered; the count of missing steps left its steps out."""
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
     machine.on(Told(Served(1, V2, JobProgress())))

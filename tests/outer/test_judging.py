@@ -632,7 +632,7 @@ def opposed(
 
 
 def moved_by(made: Judgement, deltas: Mapping[Offer, Vector], who: Collection[str]) -> Vector:
-    """Returns the share of these clusters' pushes in the round's average."""
+    """Returns the sum of these clusters' accepted pushes, each times its factor in the round."""
     said = [(w.factor, deltas[w.offer]) for w in made.accepted if w.offer.push.incarnation.cluster in who]
     return [math.fsum(factor * delta[place] for factor, delta in said) for place in range(SIZE)]
 

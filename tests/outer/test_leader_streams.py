@@ -116,7 +116,7 @@ def test_a_second_cluster_of_a_name_that_comes_first_to_a_new_leader_is_not_let_
 
 @pytest.mark.parametrize("holds_alone", [False, True])
 def test_a_name_is_kept_for_a_while_for_who_has_yet_to_come(holds_alone: bool) -> None:
-    """A cluster that alone may hold a push is not removed for ten minutes, but its name was given away meanwhile."""
+    """A cluster that alone may hold a push is not removed for ten minutes; its name was blocked for all that time."""
     chain, agreed = OuterChain(), agreement(OuterSettings(reconnect_s=0.5), 0)
     who = IncarnationId("home", 1)
     bodies = [JobOpened(agreed, "a test"), Cut(("f",)), Joined(who, "here")]

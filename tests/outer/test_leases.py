@@ -352,8 +352,8 @@ def test_a_void_push_is_covered_by_the_next_one():
 
 
 def rolled_back():
-    """Returns leases after rounds 1 to 3, each with a push of A and the first also with B's; rounds 2 and 3 are rolled
-    back.
+    """Returns leases after rounds 1 to 3, each with a push of A, the second also with B's first; rounds 2 and 3 are
+    rolled back.
     """
     leases = leases_of(A, B)
     granted(leases, A, 16)
