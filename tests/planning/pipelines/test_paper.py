@@ -1,4 +1,4 @@
-"""Eqs. 9 to 14 and Algorithm 1 of the paper: where they hold, where not, and what the search keeps to."""
+"""Eqs. 9 to 14 and Algorithm 1 of the paper: the cases in which they hold, or not, and the search's use of them."""
 
 import math
 from collections import Counter
@@ -60,7 +60,7 @@ def test_eq_9_knows_of_no_hop_and_no_all_reduce():
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=5), st.integers(1, 10))
 def test_eq_11_is_the_longest_way_through_the_units(stages, m):
-    """The recurrence as printed, over the instruction lists of 1F1B."""
+    """Eq. 11 equals the recurrence as printed, over the instruction lists of 1F1B."""
     forward, backward = zip(*stages, strict=True)
     n, ends, at = len(stages), {}, [0.0] * len(stages)
     orders = []
@@ -108,7 +108,9 @@ def test_eq_13_of_one_loss_is_eq_12(stages, m, dp, forward, backward):
 
 
 def test_eq_13_adds_up_what_happens_at_once():
-    """Two losses in two stages of 4 x 4: the busiest stage has a third more to do, the sum says two thirds."""
+    """Two devices are lost in two stages of 4 x 4: the busiest stage has a third more to do, the sum says two
+    thirds.
+    """
     one, two = (eq13(4, 6, 4, lost, 1, 2) for lost in ([1], [1, 1]))
     assert (one, two) == (33, 39)
 
@@ -126,7 +128,7 @@ def test_eq_12_at_known_cases(dp, stages, m, slower):
 
 
 def vacant_plan():
-    """Two pipelines of two stages; the first one's first place is vacant, and the other one does its work."""
+    """Returns two pipelines of two stages; the first one's first place is vacant, and the other one does its work."""
     pipelines = (
         Pipeline((PlanStage("", 0, 2), PlanStage("d001", 2, 4)), 3),
         Pipeline((PlanStage("d002", 0, 2), PlanStage("d003", 2, 4)), 3),
@@ -258,7 +260,9 @@ def test_algorithm_1_is_the_best_of_its_candidates(case):
 
 
 def test_algorithm_1_is_worse_than_the_best_shape_after_a_loss():
-    """4 x 2 loses one of 8: it deals micro-batches by stages, where the best split has one less for the long one."""
+    """A 4 x 2 job loses one of 8 devices: Algorithm 1 deals micro-batches by stages, where the best split has one less
+    for the long pipeline.
+    """
     shapes = Planner(job_of(8, 16, 32, room=31)).shapes
     was = shapes.exact(8)
     assert [(r.stages, r.micro_batches) for r in was.rows] == [(2, 4)]

@@ -1,4 +1,4 @@
-"""Instruction lists: what they hold, their text as torch writes and reads it, and what the validator finds."""
+"""Instruction lists: their contents, their text as torch writes and reads it, and the validator's findings."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,9 @@ def routes(p, m):
 
 
 def most_open(row):
-    """Most micro-batches whose forward pass is done and whose backward pass, or both halves of it, is not."""
+    """Returns the most micro-batches whose forward pass is done and whose backward pass, or both halves of it, is
+    not.
+    """
     kept, most = set(), 0
     for x in row:
         kept = kept | {x.micro_batch} if x.kind == "F" else kept - {x.micro_batch} if x.kind in "BW" else kept
@@ -75,7 +77,7 @@ def test_bubbles_are_dropped_and_a_wrong_cell_is_named():
 
 
 def pipeline_stage(p):
-    """Returns what torch's schedules ask of a stage before they run."""
+    """Returns a stage with all that torch's schedules ask of it before they run."""
     return SimpleNamespace(num_stages=p, group_size=p, group_rank=0, stage_index=0, is_last=p == 1, has_backward=True)
 
 
@@ -96,9 +98,7 @@ def test_torch_loads_our_text(tmp_path, name, p, m):
 
 
 def theirs(name, p, m):
-    """Returns what one of torch's schedules writes of its compute instructions, as we read it; None is a bubble
-    there.
-    """
+    """Returns the compute instructions of one of torch's schedules, as we read them; None is a bubble there."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     stage = pipeline_stage(p)
     order = getattr(schedules, name)(stage if "Looped" not in name and "Inter" not in name else [stage], m)
@@ -124,7 +124,7 @@ def test_1f1b_is_that_of_torch(m):
 
 
 def broken(change, p=3, m=3, name="1f1b"):
-    """Returns what the validator says of a schedule in which something was changed."""
+    """Returns the validator's words about a schedule in which something was changed."""
     lists = [list(row) for row in SCHEDULES[name](p, m)]
     change(lists)
     with pytest.raises(ScheduleError) as caught:
