@@ -1,4 +1,4 @@
-"""Shared by the strategy tests: Lightning's own warnings under this torch, and small models and data."""
+"""Fixtures of the strategy tests: filters for Lightning's own warnings under this torch, and small models and data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[type]:
-    """The strategy with an engine that needs no network, in a job of its own."""
+    """Strategy with an engine that needs no network, in a job of its own."""
     from engine_double import EngineDouble
 
     import chaos_lightning.strategies.session as module
@@ -57,7 +57,7 @@ def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A job with real processes; its scheduler ends with the test."""
+    """Job with real processes; its scheduler ends with the test."""
     # It keys the order of samples, and this process, or the one that members are forked from, may have been seeded.
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     from forked_support import patient, scheduler
