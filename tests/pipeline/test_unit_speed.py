@@ -28,7 +28,7 @@ def job(speed: float = 1.0, unit_s: float = 0.0) -> TrainingJob:
 
 
 def ran(first: int, end: int, slower: float = 1.0) -> list[UnitTime]:
-    """Records the units of a step through these layers, which took so many times the forecast."""
+    """Returns the timed units of a step through these layers, which took so many times the forecast."""
     work_s = sum(1.0 + i for i in range(first, end))
     found, now = [], 0.0
     for kind, seconds in ((FORWARD, work_s), (BACKWARD, 2 * work_s)):

@@ -1,4 +1,4 @@
-"""Tests what a pull says about itself can be sent, from its first word on."""
+"""Tests that a pull's progress can be sent, from its first report on."""
 
 from __future__ import annotations
 

@@ -162,7 +162,9 @@ def slow_acceptor() -> None:
 
 
 def evaluate(trainer: pl.Trainer, model: pl.LightningModule, samples: int, batch: int) -> dict[str, Any]:
-    """Validates, tests and predicts before fit, on data that the user shards by rank; predicts on all data."""
+    """Validates and tests before fit, on data that the user shards by rank, and predicts on all data; returns the
+    results.
+    """
     held_out = models.data(samples)
     rows = {}
     for name in ("validate", "test"):

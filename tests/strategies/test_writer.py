@@ -376,7 +376,7 @@ def test_the_next_writer_goes_on_with_the_run_of_wandb(tmp_path: Path, monkeypat
             self.config = types.SimpleNamespace(update=lambda *a, **k: None)
 
         def define_metric(self, *a: Any, **k: Any) -> None:
-            """Does nothing, like W&B without a panel."""
+            """Accepts the definition of a metric, as W&B does."""
 
     lib = types.SimpleNamespace(RunDisabled=Run)
     for name, module in {

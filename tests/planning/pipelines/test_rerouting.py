@@ -363,8 +363,8 @@ def test_a_slow_owner_gets_fewer_guests():
 
 
 def random_losses(seed):
-    """Returns a job of equal pipelines with losses, its rerouted run, and the run as a large fleet's estimate
-    sees it.
+    """Returns a job of equal pipelines with losses, its rerouted run, and the run as a large fleet's estimate sees it;
+    None if the losses leave no way.
     """
     random = Random(seed)
     pipelines, stages, m = random.randint(2, 8), random.randint(1, 6), random.randint(1, 12)
