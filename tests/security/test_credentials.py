@@ -1,4 +1,4 @@
-"""A folder of keys as a process sees it: read anew when it changes, errors that name the file, nothing secret shown."""
+"""A folder of keys as a process sees it: read anew when it changes, errors that name the file, no secret shown."""
 
 from __future__ import annotations
 

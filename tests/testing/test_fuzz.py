@@ -1,4 +1,4 @@
-"""The fuzzer: hypothesis finds nothing in any reader, it would find what is broken, and what was found is mended."""
+"""The fuzzer: hypothesis finds no fault in any reader, it would find planted ones, and found ones are mended."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_command_says_what_is_wrong_with_its_arguments(
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", ["hypothesis", "atheris"])
 def test_all_targets_for_minutes(driver: str, tmp_path: Path) -> None:
-    """Five minutes in all; an hour on demand: python -m lab.fuzz --minutes 60."""
+    """The fuzzer runs for five minutes in all; an hour on demand: python -m lab.fuzz --minutes 60."""
     if driver == "atheris" and atheris_missing():
         pytest.skip(atheris_missing())
     minutes = float(os.environ.get("CHAOS_FUZZ_MINUTES", MINUTES))
@@ -177,7 +177,7 @@ def test_a_tip_whose_entry_is_missing_is_an_error_and_no_endless_loop(count: obj
 
 @pytest.mark.parametrize("index", range(len(welcome_handshakes())))
 def test_who_knows_token_and_key_is_let_in(index: int) -> None:
-    """The seeds spoke an older protocol, so that no change of them got past the first look."""
+    """The fuzzer's seeds spoke an older protocol, so that no change of them got past the first check."""
     assert shaken(welcome_handshakes()[index]) == ""
 
 

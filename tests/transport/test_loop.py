@@ -1,4 +1,4 @@
-"""The loop's wake-up: no call may wait for something else to happen."""
+"""The loop's wake-up: no call may wait for another event."""
 
 from __future__ import annotations
 
