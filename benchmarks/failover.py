@@ -156,7 +156,9 @@ class Strike:
 
 
 def one_run(scene: Scene, case: Case, index: int, what: Strike) -> None:
-    """Strikes once and waits until all is back; `case` takes the outcome, and members take turns in dying, by `index`."""
+    """Strikes once and waits until all is back; `case` takes the outcome, and members take turns in dying, by
+    `index`.
+    """
     world = scene.world
     world.settle(MEMBERS)
     if scene.servers is not None and what.scheduler and not what.soon:
@@ -190,7 +192,9 @@ def one_run(scene: Scene, case: Case, index: int, what: Strike) -> None:
 
 
 def follow(scene: Scene, case: Case, what: Strike, survivors: list[str], struck: tuple[int, int, str, str]) -> None:
-    """Waits until training has recovered from a strike and goes on; `struck`: when, in which term, whom, and who came."""
+    """Waits until training has recovered from a strike and goes on; `struck`: when, in which term, whom, and who
+    came.
+    """
     world, (since, term, victim, newcomer) = scene.world, struck
     if victim:
         case.recovered.append(world.recovered(victim, since))

@@ -48,7 +48,9 @@ def our_world(state_mib: float, rng: random.Random, logs: str) -> Iterator[World
 
 
 def ours(result: Result, state_mib: float, counts: dict[str, int], seed: int, keep: str) -> dict[str, Case]:
-    """Strikes members in all ways at one state size, then audits the whole run; returns the outcomes by kind of blow."""
+    """Strikes members in all ways at one state size, then audits the whole run; returns the outcomes by kind of
+    blow.
+    """
     from chaos_lightning.events.events import EventLog, read_events
     from chaos_lightning.observe import evidence, history
 

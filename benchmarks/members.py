@@ -33,7 +33,9 @@ def compute_alone() -> None:
 
 
 def state_model(state_mib: float, layers: int = 8) -> Any:
-    """Returns an MLP whose parameters and Adam state together take `state_mib` MiB (its parameters take a third of it)."""
+    """Returns an MLP whose parameters and Adam state together take `state_mib` MiB (its parameters take a third of
+    it).
+    """
     from torch import nn
 
     numel = state_mib * MIB / 3 / 4

@@ -293,7 +293,9 @@ def moved(job: TrainingJob, rows: Rows, draw: Random) -> Rows | None:
 
 
 def remade(job: TrainingJob, rows: Rows, kind: str, i: int, draw: Random) -> Rows | None:
-    """Returns a plan with other rows of devices; layers and micro-batches are split anew by speed where rows changed."""
+    """Returns a plan with other rows of devices; layers and micro-batches are split anew by speed where rows
+    changed.
+    """
     names = rows[i][0]
     used = {n for ns, _, _ in rows for n in ns}
     idle = [d.name for d in job.devices if d.name not in used]

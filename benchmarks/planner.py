@@ -73,7 +73,9 @@ def main() -> int:
 
 
 def small_job(draw: Random, layers: int, devices: int, micro_batches: int) -> TrainingJob:
-    """Returns a job with layers of unequal times and sizes, links that cost something, and now and then little memory."""
+    """Returns a job with layers of unequal times and sizes, links that cost something, and now and then little
+    memory.
+    """
     alike = draw.random() < 0.4
     found = []
     for i in range(layers):
@@ -198,7 +200,9 @@ def placed(
     cuts: tuple[tuple[int, ...], ...],
     split: tuple[int, ...],
 ) -> float:
-    """Returns the simulated step of one plan, whose places are of these kinds in order; infinity where it does not fit."""
+    """Returns the simulated step of one plan, whose places are of these kinds in order; infinity where it does not
+    fit.
+    """
     left, pipelines = {kind: iter(names) for kind, names in there.items()}, []
     places = iter(order)
     for inner, m in zip(cuts, split, strict=True):

@@ -83,7 +83,9 @@ def neighbours_of(all_of: Sequence[Vertex]) -> list[set[int]]:
 
 
 def colour(all_of: Sequence[Vertex]) -> tuple[tuple[Vertex, ...], ...]:
-    """Returns rounds of vertices that have no owner in common: by DSATUR, or by weight alone if that takes less time."""
+    """Returns rounds of vertices that have no owner in common: by DSATUR, or by weight alone if that takes less
+    time.
+    """
     near = neighbours_of(all_of)
     return min((_coloured(all_of, near, saturation) for saturation in (True, False)), key=rounds_s)
 

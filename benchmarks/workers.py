@@ -1,4 +1,6 @@
-"""Starts the processes of a benchmark: a forkserver with torch preloaded, pipes back to the parent, an own scheduler."""
+"""Starts the processes of a benchmark: a forkserver with torch preloaded, pipes back to the parent, an own
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Scheduler:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, min_nodes: int) -> None:
-        """Starts the process; returns when it listens. The job begins with so many nodes, and waits below that number."""
+        """Starts the process; returns when it listens. The job begins with so many nodes, and waits below that
+        number.
+        """
         command = [sys.executable, "-m", "chaos_lightning.cli", "scheduler", *self._options]
         self._process = subprocess.Popen(
             [*command, "--min-nodes", str(min_nodes)], stdout=subprocess.DEVNULL, **at(self._source)

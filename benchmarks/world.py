@@ -235,7 +235,9 @@ class Hosts(World):
         return seen
 
     def let_in(self, name: str) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Lets a newcomer in; returns (ns, its CPU seconds) at its call, and at the commit of its first contribution."""
+        """Lets a newcomer in; returns (ns, its CPU seconds) at its call, and at the commit of its first
+        contribution.
+        """
         seen = self.members[name]
         seen.worker.pipe.send(("go",))
         self.pump(lambda: seen.said("contributed"), f"the first contribution of {name}")

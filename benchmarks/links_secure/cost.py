@@ -122,7 +122,9 @@ def frame_costs() -> dict[str, tuple[float, float]]:
 
 
 def library_costs() -> dict[str, float]:
-    """Returns the least microseconds in which one core sums, tags or encrypts FRAME_NBYTES that are warm in its cache."""
+    """Returns the least microseconds in which one core sums, tags or encrypts FRAME_NBYTES that are warm in its
+    cache.
+    """
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     aead, nonce = AESGCM(bytes(32)), bytes(12)

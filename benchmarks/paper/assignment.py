@@ -51,7 +51,9 @@ def enumerated_s(count: int, shard_nbytes: int, near: Sequence[Neighbour]) -> fl
 
 
 def best_size_s(nbytes: int, near: Sequence[Neighbour], layers: Sequence[int], tried: int = TRIED) -> float:
-    """Returns the least seconds of any assignment of equal shards whose size lies between the layers, of so many sizes."""
+    """Returns the least seconds of any assignment of equal shards whose size lies between the layers, of so many
+    sizes.
+    """
     low, high = min(layers), max(layers)
     sizes = {max(1, round(low * (high / low) ** (i / (tried - 1)))) for i in range(tried)}
     # Much smaller shards than this one reach the bound to within a thousandth, at the price of counting more of them.

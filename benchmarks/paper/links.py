@@ -178,7 +178,9 @@ def fig9(scale: Scale) -> FigureResult:
 def _claims(
     real: Mapping[str, Mapping[str, Any]], virtual: Mapping[str, Mapping[str, list[float]]], events: int
 ) -> list[Claim]:
-    """Returns the paper's statements beside what came out, by members: of so many real events, and of simulated ones."""
+    """Returns the paper's statements beside what came out, by members: of so many real events, and of simulated
+    ones.
+    """
     kinds = ("connect-link", "disconnect-link")
     largest = {kind: [max(by_kind[kind]) for by_kind in virtual.values()] for kind in kinds}
     words = ", ".join(f"{f['beyond_p50_s'] * 1e3:.2f} ms ({n})" for n, f in real.items())

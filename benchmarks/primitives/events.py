@@ -1,4 +1,6 @@
-"""Makes changes to a job's links and members, one after the other, each with a control; definitions are in __main__.py."""
+"""Makes changes to a job's links and members, one after the other, each with a control; definitions are in
+__main__.py.
+"""
 
 from __future__ import annotations
 

@@ -223,7 +223,9 @@ class Crowd:
         one.check_ready()
 
     def foretold(self, one: StandIn, view: View) -> None:
-        """Brings a view's header a moment after the commit root was told of the view; at once if the header is there."""
+        """Brings a view's header a moment after the commit root was told of the view; at once if the header is
+        there.
+        """
         self._views[view.id] = view
         if view.id in self._headers:
             one.carried(self._headers[view.id], view)

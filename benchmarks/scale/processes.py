@@ -164,7 +164,9 @@ class Seen:
             self.now[term, number] = self.now.get((term, number), 0) + 1
 
     def told(self, count: int, since_ns: int) -> int:
-        """Returns when (ns) the last of `count` had the Decide of a view of just these, after `since_ns`; 0 if not yet."""
+        """Returns when (ns) the last of `count` had the Decide of a view of just these, after `since_ns`; 0 if not
+        yet.
+        """
         views = (v for v in self.views.values() if v.decided and v.members == count)
         return max((v.last for v in views if v.count >= count and v.last > since_ns), default=0)
 
@@ -256,7 +258,9 @@ class Job:
         return (self.until(back, f"{self.size} members at another scheduler") - began) / 1e9
 
     def quiet(self, seconds: float) -> tuple[float, int]:
-        """Returns (share of a core that the scheduler takes, members put out and streams broken) while nothing happens."""
+        """Returns (share of a core that the scheduler takes, members put out and streams broken) while nothing
+        happens.
+        """
         before, cpu, began = self.look(), cpu_s(self.scheduler.pid), time.monotonic()
         time.sleep(seconds)
         share = (cpu_s(self.scheduler.pid) - cpu) / (time.monotonic() - began)

@@ -60,7 +60,9 @@ def links_of(view: View, bps: float, *, full: bool, uneven: bool = False) -> Lin
 
 
 def plans(view: View, bps: float, nbytes: int, *, uneven: bool = False) -> dict[str, overlay.Planned]:
-    """Returns the scheduler's plan for either graph (it knows links, not cards), and its seconds with cards of `bps`."""
+    """Returns the scheduler's plan for either graph (it knows links, not cards), and its seconds with cards of
+    `bps`.
+    """
     found = {}
     for name in PLANS:
         links = links_of(view, bps, full=name == "full", uneven=uneven)

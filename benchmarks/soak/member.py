@@ -28,7 +28,9 @@ SAVE_EVERY = 50
 
 
 def digits() -> tuple[Any, Any]:
-    """Returns (images, labels) of scikit-learn's 1797 handwritten digits, as float tensors in [0, 1] and class numbers."""
+    """Returns (images, labels) of scikit-learn's 1797 handwritten digits, as float tensors in [0, 1] and class
+    numbers.
+    """
     import torch
     from sklearn.datasets import load_digits
 

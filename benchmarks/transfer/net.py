@@ -114,7 +114,9 @@ def layout_of(state_mib: float) -> list[int]:
 
 
 def donor(pipe: Any, name: str, rates: Mapping[str, float], disk_bps: float, folder: str) -> None:
-    """Runs a donor's process: serves states as the parent orders, over links of these rates (bits per second, by peer)."""
+    """Runs a donor's process: serves states as the parent orders, over links of these rates (bits per second, by
+    peer).
+    """
     import torch
 
     from chaos_lightning.replication.checkpoint import CheckpointWriter
