@@ -68,7 +68,7 @@ def members(scene: str, rng: random.Random, logs: str) -> Iterator[World]:
 
 
 def watchers_of(pids: set[int]) -> list[int]:
-    """Processes that watch these members for others."""
+    """Returns the ids of processes that watch these members for others."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -69,7 +69,7 @@ class Leaders(Protocol):
 
 
 def leading(endpoint: str) -> dict[str, Any]:
-    """Status of the scheduler that leads, asked for until there is one."""
+    """Returns the status of the leading scheduler, asked for until there is one."""
     from chaos_lightning.control.channel import fetch_status
 
     end = time.monotonic() + PATIENCE_S

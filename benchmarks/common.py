@@ -134,7 +134,7 @@ class Options(argparse.ArgumentParser):
         self._counts[action.dest] = (full, quick)
 
     def add_series(self, flag: str, default: Sequence[float], what: str) -> None:
-        """Numbers of which the first one alone is taken with --quick."""
+        """Adds an option for numbers, of which the first one alone is taken with --quick."""
         kind = float if any(isinstance(x, float) for x in default) else int
         action = self.add_argument(flag, type=kind, nargs="*", default=list(default), help=what)
         self._series.append(action.dest)

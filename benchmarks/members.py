@@ -174,7 +174,7 @@ class Trainee:
         return bool(self.engine.out or (self.last and self.engine.header.step >= self.last))
 
     def orders(self) -> Iterator[tuple[Any, ...]]:
-        """Carries out what has been ordered; yields the orders that are the benchmark's own."""
+        """Carries out the parent's orders; yields those that are the benchmark's own."""
         assert self._pipe is not None
         while self._pipe.poll():
             order = self._pipe.recv()

@@ -183,7 +183,7 @@ class OuterScene:
         self.until(lambda: self.decided() >= goal, f"version {goal}")
 
     def child(self, name: str) -> int:
-        """Process id of this child of the supervisor; waits for it."""
+        """Waits for this child of the supervisor; returns its process id."""
 
         def found() -> int:
             told = (r for r in reversed(self.watch.records) if r.name == "server_child" and r["child"] == name)

@@ -1,4 +1,4 @@
-"""Pushes and versions between two processes, from published to verified, beside what else moves as many bytes.
+"""Measures pushes and versions between two processes, from published to verified, and other ways to move as many bytes.
 
 One process is a follower with the package's own listener, the other a cluster's process with connections parked there.
 A *push* is timed from the moment when the cluster holds it to the moment when the follower has it and has compared all

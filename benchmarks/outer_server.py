@@ -93,7 +93,7 @@ def timed(cases: dict[str, Case], turns: int, seed: int) -> dict[str, list[float
 
 
 def updates(result: Result, shard: Shard, pushes: list[int], turns: int, seed: int) -> None:
-    """Adds the figures of a follower's rounds, and of what they are compared with."""
+    """Adds the figures of a follower's rounds, and of the programs that they are compared with."""
     rounds = {f"round, pushes in bf16: {k}": (k, update_of(shard, BF16, k, MOVES)) for k in pushes}
     copies = {f"copy of {n} bytes per parameter": copy_of(n * shard.elements) for n in map(nbytes_moved, pushes)}
     others = {

@@ -137,7 +137,7 @@ def chosen_s(job: TrainingJob, loss: Loss, policy: str) -> float:
 
 
 def why(loss: Loss, original: float, best_original: float, ours: float) -> str:
-    """Returns in words what would have to be true for the paper's share."""
+    """Returns in words the assumptions under which the paper's share would hold."""
     fixed = (loss.share * ours - original) / (1 - loss.share)
     if fixed <= 0:
         return (

@@ -148,7 +148,7 @@ def trained(records: Sequence[Record], until: float) -> int:
 
 
 def story_of(policy: str, records: Sequence[Record], began: float, history: Sequence[Event]) -> Story:
-    """Reads what came of a history in event logs."""
+    """Reads the outcome of a history from event logs."""
     steps, end = committed(records), max(r.mono for r in records)
     samples = (trained(records, end) - trained(records, began)) * MICRO_BATCHES * BATCH
     story = Story(policy, samples, ends=[t - began for t, _ in steps if t > began])

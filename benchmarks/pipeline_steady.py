@@ -63,7 +63,7 @@ def batches(width: int, rows: int) -> Any:
 
 
 def profile_of(width: int, rows: int) -> TrainingJob:
-    """Returns what the layers cost: all alike, and three of the four fit on a device."""
+    """Returns a profile of the layers: all alike, and three of the four fit on a device."""
     numbers, wide = 8 * width * width + 7 * width, 4 * rows * width
     layer = Layer(
         name="blocks",

@@ -48,7 +48,7 @@ class Vertex(NamedTuple):
 def vertices(
     job: TrainingJob, plan: PipelinePlan, ends_s: Mapping[str, float] | None = None, *, single_layers: bool = False
 ) -> list[Vertex]:
-    """Returns what has to be reduced, in order of readiness: layers with the same owners, where there are several.
+    """Returns the all-reduces to be done, in order of readiness: layers with the same owners, where there are several.
 
     Args:
         job: The job.

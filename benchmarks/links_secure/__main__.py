@@ -45,7 +45,7 @@ def carried(cases: list[Case], certificate: str) -> list[tuple[float, float]]:
 
 
 def throughput(result: Result, rounds: int, total_mib: int) -> tuple[float, float]:
-    """Figures by kind of connection and size of frames.
+    """Adds the figures by kind of connection and size of frames.
 
     Returns:
         Microseconds for FRAME_NBYTES over plain links, and the ratio of authenticated to plain throughput there.

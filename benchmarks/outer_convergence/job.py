@@ -308,7 +308,7 @@ class ClusterShell:
         self._train()
 
     def _come_anew(self) -> None:
-        """Lets the same process come in as another incarnation, since its incarnation is over."""
+        """Lets the process come in as another incarnation, since its old one has ended."""
         self.machine = self.machine.anew()
         self._base, self._frozen = None, None
         old, self.conn = self.conn, self.job.connect(self.hear)

@@ -74,7 +74,7 @@ def namespace(name: str) -> str:
 
 
 def _remove_leftovers() -> None:
-    """Removes what runs that were killed have left."""
+    """Removes the namespaces that killed runs have left."""
     for path in Path("/run/netns").glob("chaosbench*"):
         pid = re.fullmatch(r"chaosbench(\d+)[a-z]", path.name)
         if pid and not Path(f"/proc/{pid[1]}").exists():

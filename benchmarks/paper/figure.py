@@ -123,7 +123,7 @@ def span(values: Sequence[float], unit: str = "s") -> str:
 
 
 def progress(number: str, text: str) -> None:
-    """Prints one line on stderr: what figure `number` does now."""
+    """Prints one line on stderr: the present work on figure `number`."""
     print(f"[{time.strftime('%H:%M:%S')}] fig {number}: {text}", file=sys.stderr, flush=True)
 
 

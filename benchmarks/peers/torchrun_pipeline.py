@@ -110,7 +110,7 @@ class Death:
 
 
 def deaths(job: torchrun.Job, count: int) -> Iterator[Death]:
-    """Strikes one worker after the other, so many in all, and yields what each restart took."""
+    """Strikes one worker after the other, so many in all, and yields the costs of each restart."""
     for n in range(count):
         before, after = ([f"{start}-{rank}" for rank in range(WORKERS)] for start in (n, n + 1))
         phase = SAVE_EVERY * (n + 1) // (count + 1)

@@ -59,7 +59,7 @@ class Metered:
         self._encoded: object = None
 
     def on(self, now: float, events: Sequence[fx.SchedulerEvent], label: str) -> Iterator[fx.Send | fx.Close]:
-        """Feeds events and what the store answers; yields what concerns streams.
+        """Feeds events and the store's answers; yields the effects that concern streams.
 
         Args:
             now: Virtual time in seconds.

@@ -398,7 +398,7 @@ def options(p: Options) -> None:
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Fills in what was not given."""
+    """Fills in the defaults of settings that were not given."""
     args.connections = args.connections or ([64] if args.quick else list(SIZES))
     args.keyed = args.keyed or ([64] if args.quick else [256])
     args.minutes = args.minutes or (0.2 if args.quick else 5.0)

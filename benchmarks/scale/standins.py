@@ -282,7 +282,7 @@ class Stage(Surroundings):
     # ------------------------------------------------------------------ the scheduler
 
     def feed(self, events: Sequence[fx.SchedulerEvent], label: str) -> None:
-        """Feeds the scheduler, and has members hear what it says."""
+        """Feeds the scheduler, and delivers its messages to members."""
         for effect in self.meter.on(self.clock.now, events, label):
             one = self._streams[effect.conn]
             if isinstance(effect, fx.Send):

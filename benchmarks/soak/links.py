@@ -145,7 +145,7 @@ class Links:
         return not any(pair <= set(present) for hurt in self._recent() for pair in hurt.pairs)
 
     def turn(self, steady: Collection[str], present: Collection[str], *, strike: bool = True) -> None:
-        """Mends what is due, and hurts something if it is time.
+        """Mends links that are due, and hurts one if it is time.
 
         Args:
             steady: Members that train.
@@ -175,7 +175,7 @@ class Links:
                 self._break(hurt, {frozenset((name, other)) for other in hurt.part})
 
     def calm(self) -> None:
-        """Mends everything but what an operator removed; nothing is hurt any more."""
+        """Mends all links but those that an operator removed; hurts none any more."""
         for _, hurt in self._due:
             self._mend(hurt, last=True)
         self._due, self._every_s = [], 0.0
@@ -268,7 +268,7 @@ class Links:
             getattr(self.relay, state)(*sorted(pair))
 
     def _ask(self, pair: Pair, *, add: bool) -> bool:
-        """Asks the scheduler for what `chaos-lightning link add|remove` does."""
+        """Asks the scheduler to add or remove a link, as `chaos-lightning link add|remove` does."""
         from chaos_lightning.control.channel import change_link
         from chaos_lightning.errors import ChaosError, RefusedError
 

@@ -1,4 +1,4 @@
-"""The benchmark of a follower's memory: which figures have bounds, and what is counted in them."""
+"""The benchmark of a follower's memory: its bounded figures, and the memory that they count."""
 
 from __future__ import annotations
 

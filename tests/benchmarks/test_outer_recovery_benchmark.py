@@ -77,7 +77,9 @@ def test_late_followers_leaders_and_longer_steps_miss_their_bounds() -> None:
 def test_a_case_that_cannot_run_here_counts_as_missed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, left_out: list[str]
 ) -> None:
-    """With neither etcd nor torchft, `--check` tested none of two thirds of the bounds, and ended with 0."""
+    """Former bug: with neither etcd nor torchft, `--check` tested none of two thirds of the bounds, and ended
+    with 0.
+    """
 
     def none() -> str:
         raise ConfigurationError("the program etcd is not installed")

@@ -1,4 +1,4 @@
-"""Goodput and LiveView: what they log and show, and where they keep silent."""
+"""Goodput and LiveView: their log values and displays, and the cases in which they show nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs Lightning's own tests with `chaos` and says what became of them: `make compat LIGHTNING=FOLDER`.
+"""Runs Lightning's own tests with `chaos` and reports the outcome of each: `make compat LIGHTNING=FOLDER`.
 
 Theory of operation. FOLDER is a checkout of Lightning, or the folder of its tests (the one with `tests_pytorch/`). The
 tests are dealt out to several processes, each in a copy of the folder, since some tests look for files that others

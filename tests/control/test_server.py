@@ -405,8 +405,8 @@ def test_odd_bytes_end_the_stream_and_are_logged(tmp_path: Path) -> None:
     "said", [{"name": "n" * 5000}, {"host": "\u20ac" * 5000}, {"term": (1 << 63) - 1}], ids=("name", "host", "term")
 )
 def test_a_forged_hello_is_refused_by_name_and_ends_no_scheduler(said: dict[str, Any]) -> None:
-    """The hello's long text fits into no view: the record of the first view could not be written, and the scheduler
-    ended.
+    """Former bug: a hello's long text fitted into no view, so that the first view could not be written, and the
+    scheduler ended.
     """
     forged = [wrap_from_member(message) for message in (hello(**{"name": "x", **said, "pid": 9}), Ready())]
     with (

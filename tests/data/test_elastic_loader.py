@@ -265,7 +265,7 @@ def test_drop_last_drops_fewer_than_the_smallest_quota():
 
 
 def test_a_model_with_batch_norm_gets_no_batch_of_one_where_its_step_has_more():
-    """The last 17 samples were split into 16 and 1: the second member's BatchNorm ended it."""
+    """Former bug: the last 17 samples were split into 16 and 1: the second member's BatchNorm ended it."""
     job = Job(numbers(49, {"a": 16, "b": 16}), "ab", least=2)
     sizes = []
     while (accumulations := {m.id: job.draw(m.id) for m in job.members})["a~1"] is not None:

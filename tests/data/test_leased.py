@@ -80,7 +80,7 @@ def test_an_epoch_without_a_batch_is_refused() -> None:
 
 
 def test_without_a_shuffle_clusters_share_no_mix_and_are_told(recwarn: pytest.WarningsRecorder) -> None:
-    """Without a shuffle each cluster silently trained on neighbouring samples."""
+    """Former bug: without a shuffle each cluster silently trained on neighbouring samples."""
     rows = TensorDataset(torch.arange(LENGTH))
     for shuffle in (True, False):
         assert not recwarn.list

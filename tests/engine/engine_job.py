@@ -1,4 +1,4 @@
-"""A job of real processes: members by name, gates, and the audit of what they left behind."""
+"""A job of real processes: members by name, gates, and the audit of their logs."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ class Job:
         return max([p["silent_s"] for p in peers if p["id"].startswith(f"{name}~")], default=0.0)
 
     def foundings(self) -> list[str]:
-        """Reasons of the views that began the job from somebody's own state, without those of their plans."""
+        """Returns the reasons of the views that began the job from a member's own state, without those of their
+        plans.
+        """
         views = [r for r in self.harness.records if r.name == "view" and r.node == "default"]
         return [
             str(r.get("reason")).partition("; plan: ")[0] for r in views if str(r.get("reason")).startswith("founded")
@@ -185,7 +187,7 @@ def says(job: Job, place: str, **words: str) -> dict[str, Any]:
 
 
 def who_leads(job: Job) -> dict[str, Any]:
-    """Status of the scheduler that leads, once one does."""
+    """Returns the status of the leading scheduler, once there is one."""
 
     def told() -> dict[str, Any] | None:
         with contextlib.suppress(SchedulerUnreachableError):

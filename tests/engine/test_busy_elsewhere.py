@@ -40,7 +40,7 @@ def end(job: Job, names: str) -> None:
 
 
 def watchers(job: Job, name: str) -> list[int] | None:
-    """Processes that watch this member for others; None if there are none."""
+    """Returns the ids of processes that watch this member for others; None if there are none."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

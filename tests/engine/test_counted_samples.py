@@ -86,7 +86,7 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def scheduler_of(rig: Rig) -> int:
-    """Process id of the hosted scheduler, which its event log is named after; 0 if there is none."""
+    """Returns the process id of the hosted scheduler, after which its event log is named; 0 if there is none."""
     logs = sorted(rig.harness.logs.glob("scheduler-default-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     return next((pid for pid in reversed([int(p.stem.rpartition("-")[2]) for p in logs]) if serves(pid)), 0)
 

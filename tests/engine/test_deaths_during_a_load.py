@@ -1,4 +1,4 @@
-"""A third member dies while a newcomer loads the state: the newcomer gets in, and nobody starts anything over."""
+"""A third member dies while a newcomer loads the state: the newcomer gets in, and no member starts anything over."""
 
 from __future__ import annotations
 

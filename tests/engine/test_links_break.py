@@ -1,4 +1,6 @@
-"""Links between living members break: the open step is redone without them or over them anew, and nobody is put out."""
+"""Links between living members break: the open step is redone without them or over them anew, and no member is put
+out.
+"""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def test_what_the_address_tells_of_a_new_start_of_the_machine_is_no_proof_agains
 
 
 def test_a_newcomer_for_whom_no_record_has_room_is_refused_and_the_job_goes_on() -> None:
-    """A view too large for the store ended the scheduler."""
+    """Former bug: a view too large for the store ended the scheduler."""
     job = trained_alone()
     job.room = 2
     for name in "bc":

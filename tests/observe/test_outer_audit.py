@@ -684,7 +684,7 @@ def test_the_command_says_both_and_ends_as_it_should(tmp_path: Path) -> None:
 
 
 def test_a_clusters_log_that_was_cut_off_shows_less(tmp_path: Path) -> None:
-    """Half of a cluster's log was missing, and the audit said that all points hold."""
+    """Former bug: the audit said that all points hold though half of a cluster's log was missing."""
     run = outer_story()
     source = run.member("home")
     frozen = [number for number, line in enumerate(run.lines[source]) if line["name"] == "push_frozen"]

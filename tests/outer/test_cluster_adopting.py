@@ -78,7 +78,7 @@ def test_with_overlap_a_newer_version_is_taken_in_the_middle_of_a_round() -> Non
 
 
 def test_a_fetch_that_is_under_way_goes_on_though_newer_versions_come() -> None:
-    """A fetch slower than a round was begun anew with each version, and never ended."""
+    """Former bug: a fetch slower than a round was begun anew with each version, and never ended."""
     machine = training(overlap=True)
     (version,) = fetched(effects := machine.on(Told(Served(1, V2, JobProgress()))))
     assert version == V2
@@ -92,7 +92,9 @@ def test_a_fetch_that_is_under_way_goes_on_though_newer_versions_come() -> None:
 
 
 def test_what_is_here_is_adopted_before_a_newer_version_is_fetched() -> None:
-    """Heartbeats named the newer version, so a summary of the chain left out the one that was the base soon after."""
+    """Former bug: heartbeats named the newer version, so a summary of the chain left out the one that was the base soon
+    after.
+    """
     machine = training(overlap=True)
     machine.on(Told(Served(1, V2, JobProgress())))
     machine.on(cl.Got(V2), resting=False)
@@ -144,7 +146,9 @@ def ahead(machine: ClusterMachine, steps: int) -> ClusterMachine:
 
 @pytest.mark.parametrize(("given", "most"), [(0, 2), (1, 1), (5, 5)])
 def test_beyond_a_push_it_trains_so_many_steps_and_then_waits_for_the_version(*, given: int, most: int) -> None:
-    """A cluster with steps of a millisecond trained on without bound, hundreds of steps on one base (O9a)."""
+    """Former bug: a cluster with steps of a millisecond trained on without bound, hundreds of steps on one base
+    (O9a).
+    """
     machine = ahead(training(overlap=True, ahead_steps=given), most)
     assert not machine.may_train
     assert machine.waits_for == f"the next version: it is {most} steps ahead of its last push (ahead_steps)"
@@ -248,7 +252,7 @@ def test_a_last_version_that_nobody_gives_is_waited_for_a_while() -> None:
 
 
 def test_who_was_away_at_the_end_of_the_job_takes_its_last_version() -> None:
-    """A cluster came in anew, was told that the job is over, and ended well with its own weights."""
+    """Former bug: a cluster came in anew, was told that the job is over, and ended well with its own weights."""
     before = training(overlap=True)
     assert before.on(Told(Dismissed(1, "it was silent", again=True))) == [cl.Over("it was silent", again=True)]
     machine = before.anew()
@@ -279,7 +283,7 @@ def test_who_has_had_no_part_in_a_job_does_not_end_with_its_last_version() -> No
 
 
 def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
-    """A cluster with nothing to push left at once, and the step that was under way was in no push."""
+    """Former bug: a cluster with nothing to push left at once, and the step that was under way was in no push."""
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
     machine.on(Told(Served(1, V2, JobProgress())))
@@ -292,8 +296,8 @@ def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
 
 
 def test_the_clock_does_not_stand_still_between_a_round_and_its_version() -> None:
-    """Steps of an accepted push counted neither as own nor in a version for a while, so a job went beyond its last
-    step.
+    """Former bug: steps of an accepted push counted neither as own nor in a version for a while, so a job went beyond
+    its last step.
     """
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)

@@ -48,7 +48,7 @@ def moved(make: Make, before: int, progress: JobProgress, taken: int | None = No
     ("taken", "goal"), [(103, 347), (51, 173), (2, 5)], ids=["each step", "each second step", "each epoch"]
 )
 def test_a_schedule_is_at_the_version_s_step(name: str, taken: int, goal: int) -> None:
-    """An export left the schedule at the checkpoint's step, 103, while the version's step was 347."""
+    """Former bug: an export left the schedule at the checkpoint's step, 103, while the version's step was 347."""
     made, left = moved(MOVED[name], 103, JobProgress(1, 347 * TICKS, 5), taken)
     optimizer, schedule = stood(MOVED[name], goal)
     assert left == []

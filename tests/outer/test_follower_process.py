@@ -731,7 +731,7 @@ def test_the_most_pushes_that_were_held_at_once_are_told(rig: Rig) -> None:
 
 
 def test_bytes_of_a_push_are_told_over_all_attempts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt that fetched all anew reported its own bytes alone, so bytes sent in vain went unseen."""
+    """Former bug: an attempt that fetched all anew reported its own bytes alone, so bytes sent in vain went unseen."""
     fetch_push, parts = staging.fetch_push, list[Part]()
 
     def fails_first(offer: Offer, part: Part, *given: Any, progress: Callable[[Progress], None], **more: Any) -> None:

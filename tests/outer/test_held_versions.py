@@ -116,7 +116,9 @@ def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool)
 
 
 def test_a_fetch_of_what_nobody_wants_any_more_is_given_up() -> None:
-    """One thread fetches: the next wanted version had to wait for the end of a fetch of an unwanted one."""
+    """Former bug: the one fetching thread finished the fetch of an unwanted version before it began the next wanted
+    one.
+    """
     changed, wanted, begun, whose = threading.Condition(), [V1], threading.Event(), object()
 
     def get(attempt: Attempt) -> None:
@@ -140,8 +142,8 @@ def test_a_fetch_of_what_nobody_wants_any_more_is_given_up() -> None:
 
 
 def test_where_an_older_version_is_held_the_one_before_the_newest_is_not_served() -> None:
-    """A version was announced as soon as all had computed it, but followers that had computed the next one no longer
-    had it.
+    """Former bug: a version was announced as soon as all had computed it, but followers that had computed the next one
+    no longer had it.
     """
     world = World(replace(FAMILIES["far"](3), adopt_s=0.0))
     world.run()

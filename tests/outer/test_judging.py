@@ -554,7 +554,7 @@ def test_the_inner_optimizer_begins_anew_ever_more_rarely() -> None:
 
 
 def test_a_push_is_encoded_though_its_incarnation_ends_meanwhile() -> None:
-    """A cluster that was dismissed just then ended with an AssertionError, instead of coming in again."""
+    """Former bug: a cluster that was dismissed just then ended with an AssertionError, instead of coming in again."""
     grid = Grid((SIZE,), 64)
     content = OuterContent(Replica([("w", torch.ones(SIZE))]), grid, codec_named("fp32"))
     content.base = Part.of(grid.whole, torch.zeros(grid.elements))
@@ -565,7 +565,7 @@ def test_a_push_is_encoded_though_its_incarnation_ends_meanwhile() -> None:
 
 
 def test_shared_buffers_are_told_by_all_their_names() -> None:
-    """An export had a shared buffer under its first name alone."""
+    """Former bug: an export had a shared buffer under its first name alone."""
     shared = torch.nn.BatchNorm1d(4)
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), shared, shared)
     replica = Replica.of_module(module, reduced_buffers(module))

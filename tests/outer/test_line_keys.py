@@ -238,7 +238,7 @@ class Ends:
         self.leader = Leader()
 
     def tell(self, *, follower: bool = True) -> None:
-        """Tells both ends what the leader tells when the cluster comes in."""
+        """Sends both ends the leader's messages about a cluster that comes in."""
         self.leader.follower(1, "f0")
         self.leader.send(3, Welcomed(TERM, HOME, 1, NO_VERSION, False, JobProgress()))
         self.leader.send(3, Holders(TERM, (Holder("f0", self.listener.endpoint),)))

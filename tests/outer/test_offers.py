@@ -45,7 +45,7 @@ def begun(length: int = 0) -> tuple[Rig, IncarnationId]:
     ],
 )
 def test_what_nobody_can_have_trained_is_rejected(changed: dict[str, object], words: str) -> None:
-    """Negative samples gave factors [1, 1, -1] and a count of -3 million; many steps ended the leader."""
+    """Former bug: negative samples gave factors [1, 1, -1] and a count of -3 million; many steps ended the leader."""
     rig, home = begun()
     before = rig.machine.chain.counters
     pushed(rig, home, 2, **changed)

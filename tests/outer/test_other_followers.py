@@ -34,7 +34,7 @@ def stopped(folder: Path) -> tuple[Stopped, Shelf]:
 def test_a_leader_that_is_given_another_number_than_its_chain_has_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The leader went on with the old number of followers and told nobody."""
+    """Former bug: the leader went on with the old number of followers and told nobody."""
     job, shelf = stopped(tmp_path / "files")
     assert [LeaderMachine(job.now, 9, asked).shards.unheeded for asked in (0, 2)] == ["", ""]
     with (
@@ -68,7 +68,7 @@ def test_more_followers_than_the_model_has_blocks_are_told_of(tmp_path: Path) ->
 def test_with_the_chain_in_etcd_a_follower_with_files_here_is_not_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job waited for the left-out follower for good."""
+    """Former bug: the job waited for ever for a follower that --followers had left out, though its files are here."""
     _, shelf = stopped(tmp_path)
     monkeypatch.setattr(standing, "open_outer_store", lambda address, job: MemoryStore(shelf=shelf))
 

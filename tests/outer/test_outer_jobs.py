@@ -180,7 +180,7 @@ def train_beyond_the_end(server: str, name: str, logs: str, out: str, go: str) -
 
 
 def test_who_is_cut_off_by_the_end_has_the_jobs_last_version(tmp_path: Path) -> None:
-    """A cluster's steps since its last freezing are in no version, and were left in its model."""
+    """Former bug: a cluster's steps since its last freezing are in no version, and were left in its model."""
     with Harness(tmp_path, deadline_s=120) as harness:
         job = OuterJob(harness).start()
         arguments = train_beyond_the_end, job.server
@@ -212,8 +212,8 @@ def train_until_over(server: str, name: str, logs: str, done: str) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_of_an_earlier_job_that_wakes_in_the_next_one_is_not_let_in(tmp_path: Path) -> None:
-    """The cluster knew more versions than the next job had, and ended each leader of that job. It asks again and again
-    for its own.
+    """Former bug: an earlier job's cluster knew more versions than the next job had, and ended each leader of that job.
+    It asks again and again for its own.
     """
     with Harness(tmp_path, deadline_s=120) as harness:
         job, done = OuterJob(harness).start(), tmp_path / "done"

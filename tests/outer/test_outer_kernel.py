@@ -1,4 +1,6 @@
-"""The outer state's arithmetic: the same bits for any cut, address and number of threads; DiLoCo with everybody in."""
+"""The outer state's arithmetic: the same bits for any cut, address and number of threads; DiLoCo with all
+clusters in.
+"""
 
 from __future__ import annotations
 

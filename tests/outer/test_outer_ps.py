@@ -207,7 +207,9 @@ def test_a_job_is_not_begun_anew_for_who_had_one(tmp_path: Path) -> None:
 
 
 def test_another_jobs_server_is_not_started_for_who_had_one(tmp_path: Path) -> None:
-    """A job's server ran on a folder of its own; another job's files at the default place ended training for good."""
+    """Former bug: a job's server ran on a folder of its own; another job's files at the default place ended training
+    for good.
+    """
     options = ServerOptions(listen=f"127.0.0.1:{free_port()}", dir=str(tmp_path / "job"))
     assert options.store_path is not None
     with SqliteStore(options.store_path, options.job) as store:
@@ -229,8 +231,8 @@ def test_a_server_that_cannot_run_says_why(tmp_path: Path) -> None:
 def test_who_lost_the_race_for_a_server_waits_for_the_winner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both servers write to one log: the loser's words were not the last ones, so its cluster ended; or they were, and
-    told the user to end the winner.
+    """Former bug: both servers write to one log: the loser's words were not the last ones, so its cluster ended; or
+    they were, and told the user to end the winner.
     """
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as ended:
         ended.wait()

@@ -159,7 +159,7 @@ def test_who_comes_after_the_end_is_told(tmp_path: Path) -> None:
 
 
 def test_who_asked_for_an_end_in_vain_is_told_that_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message read as if the request had failed, and the job ended later all the same."""
+    """Former bug: the answer to a request for an end read as if it had failed, and the job ended later all the same."""
     monkeypatch.setattr(server, "_END_TIMEOUT_S", 0.05)
 
     class Slow(ScriptedFollower):
@@ -436,7 +436,9 @@ def test_a_dead_process_of_this_machine_is_proof(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lives", [False, True])
 def test_a_process_that_died_while_the_server_was_away_is_not_waited_for(tmp_path: Path, *, lives: bool) -> None:
-    """A follower lacked the dead process's push, so all waited for `last_holder_timeout_s`, though its pid was gone."""
+    """Former bug: a follower lacked the dead process's push, so all waited for `last_holder_timeout_s`, though its pid
+    was gone.
+    """
 
     def store() -> SqliteStore:
         return SqliteStore(tmp_path / "chain.sqlite")

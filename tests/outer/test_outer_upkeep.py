@@ -63,7 +63,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def test_an_ended_jobs_folder_goes_after_a_month_and_is_told_before(tmp_path: Path) -> None:
-    """The folders were never removed, with 24 bytes a parameter each."""
+    """Former bug: folders of ended jobs were never removed, with 24 bytes a parameter each."""
     mine = own(tmp_path)
     old = folder(mine.with_name(f"{JOB}-ended-20260101-000000"))
     young = folder(mine.with_name("outer-default-31000"), days=29.0)

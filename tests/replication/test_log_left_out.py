@@ -17,7 +17,7 @@ from chaos_lightning.replication.server import StateServerConfig
 
 @pytest.mark.parametrize("last", [4, 2])
 def test_whoever_asks_for_an_entry_that_was_left_out_hears_why(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for the last entry, too: no learner waits for the next commit to learn that this one will not come."""
+    """Even for the last entry, no learner waits for the next commit to learn that this entry will not come."""
     monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)  # as if slots were large
     with donors("a", config=StateServerConfig(pending_interval_s=0.01)) as started:
         for header in chain(last):

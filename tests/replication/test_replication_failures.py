@@ -348,7 +348,7 @@ def test_a_donor_whose_manifest_is_no_values_by_name_is_out(manifest: object) ->
 
 @pytest.mark.parametrize("manifest", [{}, {"optimizers": 3}, {"optimizers": [], "extra": [1], "modules": {}}])
 def test_a_manifest_that_does_not_fit_the_state_is_an_error_in_words(manifest: dict[str, object]) -> None:
-    """A joiner ended with a KeyError out of its own state."""
+    """Former bug: a joiner ended with a KeyError out of its own state when the manifest did not fit."""
     module = torch.nn.Linear(2, 2)
     with donors("a") as (donor,):
         donor.server.publish(HEAD, SEQ, ModuleState(module).tensors(), manifest)

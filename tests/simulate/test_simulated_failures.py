@@ -157,7 +157,7 @@ def test_scheduler_dies_after_it_reserved_a_number() -> None:
 
 
 def test_stale_gradient_is_refused_by_name() -> None:
-    """A member whose thread missed a commit is put out by name, and nobody applies the sum (4a, 6b)."""
+    """A member whose thread missed a commit is put out by name, and no member applies the sum (4a, 6b)."""
     world, outcome = run("seed 9\nnodes n0 n1 n2\nset min_nodes 3\nat 0.2 stale n1")
     assert (outcome.violation, outcome.errors, outcome.ejections) == ("", 0, 1), "it is put out (6b)"
     assert any("n1~" in view.reason and "prev_hash" in view.reason for view in world.store.views)

@@ -258,7 +258,7 @@ def test_all_leave_at_one_header() -> None:
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_pipelines_that_are_dealt_run_each_micro_batch_once(members: int, stages: int) -> None:
-    """This holds also after members have gone, one after the other."""
+    """Each micro-batch runs once, also after members have gone, one after the other."""
     program = Program(layers=5, stages=stages, micro_batches=4)
     for seed in range(6):
         dealer, text = RoundRobin(program, seed), ""

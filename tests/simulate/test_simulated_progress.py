@@ -24,8 +24,8 @@ def test_newcomer_that_bridges_a_link_that_carries_nothing_comes_in_with_one_vie
 
 
 def test_two_newcomers_whose_link_carries_nothing_come_in() -> None:
-    """The newcomers' links are judged by the view that they are to come in with: it needs the dead one, as the links
-    are a row.
+    """The newcomers' links are judged in the view with which they are to come in: its nodes are in a row, so it needs
+    the link that carries nothing.
     """
     world, _ = run(
         "seed 3\nnodes n0:neighbours=n1 n1:neighbours=n0\nmeasured\nprogram length 120\n"

@@ -547,7 +547,7 @@ class Manual(Regression):
         optimizer.step()
 
     def step_look(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Steps depending on the values in `.grad`."""
+        """Makes a step that depends on the values in `.grad`."""
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         for param in self.net.parameters():

@@ -99,7 +99,7 @@ def test_a_short_accumulation_takes_its_step_at_the_end_of_what_is_dealt(tmp_pat
 
 
 def test_a_batch_that_no_loader_tells_is_demanded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch size was silently 32. A size from the environment counts less than the loader's."""
+    """Former bug: the batch size was silently 32. A size from the environment counts less than the loader's."""
 
     def batch(**told: Any) -> str:
         fitted(tmp_path, Regression(), loader, told={"inner_steps": 4, **told})

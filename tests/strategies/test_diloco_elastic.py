@@ -308,7 +308,9 @@ def test_ranks_leave_and_the_last_one_takes_the_cluster_along(job: ElasticJob) -
 
 
 def test_who_begins_with_what_a_cluster_that_left_had_kept_comes_in_anew(job: ElasticJob, tmp_path: Path) -> None:
-    """The kept state said that the cluster's part is over, so training ended at once, and nothing was trained."""
+    """Former bug: the kept state said that the cluster's part is over, so training ended at once, and nothing was
+    trained.
+    """
     job.serve()
     harness = job.harness
     keeps = {"on_last_exit": str(tmp_path / "kept")}
@@ -336,7 +338,7 @@ def asked_again(job: ElasticJob, name: str, words: str) -> None:
 
 
 def test_a_second_signal_says_what_it_may_cost(job: ElasticJob) -> None:
-    """The second signal aborted the process: the last rank of a cluster lost all that was not durable."""
+    """Former bug: the second signal aborted the process: the last rank of a cluster lost all that was not durable."""
     job.serve()
     harness = job.harness
     for name in ("a", "b"):

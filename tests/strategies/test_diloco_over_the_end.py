@@ -72,8 +72,8 @@ def check_last(job: OuterJob, name: str) -> None:
 
 
 def test_the_next_oldest_saves_last_where_the_oldest_died_just_before_the_end(job: OuterJob) -> None:
-    """The next oldest cluster had heard of the death in no batch: no last checkpoint was written, or the dead one's
-    older file was left.
+    """Former bug: the next oldest cluster had heard of the death in no batch: no last checkpoint was written, or the
+    dead one's older file was left.
     """
     job.serve()
     start(job, "dies", job.server, shared=False, step_s=0.03)

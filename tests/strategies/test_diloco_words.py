@@ -136,7 +136,9 @@ class Joins(Exception):
 def test_an_elastic_cluster_is_told_its_options(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], leaves: bool, seed: str
 ) -> None:
-    """Only the inner strategy got `leave_on_signals`, and `seed` where ranks share the cluster's own data."""
+    """Former bug: only the inner strategy got `leave_on_signals`, and `seed` where ranks share the cluster's own
+    data.
+    """
     found = list[Any]()
 
     def join(engine: Any, *, fingerprint: dict[str, str], **_: Any) -> None:

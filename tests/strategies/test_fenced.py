@@ -106,7 +106,7 @@ def test_boundary_is_run_before_the_next_window(tmp_path: Path, double: Any) -> 
 def test_a_newcomer_may_come_in_with_a_view_that_no_header_names(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This happens in a recovery that leaves too few members."""
+    """A recovery that leaves too few members lets a newcomer in so."""
     joined, committed = double.join, double._commit
 
     def let_in(engine: Any, **words: Any) -> Any:

@@ -127,8 +127,8 @@ def test_a_death_in_mid_accumulation_leaves_equal_survivors(job: Job) -> None:
 
 
 def test_a_batch_without_backward_weighs_nothing_and_sends_nothing(job: Job) -> None:
-    """This holds even if `.grad` still has the last step's average, as in loops that zero it in front of the backward
-    pass.
+    """A batch without backward counts for nothing even if `.grad` still has the last step's average, as in loops that
+    zero it in front of the backward pass.
     """
     job.fresh(min_nodes=2)
     start(job, "a", plain_members.leaves_batches_out, x=1.0, out_at={4: "stale"})

@@ -40,7 +40,7 @@ print(json.dumps([type(installed()).__name__, pacer.emulates("b~1"), pacer.emula
 
 
 def told(environment: dict[str, str], tell: str = TELL) -> list[object]:
-    """Returns the output of a program that was started with this."""
+    """Returns the output of a program that was started with this environment."""
     done = subprocess.run(
         [sys.executable, "-c", tell], env=environment, capture_output=True, text=True, check=False, timeout=60.0
     )

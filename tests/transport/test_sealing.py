@@ -220,7 +220,9 @@ def frame_of(sealer: Sealer, payload: bytes) -> bytes:
 def test_frames_open_however_the_network_cuts_them(
     level: Level, sizes: list[int], cuts: list[int], diverted: set[int]
 ) -> None:
-    """This includes a header that comes along with the payload before it, whole or in part, and a diverted payload."""
+    """A frame opens even if a header comes along with the payload before it, whole or in part, or if a payload is
+    diverted.
+    """
     one, other = ends(level)
     payloads = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
     stream = b"".join(frame_of(one.sealer, payload) for payload in payloads)

@@ -196,7 +196,8 @@ def transfer_facts(records: Iterable[Record], node_name: str) -> dict[str, Any]:
 
 
 def rewirings(records: Iterable[Record], node_name: str, changed: int) -> list[str]:
-    """Reasons of views with the members of the one before, decided before `node_name` committed step `changed`.
+    """Returns the reasons of views with the members of the one before, decided before `node_name` committed step
+    `changed`.
 
     Args:
         records: of members and scheduler.
@@ -303,7 +304,7 @@ def _digest(arrays: Mapping[str, Any]) -> str:
 def _finish(
     run: Run, fleet: _Fleet, problem: Problem, nodes: int, measured: Sequence[tuple[int, float, float]]
 ) -> None:
-    """Fills in what the end of a run and its event logs tell."""
+    """Fills in the facts from the end of a run and its event logs."""
     steps = tuple(step for step, _, _ in measured)
     run.curve = Curve(steps, tuple(value for _, value, _ in measured))
     run.newcomers = Curve(steps, tuple(value for _, _, value in measured))
