@@ -81,7 +81,7 @@ def watchers_of(pids: set[int]) -> list[int]:
 
 
 def silence(world: World) -> None:
-    """Kills the watchers of all members, so that no machine tells any more what its process table says."""
+    """Kills the watchers of all members, so that no machine reports the state of its processes any more."""
     for pid in watchers_of({int(s.worker.process.pid or 0) for s in world.members.values()}):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -148,7 +148,7 @@ def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers
 
 
 def remember(result: Result, world: World, gathers: int) -> None:
-    """Measures what members keep of slots that gathered much and are over."""
+    """Measures the memory that members keep of finished slots that gathered much."""
     world.settle()
     at = world.last_step() + 50
     for seen in world.members.values():

@@ -103,7 +103,7 @@ def draw(results: dict[str, FigureResult], folder: Path) -> None:
 
 
 def load(path: Path) -> tuple[dict[str, FigureResult], dict[str, Any]]:
-    """Loads what an earlier run kept, and on what machine; nothing if there was none.
+    """Loads the results that an earlier run kept, and the machine's description; nothing if there was none.
 
     Raises:
         ValueError: The file is not one of ours.
@@ -145,7 +145,7 @@ def ordered(results: dict[str, FigureResult]) -> dict[str, FigureResult]:
 
 
 def merge(folder: Path, made: dict[str, FigureResult], here: dict[str, Any]) -> None:
-    """Keeps what was made; figures not made now are kept from before."""
+    """Keeps the figures of this run; those not made now are kept from before."""
     store = folder / "paper" / "results.json"
     before, earlier = load(store)
     keep(store, ordered({**before, **made}), here if made else earlier)

@@ -96,7 +96,7 @@ def profiled(spec: dict[str, Any]) -> None:
 
 
 def profile_of(model: dict[str, Any], file: Path, **more: Any) -> TrainingJob:
-    """Returns what a profile of one process says of a model, and writes it to the file."""
+    """Returns a profile of a model measured in one process, and writes it to the file."""
     with pipeline_job(model=model, batch=BATCH, out=str(file), **more) as job:
         job.harness.start_function("alone", profiled, job.about)
         if job.harness.wait_exit("alone", 120.0):
@@ -106,7 +106,7 @@ def profile_of(model: dict[str, Any], file: Path, **more: Any) -> TrainingJob:
 
 def beside_job(what: Series, profile: TrainingJob, file: Path, model: dict[str, Any], names: str, steps: int
                ) -> TrainingJob:  # fmt: skip
-    """Returns a profile with what a running job has measured beside layers, and writes it to the file."""
+    """Returns the profile with the costs beside layers that a running job has measured, and writes it to the file."""
     facts: list[dict[str, Any]] = []
     series(what, profile, file, model, names, steps, lambda job: facts.append(job.facts()))
     whole = replace(profile, overheads=Overheads(**facts[-1]["machine"]["overheads"]))

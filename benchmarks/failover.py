@@ -1,4 +1,4 @@
-"""A scheduler dies or freezes, alone or together with a member or with etcd's leader: what training notices of it.
+"""A scheduler dies or freezes, alone or together with a member or with etcd's leader: how long training is disturbed.
 
 Three members train in real processes; three candidates stand by for each other on three etcd servers
 (benchmarks/candidates.py). The parent notes CLOCK_MONOTONIC, strikes, and follows the members' reports of their steps

@@ -238,7 +238,7 @@ class OuterScene:
         return cpu_of(self.server.alive())
 
     def facts(self) -> OuterFacts:
-        """Returns what the logs say up to now."""
+        """Returns the facts that the logs have up to now."""
         self.watch.look()
         return OuterFacts.of(OuterRun.of(split(sorted(self.watch.records, key=lambda r: r.t)).outer[0]))
 

@@ -95,7 +95,7 @@ class _Peers:
         return int(self._push.bind_to_random_port("tcp://127.0.0.1"))
 
     def send_zmq(self) -> None:
-        """Sends one message from where the data lies."""
+        """Sends the data as one message, without a copy."""
         self._push.send(self._data, copy=False)
 
 

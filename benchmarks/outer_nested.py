@@ -1,4 +1,5 @@
-"""Elastic clusters behind a slow link: what crosses it, what ranks that die and come cost, and how long training waits.
+"""Elastic clusters behind a slow link: the bytes that cross it, the costs of ranks that die and come, and the waits of
+training.
 
 One cluster of 1, 2 and 4 ranks trains by itself (benchmarks/outer_ranks.py); the server has a leader and two followers.
 Between the cluster and the server lie 100 Mbps each way for all ranks together, by the relay, which counts all bytes:
@@ -186,7 +187,7 @@ def joins(result: Result, scene: NestedScene, title: str, count_: int) -> None:
 
 
 def proof(scene: NestedScene, since: Record) -> set[str]:
-    """Returns what all ranks found of their state at the first slot behind this event of which all of them told."""
+    """Returns the state hashes of all ranks at the first slot after this event that all of them report."""
 
     def found() -> set[str]:
         told: dict[int, list[str]] = {}

@@ -173,7 +173,7 @@ class NestedScene(OuterScene):
         return self.until(found, f"{name} {fields or ''}")  # type: ignore[no-any-return]
 
     def staged(self, push: str) -> list[Record]:
-        """Waits for all followers to have all of a push; returns what they said then."""
+        """Waits for all followers to have all of a push; returns their events about it."""
 
         def found() -> list[Record]:
             told = {r.node: r for r in self.watch.records if r.name == "push_staged" and r["push"] == push}

@@ -1,4 +1,5 @@
-"""A process of outer sync's server dies or is stopped: what clusters notice of it, and when its part is done again.
+"""A process of outer sync's server dies or is stopped: how clusters are disturbed, and when the server's part is done
+again.
 
 Three clusters train by themselves (benchmarks/outer_clusters.py), the server is what `chaos-lightning ps up` and `ps
 leader` start. The parent notes CLOCK_MONOTONIC, strikes at a drawn instant, and reads the event logs of all. All times

@@ -121,7 +121,7 @@ def updates(result: Result, shard: Shard, pushes: list[int], turns: int, seed: i
 
 
 def codecs(result: Result, shard: Shard, turns: int, seed: int) -> None:
-    """Adds the figures of each format: its bytes, how fast one core writes and reads it, and what it drops.
+    """Adds the figures of each format: its bytes, how fast one core writes and reads it, and the loss of precision.
 
     A cluster's pushes are drawn (normal, the length of each block drawn, too), and frozen one after another as clusters
     do it, with a residual where the format has one. What is dropped is the length of the error over the length of the

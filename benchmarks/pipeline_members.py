@@ -108,7 +108,7 @@ class Strikes:
             block.register_forward_hook(forward)
 
     def install(self) -> None:
-        """Hooks into the product's own classes, in this process."""
+        """Hooks this object into the product's own classes, in this process."""
         _before(PipelineExecutor, "run", lambda executor, work: self.begin(work.step))
         _before(PipelineExecutor, "_run_unit", lambda *_: self.unit())
         _before(PipelineStep, "_await_reduced", lambda *_: self.at("all-reduce"))
@@ -168,7 +168,7 @@ class FixedGPT(GPT):
 
 
 class Watch(pl.Callback):
-    """Callback that writes down what is compared, waits at gates, and ends training when a file says so.
+    """Callback that records the values to compare, waits at gates, and ends training when a file says so.
 
     Args:
         spec: Of the member.
@@ -347,7 +347,7 @@ class PipelineJob:
         self.harness.wait_for("attempt", after=since)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the scheduler says of the job."""
+        """Returns the scheduler's status of the job."""
         return fetch_all(self._scheduler.endpoint, Credentials.load("", ""), 5.0)
 
     def start(self, name: str, **more: Any) -> None:
@@ -375,7 +375,7 @@ class PipelineJob:
         (self.harness.directory / "end").write_text(str(last + margin))
 
     def report(self, name: str) -> dict[str, Any]:
-        """Returns what a member wrote down at its end."""
+        """Returns the report that a member wrote at its end."""
         found: dict[str, Any] = torch.load(self.harness.directory / f"{name}.pt", weights_only=False)
         return found
 
@@ -405,7 +405,7 @@ def pipeline_job(keep: str = "", *, deadline_s: float = 90.0, **about: Any) -> I
 
 
 def alone(keep: str = "", **about: Any) -> dict[str, Any]:
-    """Trains in one process without interruption, and returns what it wrote down.
+    """Trains in one process without interruption, and returns its report.
 
     Args:
         keep: As for `pipeline_job`.

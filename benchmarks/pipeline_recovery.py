@@ -329,7 +329,7 @@ def report(result: Result, campaign: Campaign, blows: Sequence[Blow]) -> None:
         for words, these in (("moves", moved), ("reroute", [b for b in blows if b.kind == kind and b not in moved])):
             if not these:
                 continue
-            # One or two, of victims whose layers nobody had to pull, are told alone: they are no median.
+            # One or two reroutes (no member had to pull a victim's layers) get no bound: they are no median.
             bound = BOUNDS_S[words, kind] if words == "reroute" and len(these) > 2 else None
             if words == "moves" and kind == "sigkill":
                 bound = MOVE_S.get(int(campaign.state_mib))

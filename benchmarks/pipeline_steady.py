@@ -1,4 +1,4 @@
-"""Undisturbed steps of a pipeline: against torch's own 1F1B, against the simulated schedule, and what they keep.
+"""Undisturbed steps of a pipeline: against torch's own 1F1B, against the simulated schedule, and their memory.
 
 Real layers: two processes train four blocks as two stages with eight micro-batches and AdamW, by `chaos_pipeline` and
 by torch.distributed.pipelining (`Schedule1F1B` over gloo). Both are there all the time and take turns, some steps each,

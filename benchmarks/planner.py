@@ -257,7 +257,7 @@ def small_fleet(draw: Random, case: int) -> TrainingJob:
         Device(name=f"d{i}", speed=given[i % kinds][0], memory_nbytes=given[i % kinds][1], host=f"h{i // 2}")
         for i in range(devices)
     )
-    # One rate for all links: what devices of one kind do depends on their kinds alone.
+    # One rate for all links, so that times of devices depend on their kinds alone.
     return replace(job, devices=fleet, within_host=job.between_hosts)
 
 

@@ -149,7 +149,7 @@ def at_once(all_of: Sequence[Vertex]) -> float:
 
 
 def _fair(running: Iterable[Vertex]) -> dict[Vertex, float]:
-    """Returns shares of full speed: the busiest card is divided equally, then the busiest of what is left."""
+    """Returns shares of full speed: the busiest card is divided equally, then the busiest of the remaining ones."""
     users: dict[str, set[Vertex]] = defaultdict(set)
     for v in running:
         for name in v.owners:

@@ -1,4 +1,4 @@
-"""Measures what the stores cost, and how etcd's two clients fare when servers die.
+"""Measures the costs of the stores, and how etcd's two clients fare when servers die.
 
 For a chain in memory, in an SQLite file, and in etcd (one server; by the own client and by the package etcd3): the
 time of an append, the time to read a chain back, and the time from an append by one scheduler until another one that

@@ -118,7 +118,7 @@ def scheduler(min_nodes: int, **options: Any) -> Iterator[str]:
 
 
 class Worker:
-    """Worker process with a pipe; `function(pipe, *args)` runs in it, and what it raises is sent."""
+    """Worker process with a pipe; `function(pipe, *args)` runs in it, and an error that it raises is sent."""
 
     def __init__(self, context: Any, function: Callable[..., None], *args: Any) -> None:
         self.pipe: Connection

@@ -123,7 +123,7 @@ class World:
             raise message
 
     def _hear(self, name: str, word: str, *values: Any) -> None:
-        """Takes in what a member said."""
+        """Takes in a member's message."""
         seen = self.members[name]
         if word == "step":
             ns, seq, step, head, contributors, rank, backwards = values

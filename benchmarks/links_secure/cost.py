@@ -170,7 +170,7 @@ def best_ratio(plain_us: float, tag_us: float) -> float:
 
 
 def costs(result: Result, plain_us: float, ratio: float) -> None:
-    """Adds figures of what protection adds to one frame at either end, and the reason for the ratio in words."""
+    """Adds figures of the costs of protection for one frame at either end, and the reason for the ratio in words."""
     of, library = frame_costs(), library_costs()
     case = f"a frame of {FRAME_NBYTES >> 10} KiB"
     plain = of["plain"]

@@ -153,7 +153,7 @@ class Node:
         return self.done_at
 
     def trouble(self) -> str:
-        """Returns words about an all-reduce that does not end: what is missing, and where bytes wait."""
+        """Returns words about an all-reduce that does not end: the missing sums, and the places where bytes wait."""
         held = self.reducer.held() or ()
         missing = self.layout.nbytes - sum(stop - start for start, stop in held)
         waiting = (

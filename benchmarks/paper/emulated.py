@@ -124,7 +124,7 @@ class Cluster:
         )
 
     def estimates(self) -> dict[str, tuple[float, float]]:
-        """Returns what a probe of the newcomer's links finds: (latency in s, bits per second), as emulated."""
+        """Returns the probed (latency in s, bits per second) of the newcomer's links, as emulated."""
         return {n: (latency, rate / self.factors.slower) for n, (latency, rate) in self.join.estimates().items()}
 
 

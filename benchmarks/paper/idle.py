@@ -98,7 +98,7 @@ def fig10(scale: Scale) -> FigureResult:
 
 
 def _claims(points: Sequence[Point], seen: dict[str, list[Visit]], size: int) -> list[Claim]:
-    """Returns the paper's statements beside what came out; `seen` joins into clusters of `size` were observed."""
+    """Returns the paper's statements beside the results here; `seen` joins into clusters of `size` were observed."""
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
     lost = {system: [idle_s(p) for p in chosen(executed, system=system)] for system in MODELLED}
     chaos = {

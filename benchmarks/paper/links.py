@@ -1,4 +1,4 @@
-"""Fig. 9 and Table I: links that come and go, members that leave, and what that costs the others.
+"""Fig. 9 and Table I: links that come and go, members that leave, and the costs for the others.
 
 Real processes are those of benchmarks/primitives, which defines what an exposed delay is; here they are run at
 several cluster sizes with a small model. As many members as in the paper do not fit a small machine, so larger
@@ -178,7 +178,7 @@ def fig9(scale: Scale) -> FigureResult:
 def _claims(
     real: Mapping[str, Mapping[str, Any]], virtual: Mapping[str, Mapping[str, list[float]]], events: int
 ) -> list[Claim]:
-    """Returns the paper's statements beside what came out, by members: of so many real events, and of simulated
+    """Returns the paper's statements beside the results here, by members: of so many real events, and of simulated
     ones.
     """
     kinds = ("connect-link", "disconnect-link")

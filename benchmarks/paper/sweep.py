@@ -208,7 +208,7 @@ def growth_of(points: Sequence[Point], **wanted: object) -> float:
 
 
 def share(points: Sequence[Point], faster: str, slower: str, factor: float = 1.0) -> tuple[int, int]:
-    """Returns in how many joins one system took less than `factor` times what another took, and of how many."""
+    """Returns in how many joins one system took less than `factor` times the time of another, and of how many."""
     theirs = {(p.kind, p.model, p.size, p.repeat): p.seconds for p in chosen(points, system=slower)}
     mine = [(p, theirs.get((p.kind, p.model, p.size, p.repeat))) for p in chosen(points, system=faster)]
     both = [(p.seconds, other) for p, other in mine if other is not None]

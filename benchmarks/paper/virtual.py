@@ -182,7 +182,7 @@ class Pull:
                 self._ask(name)
 
     def _flow(self, name: str, span: float) -> bool:
-        """Takes what arrived from this source; returns whether its first request is complete."""
+        """Takes the bytes that arrived from this source; returns whether its first request is complete."""
         source = self.sources[name]
         request = source.requests[0][1]
         source.sent += self._rates[name] * span

@@ -80,7 +80,7 @@ def torchrun_once(result: Result, title: str, with_worker: bool, args: argparse.
 
 
 def torchft_once(result: Result, title: str, args: argparse.Namespace) -> None:
-    """Kills torchft's lighthouse once, brings it back, and adds what the replicas did meanwhile."""
+    """Kills torchft's lighthouse once, brings it back, and adds figures of the replicas meanwhile."""
     rng = random.Random(args.seed)
     with (
         torchft.Lighthouse(torchft.TUNED) as house,

@@ -94,7 +94,7 @@ def replica(pipe: Connection, address: str, name: str, params_mib: float) -> Non
 
 @dataclass
 class Crew:
-    """Replicas, and what they said: the time (in ns), the replica, and the words."""
+    """Replicas and their messages: the time (in ns), the replica, and the words."""
 
     context: Any
     address: str
@@ -111,7 +111,7 @@ class Crew:
             self.workers[name] = Worker(self.context, replica, self.address, name, self.params_mib)
 
     def until(self, ready: Any, what: str) -> None:
-        """Takes in what the replicas say until a condition holds.
+        """Takes in the messages of replicas until a condition holds.
 
         Raises:
             TimeoutError: It does not come, or a replica died of itself.
@@ -128,7 +128,7 @@ class Crew:
                     self.said.append((time.monotonic_ns(), pipes[pipe], words))  # type: ignore[index]
 
     def ends(self, since: int, name: str) -> list[tuple[str, int, float, float]]:
-        """Returns what this replica said after that of exchanges that were over."""
+        """Returns the messages about finished exchanges that this replica sent after `since` (ns)."""
         return [words for t, n, words in self.said if t > since and n == name and words[0] != "reduces"]
 
     def together(self, rounds: int = 1) -> None:

@@ -68,7 +68,7 @@ class Exposure:
 
 
 def exposed(series: Series, members: Collection[str], block: Block) -> Exposure:
-    """Returns what a block cost these members.
+    """Returns the costs of a block for these members.
 
     Raises:
         KeyError: A step's duration is missing; names the member and the step.

@@ -1,4 +1,4 @@
-"""Measures a thousand members: what they cost the scheduler and each other, and whether a job of many real ones stays
+"""Measures a thousand members: their costs for the scheduler and each other, and whether a job of many real ones stays
 right.
 
 Three parts, each of which runs alone as well: the state machines (benchmarks.scale.machine), a real scheduler with

@@ -161,7 +161,7 @@ class Line:
 
 
 class Crowd:
-    """All stand-ins of this process, what surrounds them, and what they saw.
+    """All stand-ins of this process, their surroundings, and their observations.
 
     Args:
         endpoint: Of the scheduler.
@@ -189,7 +189,7 @@ class Crowd:
         asyncio.get_running_loop().add_reader(self._socket, self._handed_on)
 
     def channel(self) -> tuple[Any, tuple[tuple[str, bytes], ...]]:
-        """Makes a new connection; returns it with what is shown on it."""
+        """Makes a new connection; returns it with the credentials that are shown on it."""
         keys = self._secret.keys
         if keys is None:
             return grpc.aio.insecure_channel(self._endpoint, options=CLIENT_OPTIONS), ()
@@ -277,7 +277,7 @@ class Crowd:
     # ------------------------------------------------------------------ orders
 
     def facts(self) -> dict[str, Any]:
-        """Returns what was seen so far."""
+        """Returns the observations so far."""
         talking = [line.one for line in self.lines.values() if line.talks]
         return {
             "talk": len(talking),

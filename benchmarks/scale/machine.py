@@ -64,7 +64,7 @@ def rules(size: int, degree: int, least: int = 0) -> Settings:
 
 
 class Case:
-    """A job of one size, and what was measured of it.
+    """Job of one size, and its measurements.
 
     Args:
         size: Number of members.

@@ -1,4 +1,4 @@
-"""The scheduler's machine with a meter: processor time, records and messages of what it does.
+"""The scheduler's machine with a meter of its processor time, records and messages.
 
 Theory of operation. Processor time is taken around the machine, its records and its messages, each of which is encoded
 once however many it goes to. The store is in memory: what a disk takes is measured elsewhere (benchmarks.stores).

@@ -149,7 +149,7 @@ def job(folder: Path, args: argparse.Namespace) -> tuple[Crew, Driver]:
 
 
 def judge(result: Result, crew: Crew, driver: Driver, args: argparse.Namespace) -> None:
-    """Adds what journals, event logs and the chain say of the job."""
+    """Adds the facts about the job from journals, event logs and the chain."""
     title = f"{args.members} processes"
     seen = gather(crew, training_length()).verdict
     result.add(f"kills and joins that did not occur, {title}", driver.left, "count", 0)

@@ -84,7 +84,7 @@ def founded(size: int, seed: int, degree: int = GRAPHS["default"]) -> View:
 
 
 def predict(result: Result, size: int, nbytes: int, seed: int) -> None:
-    """Adds what an all-reduce of so many members should take, over equal links and over uneven ones."""
+    """Adds the predicted times of an all-reduce of so many members, over equal links and over uneven ones."""
     view = founded(size, seed)
     for uneven in (False, True):
         where = f"{size} members{', uneven links' if uneven else ''}"
@@ -127,7 +127,7 @@ def address(index: int) -> str:
 
 
 def _shape(name: str, device: str, bps: float) -> None:
-    """Bounds what leaves by this device to this rate."""
+    """Bounds the traffic that leaves by this device to this rate."""
     ip("tc", "-n", name, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
     rate = ["rate", f"{int(bps)}", "burst", "64kb", "cburst", "64kb"]
     ip("tc", "-n", name, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb", *rate)

@@ -216,7 +216,7 @@ def _fences(
             if line["what"] != "fenced":
                 continue
             count += 1
-            # It happened between these two moments; the later one is when it was in again, which others may delay.
+            # The member was put out between these two moments; the later one is its re-entry, which others may delay.
             earlier = [stop for start, stop in hurt if start <= line["ns"]]
             if not earlier or line["since"] - max(earlier) > WAKING_S * 1e9:
                 bad.append(f"{source} was put out though nobody had frozen it or cut it off")

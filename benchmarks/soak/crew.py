@@ -115,7 +115,7 @@ class Crew:
         return [p for p in known if p.step >= self.step - 2 and p.shaken < calm]
 
     def turn(self, seconds: float = 0.05) -> None:
-        """Takes in what the members say, wakes the frozen, notices the dead."""
+        """Takes in the members' messages, wakes the frozen, notices the dead."""
         pipes: dict[Any, Process] = {p.worker.pipe: p for p in self.alive.values()}
         for pipe in wait([*pipes, *(p.worker.process.sentinel for p in self.alive.values())], seconds):
             if pipe in pipes:

@@ -95,7 +95,7 @@ def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
 
 
 def report_links(result: Result, crew: Crew, links: Links, lines: Sequence[Line]) -> LinkVerdict:
-    """Adds what happened to links after they were hurt."""
+    """Adds the outcomes of links after they were hurt."""
     found = check_links(lines, links.hurts, crew.freezes)
     result.add("links: mended", sum(len(h.pairs) for h in links.hurts if h.stop), "count")
     for what, count in found.counts.items():

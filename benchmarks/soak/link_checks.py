@@ -1,4 +1,4 @@
-"""Checks links that were hurt in a soak, by what members wrote down of their views and links.
+"""Checks links that were hurt in a soak, by the members' records of their views and links.
 
 Read are the lines of the event logs themselves: which view each member entered, over which links, and which of its
 links it saw come and go. The views in their order give what views gave up and took in. A link *returned* when, after it

@@ -241,7 +241,7 @@ class Links:
 
     def _mend(self, hurt: Hurt, *, last: bool = False) -> None:
         if hurt.kind == "remove" and (last or not self._ask(min(hurt.pairs, key=sorted), add=True)):
-            # It cannot be asked for while one of them is away; what was removed goes by names and stays.
+            # A link cannot be asked for while one of its ends is away; removals go by names and stay.
             self._due += [] if last else [(time.monotonic() + _AGAIN_S, hurt)]
             return
         hurt.stop = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Runs a member of the soak: a plain loop on scikit-learn's digits, with a journal of what it saw.
+"""Runs a member of the soak: a plain loop on scikit-learn's digits, with a journal of its observations.
 
 The journal is evidence from outside the engine: one line before each step with the indices of the samples that the data
 set really handed out, one line after each commit with a SHA-256 of the whole training state. Lines are single writes,
@@ -66,7 +66,7 @@ class Numbered:
 
 
 class Journal:
-    """Journal of what this process saw.
+    """Journal of this process's observations.
 
     Args:
         root: Folder of all journals and checkpoints.

@@ -188,7 +188,7 @@ class PipelineCrew(Crew):
 
 
 def told(folder: Path) -> dict[str, Any]:
-    """Returns what members are told; writes the profile."""
+    """Returns the settings of members; writes the profile."""
     itemsize = 8
     job = gpt_job(LAYERS, WIDTH, BLOCK, BATCH, MICRO_BATCHES, round(0.55 * MIB * itemsize), itemsize)
     (folder / "profile.json").write_text(json.dumps(to_dict(job)))

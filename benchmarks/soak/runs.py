@@ -1,4 +1,4 @@
-"""Runs the soak, and the same training with no member hurt; judges what each run left behind."""
+"""Runs the soak, and the same training with no member hurt; judges the records of each run."""
 
 from __future__ import annotations
 

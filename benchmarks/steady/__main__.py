@@ -58,7 +58,7 @@ def report(result: Result, shape: Shape, found: Measured) -> None:
 
 
 def report_exposed(result: Result, case: str, seconds: dict[str, float], base: str) -> None:
-    """Adds exposed communication by contender, and what it is of that of `base`."""
+    """Adds exposed communication by contender, and its ratio to that of `base`."""
     for kind, value in seconds.items():
         result.add(f"{kind} exposed communication, {case}", value * 1000, "ms")
     if seconds[base] <= 0:

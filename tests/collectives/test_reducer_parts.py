@@ -152,7 +152,7 @@ def test_an_attempt_that_is_dropped_halfway_leaves_nothing_in_the_next_one(clust
         n.fill(5 + i / 10)
     owns = [own(n) for n in nodes]
     begin(first, other)
-    # All that the dropped attempt still tells of its gradients is no word about these.
+    # Late reports of the dropped attempt's gradients must not count for this attempt.
     second.done[other.id, 1] = threading.Event()
     second.loop.call(lambda: second.open(other, 1))
     second.loop.call(lambda: second.reducer.begin(1, second.layout.scope(0), view=other.id))

@@ -23,7 +23,7 @@ def start_apart(job: Job, names: str, busy: dict[str, dict[int, float]], min_nod
     """Starts members and the scheduler, each as on a machine of its own: none sees another's process table or
     memory.
     """
-    # Else the scheduler stays to tell newcomers of other machines that the job is finished.
+    # Otherwise the scheduler would stay to tell newcomers of other machines that the job is finished.
     job.serve(min_nodes=min_nodes, finished_s=0.0, **spec.pop("rules", {}))
     for name in names:
         begin(job, name, busy=busy.get(name, {}), **spec)

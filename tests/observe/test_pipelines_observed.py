@@ -235,7 +235,7 @@ def test_the_audit_says_what_it_compared_of_joiners_that_came_by_parts(tmp_path:
 
 
 def test_a_recovery_begins_with_the_suspicion_that_led_to_it(tmp_path: Path, unpictured: None) -> None:
-    """Earlier suspicions were cleared; the time below min_nodes is reported apart."""
+    """Suspicions before that one were cleared; the time below min_nodes is reported apart."""
     run = Script()
     run.found(["a", "b", "c"])
     scheduler = f"scheduler-s-{run.pid}.jsonl"

@@ -265,7 +265,7 @@ def test_all_processes_of_a_cluster_send_a_part_of_a_push(stage: Any) -> None:
         hold_back(each, barrier)
     fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
     assert torch.equal(part.data, whole.data)
-    # All that was sent is counted after it was sent.
+    # Sent bytes are counted only after they were sent.
     until(lambda: sum(map(sent_by, ranks)) >= whole.data.numel() and all(map(sent_by, ranks)), "a part of each")
     assert sum(map(sent_by, ranks)) == whole.data.numel(), "nothing comes twice"
 

@@ -178,7 +178,7 @@ def test_a_step_that_fails_is_an_error_and_leaves_no_part(
             files.save(NEW, state(1), COUNTERS)
     assert ShardFile(OLD, old) in files.look().whole
     if at < 3:
-        # All that failed was not read back; had unlinking failed, too, the part would go at the next start.
+        # Only reading back failed; if unlinking had failed, too, the part would be deleted at the next start.
         assert [path.name for path in files.folder.iterdir()] == [files.path(OLD).name]
     assert files.save(NEW, state(1), COUNTERS) == state(1).digest
 

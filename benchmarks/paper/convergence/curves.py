@@ -77,7 +77,7 @@ def gap(one: Curve, other: Curve, until: float = math.inf) -> float:
 
 
 def level(curve: Curve, since: float) -> float:
-    """Returns the mean of what was measured after more than `since` steps.
+    """Returns the mean of the values measured after more than `since` steps.
 
     Raises:
         ValueError: nothing was.
@@ -143,7 +143,7 @@ class Smoothness:
 def smoothness(
     changing: Iterable[Curve], constant: Iterable[Curve], *, better: int, since: float, until: float
 ) -> Smoothness:
-    """Compares repetitions of the changing curve with those in which nobody comes or goes.
+    """Compares repetitions of the changing curve with those in which no node comes or goes.
 
     Args:
         changing: one curve per repetition.

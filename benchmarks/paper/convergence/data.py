@@ -56,9 +56,7 @@ class Samples:
         return Samples(self.inputs[index], self.kinds[index])
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Returns what the model reads, and what it is to say: images and classes, or bytes and the bytes that
-        follow.
-        """
+        """Returns the model's inputs and targets: images and classes, or bytes and the bytes that follow."""
         inputs = torch.from_numpy(np.ascontiguousarray(self.inputs))
         if self.inputs.ndim == 2:
             return inputs[:, :-1].long(), inputs[:, 1:].long()

@@ -1,4 +1,4 @@
-"""Figures 11 to 14: a node that brings its own data, or takes it away, and what that does to convergence.
+"""Figures 11 to 14: a node brings its own data, or takes it away, and convergence reacts.
 
 Theory of operation. Five nodes have data of their own (data.py), most of it of kinds that the others hardly have. For
 every curve of a figure a job of real processes is trained by the product (training.py): four nodes all along, five all
@@ -183,7 +183,7 @@ class Comparison:
         return moved(means[0], means[1], means[2], self.tail)
 
     def smoothness(self) -> Smoothness:
-        """Compares changes just after a node comes or goes with those in which nobody comes or goes."""
+        """Compares changes just after a node comes or goes with those of runs in which no node does."""
         at = self.schedule.change * self.steps_per_pass
         return smoothness(
             [r.curve for r in self.changing],
@@ -248,7 +248,7 @@ def _drawn(runs: Sequence[Run]) -> dict[str, list[float]]:
 def compare(
     number: str, kinds: Sequence[str], change: Change, scale: Scale, began: float
 ) -> tuple[list[Comparison], int]:
-    """Trains what a figure needs; as many repetitions as fit its budget, at least one.
+    """Trains the runs that a figure needs; as many repetitions as fit its budget, at least one.
 
     Args:
         number: of the figure, for progress.
@@ -293,7 +293,7 @@ def compare(
 
 
 def full_size_join(seed: int, *, bare: bool) -> dict[str, Any]:
-    """Trains adapters of GPT-2 small on two nodes, lets a third one join, and returns what moved.
+    """Trains adapters of GPT-2 small on two nodes, lets a third one join, and returns the bytes that moved.
 
     Args:
         seed: of all weights.
@@ -394,7 +394,9 @@ def fig12(scale: Scale) -> FigureResult:
 
 
 def fig13(scale: Scale) -> FigureResult:
-    """Makes Fig. 13: four nodes fine-tune a GPT with LoRA, a fifth brings its data; also what its join moves."""
+    """Makes Fig. 13: four nodes fine-tune a GPT with LoRA, a fifth brings its data; also the bytes that its join
+    moves.
+    """
     began, full = time.monotonic(), None
     if not scale.quick:
         full = {}

@@ -285,7 +285,7 @@ class Judge:
 
 
 def learned_arrays(model: nn.Module) -> dict[str, np.ndarray]:
-    """Returns what training changes, by the names of `state_dict`: parameters that learn, and buffers."""
+    """Returns the tensors that training changes, by the names of `state_dict`: learned parameters, and buffers."""
     names = {n for n, p in model.named_parameters() if p.requires_grad} | {n for n, _ in model.named_buffers()}
     return {n: v.detach().numpy() for n, v in model.state_dict().items() if n in names}
 

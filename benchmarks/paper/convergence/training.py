@@ -173,7 +173,7 @@ def change_in(contributors: Mapping[int, int]) -> int:
 
 
 def transfer_facts(records: Iterable[Record], node_name: str) -> dict[str, Any]:
-    """Returns what the join of `node_name` moved, by its own event log.
+    """Returns the facts about the pulls and the replay with which `node_name` joined, by its own event log.
 
     Returns:
         way: "replay" or "pause"; pulls: for each pull of state {nbytes: moved, skipped: held already, recognised by
@@ -327,7 +327,7 @@ def _finish(
 
 
 class _Fleet:
-    """Processes of one run, and what they said."""
+    """Processes of one run, and their messages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -348,7 +348,7 @@ class _Fleet:
             wait([w.pipe for w in self.workers.values()], 0.01)
 
     def await_all(self, kind: str, count: int, learned: Callable[[int, Any], None] | None = None) -> None:
-        """Waits until that many nodes said `kind`; hands on what was learned meanwhile."""
+        """Waits until that many nodes have sent `kind`; takes in other messages meanwhile."""
         deadline = time.monotonic() + DEADLINE_S
         while len(self.said.get(kind, [])) < count:
             pipes = {w.pipe: n for n, w in self.workers.items() if n not in self._ended}

@@ -91,7 +91,7 @@ def test_torch_loads_our_text(tmp_path, name, p, m):
     assert [list(map(str, row)) for row in loaded.pipeline_order.values()] == [
         list(map(str, row)) for row in SCHEDULES[name](p, m)
     ]
-    # It has put sends and receives between, which it does only where the lists come to an end.
+    # Torch has added sends and receives, which it does only if the lists come to an end.
     assert sum(map(len, loaded.pipeline_order_with_comms.values())) > sum(map(len, SCHEDULES[name](p, m)))
     loaded._dump_csv(str(path), format="compute_only")
     assert from_csv(path.read_text()) == SCHEDULES[name](p, m)

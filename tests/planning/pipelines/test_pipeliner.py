@@ -196,7 +196,7 @@ def test_any_changes_of_members(data: st.DataObject, profile: TrainingJob, polic
         answer = pipeliner.after(text, members, leaving)
         told = set().union(*held.values())
         assert [x.name for i, x in enumerate(profile.layers) if i not in told] == list(answer.lost_layers)
-        # One that was started later says the same.
+        # A pipeliner that was started later gives the same answer.
         assert Pipeliner(profile, policy, copies=copies).after(text, members, leaving).text == answer.text
         if answer.text is None:
             assert answer.reason

@@ -436,7 +436,7 @@ def test_plans_are_prepared_for_losses_and_for_hosts() -> None:
     left = []
     while (n := prepared.prepare_next()) is not None:
         left.append(n)
-    # One lost; one host lost; two of one host, and one of each.
+    # Prepared losses: one device; one host; two devices of one host, and one of each.
     assert left == [7, 4, 6, 6]
     planned, ready = prepared.after(["d2"])
     assert ready
@@ -472,7 +472,7 @@ def test_prepared_plans_follow_the_fleet_and_are_bounded() -> None:
     while prepared.prepare_next() is not None:
         count += 1
     assert count == 3
-    # One of either kind, and two of one kind, were prepared; three were not.
+    # Losses of one device of either kind, and of two of one kind, were prepared; of three they were not.
     assert prepared.after(["d0"])[1]
     assert prepared.after(["d1"])[1]
     assert not prepared.after(["d0", "d1", "d2"])[1]

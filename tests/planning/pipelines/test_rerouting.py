@@ -125,7 +125,7 @@ def test_a_keeper_without_a_stage_takes_guests():
     check(job, left)
     found = estimate(job, left)
     assert found.memory["z"].activations >= 10
-    # Its gradient is there when it is through with its last guest; the whole step goes through it.
+    # The gradient of z is ready after its last guest; the whole step goes through z.
     assert [r.ready_s for r in found.reduces if r.first == 0] == [found.compute_s]
 
 
