@@ -44,7 +44,7 @@ BOUND_MEMORY_MIB = 32
 
 @dataclass
 class Hold:
-    """All holds of one length."""
+    """Outcome of all holds of one length."""
 
     seconds: list[float] = field(default_factory=list)
     """From its beginning to the next step of all others."""
@@ -68,7 +68,7 @@ def members(scene: str, rng: random.Random, logs: str) -> Iterator[World]:
 
 
 def watchers_of(pids: set[int]) -> list[int]:
-    """Processes that watch these members for others."""
+    """Returns the ids of processes that watch these members for others."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -81,14 +81,14 @@ def watchers_of(pids: set[int]) -> list[int]:
 
 
 def silence(world: World) -> None:
-    """From now on no machine tells what its process table says."""
+    """Kills the watchers of all members, so that no machine reports the state of its processes any more."""
     for pid in watchers_of({int(s.worker.process.pid or 0) for s in world.members.values()}):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
-    """One member holds the lock; until all others have committed their next step."""
+    """Makes one member hold the lock; returns once all others have committed their next step."""
     world.settle()
     victim = world.by_rank(rank)
     seen = world.members[victim]
@@ -112,7 +112,7 @@ def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
 
 
 def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers: int) -> None:
-    """All of one scene, and the audit of its event logs."""
+    """Measures all cases of one scene, and audits its event logs."""
     from chaos_lightning.events.events import EventLog
 
     print(f" {scene}, {runs} runs each, seed {seed}", flush=True)
@@ -148,7 +148,7 @@ def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers
 
 
 def remember(result: Result, world: World, gathers: int) -> None:
-    """Measures what members keep of slots that gathered much and are over."""
+    """Measures the memory that members keep of finished slots that gathered much."""
     world.settle()
     at = world.last_step() + 50
     for seen in world.members.values():

@@ -32,7 +32,7 @@ _RECENT = 5000
 
 
 def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, Any], plan: str, host: str) -> None:
-    """One scheduler process; it ends with the benchmark, or by a signal.
+    """Runs one scheduler process, which ends with the benchmark or by a signal.
 
     Args:
         pipe: To the benchmark.
@@ -57,7 +57,7 @@ def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, An
 
 
 class Leaders(Protocol):
-    """Whatever has schedulers that may be struck."""
+    """Schedulers of a scene that may be struck."""
 
     endpoint: str
 
@@ -69,7 +69,7 @@ class Leaders(Protocol):
 
 
 def leading(endpoint: str) -> dict[str, Any]:
-    """Status of the scheduler that leads, asked for until there is one."""
+    """Returns the status of the leading scheduler, asked for until there is one."""
     from chaos_lightning.control.channel import fetch_status
 
     end = time.monotonic() + PATIENCE_S
@@ -127,14 +127,14 @@ class Candidates:
 
     @property
     def endpoint(self) -> str:
-        """For members: all of them."""
+        """Endpoint for members: the addresses of all candidates."""
         return ",".join(self.places.values())
 
     def start(self, name: str) -> None:
         self.workers[name] = self._on(name, self._servers.address)
 
     def impostor(self, name: str, store: str) -> Worker:
-        """A scheduler in this one's place, on a store that is not the job's."""
+        """Starts a scheduler at this candidate's address, on a store that is not the job's."""
         return self._on(name, store)
 
     def _on(self, name: str, store: str) -> Worker:
@@ -147,16 +147,16 @@ class Candidates:
         return Worker(self._context, candidate, options, self._job, self._plan, name if self._apart else "")
 
     def by_pid(self, pid: int) -> str:
-        """Name of this process."""
+        """Returns the name of the candidate with this process id."""
         return next(name for name, worker in self.workers.items() if worker.process.pid == pid)
 
     def leading(self) -> tuple[str, int, int]:
-        """Name, process id and term of the one that leads."""
+        """Returns name, process id and term of the candidate that leads."""
         facts = leading(self.endpoint)
         return self.by_pid(facts["pid"]), int(facts["pid"]), int(facts["term"])
 
     def bring_back(self, name: str) -> None:
-        """As `wake`; returns when it answers as a standby."""
+        """Wakes a candidate as `wake` does; returns when it answers as a standby."""
         from chaos_lightning.control.channel import fetch_status
 
         self.wake(name)
@@ -171,7 +171,7 @@ class Candidates:
             time.sleep(LOOK_S)
 
     def wake(self, name: str) -> None:
-        """One that was killed is started again, one that is frozen goes on."""
+        """Starts a candidate again that was killed, or continues one that is frozen."""
         worker = self.workers[name]
         if worker.process.is_alive():
             assert worker.process.pid is not None
@@ -186,7 +186,7 @@ class Candidates:
 
 
 class Embedded:
-    """A scheduler that members host, with its chain in a file; who misses it starts it again."""
+    """A scheduler that members host, with its chain in a file; a member that misses it starts it again."""
 
     def __init__(self, folder: Path) -> None:
         self.endpoint = f"127.0.0.1:{free_port()}"
@@ -197,7 +197,7 @@ class Embedded:
         return "scheduler", int(facts["pid"]), int(facts["term"])
 
     def bring_back(self, name: str) -> None:
-        """Members have done so already."""
+        """Leaves the scheduler alone: members have started it again already."""
 
     def close(self) -> None:
         with contextlib.suppress(TimeoutError, SchedulerUnreachableError, ProcessLookupError):
@@ -207,7 +207,7 @@ class Embedded:
 
 
 class Watch:
-    """Watches the logs of all processes, some times a second: a look at every step would cost training time."""
+    """Reader of the logs of all processes, some times a second: a look at every step would cost training time."""
 
     def __init__(self, logs: str) -> None:
         self._tail = Tail(Path(logs))
@@ -221,6 +221,6 @@ class Watch:
             self.records += self._tail.poll()
 
     def first(self, name: str, since_ns: int, fits: Callable[[Record], bool] = lambda r: True) -> int:
-        """When (CLOCK_MONOTONIC, ns) such an event was first written after `since_ns`; 0: not yet."""
+        """Returns when (CLOCK_MONOTONIC, ns) such an event was first written after `since_ns`; 0 if not yet."""
         found = [r.mono for r in self.records[-_RECENT:] if r.name == name and r.mono * 1e9 > since_ns and fits(r)]
         return int(min(found) * 1e9) if found else 0

@@ -52,14 +52,14 @@ BOUND_S = {True: 120.0, False: 2400.0}
 
 
 def function(number: str, prefix: str = "") -> Callable[..., Any]:
-    """The function that makes a figure, or with "plot_" the one that draws it."""
+    """Returns the function that makes a figure, or with the prefix "plot_" the one that draws it."""
     module, name = FIGURES[number]
     found: Callable[..., Any] = getattr(importlib.import_module(f"benchmarks.paper.{module}"), prefix + name)
     return found
 
 
 def picture(number: str) -> str:
-    """File of a figure's picture."""
+    """Returns the file name of a figure's picture."""
     return "table1.png" if number == "I" else f"fig{number}.png"
 
 
@@ -96,14 +96,14 @@ def make(
 
 
 def draw(results: dict[str, FigureResult], folder: Path) -> None:
-    """A picture of each figure."""
+    """Draws a picture of each figure into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, result in results.items():
         function(number, "plot_")(result, folder / picture(number))
 
 
 def load(path: Path) -> tuple[dict[str, FigureResult], dict[str, Any]]:
-    """Loads what an earlier run kept, and on what machine; nothing if there was none.
+    """Loads the results that an earlier run kept, and the machine's description; nothing if there was none.
 
     Raises:
         ValueError: The file is not one of ours.
@@ -120,7 +120,7 @@ def load(path: Path) -> tuple[dict[str, FigureResult], dict[str, Any]]:
 
 
 def keep(path: Path, results: dict[str, FigureResult], about: dict[str, Any]) -> None:
-    """Everything that pictures and text are made from."""
+    """Writes everything that pictures and text are made from to a JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"about": about, "figures": {n: rounded(r.as_json()) for n, r in results.items()}}
     path.write_text(json.dumps(record, separators=(",", ":")) + "\n")
@@ -140,19 +140,19 @@ def about(scale: Scale) -> dict[str, Any]:
 
 
 def ordered(results: dict[str, FigureResult]) -> dict[str, FigureResult]:
-    """In the order of FIGURES."""
+    """Returns the results in the order of FIGURES."""
     return {number: results[number] for number in FIGURES if number in results}
 
 
 def merge(folder: Path, made: dict[str, FigureResult], here: dict[str, Any]) -> None:
-    """Keeps what was made; figures not made now are kept from before."""
+    """Keeps the figures of this run; those not made now are kept from before."""
     store = folder / "paper" / "results.json"
     before, earlier = load(store)
     keep(store, ordered({**before, **made}), here if made else earlier)
 
 
 def mixed(folder: Path, numbers: Sequence[str], quick: bool) -> str:
-    """Why these figures cannot be put beside those that are kept there; empty if they can.
+    """Returns why these figures cannot be put beside those that are kept in the folder; empty if they can.
 
     Raises:
         ValueError: What is kept there is not ours.
@@ -169,7 +169,7 @@ def mixed(folder: Path, numbers: Sequence[str], quick: bool) -> str:
 
 
 def write_docs(folder: Path) -> dict[str, FigureResult]:
-    """Text and pictures of all that is kept there."""
+    """Writes text and pictures of all results that are kept in the folder; returns the results."""
     results, machine = load(folder / "paper" / "results.json")
     draw(results, folder / "paper")
     if results:
@@ -178,7 +178,7 @@ def write_docs(folder: Path) -> dict[str, FigureResult]:
 
 
 def tell(result: Result, made: dict[str, FigureResult], failed: dict[str, str], args: argparse.Namespace) -> None:
-    """The benchmark's own figures."""
+    """Adds the benchmark's own figures: claims that hold or differ, figures that failed, and the time of all."""
     claims: list[Claim] = [claim for figure in made.values() for claim in figure.claims]
     result.add("claims that hold here", sum(c.agrees for c in claims), "count")
     result.add("claims that differ, with a reason", sum(not c.agrees for c in claims), "count")

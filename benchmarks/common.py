@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @dataclass
 class Figure:
-    """One measured number. `ok` is None where no bound was set."""
+    """One measured number; `ok` is None where no bound was set."""
 
     name: str
     value: float
@@ -35,7 +35,7 @@ class Figure:
 
 @dataclass
 class Result:
-    """Everything a benchmark says."""
+    """Figures, notes and details of one benchmark, which prints them and writes them as JSON."""
 
     benchmark: str
     figures: list[Figure] = field(default_factory=list)
@@ -54,18 +54,19 @@ class Result:
         return figure
 
     def ratio(self, name: str, ours: Sequence[float], theirs: Sequence[float], bound: float | None = None) -> Figure:
-        """The median of what was measured side by side, one by one; all ratios are kept."""
+        """Adds the median ratio of two series measured side by side, pair by pair; keeps all ratios in the details."""
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         self.details[f"ratios, {name}"] = ratios
         return self.add(name, median(ratios), "ratio", bound)
 
     def remark(self, text: str) -> None:
-        """Words that belong to the figures."""
+        """Prints a note that belongs to the figures, and keeps it for the JSON."""
         self.notes.append(text)
         print(f"  {text}", flush=True)
 
     def leave_out(self, case: str, why: str) -> None:
-        """A case that has bounds, or that bounds are about, cannot run here: with --check it counts as missed.
+        """Notes that a case with bounds, or one that bounds are about, cannot run here: with --check it counts as
+        missed.
 
         Not so with --quick, which leaves out cases itself.
         """
@@ -109,7 +110,7 @@ class Result:
 
 
 class Options(argparse.ArgumentParser):
-    """The flags that every benchmark has, and values of which there are fewer with --quick.
+    """Parser with the flags that every benchmark has, and with values of which there are fewer with --quick.
 
     Args:
         description: The benchmark's docstring.
@@ -128,12 +129,12 @@ class Options(argparse.ArgumentParser):
         self.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its bound")
 
     def add_count(self, flag: str, full: int, quick: int, what: str) -> None:
-        """How often something is done."""
+        """Adds a flag for a number of repetitions: `full` by default, `quick` with --quick."""
         action = self.add_argument(flag, type=int, default=0, help=f"{what}; 0: {full}, or {quick} with --quick")
         self._counts[action.dest] = (full, quick)
 
     def add_series(self, flag: str, default: Sequence[float], what: str) -> None:
-        """Numbers of which the first one alone is taken with --quick."""
+        """Adds an option for numbers, of which the first one alone is taken with --quick."""
         kind = float if any(isinstance(x, float) for x in default) else int
         action = self.add_argument(flag, type=kind, nargs="*", default=list(default), help=what)
         self._series.append(action.dest)
@@ -151,7 +152,7 @@ class Options(argparse.ArgumentParser):
 
 
 def run(main: Any) -> None:
-    """Entry point of a benchmark module."""
+    """Runs the `main` of a benchmark module and exits with its status."""
     sys.exit(main())
 
 
@@ -163,7 +164,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By linear interpolation between the values in order; 0 is the least, 100 the greatest.
+    """Returns a percentile by linear interpolation between the values in order; 0 is the least, 100 the greatest.
 
     Raises:
         ValueError: No values, or `percent` is not within 0 to 100.

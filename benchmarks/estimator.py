@@ -43,7 +43,7 @@ PROFILED = 12
 
 @dataclass(frozen=True)
 class Series:
-    """A job whose members go one by one.
+    """A job whose members leave or are killed one by one.
 
     Attributes:
         policy: Under "reroute" members are killed, else they leave.
@@ -96,7 +96,7 @@ def profiled(spec: dict[str, Any]) -> None:
 
 
 def profile_of(model: dict[str, Any], file: Path, **more: Any) -> TrainingJob:
-    """Returns what a profile of one process says of a model, and writes it to the file."""
+    """Returns a profile of a model measured in one process, and writes it to the file."""
     with pipeline_job(model=model, batch=BATCH, out=str(file), **more) as job:
         job.harness.start_function("alone", profiled, job.about)
         if job.harness.wait_exit("alone", 120.0):
@@ -106,7 +106,7 @@ def profile_of(model: dict[str, Any], file: Path, **more: Any) -> TrainingJob:
 
 def beside_job(what: Series, profile: TrainingJob, file: Path, model: dict[str, Any], names: str, steps: int
                ) -> TrainingJob:  # fmt: skip
-    """Returns a profile with what a running job has measured beside layers, and writes it to the file."""
+    """Returns the profile with the costs beside layers that a running job has measured, and writes it to the file."""
     facts: list[dict[str, Any]] = []
     series(what, profile, file, model, names, steps, lambda job: facts.append(job.facts()))
     whole = replace(profile, overheads=Overheads(**facts[-1]["machine"]["overheads"]))
@@ -200,7 +200,7 @@ def explained(result: Result, profile: TrainingJob, found: Sequence[PlanRun]) ->
 
 
 def real(result: Result, folder: Path, steps: int) -> None:
-    """Real layers: two devices against one, as measured and as predicted."""
+    """Adds figures of real layers: two devices against one, as measured and as predicted."""
     file = folder / "real.json"
     profile = profile_of(REAL, file, text=60_000)
     profile = beside_job(Series("reroute", 9.0, 6, (2,)), profile, file, REAL, "ab", steps)

@@ -31,8 +31,9 @@ SLOW_S, SLOW_STEPS = 0.35, 50
 
 
 def member(pipe: Connection, endpoint: str, name: str, logs: str, block: int, blocks: int) -> None:
-    """Trains; sends for each block whether it was logged, its seconds a step, and what its log has grown by; then the
-    bytes of a slow step."""
+    """Trains; sends for each block whether it was logged, its seconds a step, and the growth of its log; then the bytes
+    of a slow step.
+    """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -75,7 +76,7 @@ def _nothing(name: str, /, **fields: object) -> None: ...
 
 
 def trained(result: Result, folder: Path, block: int, blocks: int) -> float:
-    """Seconds of a step with logs."""
+    """Trains in blocks with and without logs; returns the seconds of a step with logs."""
     logs = folder / "events"
     told: list[tuple[bool, float, int]] = []
     with (

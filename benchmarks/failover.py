@@ -1,4 +1,4 @@
-"""A scheduler dies or freezes, alone or together with a member or with etcd's leader: what training notices of it.
+"""A scheduler dies or freezes, alone or together with a member or with etcd's leader: how long training is disturbed.
 
 Three members train in real processes; three candidates stand by for each other on three etcd servers
 (benchmarks/candidates.py). The parent notes CLOCK_MONOTONIC, strikes, and follows the members' reports of their steps
@@ -83,7 +83,7 @@ class Case:
 
 @dataclass
 class Scene:
-    """Members, and schedulers that may be struck."""
+    """Members, and the schedulers and etcd servers that may be struck."""
 
     name: str
     world: World
@@ -118,17 +118,17 @@ class Scene:
         return server
 
     def longest(self, name: str, since_ns: int) -> float:
-        """This member's longest step that ended after `since_ns`, s."""
+        """Returns this member's longest step that ended after `since_ns`, in seconds."""
         timed = intervals(self.world.members[name].steps)
         return max((seconds for step, seconds in timed if step.ns > since_ns), default=0.0)
 
     def usual(self) -> float:
-        """Median step of late, s."""
+        """Returns the median of recent steps, in seconds."""
         return self.world.usual(60)
 
 
 def quiet(scene: Scene, seconds: float) -> float:
-    """The longest step beyond the median while nobody is struck, s."""
+    """Returns by how many seconds the longest step exceeds the median while nothing is struck."""
     rested = time.monotonic_ns() + int(REST_S * 1e9)
     scene.until(lambda: time.monotonic_ns() > rested, "rest for who has just come back")
     since = time.monotonic_ns()
@@ -138,7 +138,7 @@ def quiet(scene: Scene, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Strike:
-    """Blow that falls at one instant.
+    """A blow to schedulers, etcd servers and members at one instant.
 
     Attributes:
         scheduler: The signal that the leading scheduler gets; 0: none.
@@ -156,7 +156,9 @@ class Strike:
 
 
 def one_run(scene: Scene, case: Case, index: int, what: Strike) -> None:
-    """One strike and the way back; `case` takes the outcome, and members take turns in dying, by `index`."""
+    """Strikes once and waits until all is back; `case` takes the outcome, and members take turns in dying, by
+    `index`.
+    """
     world = scene.world
     world.settle(MEMBERS)
     if scene.servers is not None and what.scheduler and not what.soon:
@@ -190,7 +192,9 @@ def one_run(scene: Scene, case: Case, index: int, what: Strike) -> None:
 
 
 def follow(scene: Scene, case: Case, what: Strike, survivors: list[str], struck: tuple[int, int, str, str]) -> None:
-    """Until training has recovered from a strike, and goes on; `struck`: when, in which term, whom, and who came."""
+    """Waits until training has recovered from a strike and goes on; `struck`: when, in which term, whom, and who
+    came.
+    """
     world, (since, term, victim, newcomer) = scene.world, struck
     if victim:
         case.recovered.append(world.recovered(victim, since))
@@ -208,7 +212,7 @@ def follow(scene: Scene, case: Case, what: Strike, survivors: list[str], struck:
 
 
 def wait_for_the_next(scene: Scene, case: Case, survivors: list[str], since: int, term: int) -> None:
-    """Until another scheduler leads and the survivors are connected to it; notes how long that took."""
+    """Waits until another scheduler leads and the survivors are connected to it; notes how long that took."""
     watch = scene.watch
     led = partial(watch.first, "scheduler_started", since, lambda r: r["term"] > term)
     scene.until(led, f"another scheduler than that of term {term}")
@@ -227,7 +231,7 @@ def wait_for_the_next(scene: Scene, case: Case, survivors: list[str], since: int
 
 
 def come_back(scene: Scene, leader: str, server: EtcdServer | None, victim: str, newcomer: str) -> None:
-    """As many members, candidates and etcd servers as before."""
+    """Brings back as many members, candidates and etcd servers as there were before the strike."""
     world = scene.world
     if server is not None and scene.servers is not None:
         scene.servers.kill(server)
@@ -251,7 +255,7 @@ def come_back(scene: Scene, leader: str, server: EtcdServer | None, victim: str,
 
 @contextlib.contextmanager
 def scene(name: str, folder: Path, rng: random.Random) -> Iterator[Scene]:
-    """Members under candidates ("apart", "shared") or under a scheduler that they host ("embedded")."""
+    """Yields members under candidates ("apart", "shared") or under a scheduler that they host ("embedded")."""
     from chaos_lightning.events.events import EventLog
 
     logs = str(folder / "events")
@@ -306,7 +310,7 @@ FEWER = ("a newcomer starts, nobody is struck", "scheduler SIGKILL as a newcomer
 
 
 def measure(result: Result, name: str, folder: Path, args: Any) -> None:
-    """All cases of one scene, and the audit of its event logs."""
+    """Runs all cases of one scene, and audits its event logs."""
     print(f" {name}: {', '.join(CASES[name])}", flush=True)
     with scene(name, folder, random.Random(args.seed)) as stage:
         unequal = 0

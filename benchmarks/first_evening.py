@@ -68,7 +68,7 @@ while True:
 
 @dataclass
 class Way:
-    """One way to three members, in a folder of its own."""
+    """One way from nothing to three members, in a folder of its own."""
 
     result: Result
     name: str
@@ -125,7 +125,7 @@ class Way:
             process.wait(10)
 
     def tells(self, began: float) -> None:
-        """Its figures."""
+        """Adds the figures of this way: commands, minutes of installing, and seconds up to three members."""
         total_s = time.monotonic() - began
         self.result.add(f"{self.name}: commands", self.counted, "count")
         if self.installing_s:
@@ -135,12 +135,12 @@ class Way:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The blocks of a page, in order."""
+    """Returns the code blocks of a page in one language, in order."""
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def chaos(result: Result, folder: Path, *, quick: bool) -> None:
-    """By docs/install.md and docs/tutorial.md."""
+    """Takes the way of chaos-lightning, by docs/install.md and docs/tutorial.md."""
     way = Way(result, "chaos-lightning", folder)
     endpoint = f"127.0.0.1:{free_port()}"
     way.env = {"CHAOS_ENDPOINT": endpoint, "XDG_STATE_HOME": str(folder / "state"), "CHAOS_LOG_DIR": "auto"}
@@ -176,7 +176,7 @@ def chaos(result: Result, folder: Path, *, quick: bool) -> None:
 
 
 def torchft(result: Result, folder: Path, *, quick: bool) -> None:
-    """By its README."""
+    """Takes the way of torchft, by its README."""
     way = Way(result, "torchft", folder)
     way.counted = 2  # git clone, for its script; pip install torchvision, which that needs
     began = time.monotonic()

@@ -36,7 +36,7 @@ LONG = Chance(devices=1000, hours=30 * 24, rate=0.01, group=6, repair_hours=4.0)
 
 @dataclass(frozen=True)
 class Cost:
-    """Costs of one run."""
+    """Seconds and memory of one simulated run, its losses, and the hash of its JSON."""
 
     seconds: float
     nbytes: int
@@ -47,7 +47,7 @@ class Cost:
 
 
 def job(devices: int) -> TrainingJob:
-    """80 equal layers, of which a pipeline needs at least eight devices; two micro-batches for each device."""
+    """Returns a job of 80 equal layers: a pipeline needs at least eight devices; two micro-batches for each device."""
     layer = Layer(name="", forward_s=0.01, backward_s=0.02, parameter_nbytes=GIB, activation_nbytes=GIB // 32)
     return TrainingJob(
         layers=tuple(replace(layer, name=f"block{i}") for i in range(80)),
@@ -58,7 +58,7 @@ def job(devices: int) -> TrainingJob:
 
 
 def simulated(chance: Chance, seed: int) -> Cost:
-    """One run under `adaptive`, in this process."""
+    """Simulates one fleet under `adaptive` in this process; returns its cost."""
     began = time.perf_counter()
     fleet = EqualFleet(job(chance.devices))
     out = FleetRun(fleet, generate(chance, seed), "adaptive", seed=seed, record=True).run()
@@ -69,7 +69,7 @@ def simulated(chance: Chance, seed: int) -> Cost:
 
 
 def apart(chance: Chance, seed: int) -> Cost:
-    """The same in a process of its own."""
+    """Simulates one fleet as `simulated` does, in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(simulated, chance, seed).result()
 
@@ -93,7 +93,7 @@ def write_steps(trace: Trace, path: Path) -> None:
 
 
 def traces_run(result: Result, seed: int) -> None:
-    """Generated traces, as a user's own would run."""
+    """Checks that generated traces run through `chaos-lightning simulate`, as a user's own would."""
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for write in (write_events, write_steps):

@@ -37,7 +37,7 @@ BOUND_FREEZE_S = 0.5
 
 @contextlib.contextmanager
 def our_world(state_mib: float, rng: random.Random, logs: str) -> Iterator[World]:
-    """Three members of ours under a scheduler with its defaults."""
+    """Yields three members of ours under a scheduler with its defaults."""
     ctx = context("benchmarks.victims", "chaos_lightning.replication.access")
     with (
         scheduler(2, log_dir=logs) as endpoint,
@@ -48,7 +48,9 @@ def our_world(state_mib: float, rng: random.Random, logs: str) -> Iterator[World
 
 
 def ours(result: Result, state_mib: float, counts: dict[str, int], seed: int, keep: str) -> dict[str, Case]:
-    """All blows at one state size, then the audit of the whole run."""
+    """Strikes members in all ways at one state size, then audits the whole run; returns the outcomes by kind of
+    blow.
+    """
     from chaos_lightning.events.events import EventLog, read_events
     from chaos_lightning.observe import evidence, history
 

@@ -21,7 +21,7 @@ BATCH = 32
 
 
 def compute_alone() -> None:
-    """This process computes in one thread, and numbers too small for a normal float count as zero.
+    """Makes this process compute in one thread, and take numbers too small for a normal float as zero.
 
     Networks that learn nothing lose neurons; Adam's averages of these decay for some hundred steps, and then are
     denormal: a step of 50 MiB takes 60 ms instead of 7, whatever is being compared.
@@ -33,7 +33,9 @@ def compute_alone() -> None:
 
 
 def state_model(state_mib: float, layers: int = 8) -> Any:
-    """An MLP whose parameters and Adam state together take `state_mib` MiB (so parameters a third of it)."""
+    """Returns an MLP whose parameters and Adam state together take `state_mib` MiB (its parameters take a third of
+    it).
+    """
     from torch import nn
 
     numel = state_mib * MIB / 3 / 4
@@ -57,12 +59,12 @@ def model_and_adam(
 
 
 def width_of(model: Any) -> int:
-    """Features that it takes."""
+    """Returns the number of input features of a model."""
     return int(next(model.parameters()).shape[1])
 
 
 def warm_up(model: Any, optimizer: Any) -> None:
-    """One step on nothing: what it allocates is there when a newcomer joins."""
+    """Trains one step on zeros, so that all memory of a step is allocated before a newcomer joins."""
     import torch
 
     model(torch.zeros(BATCH, width_of(model))).square().mean().backward()
@@ -71,7 +73,7 @@ def warm_up(model: Any, optimizer: Any) -> None:
 
 
 def fingerprint(model: Any, optimizer: Any) -> str:
-    """SHA-256 over parameters and optimizer state, by torch and hashlib alone."""
+    """Returns the SHA-256 over parameters and optimizer state, by torch and hashlib alone."""
     import torch
 
     digest = hashlib.sha256()
@@ -93,14 +95,16 @@ def config_of(**settings: Any) -> EngineConfig:
 
 
 def wait_at_the_door(pipe: Connection) -> None:
-    """A newcomer that has built everything says so, waits for its word, and notes time and CPU seconds as it goes."""
+    """Reports that a newcomer has built everything, waits for the word to go, and reports time and CPU seconds as it
+    goes.
+    """
     pipe.send(("ready", time.monotonic_ns()))
     assert pipe.recv()[0] == "go"
     pipe.send(("going", time.monotonic_ns(), time.process_time()))
 
 
 class Trainee:
-    """A member and the parts of its loop.
+    """A member and the parts of its training loop.
 
     Args:
         pipe: To the benchmark; None: nothing is told.
@@ -154,7 +158,7 @@ class Trainee:
         self.say("in", time.monotonic_ns(), self.engine.member_id)
 
     def rejoin(self) -> None:
-        """After it was put out."""
+        """Joins the job again after this member was removed from it, and reports both."""
         self.say("fenced", time.monotonic_ns())
         self.engine.rejoin(self.state)
         self.backwards = 0
@@ -166,11 +170,11 @@ class Trainee:
 
     @property
     def over(self) -> bool:
-        """It is out, or the job's last step is done."""
+        """True if this member is out of the job, or the job's last step is done."""
         return bool(self.engine.out or (self.last and self.engine.header.step >= self.last))
 
     def orders(self) -> Iterator[tuple[Any, ...]]:
-        """Carries out what has been ordered; yields the orders that are the benchmark's own."""
+        """Carries out the parent's orders; yields those that are the benchmark's own."""
         assert self._pipe is not None
         while self._pipe.poll():
             order = self._pipe.recv()
@@ -184,7 +188,7 @@ class Trainee:
                 yield order
 
     def step(self, batch: Any = None, *, before_s: float = 0.0, after_s: float = 0.0) -> Any:
-        """One optimizer step of the job.
+        """Trains one optimizer step of the job.
 
         Args:
             batch: Inputs; None: drawn.
@@ -238,7 +242,7 @@ class Trainee:
             self.say("hash", header.step, header.hash, fingerprint(self.model, self.optimizer))
 
     def between(self, header: Any) -> None:
-        """Between two steps: serves who catches up, and meets newcomers at a boundary."""
+        """Serves the state to members that catch up, and lets newcomers in if the step ended at a boundary."""
         self.engine.serve(self.state)
         if header.boundary and not self.engine.out:
             self.engine.boundary(self.state)

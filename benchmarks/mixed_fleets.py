@@ -116,7 +116,7 @@ def cards(name: str, kind: tuple[int, float], count: int, per_host: int) -> list
 
 
 def fleets() -> list[tuple[str, TrainingJob]]:
-    """Names and jobs; the first two are those that were planned by hand."""
+    """Returns names and jobs of the fleets; the first two are those that were planned by hand."""
     fast, slow = LinkRate(rate_bps=2400e9, latency_s=5e-6), LinkRate(rate_bps=100e9, latency_s=20e-6)
     thin = LinkRate(rate_bps=10e9, latency_s=100e-6)
 
@@ -163,7 +163,7 @@ CUT = (4, 3, 4, 4, 4, 4, 5, 5, 2, 2, 3, 2)
 
 
 def by_hand_s(job: TrainingJob) -> float:
-    """The step of two pipelines of 8 A100 and 4 A40 each, cut by hand."""
+    """Returns the step seconds of two pipelines of 8 A100 and 4 A40 each, whose layers were split by hand."""
     names = [d.name for d in job.devices]
     borders = [0]
     for layers in CUT:
@@ -186,14 +186,14 @@ def plan_of(job: TrainingJob, rows: Rows) -> PipelinePlan:
 
 
 def priced(job: TrainingJob, rows: Rows) -> float:
-    """Seconds of a step; of plans beyond memory, more than that by how far they are beyond."""
+    """Returns the step seconds of a plan; a plan beyond memory costs more, by how far it is beyond."""
     told = estimate(job, plan_of(job, rows))
     beyond = sum(told.over(job).values())
     return told.step_s if not beyond else (told.step_s + 1000.0) * (1 + beyond / (80 * GIB))
 
 
 def searched(job: TrainingJob, plan: PipelinePlan | None, seconds: float, seed: int) -> float:
-    """The best step of a search of so long."""
+    """Returns the step seconds of the best plan that a random search of `seconds` finds."""
     draw, begun = Random(seed), time.perf_counter()
     best_s = math.inf
     while (spent := time.perf_counter() - begun) < seconds:
@@ -210,7 +210,7 @@ def rows_of(plan: PipelinePlan) -> Rows:
 
 
 def random_rows(job: TrainingJob, draw: Random) -> Rows:
-    """Devices, host by host or shuffled, in a random number of pipelines, cut by speed and split by speed."""
+    """Returns devices, host by host or shuffled, in a random number of pipelines, cut by speed and split by speed."""
     devices = list(job.devices)
     draw.shuffle(devices)
     if draw.random() < 0.5:
@@ -222,7 +222,7 @@ def random_rows(job: TrainingJob, draw: Random) -> Rows:
 
 
 def cut_evenly(job: TrainingJob, names: Sequence[str]) -> tuple[int, ...]:
-    """Borders by speed; each stage has a layer."""
+    """Returns borders between stages by speed; each stage has at least one layer."""
     speeds = [job.by_name[n].speed for n in names]
     at, done = [0], 0.0
     for k, speed in enumerate(speeds[:-1], 1):
@@ -233,7 +233,7 @@ def cut_evenly(job: TrainingJob, names: Sequence[str]) -> tuple[int, ...]:
 
 
 def split_evenly(job: TrainingJob, rows: Sequence[Row]) -> Rows:
-    """Micro-batches by speed; each pipeline has one."""
+    """Splits the micro-batches over pipelines by speed; each pipeline has at least one."""
     speeds = [sum(job.by_name[n].speed for n in names) for names, _, _ in rows]
     shares = [max(1, int(job.micro_batches * s / sum(speeds))) for s in speeds]
     while sum(shares) != job.micro_batches:
@@ -263,7 +263,7 @@ def annealed(job: TrainingJob, rows: Rows, draw: Random, seconds: float) -> floa
 
 
 def moved(job: TrainingJob, rows: Rows, draw: Random) -> Rows | None:
-    """A plan after one random move; None where it cannot be made."""
+    """Returns a plan after one random move; None where the move cannot be made."""
     kind = draw.choice(["border"] * 6 + ["batches"] * 3 + ["swap"] * 3 + ["idle", "leave", "go", "cut", "join"])
     found = [*rows]
     i = draw.randrange(len(rows))
@@ -293,7 +293,9 @@ def moved(job: TrainingJob, rows: Rows, draw: Random) -> Rows | None:
 
 
 def remade(job: TrainingJob, rows: Rows, kind: str, i: int, draw: Random) -> Rows | None:
-    """A plan of other rows, cut and split anew by speed where they changed."""
+    """Returns a plan with other rows of devices; layers and micro-batches are split anew by speed where rows
+    changed.
+    """
     names = rows[i][0]
     used = {n for ns, _, _ in rows for n in ns}
     idle = [d.name for d in job.devices if d.name not in used]

@@ -44,7 +44,7 @@ DIGITS = 1e-9
 
 
 class Case(NamedTuple):
-    """From one plan to another; the job has the devices that are left."""
+    """A move from one plan to another; the job has the devices that are left."""
 
     job: TrainingJob
     old: PipelinePlan
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 
 def decoder_layer(name: str, parameters: float) -> Layer:
-    """Weights and gradients of two bytes, optimizer state of twelve, for each parameter."""
+    """Returns a layer with weights and gradients of two bytes, and optimizer state of twelve, for each parameter."""
     forward_s = 2 * parameters * TOKENS / CARD_FLOPS
     width = math.sqrt(parameters / 12)
     return Layer(
@@ -74,7 +74,7 @@ def pipeline(names: Sequence[str], cut: Sequence[int], micro_batches: int) -> Pi
 
 
 def even(layers: int, stages: int) -> list[int]:
-    """A cut into even stages; the first ones have what is over."""
+    """Returns the borders of even stages; the first stages get the layers that are left over."""
     return [0, *(sum(layers // stages + (k < layers % stages) for k in range(n + 1)) for n in range(stages))]
 
 
@@ -93,7 +93,7 @@ def any_plan(draw: random.Random, devices: Sequence[str], layers: int) -> Pipeli
 
 
 def small_cases(seed: int, count: int) -> Iterator[Case]:
-    """Those in which some layer is lost are drawn again."""
+    """Yields `count` random small cases; draws a case again in which some layer is lost."""
     draw = random.Random(seed)
     while count:
         names = [f"d{i}" for i in range(draw.randint(3, 6))]
@@ -113,19 +113,19 @@ def small_cases(seed: int, count: int) -> Iterator[Case]:
 
 
 def missing(case: Case, plan: PipelinePlan) -> Iterator[int]:
-    """The layers that have to move, once for each device that needs one and does not have it."""
+    """Yields the layers that have to move, once for each device that needs one and does not have it."""
     for name, stages in plan.stages.items():
         held = {x for s in case.old.stages.get(name, ()) for x in s.layers}
         yield from {x for s in stages for x in s.layers} - held
 
 
 def nbytes_of(case: Case, plan: PipelinePlan) -> int:
-    """Bytes that have to move, counted layer by layer."""
+    """Returns the bytes that have to move, counted layer by layer."""
     return sum(case.job.costs.state(x, x + 1) for x in missing(case, plan))
 
 
 def busiest(moves: Moves) -> int:
-    """Bytes of the busiest card in its busier direction."""
+    """Returns the bytes of the busiest card in its busier direction."""
     receives: Counter[str] = Counter()
     for x in moves.links:
         receives[x.target] += x.nbytes
@@ -133,19 +133,19 @@ def busiest(moves: Moves) -> int:
 
 
 def busiest_link_s(moves: Moves) -> float:
-    """Seconds of the busiest direction between two cards."""
+    """Returns the seconds of the busiest direction between two cards."""
     return max((x.seconds for x in moves.links), default=0.0)
 
 
 def rank_order(old: PipelinePlan, new: PipelinePlan) -> PipelinePlan:
-    """The new plan with the survivors in the order of their old places."""
+    """Returns the new plan with the survivors in the order of their old places."""
     order = {name: i for i, name in enumerate(old.stages)}
     left = sorted(new.devices, key=lambda name: (order.get(name, len(order)), name))
     return renamed(new, dict(zip([*new.stages, *new.idle], left, strict=True)))
 
 
 def against_permutations(result: Result, seed: int, count: int) -> None:
-    """Bytes in all and of the busiest card, against the best of all permutations."""
+    """Compares bytes in all and bytes of the busiest card with the best of all permutations."""
     more = busier = other = 0
     for case in small_cases(seed, count):
         kinds = {d.name: d.kind for d in case.job.devices}
@@ -171,7 +171,7 @@ def against_permutations(result: Result, seed: int, count: int) -> None:
 
 
 def seven_of_eight(layers: int, lost: int, micro_batches: Sequence[int], card: str = "card{}") -> Case:
-    """Four pipelines of two stages on one host; one card is lost, and the others are pipelines of 2, 2 and 3."""
+    """Returns four pipelines of two stages on one host; one card is lost, the others become pipelines of 2, 2 and 3."""
     names = [card.format(i) for i in range(8)]
     job = TrainingJob(
         layers=tuple(decoder_layer(f"block {i}", 202e6) for i in range(layers)),
@@ -187,7 +187,7 @@ def seven_of_eight(layers: int, lost: int, micro_batches: Sequence[int], card: s
 
 
 def unbalanced(case: Case, plan: PipelinePlan) -> int:
-    """Bytes of the busiest source if each layer comes from its first holder."""
+    """Returns the bytes of the busiest source if each layer comes from its first holder."""
     left = {d.name for d in case.job.devices}
     first = [min(who & left) for who in case.old.holders()]
     sends: Counter[str] = Counter()
@@ -197,7 +197,7 @@ def unbalanced(case: Case, plan: PipelinePlan) -> int:
 
 
 def transfer(result: Result) -> None:
-    """Fig. 10: each card lost in turn, means."""
+    """Adds the moves of Fig. 10: each card is lost in turn, and means are taken."""
     for layers in (4, 8, 16):
         cases = [seven_of_eight(layers, lost, (1, 1, 1)) for lost in range(8)]
         ours = [assign(*case) for case in cases]
@@ -232,7 +232,9 @@ def transfer(result: Result) -> None:
 
 
 def sending(result: Result) -> None:
-    """Fig. 11: a step of 2, 2 and 3 stages by the order of its all-reduces, with single layers as in the paper, too."""
+    """Adds Fig. 11: a step of 2, 2 and 3 stages by the order of its all-reduces, with single layers as in the paper,
+    too.
+    """
     ways: tuple[Sending, ...] = ("rounds", "at once")
     for batch, paper in PAPER_STEP.items():
         splits = [(m, m, batch - 2 * m) for m in range(1, batch // 2)]
@@ -286,7 +288,7 @@ def shortest_s(all_of: Sequence[Vertex]) -> float:
 
 
 def against_colourings(result: Result, seed: int, count: int) -> None:
-    """Colouring against the best of all, and single layers as vertices beside groups."""
+    """Compares the colouring with the best of all, and single layers as vertices with groups of layers."""
     draw = random.Random(seed)
     over, times, numbers = [], [], []
     while len(over) < count:
@@ -321,7 +323,7 @@ def against_colourings(result: Result, seed: int, count: int) -> None:
 
 
 def taken_s(call: Callable[[], object], times: int = 5) -> float:
-    """Seconds of a call, the median."""
+    """Returns the median seconds of a call."""
     taken = []
     for _ in range(times):
         began = time.perf_counter()
@@ -331,7 +333,7 @@ def taken_s(call: Callable[[], object], times: int = 5) -> float:
 
 
 def large(result: Result, devices: int) -> None:
-    """From the plan of a whole fleet to that of all but one, and of all but one host."""
+    """Measures the moves from the plan of a whole fleet to that of all but one device, and of all but one host."""
     blocks = [decoder_layer(f"block {i}", 8e8) for i in range(78)]
     job = TrainingJob(
         layers=(decoder_layer("embedding", 3e8), *blocks, decoder_layer("head", 5e8)),

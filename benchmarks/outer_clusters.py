@@ -38,7 +38,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def model_of(params_mib: float) -> Any:
-    """Linear layers with so many MiB of fp32 parameters, the same in all processes; its width."""
+    """Returns linear layers with so many MiB of fp32 parameters, the same in all processes, and their width."""
     import torch
 
     width = round((params_mib * MIB / 4 / LAYERS) ** 0.5)
@@ -88,7 +88,7 @@ def cluster(pipe: Connection, told: dict[str, Any], host: str) -> None:
 
 
 class _Endless:
-    """Batches of one row, drawn."""
+    """Endless random batches of one row."""
 
     def __init__(self, width: int, draw: Any) -> None:
         self._width, self._draw = width, draw
@@ -108,7 +108,7 @@ def burn(pipe: Connection, cpu_s: float) -> None:
 
 
 def cpu_of(pids: set[int]) -> dict[int, float]:
-    """Processor time that each of these processes has used, s; those that are gone are left out."""
+    """Returns the CPU seconds that each of these processes has used; those that are gone are left out."""
     found = {}
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
@@ -162,16 +162,16 @@ class OuterScene:
             time.sleep(_LOOK_S)
 
     def first(self, since_ns: int, fits: Callable[[Record], bool]) -> float:
-        """When the first such event was written after `since_ns`, s from then; 0.0: not yet."""
+        """Returns the seconds from `since_ns` to the first such event after it; 0.0 if not yet."""
         later = (r.mono - since_ns / 1e9 for r in self.watch.records if r.mono * 1e9 > since_ns and fits(r))
         return min(later, default=0.0)
 
     def wait_first(self, since_ns: int, fits: Callable[[Record], bool], what: str) -> float:
-        """The same, waited for."""
+        """Waits for the first such event after `since_ns`; returns the seconds up to it."""
         return float(self.until(lambda: self.first(since_ns, fits), what))
 
     def decided(self) -> int:
-        """Number of the newest version."""
+        """Returns the number of the newest version."""
         rounds = (r for r in reversed(self.watch.records) if r.name == "entry" and r["kind"] in ("Founded", "Round"))
         return next((int(r["body"]["number"]) for r in rounds), 0)
 
@@ -180,12 +180,12 @@ class OuterScene:
         return max((int(r["term"]) for r in self.watch.records if r.name == "outer_leader_started"), default=0)
 
     def rounds(self, count: int) -> None:
-        """Until so many more were decided."""
+        """Waits until so many more rounds were decided."""
         goal = self.decided() + count
         self.until(lambda: self.decided() >= goal, f"version {goal}")
 
     def child(self, name: str) -> int:
-        """Process id of this child of the supervisor; waits for it."""
+        """Waits for this child of the supervisor; returns its process id."""
 
         def found() -> int:
             told = (r for r in reversed(self.watch.records) if r.name == "server_child" and r["child"] == name)
@@ -194,7 +194,7 @@ class OuterScene:
         return int(self.until(found, f"the child {name}"))
 
     def start_cluster(self) -> str:
-        """One more; its name."""
+        """Starts one more cluster; returns its name."""
         self._number += 1
         name = f"c{self._number}"
         host = name if self.server.apart else ""
@@ -202,7 +202,7 @@ class OuterScene:
         return name
 
     def all_train(self, clusters: int = CLUSTERS) -> None:
-        """Until so many clusters have adopted a version, and a round has all of them."""
+        """Starts clusters up to this number; waits until all have adopted a version, and a round has all of them."""
         while len(self.clusters) < clusters:
             self.start_cluster()
         names = set(self.clusters)
@@ -217,7 +217,7 @@ class OuterScene:
         self.until(together, f"a round of {', '.join(sorted(names))}")
 
     def kill_cluster(self, name: str) -> None:
-        """SIGKILL."""
+        """Kills a cluster by SIGKILL."""
         self.struck.add(name)
         self.clusters.pop(name).kill()
 
@@ -240,12 +240,12 @@ class OuterScene:
         return cpu_of(self.server.alive())
 
     def facts(self) -> OuterFacts:
-        """Returns what the logs say up to now."""
+        """Returns the facts that the logs have up to now."""
         self.watch.look()
         return OuterFacts.of(fold_jobs(sorted(self.watch.records, key=lambda r: r.t), Timeline, OuterRun).outer[0])
 
     def removed(self) -> list[str]:
-        """Living clusters that were removed."""
+        """Returns the living clusters that were removed, each with the reason."""
         told = self.facts().chain.told.values()
         bodies = [one.entry.body for one in told if one.entry is not None and isinstance(one.entry.body, Removed)]
         return [f"{b.incarnation}: {b.reason}" for b in bodies if b.incarnation.cluster not in self.struck]
@@ -255,7 +255,7 @@ class OuterScene:
 def outer_scene(
     name: str, folder: Path, context: Any, *, store: str = "", apart: bool = False, train: bool = True, **told: Any
 ) -> Iterator[OuterScene]:
-    """A server of one machine on SQLite, or of three on etcd, and clusters that train.
+    """Yields a server of one machine on SQLite, or of three on etcd, and clusters that train.
 
     Args:
         name: Of the scene.

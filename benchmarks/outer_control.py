@@ -35,7 +35,7 @@ Call = Callable[[], object]
 
 @contextlib.contextmanager
 def leader() -> Iterator[Call]:
-    """A leader's process; yields a call that asks it for its facts."""
+    """Starts a leader's process; yields a call that asks it for its facts."""
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "chaos_lightning.cli", "ps", "leader", "--listen", endpoint, "--store", ":memory:"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -50,7 +50,7 @@ def leader() -> Iterator[Call]:
 
 
 def answerer(pipe: Connection) -> None:
-    """A process that only answers small calls."""
+    """Runs a gRPC server that only answers small calls; sends its port."""
     _server, port = serve_grpc(memoryview(b""))
     pipe.send(port)
     with contextlib.suppress(EOFError):
@@ -59,7 +59,7 @@ def answerer(pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def own() -> Iterator[Call]:
-    """A process of its own that answers; yields a call to it."""
+    """Starts a process that only answers; yields a call to it."""
     worker = Worker(context("benchmarks.outer_data"), answerer)
     try:
         with open_channel(f"127.0.0.1:{worker.receive()}", b"", CLIENT_OPTIONS) as channel:
@@ -91,7 +91,7 @@ def flood(fetch: Callable[[], float], rates: list[float]) -> Iterator[None]:
 
 
 def round_trips(ask: Call, count: int) -> list[float]:
-    """Seconds of so many calls, one at a time, every few milliseconds."""
+    """Returns the seconds of so many calls, made one at a time, every few milliseconds."""
     taken = []
     for _ in range(count):
         began = time.perf_counter()
@@ -102,7 +102,9 @@ def round_trips(ask: Call, count: int) -> list[float]:
 
 
 def control(result: Result, count: int, seed: int) -> None:
-    """Round trips, quiet and flooded. Bound: a late one on an own connection is not later than one on a shared."""
+    """Measures round trips, quiet and flooded. Bound: a late one on an own connection is not later than on a shared
+    one.
+    """
     with Data(FLOOD_MIB * MIB, seed) as data, leader() as facts, own() as ask:
         quiet = {"the leader's facts, quiet": facts, "own, quiet": ask}
         if data.ask is not None:

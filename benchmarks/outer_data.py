@@ -1,4 +1,4 @@
-"""Pushes and versions between two processes, from published to verified, beside what else moves as many bytes.
+"""Measures pushes and versions between two processes, from published to verified, and other ways to move as many bytes.
 
 One process is a follower with the package's own listener, the other a cluster's process with connections parked there.
 A *push* is timed from the moment when the cluster holds it to the moment when the follower has it and has compared all
@@ -67,7 +67,7 @@ def _part(nbytes: int, seed: int) -> Part:
 
 
 class _Peers:
-    """The sending ends of what only moves bytes."""
+    """Sending ends of the peers that only move bytes: a socket, pyzmq and gRPC."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -95,12 +95,12 @@ class _Peers:
         return int(self._push.bind_to_random_port("tcp://127.0.0.1"))
 
     def send_zmq(self) -> None:
-        """One message, from where it lies."""
+        """Sends the data as one message, without a copy."""
         self._push.send(self._data, copy=False)
 
 
 def serve_grpc(data: memoryview) -> tuple[Any, int]:
-    """A gRPC server that streams these bytes, and answers small calls; it and its port."""
+    """Starts a gRPC server that streams these bytes and answers small calls; returns the server and its port."""
     grpc = import_module("grpc")
 
     def fetch(_request: bytes, _context: Any) -> Iterator[bytes]:
@@ -123,13 +123,13 @@ def serve_grpc(data: memoryview) -> tuple[Any, int]:
 
 
 def asking(channel: Any) -> Callable[[], object]:
-    """A small call on this channel."""
+    """Returns a small call on this channel."""
     ask = channel.unary_unary(_ASK)
     return lambda: ask(b"?")
 
 
 def follower(pipe: Connection, nbytes: int, seed: int) -> None:
-    """The follower's process."""
+    """Runs the follower's process."""
     whole, into = _part(nbytes, seed), _part(nbytes, seed)
     peers, ends, servers = _Peers(host_view(whole.data)), dict[str, DataListener](), dict[str, StateServer]()
     for level in Level:
@@ -157,7 +157,7 @@ def follower(pipe: Connection, nbytes: int, seed: int) -> None:
 
 
 class Data:
-    """The cluster's process, which is this one; a context manager."""
+    """The cluster's side of all transfers, in this process; a context manager."""
 
     def __init__(self, nbytes: int, seed: int) -> None:
         self.nbytes = nbytes
@@ -198,7 +198,7 @@ class Data:
         self._worker.kill()
 
     def _tell(self, order: str, level: str = "", what: Any = None) -> float:
-        """When the follower had done it."""
+        """Gives the follower an order; returns when it had carried it out."""
         self._worker.pipe.send((order, level, what))
         return float(self._worker.receive())
 
@@ -264,7 +264,7 @@ class Data:
 
 
 def transfers(result: Result, state_mib: int, turns: int, seed: int) -> None:
-    """Pushes and versions of this size, and what they are compared with."""
+    """Adds the figures of pushes and versions of this size, and of the peers that they are compared with."""
     rng = random.Random(seed)
     with Data(state_mib * MIB, seed) as data:
         taken: dict[str, list[float]] = {name: [] for name in data.cases}

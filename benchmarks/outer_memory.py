@@ -41,7 +41,7 @@ def held_nbytes(pid: int) -> int:
 
 
 class Peaks(threading.Thread):
-    """Looks at these processes again and again; `most` is the largest that was seen of each, in bytes."""
+    """Thread that reads the memory of processes again and again; `most` holds the largest value of each, in bytes."""
 
     def __init__(self, pids: dict[str, int]) -> None:
         super().__init__(name="chaos-benchmark-memory", daemon=True)
@@ -54,7 +54,7 @@ class Peaks(threading.Thread):
                 self.most[name] = max(self.most[name], held_nbytes(pid))
 
     def end(self) -> dict[str, int]:
-        """Returns what was seen.
+        """Ends the thread; returns the largest value of each process, in bytes.
 
         Raises:
             RuntimeError: It could not look to the end, since a process was gone.

@@ -1,4 +1,5 @@
-"""Elastic clusters behind a slow link: what crosses it, what ranks that die and come cost, and how long training waits.
+"""Elastic clusters behind a slow link: the bytes that cross it, the costs of ranks that die and come, and the waits of
+training.
 
 One cluster of 1, 2 and 4 ranks trains by itself (benchmarks/outer_ranks.py); the server has a leader and two followers.
 Between the cluster and the server lie 100 Mbps each way for all ranks together, by the relay, which counts all bytes:
@@ -50,7 +51,7 @@ REQUESTS_NBYTES = 4 * MIB
 
 @dataclass
 class Counted:
-    """The far link at an instant, by direction, and what the logs tell by then.
+    """Bytes that have passed the far link by an instant, by direction, and the events in the logs by then.
 
     Attributes:
         pushed, fetched: Bytes that have passed.
@@ -64,13 +65,13 @@ class Counted:
 
 
 def passed(scene: NestedScene) -> tuple[int, int]:
-    """Bytes from the cluster, and to it."""
+    """Returns the bytes that have passed from the cluster, and to it."""
     ways = scene.relay.passed()
     return tuple(sum(n for ends, n in ways.items() if ends[way] == CLUSTER) for way in (0, 1))  # type: ignore[return-value]
 
 
 def count(scene: NestedScene) -> Counted:
-    """After the next push, and the next version behind it."""
+    """Counts bytes after the next push, and after the next version behind it."""
     push = scene.next("push_frozen", time.monotonic_ns())
     staged = scene.staged(push["push"])
     pushed = passed(scene)[0]
@@ -79,7 +80,7 @@ def count(scene: NestedScene) -> Counted:
 
 
 def between(scene: NestedScene, name: str, first: Record, last: Record) -> list[Record]:
-    """Events of this name after the first and up to the last one."""
+    """Returns the events of this name after the first and up to the last one."""
     return [r for r in scene.watch.records if r.name == name and first.mono < r.mono <= last.mono]
 
 
@@ -89,7 +90,7 @@ def pace_s(params_mib: float) -> float:
 
 
 def steady(result: Result, scene: NestedScene, title: str, rounds: int, *, overlap: bool) -> None:
-    """Some rounds in which nobody dies."""
+    """Adds the figures of some rounds in which no rank dies."""
     scene.rounds(2)
     before = count(scene)
     scene.rounds(rounds)
@@ -119,20 +120,20 @@ def steady(result: Result, scene: NestedScene, title: str, rounds: int, *, overl
 
 
 def push_part(scene: NestedScene, pushes: list[Record], round_s: float) -> float:
-    """How long pushes are under way on average, as part of a round."""
+    """Returns the mean time for which a push is under way, as part of a round."""
     ends = {r["push"]: r.mono for r in scene.watch.records if r.name == "push_staged"}
     took = [ends[r["push"]] - r.mono for r in pushes]
     return sum(took) / len(took) / round_s
 
 
 def vain_bound(push_nbytes: int) -> float | None:
-    """How much of a push may pass in vain where a rank is killed; None where it may be as much as was sent before."""
+    """Returns the part of a push that may pass in vain where a rank is killed; None if all sent before may be lost."""
     bound = REQUESTS_NBYTES / push_nbytes + BOUND_TRAFFIC - 1
     return bound if bound < KILLED_AT else None
 
 
 def kills(result: Result, scene: NestedScene, title: str, count_: int) -> None:
-    """A rank dies in mid-push, and another one comes for it; the first rank and the last one in turn."""
+    """Kills a rank in mid-push, and starts another one for it; the first rank and the last one in turn."""
     again, lost, from_whom = [], [], []
     for turn in range(count_):
         heir = scene.prepare_rank()
@@ -163,7 +164,7 @@ def kills(result: Result, scene: NestedScene, title: str, count_: int) -> None:
 
 
 def joins(result: Result, scene: NestedScene, title: str, count_: int) -> None:
-    """A rank comes between a push and the adoption of its version, and another one leaves after that."""
+    """Starts a rank between a push and the adoption of its version, and has another one leave after that."""
     different, between_ = 0, 0
     for _ in range(count_):
         newcomer = scene.prepare_rank()
@@ -186,7 +187,7 @@ def joins(result: Result, scene: NestedScene, title: str, count_: int) -> None:
 
 
 def proof(scene: NestedScene, since: Record) -> set[str]:
-    """Returns what all ranks found of their state at the first slot behind this event of which all of them told."""
+    """Returns the state hashes of all ranks at the first slot after this event that all of them report."""
 
     def found() -> set[str]:
         told: dict[int, list[str]] = {}
@@ -200,7 +201,7 @@ def proof(scene: NestedScene, since: Record) -> set[str]:
 
 
 def close(result: Result, scene: NestedScene, title: str, events: Path) -> None:
-    """All leave; what counts is compared with what was trained, and the logs are judged."""
+    """Lets all ranks leave, compares the steps that count with those that were trained, and judges the logs."""
     for name in sorted(scene.clusters, key=lambda name: int(name[1:])):
         scene.leave_rank(name)
     committed = max(r["step"] for r in scene.watch.records if r.name == "committed")
@@ -219,7 +220,7 @@ def close(result: Result, scene: NestedScene, title: str, events: Path) -> None:
 
 
 def measure(result: Result, folder: Path, ctx: Any, args: Any, ranks: int, *, overlap: bool) -> None:
-    """One cluster, from its beginning to its end."""
+    """Measures one cluster, from its beginning to its end."""
     title = f"{ranks} rank{'s' if ranks > 1 else ''}{'' if overlap else ', without overlap'}"
     print(f" {title}", flush=True)
     told = {

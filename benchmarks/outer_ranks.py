@@ -38,7 +38,7 @@ HASH_EVERY = 4
 
 
 class FarLinks:
-    """The network of a rank: followers are far, behind the relay, and all others are next to it.
+    """Network of a rank: followers are far, behind the relay, and all others are near.
 
     Args:
         relay: HOST:PORT.
@@ -56,7 +56,7 @@ class FarLinks:
 
 
 def rank(pipe: Connection, told: dict[str, Any]) -> None:
-    """One rank: says that it is there, begins when it is told to, and trains until SIGTERM.
+    """Runs one rank: says that it is there, begins when it is told to, and trains until SIGTERM.
 
     Args:
         pipe: To the benchmark.
@@ -133,21 +133,21 @@ class NestedScene(OuterScene):
     waiting: dict[str, Worker] = field(default_factory=dict)
 
     def prepare_rank(self) -> str:
-        """A process that waits for its beginning; its name."""
+        """Starts a process that waits for its beginning; returns its name."""
         self._number += 1
         name = f"r{self._number}"
         self.waiting[name] = Worker(self.context, rank, {**self.told, "name": name})
         return name
 
     def begin_rank(self, name: str) -> None:
-        """It joins the cluster."""
+        """Lets a waiting rank join the cluster."""
         worker = self.waiting[name]
         worker.receive(PATIENCE_S)
         self.clusters[name] = self.waiting.pop(name)
         worker.pipe.send("go")
 
     def leave_rank(self, name: str) -> None:
-        """It leaves politely; the last one takes the cluster along."""
+        """Makes a rank leave politely; the last one takes the cluster along."""
         worker = self.clusters.pop(name)
         pid = worker.process.pid
         assert pid is not None
@@ -158,7 +158,7 @@ class NestedScene(OuterScene):
             raise RuntimeError(f"rank {name} ended with {worker.process.exitcode} when it was asked to leave")
 
     def next(self, name: str, since_ns: int, **fields: Any) -> Record:
-        """The first such event after `since_ns`, waited for."""
+        """Waits for the first such event after `since_ns` and returns it."""
 
         def found() -> Record | None:
             return next(
@@ -173,7 +173,7 @@ class NestedScene(OuterScene):
         return self.until(found, f"{name} {fields or ''}")  # type: ignore[no-any-return]
 
     def staged(self, push: str) -> list[Record]:
-        """Waits for all followers to have all of a push; returns what they said then."""
+        """Waits for all followers to have all of a push; returns their events about it."""
 
         def found() -> list[Record]:
             told = {r.node: r for r in self.watch.records if r.name == "push_staged" and r["push"] == push}
@@ -182,14 +182,14 @@ class NestedScene(OuterScene):
         return self.until(found, f"push {push} at all followers")  # type: ignore[no-any-return]
 
     def kill_rank(self, name: str) -> None:
-        """SIGKILL."""
+        """Kills a rank by SIGKILL, and notes the fault in the log."""
         self.server.log.emit("fault_injected", kind="sigkill", node=name)
         self.kill_cluster(name)
 
 
 @contextlib.contextmanager
 def nested_scene(folder: Path, context: Any, ranks: int, **told: Any) -> Iterator[NestedScene]:
-    """A server, and a cluster of so many ranks that has adopted a version.
+    """Yields a server, and a cluster of so many ranks that has adopted a version.
 
     Args:
         folder: For files and logs.

@@ -1,4 +1,5 @@
-"""A process of outer sync's server dies or is stopped: what clusters notice of it, and when its part is done again.
+"""A process of outer sync's server dies or is stopped: how clusters are disturbed, and when the server's part is done
+again.
 
 Three clusters train by themselves (benchmarks/outer_clusters.py), the server is what `chaos-lightning ps up` and `ps
 leader` start. The parent notes CLOCK_MONOTONIC, strikes at a drawn instant, and reads the event logs of all. All times
@@ -73,7 +74,7 @@ Times = dict[str, float]
 
 @dataclass
 class OuterCase:
-    """All runs of one kind; durations in s from the strike."""
+    """Outcome of all runs of one kind; durations in s from the strike."""
 
     times: dict[str, list[float]] = field(default_factory=dict)
     longest: list[float] = field(default_factory=list)
@@ -96,7 +97,9 @@ def number(record: Record) -> int:
 
 
 def stands(scene: OuterScene, since: int, names: list[str], newest: int) -> float:
-    """When these followers, as new processes, stand at this version or a later one."""
+    """Waits until these followers, as new processes, stand at this version or a later one; returns the seconds up to
+    it.
+    """
 
     def at(name: str) -> float:
         events = ("version_loaded", "version_computed")
@@ -106,7 +109,7 @@ def stands(scene: OuterScene, since: int, names: list[str], newest: int) -> floa
 
 
 def follower_dies(how: int, *, cold: bool = False) -> Strike:
-    """SIGKILL or SIGSTOP of one follower."""
+    """Returns a strike that sends SIGKILL or SIGSTOP to one follower."""
 
     def strike(scene: OuterScene, rng: random.Random) -> Times:
         server = scene.server
@@ -129,7 +132,7 @@ def follower_dies(how: int, *, cold: bool = False) -> Strike:
 
 
 def led(scene: OuterScene, since: int, term: int) -> Times:
-    """From the death of a leader to the next one's lead, its first entry and its first round."""
+    """Returns the seconds from the death of a leader to the next one's lead, its first entry and its first round."""
 
     def of(name: str, kind: str = "") -> Callable[[Record], bool]:
         return lambda r: r.name == name and r["term"] > term and kind in ("", r.get("kind"))
@@ -142,7 +145,7 @@ def led(scene: OuterScene, since: int, term: int) -> Times:
 
 
 def leader_dies(how: int) -> Strike:
-    """SIGKILL or SIGSTOP of the one that leads; then it is there again, as a new process."""
+    """Returns a strike that sends SIGKILL or SIGSTOP to the leader, which then comes back as a new process."""
 
     def strike(scene: OuterScene, rng: random.Random) -> Times:
         server = scene.server
@@ -163,7 +166,7 @@ def leader_dies(how: int) -> Strike:
 
 
 def all_die(scene: OuterScene, rng: random.Random) -> Times:
-    """SIGKILL of the whole server, which is started again at once."""
+    """Kills the whole server by SIGKILL, and starts it again at once."""
     newest, term = scene.decided(), scene.term()
     since = time.monotonic_ns()
     scene.server.kill_all()
@@ -174,7 +177,7 @@ def all_die(scene: OuterScene, rng: random.Random) -> Times:
 
 
 def cluster_dies(scene: OuterScene, rng: random.Random) -> Times:
-    """SIGKILL of a cluster as soon as its next push is frozen; another one comes for it."""
+    """Kills a cluster by SIGKILL as soon as its next push is frozen; another one comes in its place."""
     victim = sorted(scene.clusters)[rng.randrange(len(scene.clusters))]
     begun = time.monotonic_ns()
 
@@ -215,7 +218,7 @@ ALONE = ("cluster SIGKILL in mid-push", "all at once SIGKILL")
 
 
 def one_run(scene: OuterScene, case: OuterCase, title: str, strike: Strike, rng: random.Random, usual: float) -> None:
-    """A strike, the way back, and the control; `usual` is the server's processor time a second."""
+    """Strikes once, waits for the way back, and runs the control; `usual` is the server's processor time a second."""
     scene.all_train()
     scene.rounds(1)
     time.sleep(rng.uniform(0.0, 1.0))
@@ -238,7 +241,7 @@ def one_run(scene: OuterScene, case: OuterCase, title: str, strike: Strike, rng:
 
 
 def control(scene: OuterScene, case: OuterCase, seconds: float, cpu_s: float) -> None:
-    """The longest inner step, and entries, while nobody is struck and a process uses this processor time."""
+    """Measures the longest inner step, and entries, while nothing is struck and a process uses this processor time."""
     scene.rounds(1)
     scene.collect()
     since = time.monotonic_ns()
@@ -262,7 +265,7 @@ def usual_cpu(scene: OuterScene) -> float:
 
 
 def measure(result: Result, name: str, folder: Path, ctx: Any, args: Any) -> None:
-    """All cases of one scene, and what its logs say of versions and clusters."""
+    """Runs all cases of one scene, and checks its logs for lost versions and removed clusters."""
     rng = random.Random(args.seed)
     print(f" {name}: {', '.join(CASES[name])}", flush=True)
     with ExitStack() as stack:
@@ -306,7 +309,7 @@ def report(result: Result, scene_name: str, title: str, case: OuterCase) -> None
 
 
 def kept(result: Result, scene: OuterScene) -> None:
-    """Nothing was lost, and nobody was removed who lives."""
+    """Adds how many versions were lost and rolled back, and how many living clusters were removed: none may be."""
     facts = scene.facts()
     gone = [str(row.version) for row in facts.versions if not row.stands]
     result.add(f"{scene.name}: versions lost, of {len(facts.versions)}", len(gone), "count", 0)
@@ -323,7 +326,7 @@ def kept(result: Result, scene: OuterScene) -> None:
 
 
 def steps_lost(facts: Any, incarnation: str) -> int:
-    """Inner steps in pushes that were rejected."""
+    """Returns the inner steps of a cluster's incarnation in pushes that were rejected."""
     answers = [s for push, s in facts.chain.standing.items() if str(push.incarnation) == incarnation]
     return sum(s.offer.steps for s in answers if s.answer == "rejected")
 

@@ -48,12 +48,12 @@ Case = Callable[[], object]
 
 
 def nbytes_moved(pushes: int) -> int:
-    """Per parameter, by a round in bf16 in which the momentum moves."""
+    """Returns the bytes per parameter that a round in bf16 moves if the momentum moves."""
     return 18 + 2 * pushes
 
 
 def update_of(shard: Shard, format: Format, pushes: int, factors: Factors) -> Case:
-    """A round, again and again on one state."""
+    """Returns a call that carries out a round, again and again on one state."""
     state = OuterState(shard, torch.randn(shard.elements))
     deltas = [Part.encoded(shard, format, 1e-3 * torch.randn(shard.elements)) for _ in range(pushes)]
     version = Part.empty(shard, BF16)
@@ -61,7 +61,7 @@ def update_of(shard: Shard, format: Format, pushes: int, factors: Factors) -> Ca
 
 
 def copy_of(nbytes: int) -> Case:
-    """A copy for which so many bytes go through memory."""
+    """Returns a call that copies, for which so many bytes go through memory."""
     source = torch.ones(nbytes // 2, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return lambda: target.copy_(source)
@@ -80,7 +80,7 @@ def products_of(shard: Shard) -> Case:
 
 
 def timed(cases: dict[str, Case], turns: int, seed: int) -> dict[str, list[float]]:
-    """Seconds of each case in each turn; a first turn warms up."""
+    """Returns the seconds of each case in each turn; a first turn warms up."""
     rng = random.Random(seed)
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(turns + 1):
@@ -93,7 +93,7 @@ def timed(cases: dict[str, Case], turns: int, seed: int) -> dict[str, list[float
 
 
 def updates(result: Result, shard: Shard, pushes: list[int], turns: int, seed: int) -> None:
-    """Rounds of one follower, and what they are compared with."""
+    """Adds the figures of a follower's rounds, and of the programs that they are compared with."""
     rounds = {f"round, pushes in bf16: {k}": (k, update_of(shard, BF16, k, MOVES)) for k in pushes}
     copies = {f"copy of {n} bytes per parameter": copy_of(n * shard.elements) for n in map(nbytes_moved, pushes)}
     others = {
@@ -121,7 +121,7 @@ def updates(result: Result, shard: Shard, pushes: list[int], turns: int, seed: i
 
 
 def codecs(result: Result, shard: Shard, turns: int, seed: int) -> None:
-    """Adds the figures of each format: its bytes, how fast one core writes and reads it, and what it drops.
+    """Adds the figures of each format: its bytes, how fast one core writes and reads it, and the loss of precision.
 
     A cluster's pushes are drawn (normal, the length of each block drawn, too), and frozen one after another as clusters
     do it, with a residual where the format has one. What is dropped is the length of the error over the length of the

@@ -40,7 +40,7 @@ PATIENCE_S = 300.0
 
 
 class TiedModel(nn.Module):
-    """Says which token follows, by the embedding that it reads tokens with."""
+    """Model that predicts the next token by the embedding that it reads tokens with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class TiedModel(nn.Module):
 
 
 def pairs(number: int, seed: int) -> TensorDataset:
-    """So many tokens, and what follows each of them; the rule is the same for all seeds."""
+    """Returns so many tokens, each with the token that follows; the rule is the same for all seeds."""
     usual = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(1 + seed)
     tokens, other = torch.randint(TOKENS, (2, number), generator=draw)
@@ -63,14 +63,14 @@ def pairs(number: int, seed: int) -> TensorDataset:
 
 
 def made(seed: int) -> tuple[TiedModel, torch.optim.Optimizer]:
-    """The model at its beginning, and what it is trained with."""
+    """Returns a fresh model and its optimizer."""
     torch.manual_seed(seed)
     model = TiedModel()
     return model, torch.optim.AdamW(model.parameters(), RATE)
 
 
 def stepped(model: TiedModel, optimizer: torch.optim.Optimizer, tokens: Tensor, following: Tensor) -> Tensor:
-    """One step; returns its loss."""
+    """Trains one step; returns its loss."""
     loss = cross_entropy(model(tokens), following)
     optimizer.zero_grad()
     loss.backward()
@@ -80,13 +80,13 @@ def stepped(model: TiedModel, optimizer: torch.optim.Optimizer, tokens: Tensor, 
 
 @torch.no_grad()
 def judged(model: TiedModel) -> float:
-    """The loss on pairs that nobody trains on."""
+    """Returns the loss on pairs that no model trains on."""
     tokens, following = pairs(4096, 1000).tensors
     return float(cross_entropy(model(tokens), following))
 
 
 def by_hand(seed: int) -> float:
-    """Two copies in one process, averaged by Nesterov's momentum after each round."""
+    """Trains two copies in one process, averaged by Nesterov's momentum after each round; returns the loss."""
     copies = [made(seed) for _ in range(2)]
     base = [p.detach().clone() for p in copies[0][0].parameters()]
     outer = torch.optim.SGD(base, OUTER_LR, OUTER_MOMENTUM, nesterov=True)
@@ -107,7 +107,7 @@ def by_hand(seed: int) -> float:
 
 
 def cluster(server: str, name: str, seed: int, overlap: bool, ahead_steps: int, logs: str) -> None:
-    """One of the two, in a process of its own; prints its loss once the job is over."""
+    """Trains one of the two clusters in a process of its own; prints its loss once the job is over."""
     from chaos_lightning.diloco import DiLoCo
 
     torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def cluster(server: str, name: str, seed: int, overlap: bool, ahead_steps: int, 
 
 
 def together(seed: int, *, overlap: bool, ahead_steps: int = 0) -> tuple[float, int]:
-    """The final loss of two clusters, and how many versions they made."""
+    """Trains two clusters together; returns their final loss, and how many versions they made."""
     with scratch() as folder:
         env = {**os.environ, "XDG_STATE_HOME": str(folder), "OMP_NUM_THREADS": "1", "CHAOS_TOKEN": "of a benchmark"}
         words = [f"127.0.0.1:{free_port()}", str(seed), str(int(overlap)), str(ahead_steps), str(folder)]
@@ -145,7 +145,7 @@ def together(seed: int, *, overlap: bool, ahead_steps: int = 0) -> tuple[float, 
 
 
 def versions(logs: Path) -> int:
-    """How many the leader made."""
+    """Returns how many versions the leader made."""
     from chaos_lightning.events.reader import read_events
 
     return sum(r.name == "entry" and r.fields["kind"] == "Round" for r in read_events(logs))
@@ -153,7 +153,7 @@ def versions(logs: Path) -> int:
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """Processes that take all cores meanwhile."""
+    """Keeps all cores busy with other processes while the block runs."""
     command = [sys.executable, "-c", "while True: pass"]
     running = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
     try:

@@ -1,4 +1,5 @@
-"""The losses of Chameleon's Fig. 6 (8 -> 7, 16 -> 15 and 32 -> 24 cards) and the memory of its Fig. 12, in the model.
+"""Computes with our model the losses of Chameleon's Fig. 6 (8 -> 7, 16 -> 15 and 32 -> 24 cards) and the memory of its
+Fig. 12.
 
 Each plan after a loss is compared with four others: the one that the paper began with, the best one to begin with, the
 share of that which would be linear in the devices, and the best one for what is left. The last is found by trying all
@@ -80,7 +81,9 @@ def main() -> int:
 
 
 def equal_job(devices: int, micro_batches: int, least: int) -> TrainingJob:
-    """Equal layers on devices that hold all of them only if pipelines may have one stage."""
+    """Returns a job of equal layers; with `least` above 1 a device lacks memory for all of them, so pipelines have two
+    stages or more.
+    """
     layer = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S, "parameter_nbytes": 1}
     return TrainingJob(
         layers=tuple(Layer(name=f"block.{i}", **layer) for i in range(LAYERS)),
@@ -91,7 +94,7 @@ def equal_job(devices: int, micro_batches: int, least: int) -> TrainingJob:
 
 
 def compare(result: Result, loss: Loss, title: str, micro_batches: int, least: int) -> None:
-    """One loss with one number of micro-batches."""
+    """Adds the figures of one loss of devices with one number of micro-batches."""
     job = equal_job(loss.before, micro_batches, least)
     shapes = Planner(job).shapes
     before = shapes.exact(loss.before)
@@ -120,7 +123,9 @@ def compare(result: Result, loss: Loss, title: str, micro_batches: int, least: i
 
 
 def chosen_s(job: TrainingJob, loss: Loss, policy: str) -> float:
-    """The step that a policy chooses if the first devices are lost and it expects no further loss."""
+    """Returns the step time in seconds that a policy chooses if the first devices are lost and it expects no further
+    loss.
+    """
     fleet = EqualFleet(job)
     before = fleet.formation("best", loss.before)
     assert before is not None
@@ -133,7 +138,7 @@ def chosen_s(job: TrainingJob, loss: Loss, policy: str) -> float:
 
 
 def why(loss: Loss, original: float, best_original: float, ours: float) -> str:
-    """Returns in words what would have to be true for the paper's share."""
+    """Returns in words the assumptions under which the paper's share would hold."""
     fixed = (loss.share * ours - original) / (1 - loss.share)
     if fixed <= 0:
         return (
@@ -151,7 +156,8 @@ def why(loss: Loss, original: float, best_original: float, ours: float) -> str:
 
 
 def best_s(devices: int, micro_batches: int, least: int) -> float:
-    """The least step time over all multisets of lengths, splits and cuts.
+    """Returns the least step time in seconds over all multisets of pipeline lengths, splits of micro-batches and cuts
+    of layers.
 
     The search begins with one pipeline that runs one micro-batch after the other. A multiset keeps to a time for some
     split if and only if what its pipelines do in it adds up to all micro-batches.
@@ -175,7 +181,7 @@ def best_s(devices: int, micro_batches: int, least: int) -> float:
 
 
 def multisets(devices: int, longest: int, least: int) -> Iterator[tuple[int, ...]]:
-    """Lengths, longest first, with a sum of at most `devices`."""
+    """Yields the multisets of pipeline lengths, longest first, with a sum of at most `devices`."""
     yield ()
     for p in range(least, min(devices, longest) + 1):
         for rest in multisets(devices - p, p, least):
@@ -184,7 +190,9 @@ def multisets(devices: int, longest: int, least: int) -> Iterator[tuple[int, ...
 
 @cache
 def pipeline_s(stages: int, micro_batches: int) -> float:
-    """The least time of one pipeline over all cuts, in the order of their bounds until these are no better."""
+    """Returns the least time of one pipeline in seconds over all cuts, tried in the order of their bounds until these
+    are no better.
+    """
 
     def bound(k: int, first: int, end: int) -> float:
         return stage_bound_s(k, first, end, stages, micro_batches)
@@ -211,7 +219,7 @@ def pipeline_s(stages: int, micro_batches: int) -> float:
 
 
 def stage_bound_s(k: int, first: int, end: int, stages: int, m: int) -> float:
-    """No pipeline with this stage is faster, by each of three ways through its units.
+    """Returns a lower bound in seconds for each pipeline with this stage, by three ways through its units.
 
     Its own between the ways to it and back; those after the first micro-batch has come back to it, before which it
     cannot have run more forward ones than 1F1B allows; and as many times to the last stage and back as these go into m.
@@ -233,7 +241,7 @@ GIB = 1 << 30
 
 
 def llama_job(devices: int, micro_batches: int, cards: int = 1, sequence: int = 4096) -> TrainingJob:
-    """Llama-2 7B by formula on the paper's machines of eight cards of 64 GB; gradients are summed in place."""
+    """Returns Llama-2 7B by formula on the paper's machines of eight cards of 64 GB; gradients are summed in place."""
     return TrainingJob(
         layers=Decoder(
             layers=LAYERS, width=4096, feed_forward=11008, gated=True, vocabulary=32000, sequence=sequence,
@@ -251,7 +259,9 @@ def llama_job(devices: int, micro_batches: int, cards: int = 1, sequence: int = 
 
 
 def compare_llama(result: Result, loss: Loss, title: str, micro_batches: int) -> None:
-    """One loss with the paper's model, hops and all-reduce; the search's own bound stands for the best plan."""
+    """Adds the figures of one loss with the paper's model, hops and all-reduce; the search's own bound stands for the
+    best plan.
+    """
     job = llama_job(loss.before, micro_batches, cards=8 if loss.before == 4 else 1)
     planner = Planner(job)
     shapes, names = planner.shapes, [d.name for d in job.devices]
@@ -271,7 +281,7 @@ def compare_llama(result: Result, loss: Loss, title: str, micro_batches: int) ->
 
 
 def memory(result: Result, micro_batches: list[int]) -> None:
-    """Fig. 12: four pipelines of two stages lose a device and become [3, 2, 2].
+    """Adds the figures of Fig. 12: four pipelines of two stages lose a device and become [3, 2, 2].
 
     Samples have 2,048 tokens: with the 4,096 that times are computed with, the model does not fit on two of its cards.
     """
@@ -303,7 +313,7 @@ def memory(result: Result, micro_batches: list[int]) -> None:
 
 
 def apart(use: MemoryUse) -> int:
-    """Bytes without the boundary tensors that are kept until the step is committed."""
+    """Returns the bytes without the boundary tensors that are kept until the step is committed."""
     return use.nbytes - use.boundaries
 
 

@@ -1,4 +1,4 @@
-"""Pipelines compute what one process computes, whoever dies and whatever moves.
+"""Checks that pipelines compute the same as one process, whatever dies and whatever moves.
 
 Six members train a small GPT with tied weights as three pipelines of two stages, from a first view of all six. Then one
 of them dies in the middle of a backward pass: its micro-batches are rerouted, or its layers move to others; or a device
@@ -60,7 +60,7 @@ def about(case: dict[str, Any], double: bool, steps: int) -> dict[str, Any]:
 
 
 def trained(spec: dict[str, Any], fault: str) -> dict[str, dict[str, Any]]:
-    """Trains six members; returns what the living ones wrote down."""
+    """Trains six members; returns the reports of the living ones."""
     policy, dies, back = FAULTS[fault]
     itemsize = 8 if spec["double"] else 4
     profile = gpt_job(6, spec["model"]["width"], BLOCK, BATCH, MICRO_BATCHES, round(0.55 * MIB * itemsize), itemsize)
@@ -86,7 +86,7 @@ def trained(spec: dict[str, Any], fault: str) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def gated(job: PipelineJob, closed: bool) -> Iterator[None]:
-    """Within it no member begins the step behind `GATE`."""
+    """Keeps all members from the step behind `GATE` while the block runs, if `closed`."""
     gate = job.harness.directory / f"gate-{GATE}"
     if closed:
         gate.touch()
@@ -116,7 +116,7 @@ def without_key_biases(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def union(reports: dict[str, dict[str, Any]], key: str, step: int | None = None) -> dict[str, Any]:
-    """Returns what all members have together: tensors, or gradients of a step."""
+    """Returns the tensors, or gradients of a step, that all members have together."""
     parts = (r[key] if step is None else r[key].get(step, {}) for r in reports.values())
     return {name: value for part in parts for name, value in part.items()}
 
@@ -176,7 +176,7 @@ def compare(
 
 
 def family(result: Result, name: str, double: bool, faults: list[str], steps: int) -> None:
-    """One model and precision: all its trainings."""
+    """Compares all trainings of one model and precision."""
     spec = about(CASES[name], double, steps)
     print(f" {name}, fp{64 if double else 32}", flush=True)
     logs = alone(**spec)
@@ -190,7 +190,7 @@ def family(result: Result, name: str, double: bool, faults: list[str], steps: in
 
 
 def twice(result: Result, steps: int) -> None:
-    """The same death at the same unit."""
+    """Compares two runs with the same death at the same unit."""
     spec = about(CASES["dropout"], False, steps)
     one, two = (trained(spec, "rerouted") for _ in range(2))
     pairs = itertools.product(one, range(1, steps + 1))

@@ -71,7 +71,7 @@ class Strikes:
         self.engine: Callable[[], Any] = lambda: None
 
     def at(self, place: str) -> None:
-        """This place is passed."""
+        """Strikes if the file asks for this place, which is passed now."""
         if not self._asks(place):
             return
         kind = self._asked["kind"]
@@ -88,16 +88,16 @@ class Strikes:
         return False
 
     def begin(self, step: int) -> None:
-        """The units of a step begin, maybe again."""
+        """Notes that the units of a step begin, maybe again."""
         self._step, self._unit = step, -1
 
     def unit(self) -> None:
-        """Another unit begins."""
+        """Notes that another unit begins."""
         self._unit += 1
         self.at("between")
 
     def watch(self, blocks: Any) -> None:
-        """Blocks of the chain strike within their passes."""
+        """Makes blocks of the chain strike within their passes."""
 
         def forward(block: Any, arguments: Any, output: Any) -> None:
             self.at("forward")
@@ -108,7 +108,7 @@ class Strikes:
             block.register_forward_hook(forward)
 
     def install(self) -> None:
-        """Looks at the product's own classes, in this process."""
+        """Hooks this object into the product's own classes, in this process."""
         _before(PipelineExecutor, "run", lambda executor, work: self.begin(work.step))
         _before(PipelineExecutor, "_run_unit", lambda *_: self.unit())
         _before(PipelineStep, "_await_reduced", lambda *_: self.at("all-reduce"))
@@ -134,7 +134,7 @@ class Strikes:
 
 
 def _before(owner: type, name: str, act: Callable[..., object]) -> None:
-    """Calls this before a method, with its arguments."""
+    """Calls `act` before each call of a method, with its arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -149,7 +149,7 @@ def _before(owner: type, name: str, act: Callable[..., object]) -> None:
 
 
 class FixedGPT(GPT):
-    """The demo's GPT with values that no chance has made, so that one process and members begin with equal ones."""
+    """The demo's GPT with fixed initial values, so that one process and members begin with equal ones."""
 
     def configure_model(self) -> None:
         if hasattr(self, "blocks"):
@@ -168,7 +168,7 @@ class FixedGPT(GPT):
 
 
 class Watch(pl.Callback):
-    """Writes down what is compared, waits at gates, and ends training when a file says so.
+    """Callback that records the values to compare, waits at gates, and ends training when a file says so.
 
     Args:
         spec: Of the member.
@@ -221,7 +221,7 @@ def tensors_of(module: Any) -> dict[str, Any]:
 
 
 def count_kept() -> list[int]:
-    """Has tensors counted that units keep, in this process; returns the list that gets the peak of each attempt."""
+    """Counts the tensors that units keep, in this process; returns the list that gets the peak of each attempt."""
     make, execute, peaks = PipelineExecutor.__init__, PipelineExecutor.run, list[int]()
 
     def counted(executor: Any, *args: Any, **named: Any) -> None:
@@ -247,7 +247,7 @@ def module_of(spec: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def member(spec: dict[str, Any], *callbacks: pl.Callback) -> None:
-    """One member, or the training in one process.
+    """Runs one member, or the training in one process.
 
     Args:
         spec: name, folder, model (kind: gpt or timed, and arguments), batch, micro_batches; steps, clip, double
@@ -306,7 +306,7 @@ def _strategy(spec: dict[str, Any]) -> Any:
 
 
 class PipelineJob:
-    """A job of such members.
+    """A job of members that train pipelines.
 
     Args:
         harness: Starts and watches them.
@@ -333,12 +333,12 @@ class PipelineJob:
             self.harness.wait_until(lambda name=name: self._knows(name, last), f"{name} knows the scheduler or is dead")
 
     def _knows(self, name: str, since: Record) -> bool:
-        """Whether a member knows the scheduler that was started then, or has struck itself before."""
+        """Returns whether a member knows the scheduler that was started then, or has struck itself before."""
         found = {r.name for r in self.harness.records if r.member.startswith(f"{name}~") and r.mono > since.mono}
         return "scheduler" in found or "fault_injected" in found
 
     def again(self, names: Sequence[str], **more: Any) -> None:
-        """Starts all anew and at once, as a launcher does with a job that has ended to begin again."""
+        """Starts all members anew and at once, as a launcher does with a job that has ended to begin again."""
         since = self.harness.records[-1]
         self._scheduler.stop()
         self._scheduler.start(len(names))
@@ -347,7 +347,7 @@ class PipelineJob:
         self.harness.wait_for("attempt", after=since)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the scheduler says of the job."""
+        """Returns the scheduler's status of the job."""
         return fetch_all(self._scheduler.endpoint, Credentials.load("", ""), 5.0)
 
     def start(self, name: str, **more: Any) -> None:
@@ -356,26 +356,26 @@ class PipelineJob:
         self.harness.start_function(name, member, spec)
 
     def strike(self, name: str, place: str, kind: str = "sigkill", **at: int) -> None:
-        """Has a member strike itself; see `Strikes`."""
+        """Orders a member to strike itself; see `Strikes`."""
         self.harness.declare(name)
         path = self.harness.directory / f"strike-{name}"
         path.with_suffix(".new").write_text(json.dumps({"place": place, "kind": kind, **at}))
         path.with_suffix(".new").replace(path)
 
     def struck(self, name: str, since: Record | None = None) -> Record:
-        """Waits until it has struck itself."""
+        """Waits until a member has struck itself."""
         found = self.harness.wait_for("fault_injected", node=name, after=since)
         child = self.harness.children[name]
         child.killed, child.frozen = found["kind"] == "sigkill", found["kind"] == "sigstop"
         return found
 
     def end(self, margin: int = 8) -> None:
-        """All finish at one step."""
+        """Orders all members to finish at one step."""
         last = max((int(r["step"]) for r in self.harness.records if r.name == "committed"), default=0)
         (self.harness.directory / "end").write_text(str(last + margin))
 
     def report(self, name: str) -> dict[str, Any]:
-        """Returns what a member wrote down at its end."""
+        """Returns the report that a member wrote at its end."""
         found: dict[str, Any] = torch.load(self.harness.directory / f"{name}.pt", weights_only=False)
         return found
 
@@ -385,7 +385,7 @@ class PipelineJob:
 
 @contextlib.contextmanager
 def pipeline_job(keep: str = "", *, deadline_s: float = 90.0, **about: Any) -> Iterator[PipelineJob]:
-    """A job with a folder, a harness and a scheduler of its own.
+    """Yields a job with a folder, a harness and a scheduler of its own.
 
     Args:
         keep: Folder that is kept; "": a new one, which is removed.
@@ -405,7 +405,7 @@ def pipeline_job(keep: str = "", *, deadline_s: float = 90.0, **about: Any) -> I
 
 
 def alone(keep: str = "", **about: Any) -> dict[str, Any]:
-    """Trains in one process without interruption, and returns what it wrote down.
+    """Trains in one process without interruption, and returns its report.
 
     Args:
         keep: As for `pipeline_job`.

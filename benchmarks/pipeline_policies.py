@@ -138,7 +138,7 @@ def step_of(path: str) -> int:
 
 
 def trained(records: Sequence[Record], until: float) -> int:
-    """Returns the number of steps that are trained at a time (s): what came after a checkpoint is void at a restart."""
+    """Returns the number of steps that are trained at a time (s): steps after a checkpoint are void at a restart."""
     records = [r for r in records if r.mono <= until]
     resumed = max((r for r in records if r.name == "resumed"), key=lambda r: r.mono, default=None)
     since, base = (resumed.mono, int(resumed["step"])) if resumed else (0.0, 0)
@@ -148,7 +148,7 @@ def trained(records: Sequence[Record], until: float) -> int:
 
 
 def story_of(policy: str, records: Sequence[Record], began: float, history: Sequence[Event]) -> Story:
-    """Reads what came of a history in event logs."""
+    """Reads the outcome of a history from event logs."""
     steps, end = committed(records), max(r.mono for r in records)
     samples = (trained(records, end) - trained(records, began)) * MICRO_BATCHES * BATCH
     story = Story(policy, samples, ends=[t - began for t, _ in steps if t > began])
@@ -190,7 +190,7 @@ def change(steps: Sequence[Committed], name: str, after: float, *, gone: bool) -
 
 
 def kind_of(records: Sequence[Record], first: Committed, policy: str, event: Event) -> str:
-    """Returns what was done about a change: reroute, fill or move; reload after a restart."""
+    """Returns the reaction to a change: reroute, fill or move; reload after a restart."""
     if policy == "restart" and event.kind == "remove":
         return "reload"
     view = next(iter(first[1].values()))["view"]
@@ -207,7 +207,7 @@ def restarts(ways: policies.Options) -> Iterator[PlanCandidate | None]:
 
 
 def measured_costs(stories: Sequence[Story], step_s: float) -> Pauses:
-    """Returns what changes cost, as measured; what was not seen costs what the planner of a running job assumes."""
+    """Returns the measured costs of changes; those not seen cost as much as the planner of a running job assumes."""
     usual = {"reroute": PAUSES.reroute_s, "fill": PAUSES.fill_s, "move": PAUSES.move_s, "reload": PAUSES.reload_s}
     seen = defaultdict[str, list[float]](list)
     for kind, values in itertools.chain.from_iterable(story.pauses.items() for story in stories):
@@ -227,7 +227,7 @@ def measured_job(profile: TrainingJob, commit_s: float) -> TrainingJob:
 
 
 def simulated(story: Story, job: TrainingJob, pauses: Pauses, length_s: float) -> Outcome:
-    """Returns what the simulated fleet makes of the history as it happened."""
+    """Returns the outcome of the history, as it happened, on the simulated fleet."""
     changes = tuple(FleetChange(x.at_s, x.kind, (NAMES.index(x.name),)) for x in story.changes)
     policy = AS_A_JOB if story.policy == "restart" else story.policy
     return FleetRun(MixedFleet(job, pauses), Trace(tuple(range(len(NAMES))), changes, length_s), policy).run()
@@ -259,7 +259,7 @@ def compare(result: Result, stories: Mapping[str, Story], profile: TrainingJob, 
 
 
 def beside_the_paper(result: Result, stories: Mapping[str, Story]) -> None:
-    """Prints the paper's claims beside what is here."""
+    """Prints the paper's claims beside the results here."""
     for story in stories.values():
         six, less = story.plans[0], next((x for x in story.plans if x.members == 5 and len(x.steps) > 1), None)
         if less is not None:

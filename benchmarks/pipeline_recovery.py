@@ -50,7 +50,7 @@ SETTLED = 10
 
 @dataclass(frozen=True)
 class Campaign:
-    """One job: its shape, policy and size.
+    """Shape, policy and size of one job that is struck many times.
 
     Attributes:
         state_mib: Of weights and optimizer state, of all layers together.
@@ -74,7 +74,7 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Blow:
-    """A death or freeze, and what followed.
+    """Measurements of a death or freeze.
 
     Attributes:
         total_s: From the blow to the next step at all survivors.
@@ -99,7 +99,7 @@ class Blow:
 
 
 class Story:
-    """A campaign under way.
+    """A campaign under way: its job, and the blows so far.
 
     Args:
         job: Its members.
@@ -130,7 +130,7 @@ class Story:
 
     @property
     def layers(self) -> dict[str, list[list[int]]]:
-        """By node: the layers that it runs."""
+        """Layers that each node runs, by node."""
         choice = [r for r in self.last("pipelines") if r.get("view")][-1]
         return {m.rpartition("~")[0]: spans for m, spans in choice["layers"].items()}
 
@@ -153,7 +153,7 @@ class Story:
     # ------------------------------------------------------------------ acting
 
     def formed(self) -> None:
-        """Waits for all six in the campaign's shape, and for two steps of theirs."""
+        """Waits until all six members are in the campaign's shape and have made two steps."""
 
         def whole() -> bool:
             choice = [r for r in self.last("pipelines") if r.get("view")][-1:]
@@ -166,7 +166,7 @@ class Story:
         )
 
     def strike(self, place: str, kind: str = "sigkill") -> None:
-        """One blow, its measurement, and the way back to six."""
+        """Strikes once, measures it, and brings the job back to six members."""
         harness, job = self.job.harness, self.job
         if place == "pull":
             self._in_pull()
@@ -194,7 +194,7 @@ class Story:
         self.formed()
 
     def _in_pull(self) -> None:
-        """A newcomer dies in its first pull, and the others go on."""
+        """Kills a newcomer in its first pull; the others go on."""
         harness, job, name = self.job.harness, self.job, self.victim()
         before = harness.records[-1]
         job.strike(name, "between")
@@ -234,7 +234,9 @@ class Story:
                 yield max(0.0, r.mono - decided[r.member])
 
     def shrink(self, result: Result) -> None:
-        """Two die, or leave if they alone hold layers, and nobody comes: how fast five and four devices are."""
+        """Takes two members away, by death or, if they alone hold layers, by leaving; adds how fast five and four
+        devices are.
+        """
         gone: list[str] = []
         for _ in range(2):
             # Members tell what steps cost beside their layers after some steps of a plan.
@@ -327,7 +329,7 @@ def report(result: Result, campaign: Campaign, blows: Sequence[Blow]) -> None:
         for words, these in (("moves", moved), ("reroute", [b for b in blows if b.kind == kind and b not in moved])):
             if not these:
                 continue
-            # One or two, of victims whose layers nobody had to pull, are told alone: they are no median.
+            # One or two reroutes (no member had to pull a victim's layers) get no bound: they are no median.
             bound = BOUNDS_S[words, kind] if words == "reroute" and len(these) > 2 else None
             if words == "moves" and kind == "sigkill":
                 bound = MOVE_S.get(int(campaign.state_mib))

@@ -1,4 +1,4 @@
-"""Undisturbed steps of a pipeline: against torch's own 1F1B, against the simulated schedule, and what they keep.
+"""Undisturbed steps of a pipeline: against torch's own 1F1B, against the simulated schedule, and their memory.
 
 Real layers: two processes train four blocks as two stages with eight micro-batches and AdamW, by `chaos_pipeline` and
 by torch.distributed.pipelining (`Schedule1F1B` over gloo). Both are there all the time and take turns, some steps each,
@@ -39,7 +39,7 @@ SIMULATED, KEPT = 1.05, 0.1
 
 
 def block(width: int) -> Any:
-    """One layer: an MLP with a residual."""
+    """Returns one layer: an MLP with a residual."""
     from torch import nn
 
     class Block(nn.Module):
@@ -56,14 +56,14 @@ def block(width: int) -> Any:
 
 
 def batches(width: int, rows: int) -> Any:
-    """Inputs and targets of one step."""
+    """Returns inputs and targets of one step."""
     import torch
 
     return torch.randn(2, MICRO_BATCHES * rows, width, generator=torch.Generator().manual_seed(1))
 
 
 def profile_of(width: int, rows: int) -> TrainingJob:
-    """Returns what the layers cost: all alike, and three of the four fit on a device."""
+    """Returns a profile of the layers: all alike, and three of the four fit on a device."""
     numbers, wide = 8 * width * width + 7 * width, 4 * rows * width
     layer = Layer(
         name="blocks",
@@ -79,7 +79,8 @@ def profile_of(width: int, rows: int) -> TrainingJob:
 
 
 class Turns:
-    """Steps by order of the benchmark: ("run", count), answered by the times of their ends; ("end",).
+    """Step counter of a process that steps by order of the benchmark: ("run", count), answered by the times of their
+    ends; ("end",).
 
     Args:
         pipe: To the benchmark.
@@ -89,7 +90,7 @@ class Turns:
         self._pipe, self._left, self._ends = pipe, 0, list[float]()
 
     def wait(self) -> bool:
-        """Before a step: waits for its order if the last one is carried out; False at the end."""
+        """Waits before a step for its order if the last one is carried out; returns False at the end."""
         if not self._left:
             self._pipe.send(("done", self._ends))
             word, *count = self._pipe.recv()
@@ -99,13 +100,13 @@ class Turns:
         return True
 
     def ended(self, now_s: float) -> None:
-        """A step has ended."""
+        """Notes that a step has ended."""
         self._left -= 1
         self._ends.append(now_s)
 
 
 def ours(pipe: Connection, endpoint: str, name: str, width: int, rows: int, profile: str) -> None:
-    """A member of ours."""
+    """Runs a member of ours."""
     import time
 
     import lightning.pytorch as pl
@@ -155,7 +156,7 @@ def ours(pipe: Connection, endpoint: str, name: str, width: int, rows: int, prof
 
 
 def theirs(pipe: Connection, rank: int, port: int, width: int, rows: int) -> None:
-    """A process of torch.distributed.pipelining."""
+    """Runs a process of torch.distributed.pipelining."""
     import time
 
     import torch
@@ -189,7 +190,7 @@ def theirs(pipe: Connection, rank: int, port: int, width: int, rows: int) -> Non
 
 
 def turn(workers: list[Worker], count: int) -> float:
-    """So many steps of these; returns the median of one, s."""
+    """Makes these workers run so many steps; returns the median of one, s."""
     for worker in workers:
         worker.pipe.send(("run", count))
     ends = [worker.receive(300.0)[1] for worker in workers]
@@ -198,7 +199,7 @@ def turn(workers: list[Worker], count: int) -> float:
 
 
 def real(result: Result, size: str, pairs: int, count: int) -> None:
-    """One size, in turns."""
+    """Compares both systems at one size, in turns."""
     from json import dumps
 
     from chaos_lightning.planning.pipelines.files import to_dict
@@ -233,7 +234,7 @@ def real(result: Result, size: str, pairs: int, count: int) -> None:
 
 
 def timed(result: Result, steps: int) -> None:
-    """Six devices against the simulated schedule."""
+    """Compares six devices with the simulated schedule."""
     model = TimedModel(**TIMED)  # type: ignore[arg-type]
     profile = model.job(micro_batches=6, samples=TIMED_BATCH, owned=4.2)
     about = {"model": {"kind": "timed", **TIMED}, "batch": TIMED_BATCH, "micro_batches": 6, "steps": steps}
@@ -261,7 +262,7 @@ def timed(result: Result, steps: int) -> None:
 
 
 def kept(result: Result, steps: int) -> None:
-    """Tensors that real layers keep, against what the planner knew."""
+    """Compares tensors that real layers keep with the bytes that the planner knew."""
     model = {"kind": "gpt", "layers": 6, "width": 64, "block": 64}
     about: dict[str, Any] = {"model": model, "batch": 4, "micro_batches": 6, "text": 60_000, "steps": steps}
     with pipeline_job(device_memory=round(7.5 * MIB), counted=True, **about) as job:

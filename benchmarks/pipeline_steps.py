@@ -1,4 +1,4 @@
-"""Steps of real pipelines, as event logs tell them: which plan each ran by, when it was committed, what was predicted.
+"""Reads steps of real pipelines from event logs: which plan each ran by, when it was committed, what was predicted.
 
 A plan is taken from what its members' sums held (`committed` events), not from what the scheduler wanted. Its
 prediction is the scheduler's word when it chose the plan (`pipelines` events).
@@ -58,7 +58,7 @@ class PlanRun:
 
     @property
     def plan(self) -> PipelinePlan:
-        """The plan that ran; only where nothing is rerouted."""
+        """Plan that ran; only where nothing is rerouted."""
         return plan_of(self.coverage)
 
 

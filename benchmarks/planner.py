@@ -1,4 +1,5 @@
-"""The planner of pipelines against enumeration and the paper's search: how good its answers are, how soon they come.
+"""Compares the planner of pipelines with enumeration and the paper's search: how good its answers are, how soon they
+come.
 
 Small fleets are planned by trying everything as well: all multisets of lengths, all splits of the micro-batches and all
 cuts for equal devices; all rows of devices in any order, too, for unequal ones. Large fleets train a decoder of 80
@@ -72,7 +73,9 @@ def main() -> int:
 
 
 def small_job(draw: Random, layers: int, devices: int, micro_batches: int) -> TrainingJob:
-    """Layers of unequal times and sizes, links that cost something, and now and then little memory."""
+    """Returns a job with layers of unequal times and sizes, links that cost something, and now and then little
+    memory.
+    """
     alike = draw.random() < 0.4
     found = []
     for i in range(layers):
@@ -105,7 +108,9 @@ def small_job(draw: Random, layers: int, devices: int, micro_batches: int) -> Tr
 
 
 def enumerated_s(shapes: Shapes, devices: int) -> float:
-    """The least time of any multiset of lengths, split and cut, as plans are charged; infinite where none fits."""
+    """Returns the least seconds of any multiset of lengths, split and cut, as plans are charged; infinity where none
+    fits.
+    """
     cutter, total = shapes.cutter, shapes.total
 
     @cache
@@ -134,7 +139,7 @@ def enumerated_s(shapes: Shapes, devices: int) -> float:
 
 
 def equal_cases(result: Result, cases: int, seed: int) -> None:
-    """Equal devices against enumeration."""
+    """Compares plans for equal devices with enumeration."""
     same, none = 0, 0
     for case in range(cases):
         draw = Random(f"{seed}:{case}")
@@ -156,7 +161,7 @@ def equal_cases(result: Result, cases: int, seed: int) -> None:
 
 
 def small_hosts(draw: Random, *, unequal: bool = False) -> TrainingJob:
-    """Three to five devices (four, if unequal) on two or three hosts, between which links are slow."""
+    """Returns three to five devices (four, if unequal) on two or three hosts, between which links are slow."""
     devices = draw.randint(3, 4 if unequal else 5)
     job = small_job(draw, draw.randint(2, 6), devices, draw.randint(2, 4))
     hosts = draw.randint(2, 3)
@@ -168,7 +173,7 @@ def small_hosts(draw: Random, *, unequal: bool = False) -> TrainingJob:
 
 
 def placed_s(job: TrainingJob) -> float:
-    """The least simulated step of any plan on any devices; infinite where none fits."""
+    """Returns the least simulated step of any plan on any devices; infinity where none fits."""
     there: dict[Kind, list[str]] = defaultdict(list)
     for d in job.devices:
         there[d.host, d.kind].append(d.name)
@@ -195,7 +200,9 @@ def placed(
     cuts: tuple[tuple[int, ...], ...],
     split: tuple[int, ...],
 ) -> float:
-    """The simulated step of one plan, whose places are of these kinds in order; infinite where it does not fit."""
+    """Returns the simulated step of one plan, whose places are of these kinds in order; infinity where it does not
+    fit.
+    """
     left, pipelines = {kind: iter(names) for kind, names in there.items()}, []
     places = iter(order)
     for inner, m in zip(cuts, split, strict=True):
@@ -208,7 +215,7 @@ def placed(
 
 
 def hosted_cases(result: Result, cases: int, seed: int, *, unequal: bool) -> None:
-    """Whole plans, as they are seated and simulated, against enumeration."""
+    """Compares whole plans, with devices placed and simulated, with enumeration."""
     title = "unequal, on hosts" if unequal else "on hosts"
     ratios, wrong, differ, sure = [], 0, 0, 0
     for case in range(cases):
@@ -236,7 +243,9 @@ def hosted_cases(result: Result, cases: int, seed: int, *, unequal: bool) -> Non
 
 
 def small_fleet(draw: Random, case: int) -> TrainingJob:
-    """Up to eight devices of several speeds and sizes of memory; all unlike each other where that can be enumerated."""
+    """Returns up to eight devices of several speeds and sizes of memory; all unlike each other where that can be
+    enumerated.
+    """
     devices = draw.choice([3, 4, 5, 6, 8])
     kinds = 2 if devices == 8 else draw.choice([2, 3]) if devices > 4 else draw.choice([2, 3, devices])
     job = small_job(draw, draw.randint(max(3, devices - 2), 8), devices, draw.randint(4, 8))
@@ -248,12 +257,12 @@ def small_fleet(draw: Random, case: int) -> TrainingJob:
         Device(name=f"d{i}", speed=given[i % kinds][0], memory_nbytes=given[i % kinds][1], host=f"h{i // 2}")
         for i in range(devices)
     )
-    # One rate for all links: what devices of one kind do depends on their kinds alone.
+    # One rate for all links, so that times of devices depend on their kinds alone.
     return replace(job, devices=fleet, within_host=job.between_hosts)
 
 
 def sequences(counts: Counter[tuple[float, int]]) -> Iterator[tuple[tuple[float, int], ...]]:
-    """All orders of some of these kinds."""
+    """Yields all orders of some of these kinds."""
     yield ()
     for kind in sorted(counts):
         if counts[kind]:
@@ -262,7 +271,7 @@ def sequences(counts: Counter[tuple[float, int]]) -> Iterator[tuple[tuple[float,
 
 
 def enumerated_unequal_s(job: TrainingJob) -> float:
-    """The least time of any rows of these devices in any order, split and cut."""
+    """Returns the least seconds of any rows of these devices in any order, split and cut."""
     mixed, total = Mixed(job), job.micro_batches
     reduce = mixed.reduce([tuple(job.by_name)])
     names: dict[tuple[float, int], list[str]] = defaultdict(list)
@@ -295,7 +304,7 @@ Sets = dict[tuple[tuple[int, ...], int], float]
 
 
 def joined(sets: Sets, one: Sets, full: tuple[int, ...], total: int) -> Sets:
-    """Sets of rows with one more row."""
+    """Returns sets of rows with one more row."""
     found: Sets = {}
     for (used, m), time_s in sets.items():
         for (more, n), row_s in one.items():
@@ -308,7 +317,7 @@ def joined(sets: Sets, one: Sets, full: tuple[int, ...], total: int) -> Sets:
 
 
 def unequal_cases(result: Result, fleets: int, seed: int) -> None:
-    """Unequal devices against enumeration."""
+    """Compares plans for unequal devices with enumeration."""
     ratios, lower, differ, none = [], 0, 0, 0
     for case in range(fleets):
         job = small_fleet(Random(f"{seed}:unequal:{case}"), case)
@@ -336,7 +345,7 @@ def unequal_cases(result: Result, fleets: int, seed: int) -> None:
 
 
 def large_job(devices: int, blocks: int = 80, width: int = 8192) -> TrainingJob:
-    """A decoder, by default of 65 billion parameters, on cards in hosts of eight."""
+    """Returns a decoder, by default of 65 billion parameters, on cards in hosts of eight."""
     return TrainingJob(
         layers=Decoder(layers=blocks, width=width).made(),
         devices=tuple(Device(name=f"d{i:05}", memory_nbytes=141 * GIB, host=f"h{i // 8:04}") for i in range(devices)),
@@ -347,7 +356,7 @@ def large_job(devices: int, blocks: int = 80, width: int = 8192) -> TrainingJob:
 
 
 def cold(devices: int) -> float:
-    """Seconds of the first answer ever in this process."""
+    """Returns the seconds of the first answer ever in this process."""
     job = large_job(devices)
     start = time.perf_counter()
     Planner(job).shapes.first(devices)
@@ -361,7 +370,7 @@ def timed(work: Callable[[int], object], devices: int) -> float:
 
 
 def large(result: Result, sizes: list[int]) -> None:
-    """Large fleets of equal devices."""
+    """Measures answers for large fleets of equal devices."""
     for n in sizes:
         command = [sys.executable, "-m", "benchmarks.planner", "--cold", str(n)]
         cold_s = median(
@@ -392,7 +401,9 @@ def large(result: Result, sizes: list[int]) -> None:
 
 
 def others(result: Result, devices: int) -> None:
-    """The paper's search after one loss, for models of which its pipelines of 16 stages have room, and have not."""
+    """Measures the paper's search after one loss, for a model for which its pipelines of 16 stages have room, and for
+    one for which not.
+    """
     for title, blocks, width in (("7B", 32, 4096), ("65B", 80, 8192)):
         shapes = Planner(large_job(devices, blocks, width)).shapes
         was, lost = shapes.exact(devices), shapes.exact(devices - 1)
@@ -410,7 +421,7 @@ def others(result: Result, devices: int) -> None:
 
 
 def large_unequal(result: Result, devices: int) -> None:
-    """Unequal devices in large fleets: one in ten at half speed; all of different speeds."""
+    """Measures unequal devices in large fleets: one in ten at half speed; all of different speeds."""
     job, draw = large_job(devices), Random(1)
     for title, speed in (
         ("one in ten at half speed", lambda i: 0.5 if i % 10 == 0 else 1.0),

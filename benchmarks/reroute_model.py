@@ -1,4 +1,4 @@
-"""Costs of rerouting: by the paper's formulas, and by schedules that fill bubbles and keep within memory.
+"""Computes costs of rerouting: by the paper's formulas, and by schedules that fill bubbles and keep within memory.
 
 Pipelines have equal stages; a backward unit takes as long as two forward units. A device of the first or of the last
 stage dies, and its micro-batches go to the owners of the same layers: spread evenly as in the paper, and as a search
@@ -32,7 +32,7 @@ SLOWER = 1.03
 
 
 class Case(NamedTuple):
-    """Pipelines, stages, micro-batches of each pipeline."""
+    """Numbers of pipelines, stages, and micro-batches of each pipeline."""
 
     pipelines: int
     stages: int
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Seconds without a loss: Eq. 9, which is exact here."""
+        """Seconds of a step without a loss: Eq. 9, which is exact here."""
         return (self.stages + self.micro_batches - 1) * (FORWARD_S + BACKWARD_S)
 
 
@@ -57,18 +57,18 @@ GREEDY = {
 
 
 def by_eq12(case: Case) -> float:
-    """Slowdown by the paper with one loss."""
+    """Returns the slowdown with one loss, by the paper."""
     return eq12(case.stages, case.micro_batches, case.pipelines, FORWARD_S, BACKWARD_S) / case.whole_s
 
 
 def by_eq13(case: Case, lost: Sequence[tuple[int, int]]) -> float:
-    """Slowdown by the paper with several losses, by (pipeline, stage)."""
+    """Returns the slowdown with several losses, given as (pipeline, stage), by the paper."""
     gone = [sum(k == stage for _, k in lost) for stage in range(case.stages)]
     return eq13(case.stages, case.micro_batches, case.pipelines, gone, FORWARD_S, BACKWARD_S) / case.whole_s
 
 
 def build(case: Case) -> tuple[TrainingJob, PipelinePlan]:
-    """A job of equal stages with ample memory, and its plan; caps are given where it runs."""
+    """Returns a job of equal stages with ample memory, and its plan; caps are given where it runs."""
     layers = tuple(
         Layer(name=str(k), forward_s=FORWARD_S, backward_s=BACKWARD_S, activation_nbytes=1) for k in range(case.stages)
     )
@@ -92,7 +92,7 @@ def _name(pipeline: int, stage: int) -> str:
 def rerouted(
     case: Case, lost: Sequence[tuple[int, int]], extra: int, *, search: bool = True, split: bool = False
 ) -> float:
-    """Slowdown by the schedule, with up to so many micro-batches in flight beyond 1F1B's."""
+    """Returns the slowdown by the schedule, with up to so many micro-batches in flight beyond 1F1B's."""
     job, plan = build(case)
     caps = [e for e in EXTRAS if e <= extra]
     left = reroute(job, plan, [_name(*x) for x in lost], search=search, caps=caps)
@@ -101,7 +101,7 @@ def rerouted(
 
 
 def against_greedy(result: Result) -> None:
-    """One loss, in the first and the last stage."""
+    """Compares the search with the greedy schedule for one loss, in the first and the last stage."""
     for case, (first, last) in GREEDY.items():
         rows = [(0, e, bound) for e, bound in zip(EXTRAS, first, strict=True)] + [(case.stages - 1, 0, last)]
         for stage, extra, bound in rows:
@@ -115,7 +115,7 @@ def against_greedy(result: Result) -> None:
 
 
 def patterns(case: Case) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """One to four losses; those that are fatal are left out."""
+    """Yields one to four losses; those that are fatal are left out."""
     for count in range(1, 5):
         if count < case.pipelines:
             yield "in the first stage", [(q, 0) for q in range(count)]
@@ -127,7 +127,7 @@ def patterns(case: Case) -> Iterator[tuple[str, list[tuple[int, int]]]]:
 
 
 def several(result: Result) -> list[tuple[Case, str, int, int, float, float]]:
-    """Schedule against Eq. 13, least and most in flight; the worst and the best ratio are figures."""
+    """Compares schedules with Eq. 13, least and most in flight; the worst and the best ratio are figures."""
     rows = []
     for case in GREEDY:
         for (where, lost), extra in itertools.product(patterns(case), (EXTRAS[0], EXTRAS[-1])):
@@ -173,7 +173,7 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
 
 
 def zero_bubble(result: Result) -> None:
-    """Split backward passes with and without a loss."""
+    """Adds figures of split backward passes with and without a loss."""
     for case in GREEDY:
         p, m = case.stages, case.micro_batches
         times = PipelineTimes((FORWARD_S,) * p, (BACKWARD_S,) * p, (0.0,) * (p - 1))
@@ -190,7 +190,7 @@ def zero_bubble(result: Result) -> None:
 
 
 def draw(path: str, rows: Sequence[tuple[Case, str, int, int, float, float]]) -> None:
-    """Above, slowdown by the stage that is lost; below, by the number of losses, over Eq. 13."""
+    """Draws slowdown by the stage that is lost above, and by the number of losses, over Eq. 13, below."""
     import matplotlib as mpl
 
     mpl.use("Agg")

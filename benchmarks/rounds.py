@@ -1,4 +1,5 @@
-"""The all-reduces of pipelines that are cut at different places: in rounds by colouring, in a row, or all at once.
+"""Orders the all-reduces of pipelines that are cut at different places: in rounds by colouring, in a row, or all at
+once.
 
 Theory of operation. Layers with the same owners are reduced together, as a *vertex*; its weight is the seconds of that
 all-reduce. Where two vertices have an owner in common they would share its link, which is an edge. A colouring gives
@@ -47,7 +48,7 @@ class Vertex(NamedTuple):
 def vertices(
     job: TrainingJob, plan: PipelinePlan, ends_s: Mapping[str, float] | None = None, *, single_layers: bool = False
 ) -> list[Vertex]:
-    """Returns what has to be reduced, in order of readiness: layers with the same owners, where there are several.
+    """Returns the all-reduces to be done, in order of readiness: layers with the same owners, where there are several.
 
     Args:
         job: The job.
@@ -73,7 +74,7 @@ def vertices(
 
 
 def neighbours_of(all_of: Sequence[Vertex]) -> list[set[int]]:
-    """By vertex: those with which it has an owner in common."""
+    """Returns for each vertex those with which it has an owner in common."""
     at: dict[str, set[int]] = defaultdict(set)
     for i, v in enumerate(all_of):
         for name in v.owners:
@@ -82,7 +83,9 @@ def neighbours_of(all_of: Sequence[Vertex]) -> list[set[int]]:
 
 
 def colour(all_of: Sequence[Vertex]) -> tuple[tuple[Vertex, ...], ...]:
-    """Rounds of vertices that have no owner in common: by DSATUR, or by weight alone if that takes less time."""
+    """Returns rounds of vertices that have no owner in common: by DSATUR, or by weight alone if that takes less
+    time.
+    """
     near = neighbours_of(all_of)
     return min((_coloured(all_of, near, saturation) for saturation in (True, False)), key=rounds_s)
 
@@ -110,7 +113,7 @@ def _coloured(all_of: Sequence[Vertex], near: Sequence[set[int]], saturation: bo
 
 
 def rounds_s(rounds: Iterable[Iterable[Vertex]]) -> float:
-    """Seconds of all rounds, if everything is ready."""
+    """Returns the seconds of all rounds, if everything is ready."""
     return sum(max(v.seconds for v in r) for r in rounds)
 
 
@@ -118,7 +121,7 @@ def rounds_s(rounds: Iterable[Iterable[Vertex]]) -> float:
 
 
 def one_by_one(rounds: Iterable[Sequence[Vertex]]) -> float:
-    """When the last round ends. A round begins when the one before has ended and all in it are ready."""
+    """Returns when the last round ends. A round begins when the one before has ended and all in it are ready."""
     at = 0.0
     for r in sorted(rounds, key=lambda r: max(v.ready_s for v in r)):
         at = max(at, *(v.ready_s for v in r)) + max(v.seconds for v in r)
@@ -126,7 +129,7 @@ def one_by_one(rounds: Iterable[Sequence[Vertex]]) -> float:
 
 
 def at_once(all_of: Sequence[Vertex]) -> float:
-    """When the last all-reduce ends if each begins when it is ready and they share the owners' cards fairly."""
+    """Returns when the last all-reduce ends if each begins when it is ready and they share the owners' cards fairly."""
     now = 0.0
     waiting = sorted(all_of, key=lambda v: v.ready_s, reverse=True)
     left: dict[Vertex, float] = {}
@@ -146,7 +149,7 @@ def at_once(all_of: Sequence[Vertex]) -> float:
 
 
 def _fair(running: Iterable[Vertex]) -> dict[Vertex, float]:
-    """Shares of full speed: the busiest card is divided equally, then the busiest of what is left."""
+    """Returns shares of full speed: the busiest card is divided equally, then the busiest of the remaining ones."""
     users: dict[str, set[Vertex]] = defaultdict(set)
     for v in running:
         for name in v.owners:
@@ -169,7 +172,7 @@ def _fair(running: Iterable[Vertex]) -> dict[Vertex, float]:
 def step_s(
     job: TrainingJob, plan: PipelinePlan, way: Sending, *, single_layers: bool = False, overlap: bool = True
 ) -> float:
-    """Seconds of a step of a plan with its all-reduces sent in another way than `estimate` has it.
+    """Returns the step seconds of a plan with its all-reduces sent in another way than `estimate` has it.
 
     Args:
         job: The job.

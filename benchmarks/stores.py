@@ -1,4 +1,4 @@
-"""Costs of the stores, and of servers that die for etcd's two clients.
+"""Measures the costs of the stores, and how etcd's two clients fare when servers die.
 
 For a chain in memory, in an SQLite file, and in etcd (one server; by the own client and by the package etcd3): the
 time of an append, the time to read a chain back, and the time from an append by one scheduler until another one that
@@ -40,7 +40,7 @@ Open = Callable[[], Store]
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds."""
+    """Seconds of a store's appends, of reading it back, and of telling another scheduler."""
 
     appends: list[float]
     read_s: float
@@ -48,12 +48,12 @@ class Timed:
 
 
 def decision(term: int, number: int, last: ViewId) -> Persist:
-    """A view of eight members, as a scheduler decides it."""
+    """Returns a view of eight members, as a scheduler decides it."""
     return Persist(1, "view", ViewId(term, number), View(ViewId(term, number), last, MEMBERS, (), reason="measured"))
 
 
 def chain(open_store: Open, entries: int, waits: int) -> Timed:
-    """Appends, a read of all of it by another scheduler, and how soon that one is told of more."""
+    """Times appends, a read of all of it by another scheduler, and how soon that one is told of more."""
     with JobChain(open_store()) as writer, open_store() as reader:
         term, last, appends = writer.take_term(), NO_VIEW, []
         for number in range(1, entries + 1):
@@ -73,7 +73,7 @@ def chain(open_store: Open, entries: int, waits: int) -> Timed:
 
 
 def told_after(writer: JobChain, reader: Store, effect: Persist, after: int) -> float:
-    """Seconds from the append's return until `wait` of the other one returns."""
+    """Returns the seconds from the append's return until `wait` of the other one returns."""
     woken: list[float] = []
 
     def wait() -> None:
@@ -90,7 +90,7 @@ def told_after(writer: JobChain, reader: Store, effect: Persist, after: int) -> 
 
 
 def client_at(servers: EtcdServers, kind: str, leads: bool) -> tuple[EtcdClient, EtcdServer]:
-    """A client that asks etcd's leader first, or another server; and that server."""
+    """Returns a client that asks etcd's leader first, or another server; and that server."""
     end = time.monotonic() + DEADLINE_S
     while time.monotonic() < end:
         leader = servers.leader()
@@ -103,7 +103,7 @@ def client_at(servers: EtcdServers, kind: str, leads: bool) -> tuple[EtcdClient,
 
 
 def written_again(servers: EtcdServers, kind: str, leads: bool) -> float:
-    """Seconds from the SIGKILL of the server in use until a write has worked."""
+    """Returns the seconds from the SIGKILL of the server in use until a write has worked."""
     client, victim = client_at(servers, kind, leads)
     with contextlib.closing(client):
         servers.kill(victim)
@@ -122,7 +122,9 @@ def written_again(servers: EtcdServers, kind: str, leads: bool) -> float:
 
 
 def watch_survives(servers: EtcdServers, kind: str) -> bool:
-    """Whether a watch begun before the only server's restart sees all that is written after it, by its revision."""
+    """Returns whether a watch begun before the only server's restart sees all that is written after it, by its
+    revision.
+    """
     server, stop, seen = servers.servers[0], threading.Event(), set[bytes]()
     begun = threading.Event()
     with contextlib.closing(servers.client(kind)) as client, contextlib.closing(servers.client()) as writer:
@@ -151,7 +153,7 @@ def watch_survives(servers: EtcdServers, kind: str) -> bool:
 
 @contextlib.contextmanager
 def stores(folder: Path, servers: EtcdServers | None, kinds: list[str]) -> Iterator[dict[str, Open]]:
-    """How to open each, as often as wanted."""
+    """Yields for each store a function that opens it, as often as wanted."""
     shelf, path = Shelf(), folder / "chain"
     found: dict[str, Open] = {"memory": lambda: MemoryStore("job", shelf), "sqlite": lambda: SqliteStore(path, "job")}
     if servers is not None:

@@ -1,4 +1,4 @@
-"""Blows and their measurement: three members, one is hurt, and how long until the others have committed without it.
+"""Strikes one of three members, and measures how long until the others have committed without it.
 
 The parent hurts one, waits for the survivors, has the third place filled again and lets all three compare their states.
 """
@@ -20,7 +20,7 @@ BOUND_SPREAD = 2.0
 
 @dataclass
 class Case:
-    """The outcome of all blows of one kind."""
+    """Outcome of all blows of one kind."""
 
     seconds: list[float] = field(default_factory=list)
     """From the blow to a step without the victim, committed on all survivors."""
@@ -37,7 +37,7 @@ class Case:
 
 
 def blow(world: World, case: Case, rank: int, kind: str, log: Any = None, chosen: int = 0) -> None:
-    """One death or freeze, its measurement, and the way back to three members that agree.
+    """Strikes one member, measures the recovery, and waits until three members agree again.
 
     Args:
         world: Three members.
@@ -78,7 +78,7 @@ def blow(world: World, case: Case, rank: int, kind: str, log: Any = None, chosen
 
 
 def strike(world: World, victim: str, kind: str, log: Any, chosen: int, usual: float) -> int:
-    """Hurts it at a random moment of a step, or in a trap; when (CLOCK_MONOTONIC, ns)."""
+    """Strikes a member at a random moment of a step, or in a trap; returns when (CLOCK_MONOTONIC, ns)."""
     seen = world.members[victim]
     if kind != "freeze":
         world.doomed.add(victim)
@@ -95,7 +95,7 @@ def strike(world: World, victim: str, kind: str, log: Any, chosen: int, usual: f
 
 
 def come_back(world: World, victim: str, kind: str, log: Any, struck: int) -> str:
-    """Wakes whoever is frozen, until it is in again, or starts another process; its name."""
+    """Wakes a frozen victim until it is in again, or starts another process; returns its name."""
     if kind != "freeze":
         world.bury(victim)
         return world.start()

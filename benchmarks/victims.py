@@ -1,4 +1,4 @@
-"""Members that benchmarks kill, freeze and replace, and a trap that kills at one instant.
+"""Runs members that benchmarks kill, freeze and replace, and a trap that kills at one instant.
 
 Besides the orders of members.py they obey ("trap", way, chosen), which sets a `Trap`, ("hold", seconds), which holds
 the interpreter's lock for so long, and ("gather", step, count, nbytes), which gathers so often at that step and tells
@@ -27,7 +27,7 @@ WAYS = ("header", "bytes", "split")
 
 
 def own_memory_nbytes() -> int:
-    """Memory that is this process's alone."""
+    """Returns the bytes of memory that is this process's alone."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
@@ -35,7 +35,7 @@ def own_memory_nbytes() -> int:
 
 
 def write_out(links: Any) -> None:
-    """Has all that was given to a member's links leave this process; in the loop's thread."""
+    """Writes out all that was given to a member's links, in the loop's thread."""
     for link in links._links.values():
         while link.open and link._queue:
             select.select([], [link._fd], [], 1.0)
@@ -45,7 +45,9 @@ def write_out(links: Any) -> None:
 
 
 class Trap:
-    """Kills this process, the commit root, once the header of slot `seq` has reached one survivor only (see WAYS)."""
+    """Trap that kills this process, the commit root, once the header of slot `seq` has reached one survivor only (see
+    WAYS).
+    """
 
     def __init__(self, engine: Any, pipe: Connection, way: str, chosen: int, seq: int) -> None:
         from chaos_lightning.protocol.codec import decode_peer
@@ -95,7 +97,7 @@ def member(
     pace_s: float = 0.0,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """One training process of ours; see the module.
+    """Runs one training process of ours, which obeys the orders of this module.
 
     Args:
         pipe: To the benchmark.
@@ -143,7 +145,7 @@ def member(
 
 
 def gather_often(trainee: Trainee, count: int, nbytes: int) -> None:
-    """So many gathers of so many bytes; tells what memory that has taken."""
+    """Makes so many gathers of so many bytes; reports how much memory the process took before and after."""
     before = 0
     for index in range(GATHERS_BEFORE + count):
         if index == GATHERS_BEFORE:

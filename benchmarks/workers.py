@@ -1,4 +1,6 @@
-"""The processes of a benchmark: a forkserver with torch preloaded, pipes back to the parent, an own scheduler."""
+"""Starts the processes of a benchmark: a forkserver with torch preloaded, pipes back to the parent, an own
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "chaos_lightning.membe
 
 
 def wait_listening(endpoint: str, process: subprocess.Popen[Any], what: str, timeout_s: float = 30.0) -> None:
-    """Returns when this process takes connections.
+    """Waits until this process takes connections.
 
     Raises:
         RuntimeError: It has ended, or does not in time.
@@ -38,12 +40,12 @@ def wait_listening(endpoint: str, process: subprocess.Popen[Any], what: str, tim
 
 
 def at(source: str) -> dict[str, Any]:
-    """Arguments of Popen by which a Python program takes the product from this folder; "" for this one."""
+    """Returns arguments of Popen by which a Python program takes the product from this folder; "" for this one."""
     return {"cwd": source, "env": {**os.environ, "PYTHONPATH": source}} if source else {}
 
 
 class Scheduler:
-    """A real scheduler process on a port of its own.
+    """Scheduler process on a port of its own.
 
     Args:
         store: Of its chain; one in a file outlives the process.
@@ -74,7 +76,9 @@ class Scheduler:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, min_nodes: int) -> None:
-        """Returns when it listens; the job begins with so many nodes, and waits below that number."""
+        """Starts the process; returns when it listens. The job begins with so many nodes, and waits below that
+        number.
+        """
         command = [sys.executable, "-m", "chaos_lightning.cli", "scheduler", *self._options]
         self._process = subprocess.Popen(
             [*command, "--min-nodes", str(min_nodes)], stdout=subprocess.DEVNULL, **at(self._source)
@@ -83,12 +87,12 @@ class Scheduler:
 
     @property
     def pid(self) -> int:
-        """While it runs."""
+        """Process id, while the process runs."""
         assert self._process is not None
         return self._process.pid
 
     def kill(self) -> None:
-        """Ends it at once, as a crash would."""
+        """Ends the process at once, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(10)
@@ -104,7 +108,7 @@ class Scheduler:
 
 @contextlib.contextmanager
 def scheduler(min_nodes: int, **options: Any) -> Iterator[str]:
-    """A running `Scheduler`; yields its endpoint."""
+    """Runs a `Scheduler` while the block runs; yields its endpoint."""
     made = Scheduler(**options)
     try:
         made.start(min_nodes)
@@ -114,7 +118,7 @@ def scheduler(min_nodes: int, **options: Any) -> Iterator[str]:
 
 
 class Worker:
-    """One worker process with a pipe; `function(pipe, *args)` runs in it, and what it raises is sent."""
+    """Worker process with a pipe; `function(pipe, *args)` runs in it, and an error that it raises is sent."""
 
     def __init__(self, context: Any, function: Callable[..., None], *args: Any) -> None:
         self.pipe: Connection
@@ -132,7 +136,7 @@ class Worker:
         return message
 
     def kill(self, patience_s: float = 0.0) -> None:
-        """SIGKILL, if it does not end by itself meanwhile."""
+        """Kills the process by SIGKILL, if it does not end by itself meanwhile."""
         if patience_s:
             self.process.join(patience_s)
         if self.process.is_alive():
@@ -153,7 +157,7 @@ def _work(function: Callable[..., None], pipe: Connection, *args: Any) -> None:
 def several(
     context: Any, function: Callable[..., None], arguments: Iterable[tuple[Any, ...]]
 ) -> Iterator[list[Worker]]:
-    """A worker for each tuple of arguments; they end by themselves, or with the block."""
+    """Yields a worker for each tuple of arguments; they end by themselves, or with the block."""
     made: list[Worker] = []
     try:
         made += [Worker(context, function, *args) for args in arguments]
@@ -164,7 +168,7 @@ def several(
 
 
 def context(*preload: str) -> Any:
-    """A forkserver that has torch loaded and runs each worker with one thread, as torchrun does."""
+    """Returns a forkserver that has torch loaded and runs each worker with one thread, as torchrun does."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MKL_NUM_THREADS"] = "1"
     # khugepaged looks through what numpy recommends to it, with the lowest priority and the process's memory locked:

@@ -1,4 +1,4 @@
-"""A job's members as the benchmark sees them: what they report over their pipes, and waiting for it.
+"""Follows a job's members for the benchmark: takes in their reports over pipes, and waits for them.
 
 Members are processes that report each committed step, stamped with CLOCK_MONOTONIC (members.py is ours,
 peers/torchft.py the peer's). Whatever trains, the parent's code is the same.
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass
 class Seen:
-    """Words of one member."""
+    """Reports of one member."""
 
     worker: Worker
     steps: list[Step] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Seen:
     """All else, by its first word, as often as it was said."""
 
     def said(self, word: str) -> tuple[Any, ...] | None:
-        """The last message that began with this word, without it; None: there was none."""
+        """Returns the last message that began with this word, without the word; None if there was none."""
         return self.words[word][-1] if word in self.words else None
 
 
@@ -75,14 +75,14 @@ class World:
         self._count = 0
 
     def start(self, name: str = "") -> str:
-        """A fresh process; its name."""
+        """Starts a fresh process; returns its name."""
         name = name or f"w{self._count}"
         self._count += 1
         self.members[name] = Seen(self._spawn(name))
         return name
 
     def open(self, size: int = 3) -> None:
-        """So many processes."""
+        """Starts so many processes."""
         for _ in range(size):
             self.start()
 
@@ -123,7 +123,7 @@ class World:
             raise message
 
     def _hear(self, name: str, word: str, *values: Any) -> None:
-        """Takes in what a member said."""
+        """Takes in a member's message."""
         seen = self.members[name]
         if word == "step":
             ns, seq, step, head, contributors, rank, backwards = values
@@ -142,7 +142,7 @@ class World:
     # ------------------------------------------------------------------ waiting
 
     def settle(self, size: int = 3) -> None:
-        """Until everybody has reported three steps of `size` members in a row."""
+        """Waits until all members have reported three steps of `size` members in a row."""
 
         def calm(seen: Seen) -> bool:
             return len(seen.steps) >= 3 and all(s.contributors == size for s in seen.steps[-3:])
@@ -150,11 +150,11 @@ class World:
         self.pump(lambda: all(calm(s) for s in self.members.values()), f"three steps of {size} members")
 
     def last_step(self) -> int:
-        """The last step that anybody has reported."""
+        """Returns the last step that any member has reported."""
         return max(s.steps[-1].step for s in self.members.values())
 
     def recovered(self, victim: str, struck_ns: int) -> float:
-        """Seconds until all survivors have committed a step without the victim."""
+        """Returns the seconds until all survivors have committed a step without the victim."""
         survivors = {n: s for n, s in self.members.items() if n != victim}
 
         def first(seen: Seen) -> int:
@@ -166,7 +166,7 @@ class World:
         return (max(first(s) for s in survivors.values()) - struck_ns) / 1e9
 
     def hashes(self) -> set[tuple[str, str]]:
-        """(header, hash of the state) of all members at one step: one element if they agree."""
+        """Returns (header, hash of the state) of all members at one step: one element if they agree."""
         for margin in (5, 50, 500):
             at = self.last_step() + margin
             for seen in self.members.values():
@@ -177,7 +177,7 @@ class World:
         raise TimeoutError("members ran past every step that was named for comparing hashes")
 
     def end(self, margin: int = 50) -> None:
-        """Everybody finishes at one step, together."""
+        """Makes all members finish at one step, together."""
         at = self.last_step() + margin
         for seen in self.members.values():
             seen.worker.pipe.send(("end", at))
@@ -186,7 +186,7 @@ class World:
     # ------------------------------------------------------------------ looking
 
     def usual(self, count: int = 12) -> float:
-        """Median step time of late, s."""
+        """Returns the median of recent steps, in seconds."""
         steps = next(iter(self.members.values())).steps[-count:]
         return median([(b.ns - a.ns) / 1e9 for a, b in itertools.pairwise(steps) if b.step == a.step + 1])
 
@@ -206,12 +206,12 @@ class World:
 
 
 def lost_or_repeated(steps: Sequence[Step]) -> int:
-    """How often a step is not followed by the next one."""
+    """Returns how often a step is not followed by the next one."""
     return sum(b.step != a.step + 1 for a, b in itertools.pairwise(steps))
 
 
 def intervals(steps: Sequence[Step]) -> list[tuple[Step, float]]:
-    """Each step with the seconds since the one before."""
+    """Returns each step with the seconds since the one before."""
     return [(b, (b.ns - a.ns) / 1e9) for a, b in itertools.pairwise(steps)]
 
 
@@ -223,32 +223,34 @@ class Hosts(World):
         self.hosts: list[str] = []
 
     def admit_hosts(self, names: Sequence[str]) -> None:
-        """Starts those who are there before anybody comes."""
+        """Starts the members that are there before any newcomer."""
         self.hosts = [self.start(name) for name in names]
         self.calm(len(self.hosts))
 
     def invite(self, name: str) -> Seen:
-        """A newcomer at the door, ready."""
+        """Starts a newcomer and waits until it is ready to be let in; returns its record."""
         self.start(name)
         seen = self.members[name]
         self.pump(lambda: seen.said("ready"), f"{name} to be ready")
         return seen
 
     def let_in(self, name: str) -> tuple[tuple[int, float], tuple[int, float]]:
-        """(ns, its CPU seconds) when it called, and when its first contribution was committed."""
+        """Lets a newcomer in; returns (ns, its CPU seconds) at its call, and at the commit of its first
+        contribution.
+        """
         seen = self.members[name]
         seen.worker.pipe.send(("go",))
         self.pump(lambda: seen.said("contributed"), f"the first contribution of {name}")
         return seen.words["going"][-1], seen.words["contributed"][-1]  # type: ignore[return-value]
 
     def see_off(self, name: str) -> None:
-        """It leaves politely."""
+        """Makes a member leave politely."""
         seen = self.members[name]
         seen.worker.pipe.send(("leave",))
         self.pump(lambda: "bye" in seen.words, f"the departure of {name}")
 
     def calm(self, size: int, count: int = CALM) -> None:
-        """Until the hosts have taken so many steps in a row with `size` members."""
+        """Waits until the hosts have taken so many steps in a row with `size` members."""
         marks = {h: len(self.members[h].steps) for h in self.hosts}
 
         def passed(name: str) -> bool:
@@ -258,6 +260,6 @@ class Hosts(World):
         self.pump(lambda: all(passed(h) for h in self.hosts), f"{count} steps of {size} members")
 
     def usual_of(self, size: int, count: int = CALM) -> float:
-        """Median of the hosts' last steps, all with `size` members, s."""
+        """Returns the median of the hosts' last steps, all with `size` members, s."""
         recent = {h: [s for s in self.members[h].steps[-count:] if s.contributors == size] for h in self.hosts}
         return median([t for steps in recent.values() for _, t in intervals(steps)])

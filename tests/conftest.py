@@ -1,5 +1,6 @@
-"""For all tests: no generated example is timed, torch has one thread, garbage is collected where it was made, and a
-test of real processes that fails shows their events."""
+"""For all tests: examples of hypothesis have no time limit, torch has one thread, garbage is collected in the file that
+made it, and a failed test of real processes shows their events.
+"""
 
 from __future__ import annotations
 
@@ -43,22 +44,20 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first: of processes that share them none is left with one at the end."""
+    """Puts files that take long first, so that no process is left with one at the end."""
     place = {folder: number for number, folder in enumerate(SLOW_FOLDERS)}
     items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what all tests import out of garbage collections: none walks those 600,000 objects again."""
+    """Excludes the 600,000 objects that all tests import from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_is_this_files_own() -> Iterator[None]:
-    """Returns what a file's tests left open warns in that file, and not in whichever test the collector happens to
-    run next.
-    """
+    """Collects garbage after each file, so that objects left open warn in the file that made them."""
     yield
     gc.collect()
 
@@ -67,7 +66,7 @@ def _garbage_is_this_files_own() -> Iterator[None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Any assertion, not only the harness's own complaints, comes with the last events of the test's processes."""
+    """Adds the last events of the test's processes to the report of any failure, not only of the harness's own."""
     report = yield
     if report.failed:
         given: dict[str, Any] = getattr(item, "funcargs", {})
@@ -77,7 +76,7 @@ def pytest_runtest_makereport(
 
 
 def _dumped(harness: Harness) -> str:
-    """The dump, or why there is none: an error here would end the whole run of pytest."""
+    """Returns the dump, or why there is none: an error here would end the whole run of pytest."""
     try:
         return harness.dump(DUMPED_EVENTS)
     except Exception as error:
@@ -86,7 +85,7 @@ def _dumped(harness: Harness) -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
-    """Says after everything else what was not tested because something is not installed."""
+    """Prints after everything else which tests were skipped because something is not installed."""
     yield
     # (file, line, "Skipped: reason")
     reasons = [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []) if report.longrepr]

@@ -1,4 +1,4 @@
-"""Every test keeps its chains, tokens and settings to itself: for the conftest of a folder."""
+"""Fixture for the conftest of a folder: every test keeps its chains, tokens and settings to itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs as children of the fork server, which has imported torch and gRPC: their own start takes no seconds.
+"""Runs programs as children of the fork server, which has imported torch and gRPC, so that they start at once.
 
 The tests of control/ and examples/ start them as a user does.
 """
@@ -31,7 +31,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     level: int = logging.WARNING,
 ) -> None:
-    """Does what `python -m` does with this module, to be called in a child.
+    """Does the work of `python -m` with this module, to be called in a child.
 
     Args:
         module: Its `main` is called.
@@ -60,7 +60,7 @@ def patient(folder: Path) -> SchedulerOptions:
 
 
 def scheduler(options: SchedulerOptions) -> HostedScheduler:
-    """One that serves by now; `stop` it in the end."""
+    """Returns a scheduler that serves by now; `stop` it in the end."""
     assert options.store_path is not None
     log = options.store_path.with_name("scheduler.log")
     child = start_function("scheduler", run, (SCHEDULER, options.arguments(), dict(os.environ)), log, env={})

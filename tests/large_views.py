@@ -8,7 +8,7 @@ from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, PlanSpec, 
 
 
 def sparse_view(count: int, *, trees: int = 8, number: ViewId = ViewId(1, 1), predecessor: ViewId = NO_VIEW) -> View:
-    """Members of one each on so many machines; ring and random links, random trees over them."""
+    """Returns a view of members of one each on so many machines; ring and random links, random trees over them."""
     chance = random.Random(count)
     members = tuple(
         Member(

@@ -9,5 +9,5 @@ from chaos_lightning.events.reader import read_events
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, none of them short and none numbered, so that readers take each as it stands."""
+    """Returns the lines of a file, none of them short and none numbered, so that readers take each as it stands."""
     return [{"t": r.t, "mono": r.mono, "member": r.member, "name": r.name, **r.fields} for r in read_events(path)]

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Facts(Generic[T]):
-    """A list that can be waited on."""
+    """List that can be waited on."""
 
     def __init__(self) -> None:
         self.seen: list[T] = []
@@ -51,7 +51,7 @@ class Facts(Generic[T]):
             self._changed.notify_all()
 
     def wait(self, test: Callable[[T], bool], count: int = 1) -> T:
-        """The `count`th fact that passes the test; AssertionError with everything seen after PATIENCE_S."""
+        """Returns the `count`th fact that passes the test; AssertionError with everything seen after PATIENCE_S."""
 
         def found() -> list[T]:
             return [f for f in self.seen if test(f)]
@@ -67,7 +67,7 @@ class Facts(Generic[T]):
 
 
 class ScriptedMachine:
-    """Welcomes every Hello; `rules` may answer any event otherwise."""
+    """Machine that welcomes every Hello; `rules` may answer any event otherwise."""
 
     def __init__(self, settings: Settings, chain: fx.Chain, served: Served) -> None:
         self.settings, self.chain, self.served = settings, chain, served
@@ -104,14 +104,14 @@ def hello(name: str = "a", **changes: Any) -> Hello:
 
 @functools.cache
 def shared_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all servers of this process, never closed: grpc.aio has one poller for all loops."""
+    """Returns one loop for all servers of this process, never closed: grpc.aio has one poller for all loops."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="served", daemon=True).start()
     return loop
 
 
 class Served:
-    """A SchedulerServer in this process."""
+    """SchedulerServer in this process."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ SCHEDULER = (sys.executable, "-m", "chaos_lightning.control.scheduler_main")
 def scheduler_process(
     *arguments: str, program: Sequence[str] = SCHEDULER, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A scheduler as a user starts it, at a port of the kernel's choice unless these arguments say where."""
+    """Runs a scheduler as a user starts it, at a port of the kernel's choice unless these arguments say where."""
     command = [*program, "--listen", "127.0.0.1:0", *arguments]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
@@ -217,18 +217,18 @@ def scheduler_process(
 
 
 def first_words(process: subprocess.Popen[str]) -> str:
-    """Returns what a scheduler that has started says."""
+    """Returns the first line of a scheduler that has started."""
     assert process.stdout is not None
     return process.stdout.readline()
 
 
 def place_of(process: subprocess.Popen[str]) -> str:
-    """The endpoint of a scheduler that has said nothing yet."""
+    """Returns the endpoint of a scheduler whose output has not been read yet."""
     return first_words(process).partition(" at ")[2].split()[0]
 
 
 class Client:
-    """An Agent whose words are kept."""
+    """Agent whose received messages are kept."""
 
     def __init__(
         self,

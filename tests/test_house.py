@@ -1,4 +1,4 @@
-"""The house itself: layout, guards, packages, prose."""
+"""Checks the repository itself: layout, guards, packages, prose."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SUFFIXES = {".py", ".md", ".txt", ".toml", ".yaml", ".yml", ".proto", ".svg", ".
 
 @cache
 def sources() -> list[Path]:
-    """Every text file of the project, once (the symlinked folders are not followed)."""
+    """Returns every text file of the project, once (the symlinked folders are not followed)."""
     found: list[Path] = []
     for name in OURS:
         top = ROOT / name
@@ -134,7 +134,7 @@ def test_documents_copy_folders_so_that_they_replace() -> None:
 
 
 def test_test_modules_have_unique_names() -> None:
-    """pytest puts each test folder on sys.path: of two modules with one name, one would be imported twice."""
+    """Pytest puts each test folder on sys.path: of two modules with one name, one would be imported twice."""
     names = Counter(p.name for p in python_files() if ROOT / "tests" in p.parents and p.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -143,7 +143,7 @@ def test_test_modules_have_unique_names() -> None:
 
 
 def modules() -> dict[str, Path]:
-    """The package's modules by the names they are imported by."""
+    """Returns the package's modules by the names they are imported by."""
     found = {}
     for path in python_files():
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -154,7 +154,7 @@ def modules() -> dict[str, Path]:
 
 
 def test_no_modules_need_each_other_in_a_circle() -> None:
-    """Imports for annotations count, too: who is to understand a module has to read them."""
+    """Imports for annotations count, too: a reader of a module has to read them."""
     names, graph = modules(), {}
     for name, path in names.items():
         imports = [n for n in ast.walk(tree(path)) if isinstance(n, ast.ImportFrom)]
@@ -187,14 +187,14 @@ def product_classes() -> list[tuple[Path, ast.ClassDef]]:
 
 
 def test_a_public_class_name_means_one_thing() -> None:
-    """Private ones apart, and Lightning's Trainer, as its type is declared in strategies/."""
+    """Private classes are exempt, and Lightning's Trainer, as its type is declared in strategies/."""
     public = [node.name for path, node in product_classes() if path.name != "lightning_types.py"]
     counts = Counter(name for name in public if not name.startswith("_"))
     assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_no_class_goes_over_several_files() -> None:
-    """A class is put together of parts; it inherits from another file's only where that is an interface."""
+    """A class is composed of parts; it inherits from another file's only where that is an interface."""
     classes = product_classes()
     places = {node.name: path for path, node in classes}
     wrong = []
@@ -231,7 +231,7 @@ def test_modules_tell_what_they_are_for() -> None:
 
 
 def test_nothing_names_a_machine_or_a_loose_end() -> None:
-    """Paths of somebody's machine, addresses of package registries, and notes of what is still to be done."""
+    """Sources have no paths of a machine, addresses of package registries, or notes of open work."""
     words = ["/" + "work/", "/" + "farm/", "/" + "root/", "/" + "tmp/spec", "pypi" + ".org", "pytorch" + ".org/whl"]
     words += ["T" + "ODO", "FIX" + "ME", "X" + "XX"]
     hits = [
@@ -261,7 +261,7 @@ def test_constraints_pin_everything_exactly() -> None:
 
 
 def test_the_environment_is_the_pinned_one() -> None:
-    """All that the tests run with is what constraints.txt says."""
+    """All packages that the tests run with have the versions in constraints.txt."""
     from importlib.metadata import PackageNotFoundError, version
 
     differs = {}
@@ -290,7 +290,7 @@ def test_make_lists_every_target() -> None:
 
 
 def test_gate_fails_when_a_part_fails(tmp_path: Path) -> None:
-    """`.ci/run` with a `make` of ours: the status follows the parts, and all parts run."""
+    """`.ci/run` runs with a `make` of ours: the status follows the parts, and all parts run."""
     fake = tmp_path / "make"
     fake.write_text('#!/bin/sh\nfor target; do :; done\necho "closing line of $target"\n[ "$target" != "$BROKEN" ]\n')
     fake.chmod(0o755)
@@ -323,7 +323,7 @@ def test_empty_test_selection_is_a_failure() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel and an sdist, built without a network."""
+    """Folder with a wheel and an sdist, built without a network."""
     out = tmp_path_factory.mktemp("dist")
     done = run(sys.executable, "-m", "hatchling", "build", "-d", str(out))
     assert done.returncode == 0, done.stderr
@@ -331,7 +331,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wanted() -> set[str]:
-    """Files that any installation must have."""
+    """Returns the files that any installation must have."""
     files = {
         f"{n}/{p.relative_to(ROOT / n)}" for n in LINKED for p in (ROOT / n).rglob("*") if p.suffix in (".py", ".yaml")
     }
@@ -361,7 +361,7 @@ def test_sdist_can_be_built_into_the_same_wheel(built: Path, tmp_path: Path) -> 
 
 
 def test_wheel_works_without_the_source_tree(built: Path, tmp_path: Path) -> None:
-    """Unpacked elsewhere, the package imports and Hydra finds its groups."""
+    """The wheel is unpacked elsewhere: the package imports and Hydra finds its groups."""
     zipfile.ZipFile(next(built.glob("*.whl"))).extractall(tmp_path)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -378,7 +378,9 @@ def test_wheel_works_without_the_source_tree(built: Path, tmp_path: Path) -> Non
 
 
 def test_wheel_installed_by_pip_works_as_users_run_it(built: Path, tmp_path: Path) -> None:
-    """In an environment of its own, which sees this one's packages but not the editable install: no .pth nests."""
+    """The wheel is in an environment of its own, which sees this one's packages but not the editable install: no .pth
+    nests.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=100)
     binaries, wheel = tmp_path / "venv" / "bin", str(next(built.glob("*.whl")))
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

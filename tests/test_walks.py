@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md: files that exist, and functions that call each other in the order it tells."""
+"""Checks the walks of docs/architecture.md: files that exist, and functions that call each other in the order given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_FILES = {"A gradient": 13, "A byte range": 15, "A control message, and the 
 
 @dataclass(frozen=True)
 class Stop:
-    """One line of a walk.
+    """Step of a walk.
 
     Attributes:
         calls: What the function calls; "" where something else comes between.
@@ -53,7 +53,7 @@ def parsed(file: str) -> ast.Module:
 
 
 def functions(stop: Stop) -> list[ast.AST]:
-    """All of this name in this file."""
+    """Returns all functions of this name in this file."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return [n for n in ast.walk(parsed(stop.file)) if isinstance(n, kinds) and n.name == stop.function]
 
@@ -63,14 +63,14 @@ def name_of(node: ast.AST) -> str:
 
 
 def called(function: ast.AST) -> set[str]:
-    """Names that this function calls, or hands to whoever calls them (`in_thread(chain.append, ...)`)."""
+    """Returns names that this function calls, or hands to code that calls them (`in_thread(chain.append, ...)`)."""
     calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
     return {name_of(n) for call in calls for n in (call.func, *call.args)}
 
 
 @cache
 def handed() -> frozenset[str]:
-    """Names that are arguments of some call in the package, also in a lambda's body."""
+    """Returns names that are arguments of some call in the package, also in a lambda's body."""
     return frozenset(
         name
         for path in PACKAGE.rglob("*.py")
@@ -103,7 +103,7 @@ def test_a_walk_goes_through_these_files_in_this_order(title: str) -> None:
 
 @pytest.mark.parametrize(("title", "most"), MOST_FILES.items())
 def test_a_walk_is_short(title: str, most: int) -> None:
-    """A walk that grows has a stop that only hands on: look for it before this number is changed."""
+    """A walk that grows may have a stop that only passes a call on: remove that before this number is changed."""
     assert len({stop.file for stop in walks()[title]}) <= most
 
 

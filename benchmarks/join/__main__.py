@@ -38,7 +38,7 @@ HOPELESS = 3
 
 @contextlib.contextmanager
 def our_house(state_mib: float, way: str, rng: random.Random, logs: str) -> Iterator[House]:
-    """Two hosts of ours under a scheduler with its defaults; newcomers join by `way`."""
+    """Yields two hosts of ours under a scheduler with its defaults; newcomers join by `way`."""
     ctx = context("benchmarks.join.members", "chaos_lightning.replication.replay")
     with (
         scheduler(2, log_dir=logs) as endpoint,
@@ -49,7 +49,7 @@ def our_house(state_mib: float, way: str, rng: random.Random, logs: str) -> Iter
 
 
 def ours(state_mib: float, way: str, runs: int, rng: random.Random, keep: str = "") -> Visits:
-    """So many joins of one kind, each followed by its control."""
+    """Measures so many joins of one kind, each followed by its control."""
     visits = Visits()
     logs = str(Path(keep) / f"join-{way}-{state_mib:g}") if keep else ""
     stranger = Worker(context(), burner)
@@ -68,7 +68,8 @@ def ours(state_mib: float, way: str, runs: int, rng: random.Random, keep: str = 
 
 
 def theirs(result: Result, title: str, state_mib: float, runs: int, rng: random.Random) -> Visits:
-    """torchft's joins, in a new world after each failure, or `HOPELESS` failures; says so if it cannot run here.
+    """Measures torchft's joins, in a new world after each failure, or `HOPELESS` failures; says so if it cannot run
+    here.
 
     A newcomer cannot leave, so it is killed, and the hosts' timeouts see to the rest before the next one is let in.
     """

@@ -15,7 +15,7 @@ from benchmarks.members import Trainee, config_of, model_and_adam, train, warm_u
 
 
 def member(pipe: Connection, endpoint: str, name: str, state_mib: float, join_by: str, logs: str) -> None:
-    """One training process of ours; `join_by` is "" for a host, else "replay" or "pause"."""
+    """Runs one training process of ours; `join_by` is "" for a host, else "replay" or "pause"."""
     seed = os.getpid() if join_by else 0  # a newcomer's own weights are worth nothing
     model, optimizer = model_and_adam(state_mib, seed)
     warm_up(model, optimizer)

@@ -1,4 +1,4 @@
-"""A join and its control as they are booked from what hosts and newcomer report; definitions are in __main__.py."""
+"""Measures a join and its control from what hosts and newcomer report; definitions are in __main__.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUND_JOINT_S = {50: 0.060, 200: 0.100}
 
 @dataclass
 class Visit:
-    """One join and its control; seconds."""
+    """Measurements of one join and its control, in seconds."""
 
     to_contribution: float
     longest: float
@@ -42,7 +42,7 @@ class Visit:
 
 @dataclass
 class Visits:
-    """All joins of one kind."""
+    """Measurements of all joins of one kind."""
 
     kept: list[Visit] = field(default_factory=list)
 
@@ -70,22 +70,24 @@ class House(Hosts):
             super()._hear(name, word, *values)
 
     def joint(self, host: str, since_ns: int) -> list[Step]:
-        """Its steps of three after this moment."""
+        """Returns the steps of three members that a host committed after this moment."""
         return [s for s in self.members[host].steps if s.contributors == 3 and s.ns > since_ns]
 
     def within(self, since_ns: int, until_ns: int) -> list[list[tuple[Step, float]]]:
-        """Per host: its steps that ended within, with the seconds since the one before."""
+        """Returns for each host its steps that ended within this time, each with the seconds since the step before."""
         return [
             [(step, t) for step, t in intervals(self.members[h].steps) if since_ns < step.ns <= until_ns]
             for h in self.hosts
         ]
 
     def spent(self, first: Step, last: Step, host: str) -> float:
-        """CPU seconds of a host between two of its steps."""
+        """Returns the CPU seconds of a host between two of its steps."""
         return self.cpu[host][last.step] - self.cpu[host][first.step]
 
     def beyond(self, called_ns: int, host: str) -> float:
-        """CPU seconds that a join cost this host: from the call to the last step that counts, less the usual."""
+        """Returns the CPU seconds that a join cost this host: from the call to the last step that counts, less the
+        usual.
+        """
         steps = self.members[host].steps
         at = max(i for i, s in enumerate(steps) if s.ns <= called_ns)
         joint = next(i for i, s in enumerate(steps) if s.ns > called_ns and s.contributors == 3)
@@ -100,7 +102,7 @@ def _longest(intervals: list[list[tuple[Step, float]]], usual: dict[int, float])
 
 
 def visit(house: House, leave: bool = True) -> Visit:
-    """One join, its measurement, the comparison of states, and the newcomer's departure."""
+    """Measures one join, compares the states, and has the newcomer leave."""
     guest = f"g{len(house.past) + len(house.members)}-{house.rng.randrange(1 << 30)}"
     house.invite(guest)
     house.calm(2)
@@ -134,7 +136,7 @@ def visit(house: House, leave: bool = True) -> Visit:
 
 
 def control(house: House, stranger: Worker, cpu_s: float) -> float:
-    """The hosts' longest step beyond the usual one while `stranger` burns so much CPU, s."""
+    """Returns the hosts' longest step beyond the usual one while `stranger` burns so much CPU, in seconds."""
     house.calm(2)
     usual = {2: house.usual_of(2)}
     stranger.pipe.send(cpu_s)
@@ -145,7 +147,7 @@ def control(house: House, stranger: Worker, cpu_s: float) -> float:
 
 
 def say(title: str, one: Visit) -> None:
-    """A line of progress."""
+    """Prints a line of progress about one join."""
     against = "" if one.control is None else f", control {one.control * 1e3:+.0f}"
     print(
         f"    {title}: contributes after {one.to_contribution * 1e3:.0f} ms, longest {one.longest * 1e3:+.0f}, "
@@ -186,7 +188,7 @@ def report(result: Result, title: str, visits: Visits, state_mib: float, *, boun
 
 
 def table(rows: dict[str, Visits]) -> list[str]:
-    """One line per kind of join; medians in ms."""
+    """Returns a table with one line per kind of join; medians in ms."""
     columns = ("to contribution", "longest", "control", "joint", "usual", "usual joint", "steps", "CPU s")
     heads = ("", *columns, "hosts' CPU s")
     lines = [heads]

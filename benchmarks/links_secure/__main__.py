@@ -31,7 +31,7 @@ SIZES = (64 << 10, 1 << 20, 4 << 20)
 
 
 def carried(cases: list[Case], certificate: str) -> list[tuple[float, float]]:
-    """Seconds at the receiver, and CPU seconds of both ends, of each case in this order."""
+    """Returns for each case, in this order, the receiver's seconds and the CPU seconds of both ends."""
     ctx = context("benchmarks.links_secure.ends")
     taker = Worker(ctx, carry, 0, cases, certificate)
     workers = [taker]
@@ -45,7 +45,7 @@ def carried(cases: list[Case], certificate: str) -> list[tuple[float, float]]:
 
 
 def throughput(result: Result, rounds: int, total_mib: int) -> tuple[float, float]:
-    """Figures by kind of connection and size of frames.
+    """Adds the figures by kind of connection and size of frames.
 
     Returns:
         Microseconds for FRAME_NBYTES over plain links, and the ratio of authenticated to plain throughput there.
@@ -87,7 +87,7 @@ def throughput(result: Result, rounds: int, total_mib: int) -> tuple[float, floa
 
 
 def steps(result: Result, shape: Shape) -> None:
-    """Step times of jobs that differ in their links alone."""
+    """Adds the step times of jobs that differ in their links alone."""
     with ExitStack() as stack:
         ours = {}
         for kind in LINKS:

@@ -37,7 +37,7 @@ _FRAMES = 10
 
 
 class _Turns:
-    """Stands for the loop: calls the link only when it is told to."""
+    """Stand-in for the event loop, which calls the link only when it is told to."""
 
     def __init__(self) -> None:
         self.handler: Callable[[int], None] = lambda _: None
@@ -54,7 +54,7 @@ class _Turns:
 
 
 class _End:
-    """One end, and what it has received."""
+    """One end of a link, and the frames that it has received."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.into = memoryview(bytearray(FRAME_NBYTES))
@@ -89,7 +89,7 @@ def _ends(kind: str) -> tuple[_End, _End]:
 
 
 def _frame(one: _End, other: _End, payload: memoryview) -> tuple[float, float]:
-    """Seconds that the sender and the receiver take for one frame."""
+    """Sends one frame; returns the seconds that the sender and the receiver take for it."""
     wanted, taking = other.frames + 1, 0.0
     began = time.perf_counter()
     one.link.send(FrameType.DOWN, ViewId(1, 1), 1, 0, (payload,))
@@ -106,7 +106,7 @@ def _frame(one: _End, other: _End, payload: memoryview) -> tuple[float, float]:
 
 
 def frame_costs() -> dict[str, tuple[float, float]]:
-    """Least microseconds of (sender, receiver) for a frame of FRAME_NBYTES, by kind of link."""
+    """Returns the least microseconds of (sender, receiver) for a frame of FRAME_NBYTES, by kind of link."""
     payload = memoryview(bytearray(os.urandom(FRAME_NBYTES)))
     pairs = {kind: _ends(kind) for kind in LINKS}
     taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in LINKS}
@@ -122,7 +122,9 @@ def frame_costs() -> dict[str, tuple[float, float]]:
 
 
 def library_costs() -> dict[str, float]:
-    """Least microseconds in which one core sums, tags or encrypts FRAME_NBYTES that are warm in its cache."""
+    """Returns the least microseconds in which one core sums, tags or encrypts FRAME_NBYTES that are warm in its
+    cache.
+    """
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     aead, nonce = AESGCM(bytes(32)), bytes(12)
@@ -168,7 +170,7 @@ def best_ratio(plain_us: float, tag_us: float) -> float:
 
 
 def costs(result: Result, plain_us: float, ratio: float) -> None:
-    """Adds figures of what protection adds to one frame at either end, and the reason for the ratio in words."""
+    """Adds figures of the costs of protection for one frame at either end, and the reason for the ratio in words."""
     of, library = frame_costs(), library_costs()
     case = f"a frame of {FRAME_NBYTES >> 10} KiB"
     plain = of["plain"]

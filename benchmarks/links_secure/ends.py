@@ -26,7 +26,7 @@ Case = tuple[str, int, int]
 
 
 class _Meter:
-    """Seconds, and CPU seconds of this process, from one moment to another."""
+    """Meter of seconds, and of CPU seconds of this process, between two moments."""
 
     def __init__(self) -> None:
         self._since = (0.0, 0.0)
@@ -40,12 +40,12 @@ class _Meter:
 
 
 def _warm_up(nbytes: int, every: int) -> int:
-    """Frames that are not measured; a multiple of `every`."""
+    """Returns the number of frames that are sent before measuring; a multiple of `every`."""
     return -(-WARM_UP_NBYTES // (nbytes * every)) * every
 
 
 class _Owner:
-    """Has frames received into one buffer, and says when so many are here."""
+    """Owner of a link that receives all frames into one buffer, and says when a given number has arrived."""
 
     def __init__(self, nbytes: int) -> None:
         self.into = memoryview(bytearray(nbytes))
@@ -71,13 +71,13 @@ class _Owner:
 
 
 def _window(nbytes: int, frames: int) -> tuple[int, int]:
-    """Frames on their way at most, and after how many the other end says that they are here."""
+    """Returns how many frames may be under way, and after how many frames the receiver acknowledges them."""
     window = max(4, WINDOW_NBYTES // nbytes)
     return min(window, frames), max(1, min(window, frames) // 4)
 
 
 class _Course:
-    """Course of one end, in the loop's thread: frames one after the other, or a word for every few that came."""
+    """Work of one end in the loop's thread: sends frames one after the other, or acknowledges every few that came."""
 
     def __init__(self, owner: _Owner, loop: Any, sock: socket.socket, case: Case, *, sends: bool) -> None:
         from chaos_lightning.protocol.types import ViewId
@@ -194,7 +194,9 @@ def _over_socket(sock: socket.socket, case: Case, certificate: str, *, sends: bo
 
 
 def carry(pipe: Connection, port: int, cases: list[Case], certificate: str) -> None:
-    """One end; port 0: the one that takes, which tells where it listens. Sends (seconds, CPU seconds) per case."""
+    """Runs one end of the connections; port 0 is the receiver, which sends its port. Sends (seconds, CPU seconds) per
+    case.
+    """
     with ExitStack() as stack:
         listener = None
         if not port:
@@ -216,7 +218,7 @@ def carry(pipe: Connection, port: int, cases: list[Case], certificate: str) -> N
 
 
 def make_certificate(folder: Path) -> str:
-    """A file with a key, its certificate for localhost, and the authority that signed it."""
+    """Writes a file with a key, its certificate for localhost, and the authority that signed it; returns its path."""
     from chaos_lightning.security.certificates import certify, new_authority
     from chaos_lightning.security.roles import MEMBER
 
@@ -229,6 +231,6 @@ def make_certificate(folder: Path) -> str:
 
 
 def sums_everywhere(contenders: dict[str, Any]) -> None:
-    """A member's links carry checksums as between machines; within one, the level checksum sends chunks without."""
+    """Gives a member's links checksums as between machines; within one, the level checksum sends chunks without."""
     for link in contenders["checksum"].engine._links._links.values():
         link.sums = True

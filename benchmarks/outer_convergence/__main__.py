@@ -39,7 +39,7 @@ Cases = dict[str, dict[str, list[Track]]]
 
 
 def modes(task: Task) -> list[Mode]:
-    """All that have a server. Only robust overlaps: the others are as they were published."""
+    """Returns all modes that have a server. Only robust overlaps: the others are as they were published."""
     rules = OuterSettings(
         inner_steps=INNER_STEPS,
         batch=task.batch,
@@ -63,7 +63,7 @@ def title(task: Task, eta: int) -> str:
 
 
 def told(name: str, seed: int, track: Track, began: float) -> None:
-    """One line on stderr for each run."""
+    """Prints one line on stderr for a run."""
     end = track.curve[-1]
     print(
         f"{name}, seed {seed}: loss {end.loss:.3f} after {end.time_s:.0f} virtual s; "
@@ -74,7 +74,7 @@ def told(name: str, seed: int, track: Track, began: float) -> None:
 
 
 def clean_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, steps: int) -> Cases:
-    """Every mode at every eta; tells of each as soon as it is there."""
+    """Runs every mode at every eta; tells of each as soon as it is there."""
     cases: Cases = {}
     total = steps * task.batch
     for eta in etas:
@@ -87,7 +87,7 @@ def clean_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, step
 
 
 def several(task: Task, mode: Mode, eta: int, seeds: int, total: int, poison: float = 0.0) -> list[Track]:
-    """One mode with each seed."""
+    """Runs one mode with each seed; returns the tracks."""
     tracks = []
     for seed in range(seeds):
         began = time.process_time()
@@ -100,23 +100,23 @@ def several(task: Task, mode: Mode, eta: int, seeds: int, total: int, poison: fl
 
 
 def final(tracks: Sequence[Track]) -> float:
-    """The mean final loss."""
+    """Returns the mean final loss."""
     return fmean(track.curve[-1].loss for track in tracks)
 
 
 def part_of_time(ours: Curve, theirs: Curve) -> float:
-    """How soon we have the loss that they have at 60% of their time, as a part of that time."""
+    """Returns how soon our curve has the loss that theirs has at 60% of its time, as a part of that time."""
     then_s = 0.6 * theirs[-1].time_s
     return time_to(ours, at_time(theirs, then_s)) / then_s
 
 
 def sooner(ours: Sequence[Track], theirs: Sequence[Track]) -> float:
-    """The mean over the seeds."""
+    """Returns the mean of `part_of_time` over the seeds."""
     return fmean(part_of_time(one.curve, two.curve) for one, two in zip(ours, theirs, strict=True))
 
 
 def table(result: Result, name: str, case: Mapping[str, Sequence[Track]]) -> None:
-    """A line for each mode."""
+    """Prints a line for each mode."""
     columns = (
         "final loss",
         "virtual s",
@@ -164,7 +164,7 @@ def claims(result: Result, cases: Cases, *, strict: bool) -> None:
 
 
 def newcomer(result: Result, task: Task, seeds: int, total: int) -> None:
-    """A cluster of robust begins anew in mid-training, with a cold inner optimizer."""
+    """Measures a cluster of robust that begins anew in mid-training, with a cold inner optimizer."""
     refused, others = [], 0
     for seed in range(seeds):
         mode = next(mode for mode in modes(task) if mode.name == ROBUST)
@@ -182,7 +182,7 @@ def newcomer(result: Result, task: Task, seeds: int, total: int) -> None:
 
 
 def poisoned_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, total: int, clean: Cases) -> Verdicts:
-    """Robust at each eta, and at the first one what the other modes make of the same poison.
+    """Runs robust on poison at each eta, and at the first eta the other modes on the same poison.
 
     Returns:
         What robust made of it.
@@ -217,7 +217,7 @@ def poisoned_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, t
 
 
 def missed(made: int, caught: int) -> float:
-    """The part that was not as it is to be; of none, all: what was never made shows nothing."""
+    """Returns the part of pushes that got the wrong verdict; 1 if none was made, since that shows nothing."""
     return (made - caught) / made if made else 1.0
 
 
@@ -243,7 +243,7 @@ def poison_claims(result: Result, verdicts: Verdicts, *, strict: bool) -> None:
 
 
 def pictures(cases: Mapping[str, Mapping[str, Sequence[Track]]], out: str) -> None:
-    """The two plots beside the JSON."""
+    """Draws the two plots beside the JSON."""
     curves = {n: {mode: [t.curve for t in tracks] for mode, tracks in case.items()} for n, case in cases.items()}
     for axis, over_time in (("samples", False), ("time", True)):
         draw(curves, Path(out).with_name(f"{Path(out).stem}-{axis}.png"), over_time=over_time)

@@ -1,4 +1,4 @@
-"""Loss over samples and over time: one run's curve, and what is read from it."""
+"""Loss over samples and over time: the curve of a run, and values read from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Point(NamedTuple):
-    """Where a run stands: virtual seconds, samples spent, validation loss."""
+    """One point of a run's curve: virtual seconds, samples spent, validation loss."""
 
     time_s: float
     samples: int
@@ -19,7 +19,7 @@ Curve = Sequence[Point]
 
 
 def _at(curve: Curve, x: float, axis: Callable[[Point], float]) -> float:
-    """The loss there, by linear interpolation; at an end beyond it."""
+    """Returns the loss at `x` by linear interpolation; beyond an end of the curve, the loss at that end."""
     before = curve[0]
     for point in curve:
         if axis(point) >= x:
@@ -31,17 +31,17 @@ def _at(curve: Curve, x: float, axis: Callable[[Point], float]) -> float:
 
 
 def at_samples(curve: Curve, samples: float) -> float:
-    """The loss after so many samples."""
+    """Returns the loss after so many samples."""
     return _at(curve, samples, lambda point: point.samples)
 
 
 def at_time(curve: Curve, time_s: float) -> float:
-    """The loss at that time."""
+    """Returns the loss at that time."""
     return _at(curve, time_s, lambda point: point.time_s)
 
 
 def time_to(curve: Curve, loss: float) -> float:
-    """When the loss is first that low, by linear interpolation; infinite if never."""
+    """Returns the time at which the loss is first that low, by linear interpolation; infinity if never."""
     before = curve[0]
     for point in curve:
         if point.loss <= loss:

@@ -73,7 +73,7 @@ def speeds(eta: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Weather:
-    """How long legs take, beside the cluster's speed; the same legs in every mode.
+    """Random factors by which the cluster's legs take longer, beside its speed; the same legs in every mode.
 
     Attributes:
         seed: Of the drawing.
@@ -133,7 +133,7 @@ class Track:
 
 
 class LeaderShell:
-    """The one leader, on a store that never fails."""
+    """Shell of the one leader, on a store that never fails."""
 
     def __init__(self, job: VirtualJob, followers: int) -> None:
         self.job = job
@@ -152,7 +152,7 @@ class LeaderShell:
         self.job.kernel.after(WORD_S, lambda: self.feed(fx.Heard(conn, message)))
 
     def feed(self, event: fx.LeaderEvent) -> None:
-        """One event through the machine, and its effects."""
+        """Gives one event to the machine, and carries out its effects."""
         for effect in self.machine.on(1.0 + self.job.kernel.now, event):
             match effect:
                 case fx.StoreEntry(entry):
@@ -172,7 +172,7 @@ class LeaderShell:
 
 
 class FollowerShell:
-    """One follower: it stages pushes, computes versions and serves the two newest."""
+    """Shell of one follower, which stages pushes, computes versions and serves the two newest."""
 
     def __init__(self, job: VirtualJob, name: str) -> None:
         self.job, self.conn = job, job.connect(self.hear)
@@ -188,7 +188,7 @@ class FollowerShell:
         self.feed(fx.Told(message))  # type: ignore[arg-type]
 
     def feed(self, event: fx.FollowerEvent) -> None:
-        """One event through the machine, and its effects."""
+        """Gives one event to the machine, and carries out its effects."""
         after = self.job.kernel.after
         for effect in self.machine.on(event):
             match effect:
@@ -254,7 +254,7 @@ class FollowerShell:
 
 
 class ClusterShell:
-    """One cluster: it trains what it is leased, in its own time."""
+    """Shell of one cluster, which trains its leased samples in its own time."""
 
     def __init__(self, job: VirtualJob, number: int, step_s: float) -> None:
         self.job, self.number, self.step_s = job, number, step_s
@@ -283,7 +283,7 @@ class ClusterShell:
         self.job.kernel.after(HEARTBEAT_S, self._beat)
 
     def feed(self, event: cl.ClusterEvent) -> None:
-        """One event through the machine, and its effects; then it trains, if it may."""
+        """Gives one event to the machine, carries out its effects, and trains if the cluster may."""
         for effect in self.machine.on(event):
             match effect:
                 case fx.Say(message):
@@ -308,7 +308,7 @@ class ClusterShell:
         self._train()
 
     def _come_anew(self) -> None:
-        """Its incarnation is over, so the same process comes in as another one."""
+        """Lets the process come in as another incarnation, since its old one has ended."""
         self.machine = self.machine.anew()
         self._base, self._frozen = None, None
         old, self.conn = self.conn, self.job.connect(self.hear)
@@ -318,7 +318,7 @@ class ClusterShell:
         self.job.track.anew += 1
 
     def begin_cold(self) -> None:
-        """Another process comes in its place, whose inner optimizer has seen nothing."""
+        """Replaces the cluster's process by one whose inner optimizer has seen nothing."""
         self.learner.forget()
         self._come_anew()
 
@@ -346,7 +346,7 @@ class ClusterShell:
         self._train()
 
     def _share(self) -> tuple[Covered, ...]:
-        """The next samples that are leased to it, a batch of them if there are so many."""
+        """Returns the next samples that are leased to the cluster, a batch of them if there are so many."""
         left, found = self.job.task.batch, []
         for epoch, spans in sorted(self.machine.free_spans().items()):
             some = []
@@ -406,7 +406,7 @@ class ClusterShell:
 
 
 class VirtualJob:
-    """See the module.
+    """One outer job in virtual time, trained by the product's machines.
 
     Args:
         task: What is trained.
@@ -450,12 +450,12 @@ class VirtualJob:
             self.clusters.append(ClusterShell(self, number, step_s))
 
     def connect(self, hear: Callable[[object], None]) -> int:
-        """A new stream to the leader."""
+        """Opens a new stream to the leader; returns its number."""
         self.leader.hears[len(self.leader.hears)] = hear
         return len(self.leader.hears) - 1
 
     def stored(self, entry: Entry) -> None:
-        """An entry is in the chain."""
+        """Counts samples and verdicts of an entry that is in the chain."""
         self.track.verdicts.read(entry, self.poison.kinds)
         body = entry.body
         if isinstance(body, Round):
@@ -467,7 +467,7 @@ class VirtualJob:
             self._samples[entry.version] = self.spent
 
     def computed(self, entry: Entry) -> None:
-        """A follower has computed this version; once all have, the curve may get a point."""
+        """Notes that a follower has computed this version; once all have, the curve may get a point."""
         count = self._standing[entry.version] = self._standing.get(entry.version, 0) + 1
         samples = self._samples.get(entry.version, 0)
         if count < len(self.followers) or samples < self._next:

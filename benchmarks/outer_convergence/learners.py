@@ -26,7 +26,7 @@ VALIDATION = 20
 
 
 class CharacterMLP(nn.Module):
-    """Characters before a place in, logits of the next one out."""
+    """Model from the characters before a place to the logits of the next one."""
 
     def __init__(self, vocabulary: int, context: int, width: int, hidden: int, seed: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ SMALL_GPT = Task("GPT", _gpt, context=32, everywhere=True, batch=8, inner_lr=3e-
 
 @functools.cache
 def _text() -> tuple[Tensor, Tensor, int]:
-    """Training and validation text as numbers of characters, and how many characters there are."""
+    """Returns training and validation text as numbers of characters, and how many characters there are."""
     raw = np.frombuffer(prose_text(), dtype=np.uint8)
     kinds, numbers = np.unique(raw, return_inverse=True)
     whole = torch.from_numpy(numbers.astype(np.int64))
@@ -109,11 +109,11 @@ class Samples:
 
     @property
     def length(self) -> int:
-        """Positions of an epoch."""
+        """Number of positions in an epoch."""
         return len(self._blocks)
 
     def take(self, covered: Sequence[Covered]) -> Tensor:
-        """The blocks at these positions, (n, context + 1)."""
+        """Returns the text blocks at these positions, (n, context + 1)."""
         places = [self._order(c.epoch)[a:b] for c in covered for a, b in c.spans]
         return self._blocks[torch.cat(places)]
 
@@ -125,7 +125,7 @@ class Samples:
 
 
 class Learner:
-    """See the module.
+    """One copy of a model: its parameters as one flat fp32 tensor, and its inner optimizer.
 
     Attributes:
         flat: All parameters, fp32.
@@ -151,18 +151,18 @@ class Learner:
         self._slopes = slopes
 
     def forget(self) -> None:
-        """The inner optimizer begins anew."""
+        """Clears the inner optimizer's state."""
         self._optimizer.state.clear()
 
     def step(self, blocks: Tensor) -> None:
-        """One inner step on these samples."""
+        """Trains one inner step on these samples."""
         self._slopes.zero_()
         self._loss(blocks).backward()
         self._optimizer.step()
 
     @torch.no_grad()
     def loss(self, blocks: Tensor) -> float:
-        """The mean over these samples, in nats per character."""
+        """Returns the mean loss over these samples, in nats per character."""
         return float(self._loss(blocks))
 
     def _loss(self, blocks: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The two pictures: loss over samples, and loss over virtual time."""
+"""Draws the two pictures of outer_convergence: loss over samples, and loss over virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADROOM = 1.6
 
 
 def draw(cases: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path, *, over_time: bool) -> None:
-    """One picture for each case, one line for each mode, the mean over its seeds.
+    """Draws one picture for each case, with one line for each mode, the mean over its seeds.
 
     Args:
         cases: By title, by mode, the curves of all seeds.

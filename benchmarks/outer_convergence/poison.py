@@ -1,4 +1,4 @@
-"""Pushes that went wrong at the cluster that made them, and what became of each."""
+"""Pushes that are spoiled at the cluster that made them, and the verdict on each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOISE = 10.0
 
 @dataclass
 class Poison:
-    """Which pushes are poisoned: one in some, after the warm-up, the kinds in turn.
+    """Choice of the pushes that are poisoned: one in some, after the warm-up, the kinds in turn.
 
     Attributes:
         share: This part of all pushes; 0.0: none.
@@ -36,7 +36,7 @@ class Poison:
     kinds: dict[PushId, str] = field(default_factory=dict)
 
     def spoil(self, push: PushId, accepted: int, gained: Tensor) -> bool:
-        """Perhaps poisons a push in place; whether it did is a function of its name.
+        """Poisons a push in place if its name is drawn; returns whether it did, which is a function of the name alone.
 
         Args:
             push: Its name.
@@ -85,7 +85,7 @@ class Verdicts:
     reasons: list[str] = field(default_factory=list)
 
     def read(self, entry: Entry, kinds: Mapping[PushId, str]) -> None:
-        """Takes an entry of the chain in."""
+        """Counts the verdicts of an entry of the chain."""
         if not isinstance(entry.body, Round):
             return
         rejected = {refusal.offer.push: refusal.reason for refusal in entry.body.rejected}
@@ -106,7 +106,7 @@ class Verdicts:
                 self.alone += len(pushes) == 1
 
     def add(self, other: Verdicts) -> None:
-        """Adds another run's."""
+        """Adds the counts of another run."""
         self.good += other.good
         self.good_rejected += other.good_rejected
         self.made.update(other.made)
@@ -117,5 +117,5 @@ class Verdicts:
         self.reasons += other.reasons
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Returns all counts as JSON."""
         return vars(self) | {"made": dict(self.made), "caught": dict(self.caught)}

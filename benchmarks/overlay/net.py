@@ -36,12 +36,14 @@ Routes = dict[tuple[str, str], str]
 
 
 def rates(scale: float = 1.0) -> dict[tuple[str, str], tuple[float, float, float]]:
-    """As planners take them: (latency in seconds, bps there, bps back)."""
+    """Returns the links' rates as planners take them: (latency in seconds, bps there, bps back)."""
     return {pair: (1e-4, mbps * 1e6 * scale, mbps * 1e6 * scale) for pair, mbps in MBPS.items()}
 
 
 def routes(mbps: Mapping[tuple[str, str], float], *, widest: bool) -> Routes:
-    """Routes between all pairs: those with the widest narrowest link (of these the shortest), or of fewest hops."""
+    """Returns routes between all pairs: those with the widest narrowest link (of these the shortest), or of fewest
+    hops.
+    """
     width = {p: mbps.get(p) or mbps.get((p[1], p[0]), 0.0) for p in permutations(NAMES, 2)}
     found: Routes = {}
     for target in NAMES:
@@ -63,7 +65,7 @@ def routes(mbps: Mapping[tuple[str, str], float], *, widest: bool) -> Routes:
 
 
 def link_address(pair: tuple[str, str], end: str) -> str:
-    """The address of one end of a link."""
+    """Returns the address of one end of a link."""
     return f"10.78.{list(MBPS).index(pair) + 1}.{1 if end == pair[0] else 2}"
 
 
@@ -72,7 +74,7 @@ def namespace(name: str) -> str:
 
 
 def _remove_leftovers() -> None:
-    """Removes what runs that were killed have left."""
+    """Removes the namespaces that killed runs have left."""
     for path in Path("/run/netns").glob("chaosbench*"):
         pid = re.fullmatch(r"chaosbench(\d+)[a-z]", path.name)
         if pid and not Path(f"/proc/{pid[1]}").exists():
@@ -81,7 +83,7 @@ def _remove_leftovers() -> None:
 
 @contextlib.contextmanager
 def namespaces(scale: float = 1.0) -> Iterator[None]:
-    """Makes the network, and takes it down again.
+    """Makes the network for the block, and takes it down again.
 
     Raises:
         NetworkError: No root, or a kernel without what this needs.
@@ -126,7 +128,7 @@ def _shape(space: str, device: str, mbps: float, verb: str) -> None:
 
 
 def set_routes(chosen: Routes) -> None:
-    """Makes packets between the nodes' own addresses travel so."""
+    """Sets the routes of packets between the nodes' own addresses."""
     for (here, target), there in chosen.items():
         pair = (here, there) if (here, there) in MBPS else (there, here)
         run(

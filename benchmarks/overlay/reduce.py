@@ -47,7 +47,7 @@ def enter(namespace: str) -> None:
 
 
 class Node:
-    """The data plane of one member without a protocol above it."""
+    """Data plane of one member without a protocol above it."""
 
     def __init__(self, me: str, nbytes: int, address: str) -> None:
         import torch
@@ -153,7 +153,7 @@ class Node:
         return self.done_at
 
     def trouble(self) -> str:
-        """Words about an all-reduce that does not end: what is missing, and where bytes wait."""
+        """Returns words about an all-reduce that does not end: the missing sums, and the places where bytes wait."""
         held = self.reducer.held() or ()
         missing = self.layout.nbytes - sum(stop - start for start, stop in held)
         waiting = (
@@ -177,7 +177,7 @@ class Node:
 
 
 def ours(pipe: Connection, me: str, rank: int, size: int, nbytes: int, namespace: str, address: str) -> None:
-    """A node that all-reduces over trees; obeys ("connect", ...), ("pace", ...), ("reduce", ...) and ("end",)."""
+    """Runs a node that all-reduces over trees; obeys ("connect", ...), ("pace", ...), ("reduce", ...) and ("end",)."""
     import torch
 
     torch.set_num_threads(1)
@@ -206,7 +206,7 @@ def ours(pipe: Connection, me: str, rank: int, size: int, nbytes: int, namespace
 
 
 def gloo(pipe: Connection, rank: int, size: int, nbytes: int, namespace: str, store: str) -> None:
-    """A node that all-reduces by torch.distributed on gloo in a namespace; obeys ("reduce", begin_at) and ("end",)."""
+    """Runs a node that all-reduces by gloo in a namespace; obeys ("reduce", begin_at) and ("end",)."""
     import torch
     import torch.distributed as dist
 
@@ -258,7 +258,7 @@ def cases(nbytes: int, scale: float = 1.0) -> list[Case]:
 
 @contextlib.contextmanager
 def nodes(nbytes: int, *, spaces: bool, scale: float = 1.0) -> Iterator[list[Worker]]:
-    """Six connected nodes; paced on loopback, or one in each namespace."""
+    """Yields six connected nodes; paced on loopback, or one in each namespace."""
     ctx = context(
         "benchmarks.overlay.reduce", "chaos_lightning.collectives.gradients", "chaos_lightning.collectives.reducer"
     )
@@ -284,7 +284,7 @@ def nodes(nbytes: int, *, spaces: bool, scale: float = 1.0) -> Iterator[list[Wor
 
 
 def all_reduce(workers: list[Worker], *words: Any) -> tuple[float, float]:
-    """Seconds from the common start until the last node has the sum, and CPU seconds of all nodes."""
+    """Runs one all-reduce; returns the seconds until the last node has the sum, and the CPU seconds of all nodes."""
     begin_at = time.monotonic() + _HEAD_START_S
     for worker in workers:
         worker.pipe.send(("reduce", *words, begin_at))
@@ -297,7 +297,7 @@ def all_reduce(workers: list[Worker], *words: Any) -> tuple[float, float]:
 def measure_ours(
     result: Result, found: list[Case], nbytes: int, rounds: int, *, spaces: bool, scale: float = 1.0
 ) -> None:
-    """All plans in turn, round by round, in the same processes."""
+    """Measures all plans in turn, round by round, in the same processes."""
     where = "namespaces" if spaces else "paced"
     times: dict[str, list[float]] = {case.name: [] for case in found}
     cpu: dict[str, list[float]] = {case.name: [] for case in found}
@@ -322,7 +322,7 @@ def measure_ours(
 
 
 def measure_gloo(result: Result, nbytes: int, rounds: int, folder: Path, scale: float = 1.0) -> None:
-    """gloo in the namespaces, over both kinds of routes in turn."""
+    """Measures gloo in the namespaces, over both kinds of routes in turn."""
     ctx = context("benchmarks.overlay.reduce")
     kinds = {"best": True, "fewest-hops": False}
     routes = {kind: net.routes(MBPS, widest=widest) for kind, widest in kinds.items()}

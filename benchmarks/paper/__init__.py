@@ -1,1 +1,3 @@
-"""The paper's figures, a function each: `benchmarks.chaos_paper` runs them and sets them beside what is claimed."""
+"""Functions that make the paper's figures: `benchmarks.chaos_paper` runs them and compares them with the paper's
+claims.
+"""

@@ -1,4 +1,4 @@
-"""How far the greedy shard assignment is from the optimum (Fig. 16).
+"""Compares the greedy shard assignment with the optimum (Fig. 16).
 
 Theory of operation. In the paper's model a neighbour begins after its latency and the end of its own all-reduce, and
 then needs the same time for each shard. Four plans are computed for each join of the paper's clusters (`clusters.py`),
@@ -34,7 +34,7 @@ TRIED = 100
 
 
 def neighbours_of(join: Join, chance: random.Random) -> list[Neighbour]:
-    """The newcomer's neighbours as the planner wants them, each with a random end of its all-reduce."""
+    """Returns the newcomer's neighbours as the planner takes them, each with a random end of its all-reduce."""
     return [
         Neighbour(name, 2 * latency + chance.uniform(0, SYNC_S), 8 / rate)
         for name, (latency, rate) in join.estimates().items()
@@ -42,7 +42,7 @@ def neighbours_of(join: Join, chance: random.Random) -> list[Neighbour]:
 
 
 def enumerated_s(count: int, shard_nbytes: int, near: Sequence[Neighbour]) -> float:
-    """The optimum of P3 by trying every assignment: seconds until the last of `count` shards has come."""
+    """Returns the optimum of P3 by trying every assignment: seconds until the last of `count` shards has come."""
     best = float("inf")
     for assignment in product(range(len(near)), repeat=count):
         ends = (n.seconds(assignment.count(i) * shard_nbytes) for i, n in enumerate(near) if i in assignment)
@@ -51,7 +51,9 @@ def enumerated_s(count: int, shard_nbytes: int, near: Sequence[Neighbour]) -> fl
 
 
 def best_size_s(nbytes: int, near: Sequence[Neighbour], layers: Sequence[int], tried: int = TRIED) -> float:
-    """The least time of any assignment of equal shards whose size lies between the layers, among so many sizes."""
+    """Returns the least seconds of any assignment of equal shards whose size lies between the layers, of so many
+    sizes.
+    """
     low, high = min(layers), max(layers)
     sizes = {max(1, round(low * (high / low) ** (i / (tried - 1)))) for i in range(tried)}
     # Much smaller shards than this one reach the bound to within a thousandth, at the price of counting more of them.
@@ -60,7 +62,7 @@ def best_size_s(nbytes: int, near: Sequence[Neighbour], layers: Sequence[int], t
 
 
 def checks(seed: int, count: int) -> tuple[int, float]:
-    """How many random small instances Algorithm 2 solves as well as brute force does, and its worst excess."""
+    """Returns how many random small instances Algorithm 2 solves as well as brute force, and its worst excess."""
     chance = random.Random(f"brute force/{seed}")
     equal, worst = 0, 0.0
     for _ in range(count):
@@ -77,7 +79,7 @@ def checks(seed: int, count: int) -> tuple[int, float]:
 
 
 def gaps(join: Join, model: Model, chance: random.Random, tried: int) -> dict[str, float]:
-    """Seconds of each plan, and how long planning took."""
+    """Returns the seconds of each plan, and how long planning took."""
     near = neighbours_of(join, chance)
     layers = model.layout(model.nbytes)
     nbytes = sum(layers)
@@ -108,7 +110,7 @@ def _all(scale: Scale) -> Iterator[tuple[str, int, dict[str, float]]]:
 
 
 def fig16(scale: Scale) -> FigureResult:
-    """Equal, greedy and optimal assignment."""
+    """Makes Fig. 16: equal, greedy and optimal assignment."""
     progress("16", "planning")
     rows = list(_all(scale))
     tried = scale.pick(100, 600)
@@ -179,7 +181,7 @@ def fig16(scale: Scale) -> FigureResult:
 
 
 def plot_fig16(result: FigureResult, path: Path) -> None:
-    """Each plan over the bound, by model."""
+    """Draws each plan over the bound, by model."""
     rows = result.data["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
     kinds = {"even": "equal shares", "greedy": "Algorithms 1 and 2", "P2": "best shard size (P2's optimum)"}

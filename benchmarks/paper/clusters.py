@@ -26,13 +26,13 @@ MEAN_INTERVAL_S = 600.0
 
 
 def several(running: int) -> int:
-    """How many neighbours a newcomer has."""
+    """Returns how many neighbours a newcomer has."""
     return min(MOST, running, max(FEWEST, round(SHARE * running)))
 
 
 @dataclass(frozen=True)
 class Join:
-    """One node comes.
+    """The join of one node to a cluster.
 
     Attributes:
         topology: Of all nodes that run then, and the newcomer.
@@ -46,30 +46,30 @@ class Join:
 
     @property
     def size(self) -> int:
-        """Nodes that run before."""
+        """Number of nodes that run before the join."""
         return len(self.topology.nodes) - 1
 
     @property
     def label(self) -> str:
-        """As on the paper's axes."""
+        """Label of the join as on the paper's axes."""
         return f"{self.size} to {self.size + 1}"
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The newcomer's neighbours."""
+        """Names of the newcomer's neighbours."""
         return self.topology.neighbours(self.newcomer)
 
     def rates(self, after_s: float = 0.0) -> dict[Pair, float]:
-        """Bits per second of all links, so long after the join began."""
+        """Returns the bits per second of all links, so long after the join began."""
         return {pair: state.rate_bps for pair, state in links_of(self.topology, self.at_s + after_s).items()}
 
     def changes_after_s(self, after_s: float) -> float:
-        """When rates next change, counted from the join; infinite if never."""
+        """Returns the seconds from the join to the next change of rates after `after_s`; infinity if there is none."""
         found = next_change_s(self.topology, self.at_s + after_s)
         return math.inf if found is None else found - self.at_s
 
     def estimates(self) -> dict[str, tuple[float, float]]:
-        """(latency in s, bits per second) of the newcomer's links as they are when it comes: what a probe finds."""
+        """Returns (latency in s, bits per second) of the newcomer's links when it comes, as a probe would find them."""
         rates = self.rates()
         return {
             (b if a == self.newcomer else a): (LATENCY_S, rate)
@@ -79,7 +79,7 @@ class Join:
 
 
 def growth(seed: int, last: int, *, first: int = FIRST, neighbours: int = 0) -> Iterator[Join]:
-    """All joins of one history, from `first` running nodes to `last`.
+    """Yields all joins of one history, from `first` running nodes to `last`.
 
     Args:
         seed: Of overlay, rates and instants.
@@ -123,6 +123,6 @@ def growth(seed: int, last: int, *, first: int = FIRST, neighbours: int = 0) -> 
 
 
 def pair(rate_bps: float) -> Join:
-    """Two nodes, one link that never changes."""
+    """Returns the join of two nodes over one link that never changes."""
     nodes = (EdgeNode("n0"), EdgeNode("n1"))
     return Join(Topology(nodes, (Link("n0", "n1", rate_bps, LATENCY_S),), name="pair"), "n1", 0.0)

@@ -1,4 +1,4 @@
-"""How long each system takes to bring a newcomer in (Figs. 7, 8 and 15).
+"""Measures how long each system takes to bring a newcomer in (Figs. 7, 8 and 15).
 
 The joins of Figs. 7, 10 and 15 are the same ones (`sweep.py`); they are run once and shown three times.
 """
@@ -41,7 +41,7 @@ LABELS = {
 
 @functools.cache
 def image_joins(scale: Scale) -> tuple[Point, ...]:
-    """All systems, the image models, emulated and simulated."""
+    """Returns the joins of the image models by all systems, emulated and simulated."""
     say = teller("7, 10, 15")
     names = tuple(sweep.SYSTEMS)
     sizes = scale.pick((6, 11), tuple(range(6, 12)))
@@ -66,7 +66,7 @@ def image_joins(scale: Scale) -> tuple[Point, ...]:
 
 
 def how_joins(points: Sequence[Point], factors: emulated.Factors, what: str = "ResNet101, AlexNet and VGG11") -> str:
-    """Returns in words what is real about them."""
+    """Returns in words which joins were real and which simulated."""
     executed = chosen(points, kind="scaled down")
     largest = max(p.size for p in points)
     repeats = len({p.repeat for p in executed})
@@ -82,7 +82,7 @@ def how_joins(points: Sequence[Point], factors: emulated.Factors, what: str = "R
 
 
 def lines(points: Sequence[Point]) -> dict[str, Any]:
-    """Delays as pictures want them: by model, kind, system and size."""
+    """Returns delays as pictures take them: by model, kind, system and size."""
     table: dict[str, Any] = {}
     for p in points:
         by_size = table.setdefault(p.model, {}).setdefault(p.kind, {}).setdefault(p.system, {})
@@ -91,7 +91,7 @@ def lines(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def draw(axes: Any, table: dict[str, Any], systems: Sequence[str]) -> None:
-    """Delay over cluster size: executed as dots on a line, simulated dashed, at full size as stars."""
+    """Draws delay over cluster size: executed as dots on a line, simulated dashed, at full size as stars."""
     sizes = sorted({int(size) for kind in table.values() for by_size in kind.values() for size in by_size})
     for system in systems:
         for kind, style in (("scaled down", "o-"), ("simulated", "--"), ("real", "*")):
@@ -111,7 +111,7 @@ def draw(axes: Any, table: dict[str, Any], systems: Sequence[str]) -> None:
 
 
 def log_scale(axes: Any, sizes: Sequence[int]) -> None:
-    """Cluster sizes side by side, and values that vary by factors."""
+    """Sets axes for cluster sizes side by side, and for values that vary by factors."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     axes.set_xticks(range(len(sizes)), [str(size + 1) for size in sizes])
@@ -142,7 +142,7 @@ _ALWAYS = 3
 
 @functools.cache
 def full_size(scale: Scale) -> tuple[Point, ...]:
-    """The first join of the first history at the paper's sizes and rates; none if it has to be quick."""
+    """Returns the first join of the first history at the paper's sizes and rates; none if it has to be quick."""
     if scale.quick:
         return ()
     plan = Plan(
@@ -152,7 +152,7 @@ def full_size(scale: Scale) -> tuple[Point, ...]:
 
 
 def always(scale: Scale, sizes: Sequence[int]) -> list[Point]:
-    """EDL+ and Autoscaling, simulated, where a newcomer has as many neighbours in large clusters as in small ones."""
+    """Returns simulated joins by EDL+ and Autoscaling, with as many neighbours in large clusters as in small ones."""
     plan = Plan(
         (VGG11,),
         tuple(sizes),
@@ -166,7 +166,7 @@ def always(scale: Scale, sizes: Sequence[int]) -> list[Point]:
 
 
 def fig7(scale: Scale) -> FigureResult:
-    """Scale-out delay of all systems by model and cluster size."""
+    """Makes Fig. 7: scale-out delay of all systems by model and cluster size."""
     points = [p for p in (*image_joins(scale), *full_size(scale)) if p.system in (*_FIG7, sweep.HOP_BY_HOP)]
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
     claims = [*_delays(executed), *_growths(scale, executed, computed), *_ours(points)]
@@ -289,7 +289,7 @@ def _ours(points: Sequence[Point]) -> list[Claim]:
 
 
 def plot_fig7(result: FigureResult, path: Path) -> None:
-    """A panel for each model."""
+    """Draws Fig. 7 with a panel for each model."""
     _plot(result, path, _FIG7)
 
 
@@ -297,7 +297,7 @@ def plot_fig7(result: FigureResult, path: Path) -> None:
 
 
 def fig8(scale: Scale) -> FigureResult:
-    """Scale-out delay of Chaos and of this package on GPT-2, medium and large."""
+    """Makes Fig. 8: scale-out delay of Chaos and of this package on GPT-2, medium and large."""
     say = teller("8")
     systems = ("Chaos", "adaptive")
     sizes = scale.pick((6, 11), tuple(range(6, 12)))
@@ -348,7 +348,7 @@ def fig8(scale: Scale) -> FigureResult:
 
 
 def plot_fig8(result: FigureResult, path: Path) -> None:
-    """A panel for each model."""
+    """Draws Fig. 8 with a panel for each model."""
     _plot(result, path, ("Chaos", "adaptive"))
 
 
@@ -358,7 +358,7 @@ _FIG15 = {"EDL+": "single source", "Autoscaling": "multi-source, even", "even": 
 
 
 def fig15(scale: Scale) -> FigureResult:
-    """Single-source, multi-source and multi-neighbour replication, the latter two with equal shares."""
+    """Makes Fig. 15: single-source, multi-source and multi-neighbour replication, the latter two with equal shares."""
     points = [p for p in image_joins(scale) if p.system in (*_FIG15, "adaptive")]
     executed = chosen(points, kind="scaled down")
     over = {
@@ -406,5 +406,5 @@ def fig15(scale: Scale) -> FigureResult:
 
 
 def plot_fig15(result: FigureResult, path: Path) -> None:
-    """A panel for each model."""
+    """Draws Fig. 15 with a panel for each model."""
     _plot(result, path, (*_FIG15, "adaptive"))

@@ -1,4 +1,4 @@
-"""A newcomer's pull, really executed: donors in processes of their own, real sockets, links that have a rate.
+"""Pulls a newcomer's state for real: donors in processes of their own, real sockets, links that have a rate.
 
 Theory of operation. `benchmarks.transfer.net` starts a process for each running node, with the package's own server,
 handshake and relays; this process is the newcomer and pulls with the package's own policies. Two factors bring the
@@ -86,7 +86,7 @@ class Cluster:
         """Hashing the newcomer's state once, here."""
 
     def load(self, layout: Sequence[int]) -> None:
-        """All donors publish a state of random bytes with these tensors (bytes each, as they are here)."""
+        """Makes all donors publish a state of random bytes with these tensors (bytes each, as they are here)."""
         from chaos_lightning.replication.table import build_table
 
         self.joiner.load(layout)
@@ -96,7 +96,7 @@ class Cluster:
         self._hashing_s = time.monotonic() - began
 
     def pull(self, policy: str, watch: Callable[[float, int], None] | None = None) -> Moved:
-        """The newcomer has nothing and pulls by this policy.
+        """Pulls the whole state into an empty newcomer by this policy.
 
         Args:
             policy: One of `replication.policies.POLICIES`.
@@ -124,12 +124,12 @@ class Cluster:
         )
 
     def estimates(self) -> dict[str, tuple[float, float]]:
-        """Returns what a probe of the newcomer's links finds: (latency in s, bits per second), as emulated."""
+        """Returns the probed (latency in s, bits per second) of the newcomer's links, as emulated."""
         return {n: (latency, rate / self.factors.slower) for n, (latency, rate) in self.join.estimates().items()}
 
 
 class _Changes:
-    """Carries the topology's schedule out during a pull; called whenever something has arrived."""
+    """Changes of rates by the topology's schedule, made during a pull whenever something has arrived."""
 
     def __init__(self, cluster: Cluster, began: float) -> None:
         self.cluster, self._began = cluster, began
@@ -154,7 +154,7 @@ class _Changes:
                     self._open.append(me)
 
     def undo(self) -> None:
-        """All links as they were when the newcomer came."""
+        """Sets all links to their rates of when the newcomer came."""
         if self.made:
             self._set(self.cluster.join.rates())
         for name in self._open:
@@ -163,7 +163,7 @@ class _Changes:
 
 @contextlib.contextmanager
 def cluster(join: Join, factors: Factors, folder: Path, disk_bps: float) -> Iterator[Cluster]:
-    """The cluster of this join; its processes end with the block.
+    """Yields the cluster of this join; its processes end with the block.
 
     Args:
         join: Who is there.

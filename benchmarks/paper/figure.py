@@ -1,4 +1,4 @@
-"""Parts that the paper's figures share: how large to run, what a figure says beside the paper, and how it is drawn.
+"""Parts that the paper's figures share: their scale, results and claims, and how they are drawn.
 
 Every figure N of the paper is two functions of one module of this package:
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scale:
-    """How large to run.
+    """Size of the runs.
 
     Attributes:
         quick: all figures together under two minutes; else under 40 minutes on two slow cores.
@@ -48,13 +48,13 @@ class Scale:
         return Scale(quick=True, seed=seed, budget_s=15.0)
 
     def pick(self, quick: T, full: T) -> T:
-        """The value for this scale."""
+        """Returns the value for this scale."""
         return quick if self.quick else full
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the paper beside what came out here.
+    """One statement of the paper beside the result here.
 
     Attributes:
         paper: what the paper says, with its numbers.
@@ -103,7 +103,7 @@ class FigureResult:
 
     @staticmethod
     def from_json(record: dict[str, Any]) -> FigureResult:
-        """The inverse of `as_json`.
+        """Returns the result that `as_json` has made this record of.
 
         Raises:
             TypeError: the record lacks a field or has one that is unknown.
@@ -112,23 +112,23 @@ class FigureResult:
 
 
 def settled(claim: Claim) -> Claim:
-    """A claim that holds needs no reason for a difference."""
+    """Returns the claim without a reason for a difference if it holds."""
     return Claim(claim.paper, claim.ours, claim.kind, claim.agrees) if claim.agrees else claim
 
 
 def span(values: Sequence[float], unit: str = "s") -> str:
-    """Least to most, in words."""
+    """Returns the least to the greatest value, in words."""
     low, high = (f"{v:.0f}" if v >= 9.95 else f"{v:.2g}" for v in (min(values), max(values)))
     return f"{low} to {high} {unit}" if low != high else f"{low} {unit}"
 
 
 def progress(number: str, text: str) -> None:
-    """One line on stderr: what figure `number` does now."""
+    """Prints one line on stderr: the present work on figure `number`."""
     print(f"[{time.strftime('%H:%M:%S')}] fig {number}: {text}", file=sys.stderr, flush=True)
 
 
 def need_matplotlib() -> None:
-    """To be asked before hours of measuring.
+    """Checks that matplotlib is installed, before hours of measuring.
 
     Raises:
         ImportError: matplotlib is not installed; says how to install it.
@@ -143,7 +143,7 @@ def need_matplotlib() -> None:
 def canvas(
     path: Path, rows: int = 1, columns: int = 1, width_in: float = 4.2, height_in: float = 3.0
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure of `rows` x `columns` axes, saved as a PNG at `path` on leaving.
+    """Yields a figure of `rows` x `columns` axes, saved as a PNG at `path` on leaving.
 
     Args:
         path: file to write; its folder is made.

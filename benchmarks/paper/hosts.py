@@ -46,7 +46,7 @@ PATIENCE_S = 120.0
 
 
 def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, str], frozen_nbytes: int) -> None:
-    """A member: trains until told to leave; a newcomer (`join_by` in its settings) first waits for "go"."""
+    """Runs a member, which trains until told to leave; a newcomer (`join_by` in its settings) first waits for "go"."""
     enter(environment)
     import torch
 
@@ -67,7 +67,7 @@ def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, s
 
 @dataclass(frozen=True)
 class Way:
-    """How a newcomer comes in.
+    """Way by which a newcomer joins.
 
     Attributes:
         system: Which of the paper's systems that is.
@@ -82,7 +82,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Visit:
-    """One join, seconds as they were here."""
+    """Measurements of one join, in seconds as they were here."""
 
     delay_s: float
     idle_s: float
@@ -112,7 +112,7 @@ class Hosts(world.Hosts):
         return Worker(self._context, trainee, settings, environment, self._frozen_nbytes)
 
     def visit(self, way: Way, number: int) -> Visit:
-        """A newcomer comes, trains and goes."""
+        """Lets a newcomer come, train and go; returns the measurements."""
         guest, size = f"{self.join.newcomer}-{number}", len(self.hosts)
         self._way = way
         self.invite(guest)
@@ -129,7 +129,7 @@ class Hosts(world.Hosts):
 
 
 def beyond(steps: Sequence[Step], called_ns: int, size: int, usual: dict[int, float]) -> tuple[float, float, int]:
-    """How long a host stood still for a join.
+    """Returns how long a host stood still for a join.
 
     Args:
         steps: All its steps.
@@ -155,7 +155,7 @@ def beyond(steps: Sequence[Step], called_ns: int, size: int, usual: dict[int, fl
 
 @contextlib.contextmanager
 def hosts(join: Join, factors: Factors, nbytes: int) -> Iterator[Hosts]:
-    """A running cluster of the product; `nbytes` is the state's size in the paper."""
+    """Yields a running cluster of the product; `nbytes` is the state's size in the paper."""
     links = tuple(Link(a, b, rate / factors.slower) for (a, b), rate in join.rates().items())
     topology = Topology(join.topology.nodes, links, name=join.topology.name)
     frozen_nbytes = max(MIB // 4, int(nbytes / factors.smaller))

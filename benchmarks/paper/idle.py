@@ -1,4 +1,4 @@
-"""How much computing a join wastes across the cluster (Fig. 10).
+"""Measures how much computing a join wastes across the cluster (Fig. 10).
 
 Theory of operation. Two sources. *Observed*: whole joins of the product on an emulated edge (`hosts.py`); what each
 host's steps take beyond the usual one is added up, whatever the cause. *Modelled*, from the pulls of Fig. 7, executed
@@ -42,7 +42,7 @@ MODELLED = ("Pollux", "EDL+", "Autoscaling", "Chaos")
 
 
 def idle_s(point: Point) -> float:
-    """Node-seconds lost by one join, by the model above."""
+    """Returns the node-seconds lost by one join, by the model above."""
     if point.system == "Chaos":
         return point.serving_s
     if point.system == "adaptive":
@@ -51,7 +51,7 @@ def idle_s(point: Point) -> float:
 
 
 def observed(scale: Scale, size: int) -> dict[str, list[Visit]]:
-    """Joins of each way into a cluster of the product, several times in turns."""
+    """Returns observed joins of each way into a cluster of the product, several times in turns."""
     say = teller("10")
     factors = scale.pick(QUICK, TIGHT)
     join = next(growth(scale.seed, size, first=size))
@@ -68,7 +68,7 @@ def observed(scale: Scale, size: int) -> dict[str, list[Visit]]:
 
 
 def fig10(scale: Scale) -> FigureResult:
-    """Cluster idle time of each system."""
+    """Makes Fig. 10: cluster idle time of each system."""
     points = list(image_joins(scale))
     size = scale.pick(2, 6)
     seen = observed(scale, size)
@@ -98,7 +98,7 @@ def fig10(scale: Scale) -> FigureResult:
 
 
 def _claims(points: Sequence[Point], seen: dict[str, list[Visit]], size: int) -> list[Claim]:
-    """The paper's statements beside what came out; `seen` joins into clusters of `size` were observed."""
+    """Returns the paper's statements beside the results here; `seen` joins into clusters of `size` were observed."""
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
     lost = {system: [idle_s(p) for p in chosen(executed, system=system)] for system in MODELLED}
     chaos = {
@@ -159,7 +159,7 @@ def _sizes(points: Sequence[Point]) -> list[int]:
 
 
 def plot_fig10(result: FigureResult, path: Path) -> None:
-    """Left: modelled, by cluster size; right: observed joins."""
+    """Draws Fig. 10: left modelled, by cluster size; right observed joins."""
     rows, seen = result.data["modelled"], result.data["observed"]
     sizes = sorted({row["size"] for row in rows})
     with canvas(path, 1, 2, width_in=4.8, height_in=3.4) as (_, (left, right)):

@@ -1,4 +1,4 @@
-"""Fig. 9 and Table I: links that come and go, members that leave, and what that costs the others.
+"""Fig. 9 and Table I: links that come and go, members that leave, and the costs for the others.
 
 Real processes are those of benchmarks/primitives, which defines what an exposed delay is; here they are run at
 several cluster sizes with a small model. As many members as in the paper do not fit a small machine, so larger
@@ -44,7 +44,7 @@ _WIDTH = 8
 
 
 class _Least(random.Random):
-    """Chance that never varies: every duration is all but the least of its range."""
+    """Random numbers that never vary: every duration is all but the least of its range."""
 
     def random(self) -> float:
         return _CHANCE
@@ -54,7 +54,7 @@ class _Least(random.Random):
 
 
 def simulated(size: int, changes: int, seed: int) -> dict[str, list[Exposure]]:
-    """So many connect-links and disconnect-links in a simulated job, in turn.
+    """Simulates so many connect-links and disconnect-links in a job, in turn.
 
     Args:
         size: Members, linked at first as in `grown`.
@@ -110,7 +110,8 @@ def simulated(size: int, changes: int, seed: int) -> dict[str, list[Exposure]]:
 
 
 def grown(size: int, rng: random.Random) -> frozenset[Pair]:
-    """Links of a cluster that has grown as the paper's: each newcomer has connected to several members at random.
+    """Returns the links of a cluster that has grown as the paper's: each newcomer has connected to several members at
+    random.
 
     Several: 40 % of those that there were (benchmarks/paper/clusters.py), at least two; never every pair.
     """
@@ -128,7 +129,7 @@ def _near(name: str, links: Collection[Pair]) -> tuple[str, ...]:
 
 
 def _changes(size: int, links: frozenset[Pair], changes: int, rng: random.Random) -> tuple[list[Fault], list[str]]:
-    """Links that come and go in turn, so that everybody reaches everybody throughout."""
+    """Returns links that come and go in turn, so that all members reach each other throughout."""
     names = [f"w{i}" for i in range(size)]
     faults: list[Fault] = []
     kinds: list[str] = []
@@ -149,7 +150,7 @@ def _changes(size: int, links: frozenset[Pair], changes: int, rng: random.Random
 
 
 def fig9(scale: Scale) -> FigureResult:
-    """Connect-link delays against the cluster's size."""
+    """Makes Fig. 9: connect-link delays against the cluster's size."""
     sizes, events = scale.pick((4,), (3, 4, 5, 6)), scale.pick(3, 14)
     real: dict[str, dict[str, Any]] = {}
     for size in sizes:
@@ -177,7 +178,9 @@ def fig9(scale: Scale) -> FigureResult:
 def _claims(
     real: Mapping[str, Mapping[str, Any]], virtual: Mapping[str, Mapping[str, list[float]]], events: int
 ) -> list[Claim]:
-    """The paper's statements beside what came out, by members: of real ones so many events, and of simulated ones."""
+    """Returns the paper's statements beside the results here, by members: of so many real events, and of simulated
+    ones.
+    """
     kinds = ("connect-link", "disconnect-link")
     largest = {kind: [max(by_kind[kind]) for by_kind in virtual.values()] for kind in kinds}
     words = ", ".join(f"{f['beyond_p50_s'] * 1e3:.2f} ms ({n})" for n, f in real.items())
@@ -235,7 +238,7 @@ def _claims(
 
 
 def _facts(outcome: primitives.Outcome) -> dict[str, Any]:
-    """One kind of event in plain numbers, seconds."""
+    """Returns one kind of event in plain numbers, seconds."""
     beyond = outcome.of("beyond")
     low, high = median_interval(beyond)
     return {
@@ -257,7 +260,7 @@ def _facts(outcome: primitives.Outcome) -> dict[str, Any]:
 
 
 def _others(facts: list[dict[str, Any]]) -> str:
-    """Words about other work on the machine, if there was any that counts."""
+    """Returns words about other work on the machine, if there was any that counts."""
     most = max(f["processors_busy_with_other_work"] for f in facts)
     return f"; other work took up to {most:.0%} of the processors meanwhile" if most > primitives.FOREIGN else ""
 
@@ -308,7 +311,7 @@ _PAPER = {
 
 
 def table1(scale: Scale) -> FigureResult:
-    """The four primitives: who is affected, and the exposed delay of each."""
+    """Makes Table I: the four primitives, who is affected, and the exposed delay of each."""
     size, events = scale.pick(3, 4), scale.pick(2, 12)
     progress("I", f"{events} links that come and go among {size} members")
     outcomes = primitives.links(max(size, 4), WORK, events, random.Random(scale.seed))
@@ -361,7 +364,7 @@ def table1(scale: Scale) -> FigureResult:
 
 
 def plot_table1(result: FigureResult, path: Path) -> None:
-    """The table as a picture."""
+    """Draws Table I as a picture."""
     rows: Mapping[str, Mapping[str, Any]] = result.data["rows"]
     cells = [
         [

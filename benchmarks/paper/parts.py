@@ -60,7 +60,7 @@ def fig3(scale: Scale) -> FigureResult:
 
 
 def _components(cluster: emulated.Cluster, model: Model) -> dict[str, float]:
-    """Seconds of each part of a pull, at the paper's size."""
+    """Returns the seconds of each part of a pull, at the paper's size."""
     smaller = cluster.factors.smaller
     weights = model.layout(model.nbytes / smaller)
     cluster.load(weights * (1 + model.moments))

@@ -1,4 +1,4 @@
-"""Training states of the paper's models: which tensors, and how large.
+"""Training states of the paper's models: the shapes and sizes of their tensors.
 
 Tensors are those of the published architectures (1000 classes; GPT-2 with its head tied to the embedding), stretched
 so that all together have the size that the paper names. It names 178 MiB to 528 MiB for ResNet101, AlexNet and VGG11,
@@ -37,7 +37,7 @@ def _resnet101() -> list[Shape]:
     shapes: list[Shape] = []
 
     def convolution(out: int, into: int, side: int) -> None:
-        """With the two vectors of its batch norm."""
+        """Adds a convolution with the two vectors of its batch norm."""
         shapes.extend([(out, into, side, side), (out,), (out,)])
 
     convolution(64, 3, 7)
@@ -79,21 +79,21 @@ class Model:
 
     @property
     def count(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return sum(prod(shape) for shape in self.shapes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its state, as the paper says."""
+        """Bytes of the model's state, as the paper says."""
         return int(self.size_mib * MIB)
 
     def layout(self, nbytes: float) -> list[int]:
-        """Bytes of each tensor, in order, so stretched or shrunk that all take about `nbytes`."""
+        """Returns the bytes of each tensor, in order, so stretched or shrunk that all take about `nbytes`."""
         return stretched([FLOAT_NBYTES * prod(shape) for shape in self.shapes], nbytes)
 
 
 def stretched(sizes: Sequence[int], nbytes: float) -> list[int]:
-    """The same proportions, whole floats, about `nbytes` together."""
+    """Returns sizes in the same proportions, of whole floats, about `nbytes` together."""
     factor = nbytes / sum(sizes)
     return [max(FLOAT_NBYTES, int(size * factor) // FLOAT_NBYTES * FLOAT_NBYTES) for size in sizes]
 

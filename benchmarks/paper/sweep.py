@@ -1,4 +1,4 @@
-"""Joins of the paper's clusters by all its systems, once emulated and once simulated: what Figs. 7, 8, 10 and 15 show.
+"""Joins of the paper's clusters by all its systems, emulated and simulated: the data of Figs. 7, 8, 10 and 15.
 
 Theory of operation. A *system* is a transfer policy of the product, as `replication/policies.py` has them: Pollux is
 `stop_resume`, EDL+ `single` (with a barrier), Autoscaling `multi_source`, Chaos `greedy`; "even" is the paper's
@@ -42,7 +42,7 @@ DISK_BPS = 800e6
 
 @dataclass(frozen=True)
 class Point:
-    """One join.
+    """Measurements of one join by one system.
 
     Attributes:
         kind: "real" or "scaled down" (executed), or "simulated".
@@ -71,7 +71,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of the runs.
+    """Plan of the runs: models, clusters, systems and repetitions.
 
     Attributes:
         models: States.
@@ -95,14 +95,14 @@ class Plan:
 
 
 def joins(plan: Plan, repeat: int) -> list[Join]:
-    """The joins of one history, smallest cluster first."""
+    """Returns the joins of one history, smallest cluster first."""
     first = min(FIRST, *plan.sizes)
     history = growth(plan.seed + repeat, max(plan.sizes), first=first, neighbours=plan.neighbours)
     return [join for join in history if join.size in plan.sizes]
 
 
 def stop_resume_s(nbytes: int, size: int, one_s: float, restarted_s: float) -> float:
-    """How long a cluster stands still for a checkpoint and a restart.
+    """Returns how long a cluster stands still for a checkpoint and a restart, in seconds.
 
     Args:
         nbytes: Of the state.
@@ -114,7 +114,7 @@ def stop_resume_s(nbytes: int, size: int, one_s: float, restarted_s: float) -> f
 
 
 def emulate(plan: Plan, say: Callable[[str], None]) -> list[Point]:
-    """All joins of a plan, executed. Pollux takes long and varies little: once for each model and size."""
+    """Executes all joins of a plan. Pollux takes long and varies little: it runs once for each model and size."""
     found: list[Point] = []
     began = time.monotonic()
     with scratch() as folder:
@@ -157,7 +157,7 @@ def _emulated(plan: Plan, cluster: emulated.Cluster, model: Model, repeat: int) 
 
 
 def simulate(plan: Plan, say: Callable[[str], None]) -> list[Point]:
-    """All joins of a plan at the paper's sizes and rates, in virtual time."""
+    """Simulates all joins of a plan at the paper's sizes and rates, in virtual time."""
     found: list[Point] = []
     for repeat in range(plan.repeats):
         for join in joins(plan, repeat):
@@ -187,18 +187,18 @@ def _simulated(plan: Plan, join: Join, model: Model, repeat: int) -> Iterable[Po
 
 
 def chosen(points: Iterable[Point], **wanted: object) -> list[Point]:
-    """Those with these attributes."""
+    """Returns the points with these attributes."""
     return [p for p in points if all(getattr(p, name) == value for name, value in wanted.items())]
 
 
 def middle(points: Sequence[Point], **wanted: object) -> float:
-    """Median delay of those with these attributes, s; NaN if there are none."""
+    """Returns the median delay of the points with these attributes, s; NaN if there are none."""
     found = [p.seconds for p in chosen(points, **wanted)]
     return statistics.median(found) if found else float("nan")
 
 
 def growth_of(points: Sequence[Point], **wanted: object) -> float:
-    """How many times the median delay of the two largest clusters is that of the two smallest."""
+    """Returns how many times the median delay of the two largest clusters is that of the two smallest."""
     found = chosen(points, **wanted)
     sizes = sorted({p.size for p in found})
     few, many = sizes[:2], sizes[-2:]
@@ -208,7 +208,7 @@ def growth_of(points: Sequence[Point], **wanted: object) -> float:
 
 
 def share(points: Sequence[Point], faster: str, slower: str, factor: float = 1.0) -> tuple[int, int]:
-    """In how many joins one system took less than `factor` times what another took, and of how many."""
+    """Returns in how many joins one system took less than `factor` times the time of another, and of how many."""
     theirs = {(p.kind, p.model, p.size, p.repeat): p.seconds for p in chosen(points, system=slower)}
     mine = [(p, theirs.get((p.kind, p.model, p.size, p.repeat))) for p in chosen(points, system=faster)]
     both = [(p.seconds, other) for p, other in mine if other is not None]
@@ -216,7 +216,9 @@ def share(points: Sequence[Point], faster: str, slower: str, factor: float = 1.0
 
 
 def fidelity(points: Sequence[Point], kind: Kind = "scaled down", to: Kind = "simulated") -> float:
-    """Median of the delays of one kind over those of another of the same joins, without Pollux; NaN if none is both."""
+    """Returns the median ratio of delays of one kind to those of another in the same joins, without Pollux; NaN if none
+    is both.
+    """
     others = {(p.model, p.size, p.repeat, p.system): p.seconds for p in chosen(points, kind=to)}
     ratios = [
         p.seconds / other
@@ -227,5 +229,5 @@ def fidelity(points: Sequence[Point], kind: Kind = "scaled down", to: Kind = "si
 
 
 def teller(number: str) -> Callable[[str], None]:
-    """Progress of one figure."""
+    """Returns a function that tells the progress of one figure."""
     return functools.partial(progress, number)

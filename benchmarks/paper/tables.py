@@ -15,7 +15,7 @@ _LINE = 120
 
 
 def rounded(value: Any) -> Any:
-    """The same with floats of a few digits, and tuples as lists; for files that people compare."""
+    """Returns the same value with floats of a few digits, and tuples as lists; for files that people compare."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):
@@ -26,18 +26,18 @@ def rounded(value: Any) -> Any:
 
 
 def name_of(number: str) -> str:
-    """A figure's name in running text."""
+    """Returns a figure's name in running text."""
     return "Table I" if number == "I" else f"Fig. {number}"
 
 
 def kinds(claims: Sequence[Claim]) -> str:
-    """How many of them are real, scaled down, simulated."""
+    """Returns in words how many of the claims are real, scaled down, simulated."""
     counts = Counter(claim.kind for claim in claims)
     return ", ".join(f"{counts[kind]} {kind}" for kind in ("real", "scaled down", "simulated") if counts[kind])
 
 
 def terminal(results: Mapping[str, FigureResult], width: int = 0) -> str:
-    """All claims as text, wrapped.
+    """Returns all claims as text, wrapped.
 
     Args:
         results: By number.
@@ -59,7 +59,7 @@ def terminal(results: Mapping[str, FigureResult], width: int = 0) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that may stand in a cell of a markdown table."""
+    """Returns the text so that it may stand in a cell of a markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -68,7 +68,7 @@ def _row(*cells: str) -> str:
 
 
 def summary(results: Mapping[str, FigureResult]) -> list[str]:
-    """One row for each figure."""
+    """Returns a table with one row for each figure."""
     lines = ["| figure | what it shows | claims that hold here | made how | s |", "|---|---|---|---|---|"]
     for number, result in results.items():
         agree = sum(claim.agrees for claim in result.claims)
@@ -90,7 +90,7 @@ def anchor(number: str, result: FigureResult) -> str:
 
 
 def markdown(results: Mapping[str, FigureResult], about: Mapping[str, Any], picture: Callable[[str], str]) -> str:
-    """The whole comparison as a page.
+    """Returns the whole comparison as a page.
 
     Args:
         results: By number, in the order in which they are shown.

@@ -37,7 +37,7 @@ Edge = tuple[str, str]
 
 @dataclass
 class Source:
-    """Source of bytes, and its way."""
+    """Source of bytes, and the links of its route."""
 
     edges: tuple[Edge, ...]
     requests: deque[tuple[float, Request]] = field(default_factory=deque)
@@ -54,7 +54,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Pulled:
-    """How a pull went."""
+    """Outcome of a pull: seconds and bytes, by source."""
 
     seconds: float
     served_s: Mapping[str, float]
@@ -67,7 +67,7 @@ class Pulled:
 
 
 def fair_rates(ways: Mapping[str, Sequence[Edge]], capacity: Mapping[Edge, float]) -> dict[str, float]:
-    """Max-min fair rates of flows that share links.
+    """Returns the max-min fair rates of flows that share links.
 
     Args:
         ways: The links of each flow.
@@ -96,10 +96,12 @@ def fair_rates(ways: Mapping[str, Sequence[Edge]], capacity: Mapping[Edge, float
 
 
 class Pull:
-    """One pull of `nbytes` by the newcomer of a join; see the module."""
+    """One pull of `nbytes` by the newcomer of a join, in virtual time."""
 
     def __init__(self, join: Join, nbytes: int, policy: TransferPolicy, routes: Mapping[str, Sequence[str]]) -> None:
-        """`routes` names for each source the hops from the newcomer's side; the last one is the source itself."""
+        """Prepares the pull; `routes` names for each source the hops from the newcomer's side, and the source itself
+        last.
+        """
         self.join = join
         self.now = 0.0
         self.policy = policy
@@ -117,7 +119,7 @@ class Pull:
         self._flowing: frozenset[str] = frozenset()
 
     def _epoch(self) -> None:
-        """Rates from now until they next change."""
+        """Sets the rates from now until they next change."""
         self._capacity = {}
         for (a, b), rate_bps in self.join.rates(self.now).items():
             self._capacity[a, b] = self._capacity[b, a] = rate_bps / 8
@@ -125,7 +127,7 @@ class Pull:
         self._flowing = frozenset()
 
     def run(self) -> Pulled:
-        """Until the last byte is there.
+        """Advances time until the last byte is there.
 
         Raises:
             RuntimeError: It does not end.
@@ -151,7 +153,7 @@ class Pull:
             source.requests.append((self.now + 2 * source.latency_s, request))
 
     def _leap(self) -> None:
-        """To the next event."""
+        """Advances time to the next event."""
         busy = {n: s for n, s in self.sources.items() if s.requests}
         flowing = frozenset(n for n, s in busy.items() if s.requests[0][0] <= self.now)
         if flowing != self._flowing:
@@ -180,7 +182,7 @@ class Pull:
                 self._ask(name)
 
     def _flow(self, name: str, span: float) -> bool:
-        """Takes what arrived from this source; returns whether its first request is complete."""
+        """Takes the bytes that arrived from this source; returns whether its first request is complete."""
         source = self.sources[name]
         request = source.requests[0][1]
         source.sent += self._rates[name] * span
@@ -196,7 +198,7 @@ class Pull:
 
 
 def pull(join: Join, nbytes: int, policy: str, *, layer_nbytes: Sequence[int] = ()) -> Pulled:
-    """A pull by a policy's name, with estimates as a probe finds them when the newcomer comes.
+    """Simulates a pull by a policy's name, with estimates as a probe finds them when the newcomer comes.
 
     Args:
         join: The cluster, and when.
@@ -220,13 +222,14 @@ def pull(join: Join, nbytes: int, policy: str, *, layer_nbytes: Sequence[int] = 
 
 
 def bound_s(join: Join, nbytes: int) -> float:
-    """All the newcomer's links busy to the end, at the rates that they have when it comes."""
+    """Returns the seconds of a pull with all the newcomer's links busy to the end, at the rates of when it comes."""
     near = [shards.Neighbour(n, 2 * latency, 8 / rate) for n, (latency, rate) in join.estimates().items()]
     return shards.bound_s(nbytes, near)
 
 
 def hop_by_hop_s(join: Join, nbytes: int) -> float:
-    """Multi-source with relays that pass a share on only when all of it has come: what hops cost at most, s.
+    """Returns the seconds of multi-source if relays pass a share on only when all of it has come: the most that hops
+    can cost.
 
     The same shares and routes as the policy's; each link on a route carries all that uses it before the next begins.
     """

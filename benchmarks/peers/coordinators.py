@@ -49,7 +49,7 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 
 
 def torchrun_once(result: Result, title: str, with_worker: bool, args: argparse.Namespace) -> None:
-    """One job, and its end."""
+    """Runs one torchrun job, kills its first agent, and adds how the job ended."""
     patience_s = QUICK_WATCHED_S if args.quick else WATCHED_S
     with torchrun.job(STATE_MIB) as them:
         agents = list(them.agents)
@@ -80,7 +80,7 @@ def torchrun_once(result: Result, title: str, with_worker: bool, args: argparse.
 
 
 def torchft_once(result: Result, title: str, args: argparse.Namespace) -> None:
-    """One death of the lighthouse, and its return."""
+    """Kills torchft's lighthouse once, brings it back, and adds figures of the replicas meanwhile."""
     rng = random.Random(args.seed)
     with (
         torchft.Lighthouse(torchft.TUNED) as house,

@@ -46,7 +46,7 @@ PATIENCE_S, TUNED_PATIENCE_S = 75.0, 20.0
 
 
 def available() -> str:
-    """Empty if torchft can run here, else why not."""
+    """Returns why torchft cannot run here; empty if it can."""
     if importlib.util.find_spec("torchft") is None:
         return f"torchft is not installed; {INSTALL}"
     if _lighthouse() is None:
@@ -75,7 +75,7 @@ class Lighthouse:
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Returns when it listens."""
+        """Starts the coordinator; returns when it listens."""
         program = _lighthouse()
         assert program is not None
         place = f"127.0.0.1:{self._port}"
@@ -98,7 +98,7 @@ class Lighthouse:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A step that counted: `should_commit` said so."""
+    """A step that counted, as `should_commit` said."""
 
     at_ns: int
     """CLOCK_MONOTONIC."""
@@ -148,7 +148,7 @@ class Replica:
         self._backwards = 0
 
     def commits(self) -> Iterator[Commit]:
-        """Trains without end; one for each step that counted, to be passed to `tell`."""
+        """Yields each step that counted, to be passed to `tell`; trains without end."""
         import torch
 
         width = width_of(self._plain)
@@ -169,7 +169,7 @@ class Replica:
                 yield Commit(now, step, manager.participating_rank(), manager.num_participants())
 
     def tell(self, commit: Commit) -> None:
-        """Reports it, and the hash of its state if that was asked for."""
+        """Reports a commit, and the hash of the replica's state if that was asked for."""
         step, rank = commit.step, -1 if commit.rank is None else commit.rank
         self.pipe.send(("step", commit.at_ns, step, step, "", commit.contributors, rank, self._backwards))
         if step in self._wanted:
@@ -177,7 +177,7 @@ class Replica:
 
 
 def member(pipe: Connection, address: str, name: str, state_mib: float, timeout_s: int, newcomer: bool = False) -> None:
-    """One replica group of one process, from its start to the end of the pipe; quiet unless BENCH_VERBOSE=1.
+    """Runs one replica group of one process until the pipe ends; quiet unless BENCH_VERBOSE=1.
 
     A newcomer's own weights are worth nothing. It has built its `Manager` too, which talks to the lighthouse already,
     when it waits for its word; its first quorum begins then. It contributes when a step counts it among three
@@ -213,7 +213,7 @@ def spawning(lighthouse: Lighthouse, state_mib: float, timeout_s: int = TUNED_TI
 
 @contextlib.contextmanager
 def world(state_mib: float, options: tuple[str, ...], rng: random.Random, patience_s: float) -> Iterator[World]:
-    """Three members under a lighthouse with these options."""
+    """Yields three members under a lighthouse with these options."""
     timeout_s = TUNED_TIMEOUT_S if options else DEFAULT_TIMEOUT_S
     with (
         Lighthouse(options) as lighthouse,
@@ -224,7 +224,7 @@ def world(state_mib: float, options: tuple[str, ...], rng: random.Random, patien
 
 
 def missing(result: Result) -> bool:
-    """Whether torchft cannot run here, which is noted; else its version is."""
+    """Returns whether torchft cannot run here, and notes why; else notes its version."""
     if why := available():
         result.remark(f"no comparison with torchft: {why}")
         return True
@@ -266,7 +266,9 @@ def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Name
 def _runs(
     title: str, result: Result, runs: int, make: Callable[[], contextlib.AbstractContextManager[World]]
 ) -> tuple[Case, int, int]:
-    """So many blows, in a new world after each failure; how often survivors did not go on, or only the newcomer."""
+    """Makes so many blows, in a new world after each failure; returns also how often survivors did not go on, or only
+    the newcomer.
+    """
     case, hung, shut_out, index = Case(), 0, 0, 0
     while index < runs:
         with make() as them:

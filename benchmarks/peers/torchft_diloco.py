@@ -94,7 +94,7 @@ def replica(pipe: Connection, address: str, name: str, params_mib: float) -> Non
 
 @dataclass
 class Crew:
-    """Replicas and what they said: when (in ns), who, and what."""
+    """Replicas and their messages: the time (in ns), the replica, and the words."""
 
     context: Any
     address: str
@@ -104,14 +104,14 @@ class Crew:
     _number: int = 0
 
     def start(self) -> None:
-        """As many as there are to be."""
+        """Starts replicas until there are `REPLICAS`."""
         while len(self.workers) < REPLICAS:
             self._number += 1
             name = f"r{self._number}"
             self.workers[name] = Worker(self.context, replica, self.address, name, self.params_mib)
 
     def until(self, ready: Any, what: str) -> None:
-        """Takes in what they say until this is so.
+        """Takes in the messages of replicas until a condition holds.
 
         Raises:
             TimeoutError: It does not come, or a replica died of itself.
@@ -128,11 +128,11 @@ class Crew:
                     self.said.append((time.monotonic_ns(), pipes[pipe], words))  # type: ignore[index]
 
     def ends(self, since: int, name: str) -> list[tuple[str, int, float, float]]:
-        """Returns what this replica said after that of exchanges that were over."""
+        """Returns the messages about finished exchanges that this replica sent after `since` (ns)."""
         return [words for t, n, words in self.said if t > since and n == name and words[0] != "reduces"]
 
     def together(self, rounds: int = 1) -> None:
-        """Until each has kept so many rounds from now on."""
+        """Waits until each replica has kept so many rounds from now on."""
         since = time.monotonic_ns()
 
         def all_keep() -> bool:
@@ -147,7 +147,7 @@ class Crew:
 
 @dataclass
 class Thrown:
-    """All runs of one kind: inner steps that survivors threw away, and the longest exchange, s."""
+    """Outcome of all runs of one kind: inner steps that survivors threw away, and the longest exchange, s."""
 
     steps: list[int] = field(default_factory=list)
     exchange: list[float] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Thrown:
 
 
 def strike(crew: Crew, case: Thrown, rng: random.Random, *, exchanging: bool) -> None:
-    """Kills one, and follows the others until each has kept a round again."""
+    """Kills one replica, and follows the others until each has kept a round again."""
     crew.start()
     crew.together()
     victim = rng.choice(sorted(crew.workers))

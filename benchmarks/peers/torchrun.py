@@ -30,7 +30,7 @@ PATIENCE_S = 180.0
 
 
 def worker(folder: Path, state_mib: float) -> None:
-    """One DDP worker under torchrun; appends "ns step world" to its file after every step."""
+    """Runs one DDP worker under torchrun; appends "ns step world" to its file after every step."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -61,7 +61,7 @@ def worker(folder: Path, state_mib: float) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """One step of one worker."""
+    """One step of one worker, as a line of its file."""
 
     ns: int
     step: int
@@ -77,7 +77,7 @@ class Job:
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *options: str, module: str, words: Sequence[str], **env: str) -> None:
-        """An agent with these options, whose workers run a module with the folder and these words."""
+        """Starts an agent with these options, whose workers run a module with the folder and these words."""
         command = [
             sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts", "10",
             "-m", module, str(self.folder), *words,
@@ -89,7 +89,7 @@ class Job:
             )
 
     def lines(self, agent: str) -> list[Line]:
-        """All steps of this agent's workers, in time order."""
+        """Returns all steps of this agent's workers, in time order."""
         found = []
         for path in self.folder.glob(f"{agent}.*.steps"):
             pid = int(path.name.split(".")[1])
@@ -100,7 +100,7 @@ class Job:
         return sorted(found, key=lambda x: x.ns)
 
     def wait(self, agents: list[str], world: int, after_ns: int, steps: int) -> list[Line]:
-        """The step that completes `steps` steps in a world of this size after a moment, for each agent."""
+        """Waits for each agent's step number `steps` in a world of this size after a moment; returns those steps."""
         end = time.monotonic() + PATIENCE_S
         while True:
             done = []
@@ -128,7 +128,7 @@ class Job:
 
 
 def _kill_worker(pid: int) -> None:
-    """SIGKILL, if this number still belongs to a worker of this benchmark."""
+    """Kills a worker by SIGKILL, if this number still belongs to a worker of this benchmark."""
     with contextlib.suppress(OSError):
         if b"benchmarks.peers.torchrun" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ def _kill_worker(pid: int) -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[Job]:
-    """A job in a scratch folder, without agents so far."""
+    """Yields a job in a scratch folder, without agents so far."""
     with scratch() as folder:
         them = Job(folder)
         try:
@@ -147,7 +147,7 @@ def running() -> Iterator[Job]:
 
 @contextlib.contextmanager
 def job(state_mib: float) -> Iterator[Job]:
-    """Three agents with one worker each."""
+    """Yields three agents with one worker each."""
     port = free_port()
     options = ["--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
     with running() as them:
@@ -160,7 +160,7 @@ def job(state_mib: float) -> Iterator[Job]:
 
 
 def one_run(state_mib: float, rng: random.Random) -> tuple[float, int]:
-    """(seconds to the survivors' next step, steps done again) of one job and one death."""
+    """Returns (seconds to the survivors' next step, steps done again) of one job and one death."""
     with job(state_mib) as them:
         agents = list(them.agents)
         them.wait(agents, 3, 0, SAVE_EVERY + rng.randrange(1, SAVE_EVERY))

@@ -1,4 +1,4 @@
-"""Restart from a checkpoint: torchrun around torch's own pipelining, which trains the timed layers of our benchmark.
+"""Restarts from a checkpoint: torchrun around torch's own pipelining, which trains the timed layers of our benchmark.
 
 One torchrun has six workers, three pipelines of two stages. Each pipeline runs `Schedule1F1B` over gloo, and the three
 workers of a stage all-reduce its gradients. Every 20 steps the first pipeline saves its stages. In the middle of a step
@@ -41,7 +41,7 @@ DEFAULTS = (
 
 
 def worker(folder: Path, model: Mapping[str, Any], rows: int, parts: int) -> None:
-    """One stage of one pipeline, as `measure` wants it; appends "ns step world" to its file after every step."""
+    """Runs one stage of one pipeline, as `measure` starts it; appends "ns step world" to its file after every step."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -94,7 +94,7 @@ def newest(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Death:
-    """One worker's death, and the restart.
+    """Costs of one worker's death and the restart.
 
     Attributes:
         first_s: From the blow until all have done a step again.
@@ -110,7 +110,7 @@ class Death:
 
 
 def deaths(job: torchrun.Job, count: int) -> Iterator[Death]:
-    """Strikes one worker after the other, so many in all, and yields what each restart took."""
+    """Strikes one worker after the other, so many in all, and yields the costs of each restart."""
     for n in range(count):
         before, after = ([f"{start}-{rank}" for rank in range(WORKERS)] for start in (n, n + 1))
         phase = SAVE_EVERY * (n + 1) // (count + 1)

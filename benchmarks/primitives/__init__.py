@@ -1,1 +1,1 @@
-"""Costs of connect-link, disconnect-link and scale-in for those who train."""
+"""Costs of connect-link, disconnect-link and scale-in for members that train."""

@@ -45,7 +45,9 @@ KINDS = ("connect-link", "disconnect-link", "scale-in")
 
 
 def case(size: int, work: Work, events: dict[str, int], seed: int) -> dict[str, Outcome]:
-    """All events of the kinds that are asked for; connect-link and disconnect-link take turns, as many of either."""
+    """Returns the outcomes of all events of the kinds asked for; connect-link and disconnect-link take turns, as many
+    of either.
+    """
     found: dict[str, Outcome] = {}
     rng = random.Random(seed)
     changes = max(events.get("connect-link", 0), events.get("disconnect-link", 0))

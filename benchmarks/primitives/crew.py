@@ -1,4 +1,4 @@
-"""Members whose links come and go and who leave and come again: the processes, the requests, and what was charged.
+"""Runs members whose links come and go and that leave and come again; tells which steps each change is charged with.
 
 `Crew` runs members of benchmarks/primitives/member.py under a scheduler, follows the job's graph of links as the
 headers tell it, and carries out one change at a time. Each returns a `Change`: when it was asked for, which header
@@ -63,7 +63,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Entry:
-    """A member came in again: who, the steps that are charged, and how long it took until it contributed (s)."""
+    """Return of a member to the job: the steps that are charged, the members, and the seconds until it contributed."""
 
     steps: tuple[int, ...]
     ruled: int
@@ -72,7 +72,7 @@ class Entry:
 
 
 class Operator:
-    """Asks for links as `chaos-lightning link` does, over a channel that stays open."""
+    """Operator that asks for links as `chaos-lightning link` does, over a channel that stays open."""
 
     def __init__(self, endpoint: str) -> None:
         from chaos_lightning.control.channel import CLIENT_OPTIONS, grpc  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ class Operator:
 
 
 def ring(size: int) -> frozenset[Pair]:
-    """The links that a crew of `size` begins with: a ring, or a line where a ring would be every pair."""
+    """Returns the links that a crew of `size` begins with: a ring, or a line where a ring would be every pair."""
     names = [f"w{i}" for i in range(size)]
     around = [frozenset((a, b)) for a, b in zip(names, names[1:] + names[:1], strict=True)]
     return frozenset(around if size > 3 else around[: size - 1])
@@ -170,7 +170,7 @@ class Crew(World):
             self.views[number] = step
 
     def pids(self) -> list[int]:
-        """All processes of the benchmark that do anything: members, scheduler, and this one."""
+        """Returns all processes of the benchmark that do anything: members, scheduler, and this one."""
         members = [s.worker.process.pid for s in self.members.values()]
         return [os.getpid(), self._operator.scheduler_pid, *(p for p in members if p is not None)]
 
@@ -179,34 +179,34 @@ class Crew(World):
         return [n for n in self.members if n not in self._gone]
 
     def durations(self) -> dict[str, dict[int, float]]:
-        """Seconds from commit to commit, by member and step."""
+        """Returns the seconds from commit to commit, by member and step."""
         return {
             name: {s: (m.ns - marks[s - 1].ns) / 1e9 for s, m in marks.items() if s - 1 in marks}
             for name, marks in self.marks.items()
         }
 
     def cpu(self) -> dict[str, dict[int, float]]:
-        """CPU seconds from commit to commit, by member and step."""
+        """Returns the CPU seconds from commit to commit, by member and step."""
         return {
             name: {s: m.cpu_s - marks[s - 1].cpu_s for s, m in marks.items() if s - 1 in marks}
             for name, marks in self.marks.items()
         }
 
     def reach(self, step: int) -> None:
-        """Until everybody in the job has reported this step."""
+        """Waits until all members in the job have reported this step."""
         self.pump(lambda: all(self.members[n].steps[-1].step >= step for n in self.inside()), f"step {step} of all")
 
     # ------------------------------------------------------------------ changes
 
     def _moment(self) -> int:
-        """A random moment of a step; its time (CLOCK_MONOTONIC, ns)."""
+        """Waits for a random moment of a step; returns its time (CLOCK_MONOTONIC, ns)."""
         recent = [m.ns for m in next(iter(self.marks.values())).values()][-12:]
         usual = (recent[-1] - recent[0]) / 1e9 / (len(recent) - 1)
         time.sleep(self.rng.uniform(0.0, 1.5 * usual))
         return time.monotonic_ns()
 
     def _carried(self, known: set[int], names: list[str], what: str) -> tuple[int, Mark]:
-        """Waits for a view that is not among the known ones; (step of its header, a report of it)."""
+        """Waits for a view that is not among the known ones; returns the step of its header, and a report of it."""
 
         def found() -> int:
             return min((n for n in self.views if n not in known), default=0)
@@ -220,7 +220,7 @@ class Crew(World):
         return step, self.marks[names[0]][step]
 
     def _under_way(self, names: list[str], ns: int) -> int:
-        """The step that was under way at this time, of the member that was farthest behind."""
+        """Returns the step that was under way at this time, of the member that was farthest behind."""
 
         def later(name: str) -> int | None:
             return next((s for s, m in sorted(self.marks[name].items()) if m.ns > ns), None)
@@ -229,7 +229,7 @@ class Crew(World):
         return min(s for n in names if (s := later(n)) is not None)
 
     def change_link(self, pair: Pair, *, add: bool) -> Change:
-        """Connect-link or disconnect-link between two members; returns when the last trace of it is over.
+        """Carries out connect-link or disconnect-link between two members; returns when the last trace of it is over.
 
         Raises:
             RuntimeError: The scheduler refused, or the next view was another one than was asked for.
@@ -252,7 +252,7 @@ class Crew(World):
         return Change(requested, ruled, steps, tuple(names), self._seconds(ns, ruled, names))
 
     def _trace(self, one: str, other: str, since: int, *, up: bool) -> int:
-        """The first step from `since` on by whose end the link to `other` stood at `one` (or not)."""
+        """Returns the first step from `since` on by whose end the link to `other` stood at `one` (or not)."""
 
         def found() -> int | None:
             return next((s for s, m in sorted(self.marks[one].items()) if s >= since and (other in m.near) is up), None)
@@ -263,7 +263,9 @@ class Crew(World):
         return step
 
     def leave(self, name: str) -> Change:
-        """Scale-in: this member leaves on the ordinary way; returns when its sockets are closed and that is over."""
+        """Carries out scale-in: this member leaves on the ordinary way; returns when its sockets are closed and that is
+        over.
+        """
         staying, known = [n for n in self.inside() if n != name], set(self.views)
         ns = self._moment()
         self.members[name].worker.pipe.send(("leave",))
@@ -277,7 +279,7 @@ class Crew(World):
         return Change(requested, ruled, steps, tuple(staying), self._seconds(ns, ruled, staying))
 
     def come_again(self, name: str) -> Entry:
-        """Scale-out: who has left joins; returns when it trains with the others."""
+        """Carries out scale-out: a member that has left joins again; returns when it trains with the others."""
         hosts = self.inside()
         del self._gone[name], self._going[name]
         entered = len(self.members[name].entries)
@@ -297,12 +299,12 @@ class Crew(World):
     # ------------------------------------------------------------------ choosing
 
     def absent(self) -> Pair:
-        """A random pair without a link."""
+        """Returns a random pair without a link."""
         pairs = [frozenset(p) for p in itertools.combinations(sorted(self.inside()), 2)]
         return self.rng.choice([p for p in pairs if p not in self.links])
 
     def spare(self) -> Pair:
-        """A random link without which everybody still reaches everybody."""
+        """Returns a random link without which all members still reach each other."""
         names = self.inside()
         found = [p for p in self.links if connected(names, self.links - {p})]
         return self.rng.choice(sorted(found, key=sorted))
@@ -318,7 +320,7 @@ def _words(links: frozenset[Pair]) -> str:
 
 @contextlib.contextmanager
 def crew(size: int, *, meshed: bool, work: Work, rng: random.Random) -> Iterator[Crew]:
-    """So many members that train, under a scheduler with its defaults."""
+    """Yields so many members that train, under a scheduler with its defaults."""
     with (
         scheduler(size - 1 if meshed else size) as endpoint,  # who leaves may not be needed
         Crew(endpoint, size, meshed=meshed, work=work, rng=rng) as made,

@@ -1,4 +1,6 @@
-"""Changes of a job's links and members, one after the other, each with a control; definitions are in __main__.py."""
+"""Makes changes to a job's links and members, one after the other, each with a control; definitions are in
+__main__.py.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """All events of one kind."""
+    """Samples of all events of one kind, and the load of the machine meanwhile."""
 
     samples: list[Sample] = field(default_factory=list)
     size: int = 0
@@ -63,7 +65,7 @@ class Outcome:
     """For scale-in: of each return, seconds to the first contribution, and what that cost the others (s)."""
 
     def of(self, what: str) -> list[float]:
-        """ "event", "control" or "beyond"; or "event.FIELD", "control.FIELD" of Exposure."""
+        """Returns the values of "event", "control" or "beyond"; or of "event.FIELD", "control.FIELD" of Exposure."""
         name, _, part = what.partition(".")
         values = [getattr(s, name) for s in self.samples]
         return [getattr(v, part or "total") if isinstance(v, Exposure) else v for v in values]
@@ -81,7 +83,7 @@ class Processors:
         self._before = self._ticks()
 
     def _ticks(self) -> tuple[int, int, int]:
-        """(idle, all, used by the benchmark) so far."""
+        """Returns the ticks (idle, all, used by the benchmark) so far."""
         ticks = [int(t) for t in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         own = 0
         for pid in self._pids:
@@ -90,7 +92,7 @@ class Processors:
         return ticks[3] + ticks[4], sum(ticks), own
 
     def read(self) -> tuple[float, float]:
-        """(busy, busy with other work than the benchmark's)."""
+        """Returns the parts (busy, busy with other work than the benchmark's)."""
         idle, total, own = (now - then for now, then in zip(self._ticks(), self._before, strict=True))
         if not total:
             return 0.0, 0.0
@@ -110,7 +112,7 @@ class Log:
         self.entries: list[Entry] = []
 
     def rest(self) -> None:
-        """An undisturbed stretch, long enough for a control."""
+        """Waits for an undisturbed stretch, long enough for a control."""
         self._crew.reach(self._since + 2 * WIDTH + self._needs + SLACK)
 
     def changed(self, kind: str, change: Change) -> None:
@@ -127,7 +129,7 @@ class Log:
         self.rest()
 
     def outcomes(self, series: Series, cpu: Series, rng: random.Random) -> dict[str, Outcome]:
-        """All events with their controls, by kind, from the members' durations and CPU seconds by step."""
+        """Returns all events with their controls, by kind, from the members' durations and CPU seconds by step."""
         found: dict[str, Outcome] = {}
         for number, (kind, change, stretch) in enumerate(self.changes):
             event = block_of(change.steps, change.ruled, WIDTH)
@@ -148,7 +150,7 @@ class Log:
 
 
 def links(size: int, work: Work, events: int, rng: random.Random) -> dict[str, Outcome]:
-    """So many links that come, and as many that go, in turn."""
+    """Measures so many links that come, and as many that go, in turn."""
     with crew(size, meshed=False, work=work, rng=rng) as made:
         for add in (True, False):  # what is done for the first time costs more
             made.change_link(made.absent() if add else made.spare(), add=add)
@@ -163,7 +165,7 @@ def links(size: int, work: Work, events: int, rng: random.Random) -> dict[str, O
 
 
 def leaves(size: int, work: Work, events: int, rng: random.Random) -> dict[str, Outcome]:
-    """So many departures, members in turn, each followed by a return."""
+    """Measures so many departures, members in turn, each followed by a return."""
     with crew(size, meshed=True, work=work, rng=rng) as made:
         names = sorted(made.members)
         made.leave(names[0])
@@ -190,7 +192,7 @@ def _closed(made: Crew, log: Log, processors: Processors, rng: random.Random) ->
 
 
 def say(what: str, index: int, events: int) -> None:
-    """A line of progress, now and then."""
+    """Prints a line of progress, now and then."""
     if (index + 1) % 10 == 0 or index + 1 == events:
         print(f"[{time.strftime('%H:%M:%S')}] {what}: {index + 1} of {events}", file=sys.stderr, flush=True)
 

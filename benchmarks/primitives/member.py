@@ -1,4 +1,5 @@
-"""A member of the benchmark of scaling primitives: trains, notes every commit, leaves and comes again when told.
+"""Runs a member of the benchmark of scaling primitives: it trains, notes every commit, leaves and comes again when
+told.
 
 Commits are sent a few at a time, so that the reports themselves disturb little. Orders are heard by a thread of their
 own, since a wish to leave comes at any moment; besides those of members.py there is ("again",) to those who have left.
@@ -23,7 +24,7 @@ REPORT_EVERY = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of members.
+    """Training work of the members in a benchmark of primitives.
 
     Attributes:
         grad_mib: Size of the gradients, in MiB.
@@ -41,7 +42,7 @@ class Work:
 
 
 class Orders:
-    """Hears the parent in a thread of its own."""
+    """Listener for the parent's orders, in a thread of its own."""
 
     def __init__(self, pipe: Connection) -> None:
         self.wanted: set[int] = set()
@@ -70,7 +71,7 @@ class Orders:
 
 
 def member(pipe: Connection, endpoint: str, name: str, neighbours: str, work: Work) -> None:
-    """One training process; `neighbours` are names, separated by commas ("": everybody)."""
+    """Runs one training process; `neighbours` are names, separated by commas ("": all members)."""
     from chaos_lightning.machine import fits
     from chaos_lightning.testing.processes import die_with_parent
 

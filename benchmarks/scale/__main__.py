@@ -1,4 +1,5 @@
-"""A thousand members: what they cost the scheduler and each other, and whether a job of many real ones stays right.
+"""Measures a thousand members: their costs for the scheduler and each other, and whether a job of many real ones stays
+right.
 
 Three parts, each of which runs alone as well: the state machines (benchmarks.scale.machine), a real scheduler with
 many connections (benchmarks.scale.processes), and real members (benchmarks.scale.real). How long each should take is

@@ -1,4 +1,4 @@
-"""Many stand-ins for members in one process, each with a connection of its own to a real scheduler.
+"""Runs many stand-ins for members in one process, each with a connection of its own to a real scheduler.
 
 A program of its own that needs nothing but the product and the stand-in itself (fake.py), so that it can be run on an
 older product. A Decide or a NextView is the same bytes for all, so it is decoded once; each stand-in takes it when its
@@ -70,7 +70,7 @@ def decoded(data: bytes) -> ToMember:
 
 @dataclass
 class Told:
-    """One view, and who of this process entered it.
+    """One view, and how many stand-ins of this process entered it.
 
     Attributes:
         members: Number of members that it has.
@@ -86,7 +86,7 @@ class Told:
 
 
 class Line:
-    """A stand-in's stream to the scheduler.
+    """Stream of a stand-in to the scheduler.
 
     Args:
         crowd: All of this process.
@@ -105,7 +105,7 @@ class Line:
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def live(self) -> None:
-        """Has a stream until it is put out or killed."""
+        """Keeps a stream until the stand-in is put out or killed."""
         while self.one.here and not self.out:
             try:
                 await self._attend()
@@ -150,18 +150,18 @@ class Line:
             await asyncio.sleep(self.one.interval_s)
 
     def say(self, message: FromMember) -> None:
-        """Sends it, once the stand-in is welcomed: it says again then whatever is lost before."""
+        """Sends a message once the stand-in is welcomed, which says again then whatever is lost before."""
         if self.talks or isinstance(message, Hello):
             self._outbox.put_nowait(wrap_from_member(message).SerializeToString())
 
     async def kill(self) -> None:
-        """Closes its connection without a word, as a kernel does for a process that died."""
+        """Closes the stand-in's connection without a word, as a kernel does for a process that died."""
         self.one.here = False
         await self._channel.close()
 
 
 class Crowd:
-    """All stand-ins of this process, what surrounds them, and what they saw.
+    """All stand-ins of this process, their surroundings, and their observations.
 
     Args:
         endpoint: Of the scheduler.
@@ -189,7 +189,7 @@ class Crowd:
         asyncio.get_running_loop().add_reader(self._socket, self._handed_on)
 
     def channel(self) -> tuple[Any, tuple[tuple[str, bytes], ...]]:
-        """Makes a new connection; returns it with what is shown on it."""
+        """Makes a new connection; returns it with the credentials that are shown on it."""
         keys = self._secret.keys
         if keys is None:
             return grpc.aio.insecure_channel(self._endpoint, options=CLIENT_OPTIONS), ()
@@ -200,30 +200,32 @@ class Crowd:
     # ------------------------------------------------------------------ what surrounds stand-ins
 
     def say(self, one: StandIn, message: FromMember) -> None:
-        """Sends a stand-in's word."""
+        """Sends a stand-in's message to the scheduler."""
         self.lines[one.name].say(message)
 
     def later(self, after_s: float, action: Callable[[], None]) -> None:
-        """Does something after so many seconds."""
+        """Calls an action after so many seconds."""
         asyncio.get_running_loop().call_later(after_s, action)
 
     def lives(self, member: str) -> bool:
-        """Returns whether it was not killed."""
+        """Returns whether a member was not killed."""
         return member not in self.dead
 
     def welcomed(self, one: StandIn) -> None:
-        """Lets it talk."""
+        """Lets a stand-in talk on its stream."""
         self.lines[one.name].talks = True
 
     def asked(self, one: StandIn) -> None:
-        """Makes all links that can be."""
+        """Makes all links that a stand-in was asked for and can have."""
         for peer in sorted(one.named - one.up):
             if self.lives(peer):
                 one.linked(peer)
         one.check_ready()
 
     def foretold(self, one: StandIn, view: View) -> None:
-        """A header brings it a moment after the root was told of it; nobody waits for a header that is there."""
+        """Brings a view's header a moment after the commit root was told of the view; at once if the header is
+        there.
+        """
         self._views[view.id] = view
         if view.id in self._headers:
             one.carried(self._headers[view.id], view)
@@ -231,13 +233,13 @@ class Crowd:
             self.later(CARRIED_S, lambda: self._carry(one, view))
 
     def entered(self, one: StandIn, view: View, *, decided: bool) -> None:
-        """Counts it."""
+        """Counts a stand-in that entered a view."""
         told = self.told.setdefault(view.id, Told(len(view.members), decided))
         told.count += 1
         told.last_ns = time.monotonic_ns()
 
     def out(self, one: StandIn, message: Fence | Refused | Released) -> None:
-        """Ends its stream; who is refused for the moment comes again."""
+        """Ends a stand-in's stream; one that is refused for the moment comes again."""
         if isinstance(message, Refused) and message.retry:
             self.refused += 1
             return
@@ -248,7 +250,7 @@ class Crowd:
     # ------------------------------------------------------------------ headers
 
     def _carry(self, root: StandIn, view: View) -> None:
-        """The root makes the header, unless it has promised to wait for a recovery; all get it."""
+        """Makes a header at the root, unless it has promised to wait for a recovery; all crowds get it."""
         if not root.here or root.view != view.predecessor or view.id < root.promised:
             return
         data = encode_peer(carrier(root.header, view))
@@ -275,7 +277,7 @@ class Crowd:
     # ------------------------------------------------------------------ orders
 
     def facts(self) -> dict[str, Any]:
-        """Returns what was seen so far."""
+        """Returns the observations so far."""
         talking = [line.one for line in self.lines.values() if line.talks]
         return {
             "talk": len(talking),
@@ -288,7 +290,7 @@ class Crowd:
         }
 
     async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One order; returns the answer."""
+        """Carries out one order; returns the answer."""
         if "start" in order:
             self._living = [asyncio.create_task(line.live()) for line in self.lines.values()]
         elif "kill" in order:

@@ -48,36 +48,36 @@ CONNECTED, CLOSED = "connected", "closed (end of stream)"
 
 
 class World(Protocol):
-    """The surroundings of stand-ins."""
+    """Surroundings of stand-ins, which carry their messages and bring links and headers."""
 
     def say(self, one: StandIn, message: FromMember) -> None:
-        """Carries a word to the scheduler."""
+        """Carries a stand-in's message to the scheduler."""
 
     def later(self, after_s: float, action: Callable[[], None]) -> None:
-        """Does something after so many seconds."""
+        """Calls an action after so many seconds."""
 
     def lives(self, member: str) -> bool:
         """Returns whether neighbours see this member alive."""
 
     def welcomed(self, one: StandIn) -> None:
-        """Notes that it was welcomed on the stream that it has now."""
+        """Notes that a stand-in was welcomed on the stream that it has now."""
 
     def asked(self, one: StandIn) -> None:
-        """Makes links with the members that it was asked to have links with (`StandIn.named`)."""
+        """Makes links with the members that a stand-in was asked to have links with (`StandIn.named`)."""
 
     def foretold(self, one: StandIn, view: View) -> None:
-        """Notes that it was told of a view that a header is to bring."""
+        """Notes that a stand-in was told of a view that a header is to bring."""
 
     def entered(self, one: StandIn, view: View, *, decided: bool) -> None:
-        """Notes that it stands in this view, by a Decide or by a header."""
+        """Notes that a stand-in entered this view, by a Decide or by a header."""
 
     def out(self, one: StandIn, message: Fence | Refused | Released) -> None:
-        """Ends its stream: it is in the job no more."""
+        """Ends the stream of a stand-in that is in the job no more."""
 
 
 @dataclass(eq=False, slots=True)
 class StandIn:
-    """One member as the scheduler sees it.
+    """Stand-in for one member, as the scheduler sees it.
 
     Attributes:
         name: Its node.
@@ -111,7 +111,7 @@ class StandIn:
 
     @property
     def parts(self) -> tuple[Span, ...]:
-        """Parts of the training state that it holds."""
+        """Parts of the training state that the stand-in holds."""
         return WHOLE if self.loaded else ()
 
     @property
@@ -122,7 +122,7 @@ class StandIn:
     # ------------------------------------------------------------------ what it says
 
     def hello(self) -> Hello:
-        """Its first word on a stream."""
+        """Returns the stand-in's first message on a stream."""
         said = Hello("default", self.name, f"host-{self.name}", "10.0.0.1", 1, self.number, 1, 1, 1, "0", ())
         if not self.id:
             return said
@@ -132,26 +132,26 @@ class StandIn:
         return Heartbeat(self.view, self.header.seq, self.header.step, chain=self.chain, known=self.known)
 
     def position(self) -> Entered:
-        """Returns where it stands."""
+        """Returns the header and view at which the stand-in stands."""
         header = self.header
         if self.view == NO_VIEW:
             return Entered(NO_VIEW, 0, 0, "", (), self.chain)
         return Entered(self.view, header.seq, header.step, header.hash, self.parts, self.chain)
 
     def linked(self, peer: str) -> None:
-        """A link to this member stands."""
+        """Notes that a link to this member stands, and reports it."""
         if not self.links.get(peer):
             self.links[peer] = True
             self.world.say(self, LinkEvent(peer, True, CONNECTED))
 
     def lost(self, peer: str, evidence: str = CLOSED) -> None:
-        """A link stands no more; its other end has closed it, if nothing else is said."""
+        """Notes that a link stands no more, and reports it; by default its other end has closed it."""
         if self.links.get(peer):
             self.links[peer] = False
             self.world.say(self, LinkEvent(peer, False, evidence))
 
     def check_ready(self) -> None:
-        """Says that it is ready once all links stand that can."""
+        """Reports that the stand-in is ready once all links stand that can."""
         if not self.ready and not any(self.world.lives(m) for m in self.named - self.up):
             self.ready = True
             self.world.say(self, Ready())
@@ -217,7 +217,7 @@ class StandIn:
             self._enter(view, base, loaded=self.loaded or self.id not in view.joiners, decided=True)
 
     def carried(self, header: Header, view: View) -> None:
-        """A header has come that brings this view."""
+        """Enters the view that a header brings, if the stand-in may."""
         if not self.here or view.id < self.promised or view.id <= self.view:
             return  # a promise was given: a recovery brings whatever comes of it
         if self.loaded and self.header.hash == header.prev_hash and view.find(self.id) is not None:

@@ -1,4 +1,4 @@
-"""Small sums of the benchmark: how a cost grows with members, and a limit to what one case may take."""
+"""Arithmetic of the benchmark: how a cost grows with members, and a limit to the CPU of one case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 
 class TooLongError(Exception):
-    """A case took more CPU than it may."""
+    """Error that a case took more CPU than it may."""
 
 
 def exponent(costs: Mapping[int, float]) -> float:

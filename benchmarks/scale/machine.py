@@ -1,4 +1,4 @@
-"""The scheduler's own machine with 8 to 2,048 members: what heartbeats, a founding, joins, leaves and deaths cost it.
+"""Measures the scheduler's own machine with 8 to 2,048 members: heartbeats, a founding, joins, leaves and deaths.
 
 One core drives `SchedulerMachine` (standins.py answers for the members, in virtual time) and counts processor time:
 of a heartbeat; of a founding, until all stand in the first view; of a join and a leave, until all stand in the view
@@ -52,7 +52,9 @@ Costs = dict[str, dict[int, float]]
 
 
 def rules(size: int, degree: int, least: int = 0) -> Settings:
-    """A job that begins with nearly all of its members, and bears a few deaths; `least`: goes on with so many."""
+    """Returns the rules of a job that begins with nearly all members and bears a few deaths; `least`: goes on with so
+    many.
+    """
     return replace(
         Settings(plan=read_plan(DEFAULT_PLAN)),
         min_nodes=least or size - size // 8,
@@ -62,7 +64,7 @@ def rules(size: int, degree: int, least: int = 0) -> Settings:
 
 
 class Case:
-    """A job of this size, and what was measured of it.
+    """Job of one size, and its measurements.
 
     Args:
         size: Number of members.
@@ -81,12 +83,12 @@ class Case:
         """CPU of each death until all stand in its view."""
 
     def found(self) -> None:
-        """All members start together."""
+        """Starts all members together, and times the founding."""
         self.stage.start(self.size)
         self._time("founding", lambda: self.stage.settled(self.size))
 
     def change(self) -> None:
-        """One joins, another one leaves; one joins, another one dies."""
+        """Times one join and one leave, then one join and one death."""
         for kind in ("leave", "death"):
             self._join()
             one = self._somebody()
@@ -97,7 +99,7 @@ class Case:
                 self._die(one)
 
     def halve(self) -> None:
-        """Half of another job's members leave at once."""
+        """Times the leaves of half of another job's members at once."""
         stage = Stage(rules(self.size, self.stage.settings.link_degree, self.size // 2))
         stage.start(self.size)
         stage.wait(lambda: stage.settled(self.size), f"a founding of {self.size} members")
@@ -123,7 +125,7 @@ class Case:
         self.record_nbytes += [nbytes for kind, nbytes in stage.meter.records[records:] if kind == "view"]
 
     def redraw(self) -> float:
-        """A better plan is drawn for the view that rules; returns CPU seconds of the scheduler for the answer."""
+        """Draws a better plan for the view that rules; returns CPU seconds of the scheduler for the answer."""
         stage, meter = self.stage, self.stage.meter
         stage.wait(lambda: meter.wish is not None and meter.wish.members == stage.view.members, "a request for a plan")
         assert meter.wish is not None
@@ -134,7 +136,7 @@ class Case:
         return seconds
 
     def _somebody(self) -> StandIn:
-        """A member at random."""
+        """Returns a member at random."""
         return self.stage.members[self._rng.choice(self.stage.view.ids())]
 
     def _time(self, kind: str, ready: Callable[[], bool]) -> None:
@@ -144,11 +146,11 @@ class Case:
 
     @property
     def interval_s(self) -> float:
-        """Between two heartbeats, as members were told."""
+        """Seconds between two heartbeats, as members were told."""
         return min(self.stage.members[m].interval_s for m in self.stage.view.ids())
 
     def heartbeat_us(self, batch: int) -> float:
-        """CPU of one heartbeat of those that are fed so many at a time."""
+        """Returns the CPU microseconds of one heartbeat if so many are fed at a time."""
         members = [self.stage.members[m] for m in self.stage.view.ids()]
         rounds = max(1, 256 // self.size)
         spent_s = 0.0
@@ -157,11 +159,11 @@ class Case:
         return 1e6 * spent_s / (rounds * len(members))
 
     def tick_us(self) -> float:
-        """CPU of one look at everybody."""
+        """Returns the CPU microseconds of one look at all members."""
         return 1e6 * median([self._fed_s([fx.SchedulerTick()], 1) for _ in range(TICKS)])
 
     def _fed_s(self, events: Sequence[fx.SchedulerEvent], batch: int) -> float:
-        """CPU seconds of these events, fed so many at a time."""
+        """Returns the CPU seconds of these events, fed so many at a time."""
         stage = self.stage
         before = stage.meter.cpu_s[BEATS]
         for part in in_batches(events, batch):
@@ -239,7 +241,7 @@ def parts_of(
 
 
 def measure_size(result: Result, size: int, graph: str, args: argparse.Namespace) -> dict[str, float]:
-    """One job, from its founding to its steps; returns CPU seconds by kind of event."""
+    """Measures one job, from its founding to its steps; returns CPU seconds by kind of event."""
     title = f"{size} members, {graph} graph"
     case = Case(size, GRAPHS[graph], args.seed)
     gc.collect()
@@ -262,7 +264,7 @@ def measure_size(result: Result, size: int, graph: str, args: argparse.Namespace
 
 
 def fit(result: Result, costs: Costs) -> None:
-    """How costs grow with members, as far as they are known."""
+    """Adds how costs grow with members, as far as they are known."""
     for kind in KINDS:
         known = {n: c for n, c in costs.get(kind, {}).items() if FIT_FROM <= n <= FIT_TO and c > 0}
         if len(known) > 1:
@@ -271,7 +273,7 @@ def fit(result: Result, costs: Costs) -> None:
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """All sizes and graphs."""
+    """Measures all sizes and graphs."""
     for graph in GRAPHS:
         costs: Costs = defaultdict(dict)
         for size in sizes(args):
@@ -291,14 +293,14 @@ def minutes(args: argparse.Namespace) -> float:
 
 
 def options(p: Options) -> None:
-    """Those of this part."""
+    """Adds the options of this part."""
     p.add_argument("--sizes", type=int, nargs="*", default=[], help="of jobs; none: 8 to 2048, or to 128 with --quick")
     p.add_count("--rounds", 3, 1, "joins, leaves and deaths at each size")
     p.add_argument("--limit-s", type=float, default=90.0, help="most CPU for one kind of event at one size")
 
 
 def sizes(args: argparse.Namespace) -> list[int]:
-    """As given, or as many as there is time for."""
+    """Returns the sizes that were given, or as many as there is time for."""
     return args.sizes or [n for n in SIZES if not args.quick or n <= FULL_UP_TO]
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's machine with a meter: processor time, records and messages of what it does.
+"""The scheduler's machine with a meter of its processor time, records and messages.
 
 Theory of operation. Processor time is taken around the machine, its records and its messages, each of which is encoded
 once however many it goes to. The store is in memory: what a disk takes is measured elsewhere (benchmarks.stores).
@@ -21,7 +21,7 @@ from chaos_lightning.protocol.types import Settings
 
 
 class Records(MemoryStore):
-    """A store that notes how large each record is, with its kind."""
+    """Store that notes how large each record is, with its kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Records(MemoryStore):
 
 
 class Metered:
-    """See the module.
+    """The scheduler's machine with a meter of its processor time, records and messages.
 
     Args:
         settings: The job's rules.
@@ -59,7 +59,7 @@ class Metered:
         self._encoded: object = None
 
     def on(self, now: float, events: Sequence[fx.SchedulerEvent], label: str) -> Iterator[fx.Send | fx.Close]:
-        """Feeds events and what the store answers; yields what concerns streams.
+        """Feeds events and the store's answers; yields the effects that concern streams.
 
         Args:
             now: Virtual time in seconds.

@@ -1,4 +1,4 @@
-"""A real scheduler with 64 to 512 connections: heartbeats, a founding, deaths, its own death, and status.
+"""Measures a real scheduler with 64 to 512 connections: heartbeats, a founding, deaths, its own death, and status.
 
 The scheduler is a process as users start it; two further ones hold stand-ins for members (crowd.py), each with a
 connection of its own. Measured are: the founding, from the first hello until the last member stands in the view that
@@ -61,11 +61,11 @@ HERE = Path(__file__).parents[2]
 
 
 class TooLateError(Exception):
-    """Something did not come in time."""
+    """Error that something did not come in time."""
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that this process has taken, with all threads."""
+    """Returns the CPU seconds that this process has taken, with all threads."""
     text = Path(f"/proc/{pid}/stat").read_text()
     user, system = text.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / TICKS
@@ -143,7 +143,7 @@ class Told(NamedTuple):
 
 @dataclass
 class Seen:
-    """Observations of all stand-ins."""
+    """Observations of all stand-ins together."""
 
     talk: int = 0
     """How many have a stream on which they were welcomed."""
@@ -164,14 +164,16 @@ class Seen:
             self.now[term, number] = self.now.get((term, number), 0) + 1
 
     def told(self, count: int, since_ns: int) -> int:
-        """When the last of so many had the Decide of a view of just these, after `since_ns` (ns); 0: not yet."""
+        """Returns when (ns) the last of `count` had the Decide of a view of just these, after `since_ns`; 0 if not
+        yet.
+        """
         views = (v for v in self.views.values() if v.decided and v.members == count)
         return max((v.last for v in views if v.count >= count and v.last > since_ns), default=0)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a job is set up."""
+    """Set-up of a job."""
 
     title: str
     keys: bool = False
@@ -192,7 +194,7 @@ class Job:
 
     @property
     def floor(self) -> int:
-        """Members with which the job begins: it must bear some deaths."""
+        """Number of members with which the job begins: it must bear some deaths."""
         return max(1, self.size - max(DEATHS + 1, self.size // 8))
 
     def look(self) -> Seen:
@@ -202,7 +204,7 @@ class Job:
         return seen
 
     def until(self, ready: Callable[[Seen], int], what: str) -> int:
-        """Looks until there is an answer other than 0; returns it.
+        """Waits until a look at the stand-ins gives an answer other than 0; returns it.
 
         Raises:
             TooLateError: Not within PATIENCE_S.
@@ -216,7 +218,7 @@ class Job:
             time.sleep(LOOK_S)
 
     def found(self) -> float:
-        """Seconds until all are in one view."""
+        """Founds the job; returns the seconds until all are in one view."""
         began = time.monotonic_ns()
         for crowd in self.crowds:
             crowd.ask("start")
@@ -228,7 +230,7 @@ class Job:
         return (self.until(all_in, f"a founding of {self.size}") - began) / 1e9
 
     def kill(self) -> int:
-        """One member dies, and its links are closed; returns when (ns)."""
+        """Kills one member and closes its links; returns when (ns)."""
         crowd = max(self.crowds, key=lambda c: len(c.names))
         answer = crowd.ask("kill", crowd.names.pop())
         for other in self.crowds:
@@ -237,12 +239,14 @@ class Job:
         return int(answer["ns"])
 
     def death(self) -> float:
-        """Seconds from a death until the last of the others is told of the view without it."""
+        """Kills one member; returns the seconds until the last of the others is told of the view without it."""
         since = self.kill()
         return (self.until(lambda seen: seen.told(self.size, since), f"a death among {self.size + 1}") - since) / 1e9
 
     def restart(self) -> float:
-        """Seconds until the next scheduler has all members back, and has told them of the view without a dead one."""
+        """Returns the seconds until the next scheduler has all members back, and has told them of the view without a
+        dead one.
+        """
         began = time.monotonic_ns()
         self.scheduler.kill()
         since = self.kill()
@@ -254,7 +258,9 @@ class Job:
         return (self.until(back, f"{self.size} members at another scheduler") - began) / 1e9
 
     def quiet(self, seconds: float) -> tuple[float, int]:
-        """(Share of a core that the scheduler takes, members put out and streams broken) while nothing happens."""
+        """Returns (share of a core that the scheduler takes, members put out and streams broken) while nothing
+        happens.
+        """
         before, cpu, began = self.look(), cpu_s(self.scheduler.pid), time.monotonic()
         time.sleep(seconds)
         share = (cpu_s(self.scheduler.pid) - cpu) / (time.monotonic() - began)
@@ -264,7 +270,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(kind: Kind, size: int, folder: Path) -> Iterator[Job]:
-    """A scheduler that listens, and stand-ins that have not begun."""
+    """Yields a scheduler that listens, and stand-ins that have not begun."""
     with contextlib.ExitStack() as stack:
         store, keys_dir = str(folder / f"chain-{size}.sqlite"), ""
         if kind.keys:
@@ -288,7 +294,7 @@ def job(kind: Kind, size: int, folder: Path) -> Iterator[Job]:
 
 
 def status_s(job: Job, folder: Path, kind: Kind) -> float:
-    """Seconds until the scheduler has told what is going on."""
+    """Returns the seconds until the scheduler has answered a status request."""
     operator = folder / "keys" / keyfiles.NODES / OPERATOR
     secret = Credentials.load(str(operator), environ={}) if kind.keys else b""
     began = time.monotonic()
@@ -358,7 +364,7 @@ def minutes(args: argparse.Namespace) -> float:
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """All jobs. Where a peer's size fails, larger ones are not tried."""
+    """Measures all jobs. Where a peer's size fails, larger ones are not tried."""
     quiet_min, hurt, failed = 0.0, 0, False
     for case in cases(args):
         try:
@@ -382,7 +388,7 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 
 
 def options(p: Options) -> None:
-    """Those of this part."""
+    """Adds the options of this part."""
     words = "numbers of members; none: 64 256 512, or 64 with --quick"
     p.add_argument("--connections", type=int, nargs="*", default=[], help=words)
     p.add_argument("--keyed", type=int, nargs="*", default=[], help="the same with keys; none: 256, or 64 with --quick")
@@ -392,7 +398,7 @@ def options(p: Options) -> None:
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Fills in what was not given."""
+    """Fills in the defaults of settings that were not given."""
     args.connections = args.connections or ([64] if args.quick else list(SIZES))
     args.keyed = args.keyed or ([64] if args.quick else [256])
     args.minutes = args.minutes or (0.2 if args.quick else 5.0)

@@ -1,4 +1,4 @@
-"""Two dozen real processes in one job: ten are killed and ten come, on the default graph; and their all-reduces.
+"""Trains two dozen real processes in one job: ten are killed and ten come, on the default graph; and their all-reduces.
 
 Processes train as in the soak (benchmarks/soak/member.py: scikit-learn's digits, with a journal each), 24 at first.
 Every so many steps, in turn, one that trains is killed and one is started. Judged are the contract's points, by
@@ -42,7 +42,7 @@ _ESTABLISHED = "01"
 
 
 def connections(pid: int) -> int:
-    """TCP connections that this process has."""
+    """Returns the number of TCP connections that this process has."""
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -61,7 +61,8 @@ def connections(pid: int) -> int:
 
 
 def beyond_links(samples: Iterable[Mapping[str, int]], views: Sequence[View]) -> tuple[list[int], list[int]]:
-    """(connections that are no links of the view, links of the view), of each member in each sample that a view has.
+    """Returns (connections that are no links of the view, links of the view), of each member in each sample that a view
+    has.
 
     Args:
         samples: Connections by name, of all members at one time.
@@ -79,7 +80,7 @@ def beyond_links(samples: Iterable[Mapping[str, int]], views: Sequence[View]) ->
 
 
 class Driver:
-    """Kills one and starts one, in turn, every so many steps.
+    """Driver of faults, which kills one process and starts one, in turn, every so many steps.
 
     Args:
         crew: All processes.
@@ -100,11 +101,11 @@ class Driver:
 
     @property
     def left(self) -> int:
-        """How many kills and joins are still to come."""
+        """Number of kills and joins that are still to come."""
         return self._left
 
     def turn(self) -> None:
-        """The next one, if it is due and all are in and have trained for a while."""
+        """Makes the next kill or join, if it is due and all are in and have trained for a while."""
         crew = self._crew
         if not self._left or crew.step < self._next or len(crew.able()) < len(crew.alive):
             return
@@ -121,7 +122,7 @@ class Driver:
 
 
 def job(folder: Path, args: argparse.Namespace) -> tuple[Crew, Driver]:
-    """Trains until the epochs are spent; returns what is left to judge."""
+    """Trains until the epochs are spent; returns the crew and the driver, to be judged."""
     logs = str(folder / "events")
     steps = args.epochs * training_length() / (args.members * QUOTA)
     every = max(2, int(steps / (2 * args.events + 4)))
@@ -148,7 +149,7 @@ def job(folder: Path, args: argparse.Namespace) -> tuple[Crew, Driver]:
 
 
 def judge(result: Result, crew: Crew, driver: Driver, args: argparse.Namespace) -> None:
-    """Adds what journals, event logs and the chain say of it."""
+    """Adds the facts about the job from journals, event logs and the chain."""
     title = f"{args.members} processes"
     seen = gather(crew, training_length()).verdict
     result.add(f"kills and joins that did not occur, {title}", driver.left, "count", 0)
@@ -177,7 +178,7 @@ def judge(result: Result, crew: Crew, driver: Driver, args: argparse.Namespace) 
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """The job, and the all-reduces."""
+    """Measures the job, and the all-reduces."""
     print(f" {args.members} processes, {args.events} kills and joins", flush=True)
     with scratch() as folder:
         crew, driver = job(folder, args)
@@ -191,7 +192,7 @@ def minutes(args: argparse.Namespace) -> float:
 
 
 def options(p: Options) -> None:
-    """Those of this part."""
+    """Adds the options of this part."""
     p.add_count("--members", 24, 17, "processes at first")
     p.add_count("--events", 10, 2, "processes that are killed, and as many that come")
     p.add_count("--epochs", 45, 10, "of training")

@@ -1,4 +1,4 @@
-"""All-reduces over the default graph and over a link between every pair: as predicted, and in processes.
+"""Compares all-reduces over the default graph and over a link between every pair: as predicted, and in processes.
 
 The graph is the one that the scheduler's own machine gives so many newcomers (standins.py). All members have network
 cards alike, and links that carry as much as these. What is predicted is what the planner draws for either graph
@@ -43,7 +43,7 @@ Links = dict[tuple[str, str], tuple[float, float, float]]
 
 
 def links_of(view: View, bps: float, *, full: bool, uneven: bool = False) -> Links:
-    """The links of a view as planners take them, or those of all pairs.
+    """Returns the links of a view as planners take them, or those of all pairs.
 
     Args:
         view: A view.
@@ -60,7 +60,9 @@ def links_of(view: View, bps: float, *, full: bool, uneven: bool = False) -> Lin
 
 
 def plans(view: View, bps: float, nbytes: int, *, uneven: bool = False) -> dict[str, overlay.Planned]:
-    """The scheduler's plan for either graph (it knows links, not cards), and its seconds with cards of `bps`."""
+    """Returns the scheduler's plan for either graph (it knows links, not cards), and its seconds with cards of
+    `bps`.
+    """
     found = {}
     for name in PLANS:
         links = links_of(view, bps, full=name == "full", uneven=uneven)
@@ -70,19 +72,19 @@ def plans(view: View, bps: float, nbytes: int, *, uneven: bool = False) -> dict[
 
 
 def seconds_of(view: View, plan: PlanSpec, links: Links, bps: float, nbytes: int) -> float:
-    """Predicted seconds of an all-reduce where each member has a card of `bps`."""
+    """Returns the predicted seconds of an all-reduce where each member has a card of `bps`."""
     return Network(view.members, links, dict.fromkeys(view.ids(), (bps, bps))).seconds(plan, nbytes)
 
 
 def founded(size: int, seed: int, degree: int = GRAPHS["default"]) -> View:
-    """The view with which so many members begin."""
+    """Returns the view with which so many members begin."""
     case = Case(size, degree, seed)
     case.found()
     return case.stage.view
 
 
 def predict(result: Result, size: int, nbytes: int, seed: int) -> None:
-    """Adds what an all-reduce of so many members should take, over equal links and over uneven ones."""
+    """Adds the predicted times of an all-reduce of so many members, over equal links and over uneven ones."""
     view = founded(size, seed)
     for uneven in (False, True):
         where = f"{size} members{', uneven links' if uneven else ''}"
@@ -116,7 +118,7 @@ def remark_denser(result: Result, size: int, nbytes: int, seed: int, full_s: flo
 
 
 def space(index: int) -> str:
-    """Network namespace of a member; the hub's is that of -1."""
+    """Returns the network namespace of a member; the hub's is that of -1."""
     return f"chaosbench{os.getpid()}m{index}"
 
 
@@ -125,7 +127,7 @@ def address(index: int) -> str:
 
 
 def _shape(name: str, device: str, bps: float) -> None:
-    """Bounds what leaves by this device to this rate."""
+    """Bounds the traffic that leaves by this device to this rate."""
     ip("tc", "-n", name, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
     rate = ["rate", f"{int(bps)}", "burst", "64kb", "cburst", "64kb"]
     ip("tc", "-n", name, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb", *rate)
@@ -134,7 +136,7 @@ def _shape(name: str, device: str, bps: float) -> None:
 
 @contextlib.contextmanager
 def cards(count: int, bps: float) -> Iterator[None]:
-    """A namespace per member, each with one card at a common bridge.
+    """Makes a namespace per member for the block, each with one card at a common bridge.
 
     Raises:
         NetworkError: No root, or a kernel without what this needs.
@@ -164,7 +166,7 @@ def cards(count: int, bps: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nodes(members: Sequence[Member], nbytes: int, *, spaces: bool) -> Iterator[list[Worker]]:
-    """A process for each member, with links between all of them."""
+    """Yields a process for each member, with links between all of them."""
     ctx = context("benchmarks.overlay.reduce", "chaos_lightning.collectives.reducer")
     ids, size = [m.id for m in members], len(members)
     where = [address(rank) if spaces else "127.0.0.1" for rank in range(size)]
@@ -206,7 +208,9 @@ def measure_in(result: Result, view: View, found: dict[str, PlanSpec], args: arg
 
 
 def others(view: View, sparse: PlanSpec, bps: float, args: argparse.Namespace) -> dict[str, PlanSpec]:
-    """Returns what might be quicker where processors limit: the same trees in larger chunks, and a denser graph's."""
+    """Returns plans that might be quicker where processors limit: the same trees in larger chunks, and a denser
+    graph's.
+    """
     nbytes, ids = int(args.mib * MIB), view.ids()
     found = {
         f"sparse in chunks of {chunk >> 10} KiB": replace(sparse, chunk_nbytes=chunk)
@@ -238,7 +242,7 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 
 
 def options(p: Options) -> None:
-    """Those of this part."""
+    """Adds the options of this part."""
     p.add_argument("--mib", type=float, default=16, help="size of the buffer in measured all-reduces, MiB")
     p.add_argument("--card-mbps", type=float, default=100, help="of each member's emulated network card")
     p.add_count("--reduces", 7, 2, "all-reduces by each plan")

@@ -68,7 +68,7 @@ def contribution(member: str, view: View, prev: Header, kind: Kind) -> Contribut
 
 
 def next_header(view: View, prev: Header, kind: Kind, waiting: View | None = None) -> Header:
-    """The header that commits the slot after `prev`, made as the commit root makes it."""
+    """Returns the header that commits the slot after `prev`, made as the commit root makes it."""
     brought = {m: contribution(m, view, prev, kind) for m in view.ids()}
     return close_slot(view=view, prev=prev, contributions=brought, waiting=waiting)
 
@@ -79,7 +79,7 @@ def in_batches(events: Sequence[fx.SchedulerEvent], size: int = BATCH) -> Iterat
 
 
 class Clock:
-    """Virtual time: it goes on to the next instant at which anything is due."""
+    """Virtual time, which goes on to the next instant at which anything is due."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,18 +87,18 @@ class Clock:
         self._order = itertools.count()
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has something done after so many seconds."""
+        """Calls an action after so many seconds."""
         heapq.heappush(self._due, (self.now + seconds, next(self._order), action))
 
     def advance(self) -> None:
-        """Does all that happens at the next instant."""
+        """Calls all actions that are due at the next instant."""
         self.now = max(self.now, self._due[0][0])
         while self._due and self._due[0][0] <= self.now:
             heapq.heappop(self._due)[2]()
 
 
 class Surroundings:
-    """The surroundings of stand-ins (the `World` of fake.py): links, headers, and a way to the scheduler.
+    """Surroundings of stand-ins (the `World` of fake.py): links, headers, and a way to the scheduler.
 
     Attributes:
         header: The last committed one.
@@ -122,19 +122,19 @@ class Surroundings:
         self._cut: set[frozenset[str]] = set()
 
     def say(self, one: StandIn, message: FromMember) -> None:
-        """Carries a word of this member to the scheduler."""
+        """Carries a member's message to the scheduler."""
         self._send(fx.MessageIn(one.number, message))
 
     def later(self, after_s: float, action: Callable[[], None]) -> None:
-        """Does something after so many virtual seconds."""
+        """Calls an action after so many virtual seconds."""
         self.clock.after(after_s, action)
 
     def lives(self, member: str) -> bool:
-        """Returns whether its process runs."""
+        """Returns whether a member's process runs."""
         return self.members[member].here
 
     def welcomed(self, one: StandIn) -> None:
-        """Knows it by its id from now on."""
+        """Lists a stand-in by its member id from now on."""
         self.members[one.id] = one
 
     def asked(self, one: StandIn) -> None:
@@ -148,25 +148,25 @@ class Surroundings:
         one.check_ready()
 
     def foretold(self, one: StandIn, view: View) -> None:
-        """Has a header carry this view to all, a moment after the first of them was told of it."""
+        """Makes a header carry this view to all, a moment after the first of them was told of it."""
         if view.id > self._carrying:
             self._carrying = view.id
             self.clock.after(STEP_S, lambda: self._carry(view))
 
     def entered(self, one: StandIn, view: View, *, decided: bool) -> None:
-        """Gives it the links of its view."""
+        """Gives a stand-in the links of its view."""
         if decided:
             self.view, self.header = view, one.header
         one.named.update(self.near(view).get(one.id, ()))
 
     def out(self, one: StandIn, message: Fence | Refused | Released) -> None:
-        """Closes its stream."""
+        """Closes a stand-in's stream."""
         if isinstance(message, Fence):
             self.put_out.append(message.reason)
         self.gone(one, abrupt=False)
 
     def gone(self, one: StandIn, *, abrupt: bool) -> None:
-        """Ends its process, and its stream with it."""
+        """Ends a stand-in's process, and its stream with it."""
         if one.here:
             one.here = False
             self._send(fx.Closed(one.number, abrupt))
@@ -189,7 +189,7 @@ class Surroundings:
         self.clock.after(after_s, arrive)
 
     def _carry(self, view: View) -> None:
-        """A header brings this view to all who stand in the one before, and to its joiners."""
+        """Brings this view by a header to all members of the view before, and to its joiners."""
         before = [self.members[m] for m in self.view.ids()]
         if self.view.id != view.predecessor or not all(p.here and p.promised < view.id for p in before):
             return  # a recovery comes in between
@@ -200,7 +200,7 @@ class Surroundings:
 
 
 class Stage(Surroundings):
-    """A scheduler and its members, of whom some come, leave and die.
+    """Scheduler and its members, of which some come, leave and die.
 
     Args:
         settings: The job's rules.
@@ -230,7 +230,7 @@ class Stage(Surroundings):
         self._send(fx.MessageIn(one.number, one.hello()), after_s)
 
     def kill(self, one: StandIn) -> None:
-        """Ends its process: streams and links are closed, and the other ends say so."""
+        """Ends a member's process: streams and links are closed, and the other ends say so."""
         self.gone(one, abrupt=True)
         for peer in one.up:
             other = self.members[peer]
@@ -238,23 +238,23 @@ class Stage(Surroundings):
                 other.lost(one.id)
 
     def vanish(self, one: StandIn) -> None:
-        """Ends its machine: nothing comes from there any more, and nothing says so."""
+        """Ends a member's machine: nothing comes from there any more, and nothing says so."""
         one.here = False
 
     def cut(self, one: StandIn, other: StandIn) -> None:
-        """Lets nothing through between the two any more; both say so."""
+        """Lets nothing through between two members any more; both say so."""
         self._cut.add(frozenset((one.id, other.id)))
         one.lost(other.id, "silent for 3.0 s")
         other.lost(one.id, "silent for 3.0 s")
 
     def leave(self, one: StandIn) -> None:
-        """Has it ask to be let go."""
+        """Makes a member ask to be let go."""
         self.say(one, Leave("asked to leave"))
 
     # ------------------------------------------------------------------ waiting
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Goes on until it is so.
+        """Advances time until a condition holds.
 
         Raises:
             RuntimeError: Not within PATIENCE_S of virtual time.
@@ -282,7 +282,7 @@ class Stage(Surroundings):
     # ------------------------------------------------------------------ the scheduler
 
     def feed(self, events: Sequence[fx.SchedulerEvent], label: str) -> None:
-        """Feeds the scheduler, and has members hear what it says."""
+        """Feeds the scheduler, and delivers its messages to members."""
         for effect in self.meter.on(self.clock.now, events, label):
             one = self._streams[effect.conn]
             if isinstance(effect, fx.Send):
@@ -291,7 +291,7 @@ class Stage(Surroundings):
                 self.gone(one, abrupt=False)
 
     def tell(self, one: StandIn, message: ToMember) -> None:
-        """Has a member hear this, if it lives."""
+        """Delivers a message to a member, if it lives."""
         if one.here:
             one.hear(message)
 
@@ -300,7 +300,7 @@ class Stage(Surroundings):
         self.clock.after(self.machine.tick_interval_s, self._tick)
 
     def _beat(self) -> None:
-        """All members say that they live."""
+        """Sends a heartbeat of each member to the scheduler, again and again."""
         here = [p for p in self._streams.values() if p.here and p.id]
         for part in in_batches([fx.MessageIn(p.number, p.heartbeat()) for p in here]):
             self.feed(part, BEATS)

@@ -1,4 +1,4 @@
-"""Costs of the protocol for members at each step: real `MemberMachine`s of a view, the messages between them as bytes.
+"""Measures the protocol's costs for members at each step: real `MemberMachine`s of a view, with messages as bytes.
 
 Theory of operation. All members stand in one view; in each step each brings its contribution and has its reduced bytes,
 and messages go to whom the machines send them, encoded once where one message goes to several, and decoded at the other
@@ -27,7 +27,7 @@ POSITIONS = 100_000
 
 
 def largest_headers(view: View) -> dict[str, bytes]:
-    """Headers that grow with the members, encoded, by what makes them do so."""
+    """Returns encoded headers of kinds that grow with the members, by the cause of their growth."""
     brought = [contribution(m, view, GENESIS, Kind.STEP) for m in view.ids()]
     differ = [replace(c, weight=float(rank), coefficient=float(rank)) for rank, c in enumerate(brought, 1)]
     spent = [(Spent(member.name, 0, ((0, POSITIONS),)),) for member in view.members]
@@ -67,7 +67,7 @@ class Members:
                 self._feed(member.id, fx.StateLoaded(GENESIS.hash))
 
     def step(self) -> None:
-        """One optimizer step of all members.
+        """Runs one optimizer step of all members.
 
         Raises:
             RuntimeError: Somebody did not commit it.
@@ -101,7 +101,7 @@ class Members:
 
 
 def measure(result: Result, view: View, title: str, *, bounded: bool) -> None:
-    """Adds what some steps cost in this view."""
+    """Adds the costs of some steps in this view."""
     members = Members(view)
     roots: list[float] = []
     others: list[float] = []

@@ -1,1 +1,1 @@
-"""Members of a real job come, go, die, freeze and lose their links, and what training made of it."""
+"""Soak of a real job whose members come, go, die, freeze and lose their links, compared with undisturbed training."""

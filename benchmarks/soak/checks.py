@@ -50,7 +50,7 @@ class Parting:
 
 @dataclass
 class Verdict:
-    """Problems by point of the contract, and how much was looked at."""
+    """Problems by point of the contract, and how much was examined."""
 
     problems: dict[int, list[str]] = field(default_factory=lambda: {point: [] for point in range(1, 6)})
     looked_at: dict[str, int] = field(default_factory=dict)
@@ -61,14 +61,14 @@ class Verdict:
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """A file's lines; one cut short by a kill is left out."""
+    """Yields the lines of a file; one cut short by a kill is left out."""
     for text in path.read_text().splitlines():
         with contextlib.suppress(ValueError):
             yield json.loads(text)
 
 
 def read(folder: Path) -> dict[str, list[Line]]:
-    """Process ("name-pid") -> the lines of its journal."""
+    """Returns the lines of each process's journal, by process ("name-pid")."""
     return {path.stem: list(lines_of(path)) for path in sorted(folder.glob("*.jsonl"))}
 
 
@@ -102,7 +102,7 @@ def _told(journals: Mapping[str, Sequence[Line]]) -> list[tuple[str, Line]]:
 
 
 def _chain(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
-    """Point 2 (and of point 5: no committed step is lost)."""
+    """Checks point 2, and of point 5 that no committed step is lost."""
     bad = verdict.problems[2]
     # Those who committed a header know whose samples are in it; newcomers may not.
     for source, line in sorted(_told(journals), key=lambda told: told[1]["what"] != "commit"):
@@ -146,7 +146,7 @@ def _chain(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
 
 
 def _states(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
-    """Points 1 and 4."""
+    """Checks points 1 and 4."""
     said: dict[str, dict[str, set[str]]] = defaultdict(lambda: {"commit": set(), "entered": set()})
     tellers: dict[str, int] = defaultdict(int)
     for _, line in _told(journals):
@@ -167,7 +167,7 @@ def _states(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
 
 
 def _samples(journals: Mapping[str, Sequence[Line]], verdict: Verdict, length: int) -> None:
-    """Point 3: what the data sets handed out for the steps that count, epoch by epoch."""
+    """Checks point 3: the samples that data sets handed out for the steps that count, epoch by epoch."""
     bad = verdict.problems[3]
     drawn: dict[tuple[str, str], list[int]] = {}
     for lines in journals.values():
@@ -205,7 +205,7 @@ def _fences(
     killed: Collection[str],
     partings: Sequence[Parting],
 ) -> None:
-    """Point 5: nobody was put out who had been neither frozen nor cut off, and whoever was, came back."""
+    """Checks point 5: no member was put out that had been neither frozen nor cut off, and each that was, came back."""
     bad = verdict.problems[5]
     count = 0
     for source, lines in journals.items():
@@ -216,7 +216,7 @@ def _fences(
             if line["what"] != "fenced":
                 continue
             count += 1
-            # It happened between these two moments; the later one is when it was in again, which others may delay.
+            # The member was put out between these two moments; the later one is its re-entry, which others may delay.
             earlier = [stop for start, stop in hurt if start <= line["ns"]]
             if not earlier or line["since"] - max(earlier) > WAKING_S * 1e9:
                 bad.append(f"{source} was put out though nobody had frozen it or cut it off")
@@ -227,7 +227,7 @@ def _fences(
 
 
 def _partings(verdict: Verdict, partings: Sequence[Parting]) -> None:
-    """Point 5: where members are cut off, the others go on, and without them."""
+    """Checks point 5: where members are cut off, the others go on, and without them."""
     steps = [h for head in verdict.chain if (h := verdict.headers[head])["kind"] == "step"]
     went_on = excused = 0
     for one in (p for p in partings if not p.undecided):

@@ -1,4 +1,4 @@
-"""The processes of a soak as their parent sees them, and the faults that strike processes.
+"""Starts and watches the processes of a soak, and strikes processes with faults.
 
 `Crew` starts members, hears what they tell, wakes the frozen. `Driver` draws joins, leaves, SIGKILLs and SIGSTOPs by
 `FaultPlan.random`, a dozen at a time, and carries out those that the world allows; links are hurt in links.py. So
@@ -38,7 +38,7 @@ PATIENCE_S = 3.0
 
 @dataclass
 class Process:
-    """A member as the parent sees it."""
+    """Process of a member, as the parent sees it."""
 
     name: str
     worker: Worker
@@ -88,7 +88,7 @@ class Crew:
     """Runs a member in its process."""
 
     def spares(self, name: str) -> bool:
-        """Whether nothing is lost for good with this member."""
+        """Returns whether nothing is lost for good with this member."""
         return True
 
     def start(self, name: str) -> None:
@@ -103,17 +103,19 @@ class Crew:
             self.control.know({process.pid: other for other, process in self.alive.items()})
 
     def able(self) -> list[Process]:
-        """Those that train right now."""
+        """Returns the processes that train right now."""
         return [p for p in self.alive.values() if p.inside and not p.thaw_ns and not p.may_die]
 
     def steady(self, away: Collection[str] = ()) -> list[Process]:
-        """Those of them that stand in the view for certain, but for whom links part from the others."""
+        """Returns the processes that train and stand in the view for certain, without those whose links part them from
+        the others.
+        """
         calm = time.monotonic() - CALM_S
         known = (p for p in self.able() if p.name not in away)
         return [p for p in known if p.step >= self.step - 2 and p.shaken < calm]
 
     def turn(self, seconds: float = 0.05) -> None:
-        """Takes in what the members say, wakes the frozen, notices the dead."""
+        """Takes in the members' messages, wakes the frozen, notices the dead."""
         pipes: dict[Any, Process] = {p.worker.pipe: p for p in self.alive.values()}
         for pipe in wait([*pipes, *(p.worker.process.sentinel for p in self.alive.values())], seconds):
             if pipe in pipes:
@@ -171,7 +173,7 @@ class Crew:
 
 
 class Driver:
-    """Draws faults and carries them out, a dozen at a time."""
+    """Driver of faults, which it draws and carries out a dozen at a time."""
 
     def __init__(self, crew: Crew, log: Any, links: Links, seed: int, every_s: float) -> None:
         self.crew, self.links, self._log, self._every_s = crew, links, log, every_s
@@ -253,7 +255,9 @@ class Driver:
         return True
 
     def _stay(self, name: str) -> bool:
-        """Whether the others do well without this one, and each of them and itself finds a whole link to them."""
+        """Returns whether the others do well without this member, and each of them and itself finds a whole link to
+        them.
+        """
         steady = [p.name for p in self.crew.steady(self.links.parted()) if p.name != name]
         present = {p.name for p in self.crew.alive.values() if not p.may_die and not p.word}
         return self.crew.spares(name) and self.links.holds(steady, present | {name})

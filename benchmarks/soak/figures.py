@@ -28,13 +28,16 @@ ACTIONS = {
 
 
 def beyond(values: list[float], value: float) -> float:
-    """Distance from the mean in half widths of the 95 % prediction interval for one more draw; 1 is its border."""
+    """Returns the distance from the mean in half widths of the 95 % prediction interval for one more draw; 1 is its
+    border.
+    """
     half = T_95[min(9, len(values) - 1)] * statistics.stdev(values) * math.sqrt(1 + 1 / len(values))
     return abs(value - statistics.fmean(values)) / half
 
 
 def beyond_line(points: list[tuple[float, float]], x: float, y: float) -> float:
-    """Distance from the line through the points, in half widths of its 99 % prediction interval at x; 1 is the border.
+    """Returns the distance from the line through the points, in half widths of its 99 % prediction interval at x; 1 is
+    the border.
 
     Args:
         points: At least three, with different x.
@@ -54,7 +57,7 @@ def beyond_line(points: list[tuple[float, float]], x: float, y: float) -> float:
 
 
 def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
-    """Members over time with what struck them, when links were hurt, and the loss curves."""
+    """Draws members over time with the faults that struck them, when links were hurt, and the loss curves."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -92,7 +95,7 @@ def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
 
 
 def report_links(result: Result, crew: Crew, links: Links, lines: Sequence[Line]) -> LinkVerdict:
-    """Adds what became of links."""
+    """Adds the outcomes of links after they were hurt."""
     found = check_links(lines, links.hurts, crew.freezes)
     result.add("links: mended", sum(len(h.pairs) for h in links.hurts if h.stop), "count")
     for what, count in found.counts.items():

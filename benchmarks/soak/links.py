@@ -1,4 +1,4 @@
-"""Links that are cut, stalled, slowed down, taken away and given back during a soak.
+"""Cuts, stalls, slows down, takes away and gives back links during a soak.
 
 Theory of operation. All members dial through one relay (`chaos_lightning.testing.edge.relay`), so that this process
 decides what passes between them. Every few seconds a card is drawn from a shuffled deck, so that each kind has its
@@ -60,7 +60,7 @@ class Hurt:
 
 
 def seconds_of(kind: str, rng: random.Random) -> float:
-    """How long a link is hurt."""
+    """Returns for how many seconds a link is hurt."""
     short = rng.random() < 0.5
     if kind == "cut":
         return rng.uniform(0.1, 1.0) if short else rng.uniform(2.0, 7.0)
@@ -73,7 +73,7 @@ def seconds_of(kind: str, rng: random.Random) -> float:
 
 
 class Links:
-    """See the module. All methods belong to the parent's loop.
+    """Faults of links during a soak. All methods belong to the parent's loop.
 
     Args:
         relay: Through which all members dial.
@@ -112,16 +112,16 @@ class Links:
     # ------------------------------------------------------------------ what is whole
 
     def _recent(self) -> list[Hurt]:
-        """Hurts that are not mended, or only just."""
+        """Returns hurts that are not mended, or only just."""
         since = time.monotonic_ns() - int(SETTLED_S * 1e9)
         return [h for h in self.hurts if h.kind != "slow" and (not h.stop or h.stop > since)]
 
     def parted(self) -> set[str]:
-        """Members that are cut off from the others, or only just no more."""
+        """Returns the members that are cut off from the others, or were until just now."""
         return {name for h in self._recent() for name in h.part}
 
     def holds(self, steady: Collection[str], present: Collection[str], less: Collection[Pair] = ()) -> bool:
-        """Whether the members need nothing but whole links.
+        """Returns whether whole links alone connect the members.
 
         Args:
             steady: Members that train.
@@ -138,14 +138,14 @@ class Links:
     # ------------------------------------------------------------------ time
 
     def calm_now(self, present: Collection[str]) -> bool:
-        """Whether no link between these is hurt but for slow ones, nor was just now.
+        """Returns whether no link between these is hurt but for slow ones, nor was just now.
 
         A removed link whose end has left is never asked for again.
         """
         return not any(pair <= set(present) for hurt in self._recent() for pair in hurt.pairs)
 
     def turn(self, steady: Collection[str], present: Collection[str], *, strike: bool = True) -> None:
-        """Mends what is due, and hurts something if it is time.
+        """Mends links that are due, and hurts one if it is time.
 
         Args:
             steady: Members that train.
@@ -169,13 +169,13 @@ class Links:
                 return
 
     def came(self, name: str) -> None:
-        """A process of this name is about to start: whoever is parted is parted from it, too."""
+        """Cuts a process of this name, which is about to start, off from all members that are parted."""
         for hurt in self.hurts:
             if hurt.part and not hurt.stop and name not in hurt.part:
                 self._break(hurt, {frozenset((name, other)) for other in hurt.part})
 
     def calm(self) -> None:
-        """Mends everything but what an operator removed; nothing is hurt any more."""
+        """Mends all links but those that an operator removed; hurts none any more."""
         for _, hurt in self._due:
             self._mend(hurt, last=True)
         self._due, self._every_s = [], 0.0
@@ -241,7 +241,7 @@ class Links:
 
     def _mend(self, hurt: Hurt, *, last: bool = False) -> None:
         if hurt.kind == "remove" and (last or not self._ask(min(hurt.pairs, key=sorted), add=True)):
-            # It cannot be asked for while one of them is away; what was removed goes by names and stays.
+            # A link cannot be asked for while one of its ends is away; removals go by names and stay.
             self._due += [] if last else [(time.monotonic() + _AGAIN_S, hurt)]
             return
         hurt.stop = time.monotonic_ns()
@@ -260,7 +260,7 @@ class Links:
         return {p for h in self.hurts for p in h.pairs if h.kind == "slow" and not h.stop}
 
     def _carry_out(self, pair: Pair) -> None:
-        """A pair may be hurt in several ways at once."""
+        """Sets a pair's state at the relay; a pair may be hurt in several ways at once."""
         kinds = {h.kind for h in self.hurts if pair in h.pairs and not h.stop} - {"slow", "remove"}
         state = "cut" if kinds - {"stall"} else "stall" if kinds else "restore"
         if state != self._states.get(pair, "restore"):
@@ -268,7 +268,7 @@ class Links:
             getattr(self.relay, state)(*sorted(pair))
 
     def _ask(self, pair: Pair, *, add: bool) -> bool:
-        """Does what `chaos-lightning link add|remove` does."""
+        """Asks the scheduler to add or remove a link, as `chaos-lightning link add|remove` does."""
         from chaos_lightning.control.channel import change_link
         from chaos_lightning.errors import ChaosError, RefusedError
 

@@ -1,4 +1,4 @@
-"""A member of the soak: a plain loop on scikit-learn's digits that writes down what it saw, in a journal of its own.
+"""Runs a member of the soak: a plain loop on scikit-learn's digits, with a journal of its observations.
 
 The journal is evidence from outside the engine: one line before each step with the indices of the samples that the data
 set really handed out, one line after each commit with a SHA-256 of the whole training state. Lines are single writes,
@@ -28,7 +28,9 @@ SAVE_EVERY = 50
 
 
 def digits() -> tuple[Any, Any]:
-    """(images, labels) of scikit-learn's 1797 handwritten digits, as float tensors in [0, 1] and class numbers."""
+    """Returns (images, labels) of scikit-learn's 1797 handwritten digits, as float tensors in [0, 1] and class
+    numbers.
+    """
     import torch
     from sklearn.datasets import load_digits
 
@@ -41,7 +43,7 @@ def training_length() -> int:
 
 
 def make(seed: int) -> tuple[Any, Any]:
-    """(model, optimizer), the same for the same seed."""
+    """Returns (model, optimizer), the same for the same seed."""
     import torch
     from torch import nn
 
@@ -51,7 +53,7 @@ def make(seed: int) -> tuple[Any, Any]:
 
 
 class Numbered:
-    """A data set that hands out each sample with its index."""
+    """Data set that hands out each sample with its index."""
 
     def __init__(self, images: Any, labels: Any) -> None:
         self._images, self._labels = images, labels
@@ -64,7 +66,7 @@ class Numbered:
 
 
 class Journal:
-    """This process's testimony.
+    """Journal of this process's observations.
 
     Args:
         root: Folder of all journals and checkpoints.
@@ -83,7 +85,9 @@ class Journal:
         os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def stand(self, what: str, engine: Any, model: Any, optimizer: Any) -> None:
-        """The header that this member stands on, and its state; the latter now and then to the event log as well."""
+        """Writes the header that this member stands on, and its state; the latter now and then to the event log as
+        well.
+        """
         from chaos_lightning.replication.access import ModuleState
         from chaos_lightning.replication.table import state_hash
 
@@ -105,7 +109,7 @@ class Journal:
             engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
 
     def save(self, label: str, engine: Any, model: Any, optimizer: Any) -> None:
-        """A checkpoint, named by its header and its writer."""
+        """Writes a checkpoint, named by its header and its writer."""
         import torch
 
         path = self._root / "checkpoints" / f"{label}-{engine.header.hash}-{engine.member_id}.pt"
@@ -115,18 +119,18 @@ class Journal:
 
 
 def replays(name: str) -> bool:
-    """Whether a member comes in by replay, as every other one does; with a hook on its optimizer it may not."""
+    """Returns whether a member comes in by replay, as every other one does; with a hook on its optimizer it may not."""
     return sum(name.encode()) % 2 == 0
 
 
 class Fate:
-    """Dies where the parent says."""
+    """Death of a member at the phase that the parent names."""
 
     def __init__(self, pipe: Connection, trainer: Any) -> None:
         self._pipe, self._trainer, self._phase = pipe, trainer, ""
 
     def at(self, phase: str) -> None:
-        """The loop passes this phase."""
+        """Kills this process if the parent named this phase, which the loop passes now."""
         if self._pipe.poll():
             self._phase = self._pipe.recv()[1]
             if self._phase == "optimizer" and replays(self._trainer.engine.config.name):
@@ -189,7 +193,7 @@ def _train(
     parts = (engine, model, optimizer)
 
     def back(since: int) -> None:
-        """It was put out, and is in again."""
+        """Notes that the member was put out, and is in again."""
         journal.write("fenced", since=since)
         journal.stand("entered", *parts)
         pipe.send(("back", engine.header.step))

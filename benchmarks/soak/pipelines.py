@@ -1,4 +1,4 @@
-"""A soak of pipelines: members of `chaos_pipeline` are hurt, and each step has the loss that one process has.
+"""Runs a soak of pipelines: members of `chaos_pipeline` are hurt, and each step has the loss that one process has.
 
 Six to eight processes train a small GPT in stages; no device has memory for more than half of it. They are hurt as in
 any soak (crew.py, links.py), with two differences. A member dies, leaves or freezes only while its layers are at others
@@ -77,7 +77,7 @@ PLACES = {
 
 
 class Reporter(pl.Callback):
-    """Tells the parent what a member does, writes its journal, and takes orders to die.
+    """Callback that reports a member's progress to the parent, writes its journal, and takes orders to die.
 
     Args:
         pipe: To the parent.
@@ -140,7 +140,7 @@ def member(
 
 
 class PipelineCrew(Crew):
-    """All processes of a job with pipelines; who has which layers is read in its event logs."""
+    """All processes of a job with pipelines; the layers of each are read in its event logs."""
 
     founders, most, kept = 6, 8, 4
     polite = (0, 130)
@@ -174,13 +174,13 @@ class PipelineCrew(Crew):
                 process.worker.kill()
 
     def take(self, layers: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """These members have these layers."""
+        """Notes which members have which layers."""
         self._layers = defaultdict(set)
         for member, spans in layers.items():
             self._layers[member.rpartition("~")[0]].update(x for a, b in spans for x in range(a, b))
 
     def spares(self, name: str) -> bool:
-        """Whether others that train have the layers of this member, and nothing moves."""
+        """Returns whether others that train have the layers of this member, and nothing moves."""
         if time.monotonic() < self._settled_at:
             return False
         others = (self._layers[p.name] for p in self.steady() if p.name != name)
@@ -188,7 +188,7 @@ class PipelineCrew(Crew):
 
 
 def told(folder: Path) -> dict[str, Any]:
-    """Returns what members are told; writes the profile."""
+    """Returns the settings of members; writes the profile."""
     itemsize = 8
     job = gpt_job(LAYERS, WIDTH, BLOCK, BATCH, MICRO_BATCHES, round(0.55 * MIB * itemsize), itemsize)
     (folder / "profile.json").write_text(json.dumps(to_dict(job)))
@@ -304,7 +304,7 @@ def checkpoints(result: Result, crew: Crew, losses: Mapping[int, float], plans: 
 
 
 def soak(args: argparse.Namespace) -> int:
-    """The soak of pipelines; see the module."""
+    """Runs the soak of pipelines, its checks and its comparison; returns the exit status."""
     result = Result("soak of pipelines")
     args.etcd = False
     PipelineCrew.minutes = args.minutes

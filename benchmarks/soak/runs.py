@@ -1,4 +1,4 @@
-"""The soak itself, the same training with nobody hurt, and what each run left behind."""
+"""Runs the soak, and the same training with no member hurt; judges the records of each run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Run:
 
 
 def evaluate(path: Path) -> tuple[dict[str, float], str]:
-    """(losses and accuracy of a checkpoint, SHA-256 of its state)."""
+    """Returns (losses and accuracy of a checkpoint, SHA-256 of its state)."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -93,7 +93,7 @@ def gather(crew: Crew, length: int, hurts: Sequence[Hurt] = (), struck: Sequence
 
 
 def undisturbed(folder: Path, seed: int, world: int, epochs: int, length: int) -> Run:
-    """The same training with nobody hurt."""
+    """Runs the same training with no member hurt."""
     with scheduler(world) as endpoint:
         crew = Crew(endpoint, folder, seed, epochs, 0.0)
         try:
@@ -110,7 +110,7 @@ def undisturbed(folder: Path, seed: int, world: int, epochs: int, length: int) -
 
 
 class Standstill:
-    """Whether nothing has happened for too long: no step, or after the job's end no end of a process."""
+    """Watch for a job in which nothing happens for too long: no step, or after the job's end no end of a process."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -118,7 +118,9 @@ class Standstill:
         self._since = 0.0
 
     def lasts(self, now: float, over: bool, count: int) -> bool:
-        """`count` is the number of the last step; once the job is over, that of processes that run."""
+        """Returns whether nothing has happened for too long; `count`: the last step, or once the job is over, processes
+        that run.
+        """
         if (over, count) != self._seen:
             self._seen, self._since = (over, count), now
         return now - self._since > self._patience_s
@@ -127,7 +129,7 @@ class Standstill:
 def disturbed(
     folder: Path, args: argparse.Namespace, epochs: int, make: type[Crew] = Crew
 ) -> tuple[Crew, Driver, float]:
-    """The soak itself; returns the crew, the driver and how long it took, s.
+    """Runs the soak itself; returns the crew, the driver and how long it took, s.
 
     Args:
         folder: Of all that is kept.

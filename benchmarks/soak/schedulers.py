@@ -1,4 +1,4 @@
-"""Schedulers and etcd servers that die and freeze during a soak, and come back.
+"""Kills and freezes schedulers and etcd servers during a soak, and brings them back.
 
 Three candidates stand by for each other on three etcd servers. Every few seconds a card is drawn from a shuffled deck:
 the leading scheduler gets SIGKILL, or SIGSTOP for some seconds; an etcd server that does not lead, or the one that
@@ -72,7 +72,7 @@ class Away:
 
 
 class Control:
-    """The control plane of a soak; here a single scheduler that nobody touches.
+    """Control plane of a soak; here a single scheduler that is never struck.
 
     Args:
         endpoint: Where the parent reaches it.
@@ -86,19 +86,21 @@ class Control:
         """(ns, kind, who)."""
 
     def way(self, name: str) -> Way | Ways:
-        """A member's way to it, that can be cut."""
+        """Returns a member's way to the scheduler, which can be cut."""
         return Way(self.endpoint)
 
     def know(self, pids: Mapping[int, str]) -> None:
-        """These are the members' processes."""
+        """Takes note of the members' processes."""
 
     @property
     def stale(self) -> bool:
-        """A store that lacks the chain is in its place, about to be, or was just now: links are to be left alone."""
+        """True while a store that lacks the chain is in its place, about to be, or was just now: links are to be left
+        alone.
+        """
         return False
 
     def turn(self, *, calm: bool) -> None:
-        """Brings back who is due, strikes the next one.
+        """Brings back each scheduler or server that is due, and strikes the next one.
 
         Args:
             calm: No link is hurt.
@@ -112,7 +114,7 @@ class Control:
 
 
 class Several(Control):
-    """See the module. All methods belong to the parent's loop."""
+    """Control plane of three candidates on three etcd servers. All methods belong to the parent's loop."""
 
     kinds = SCHEDULER_KINDS
 
@@ -167,7 +169,7 @@ class Several(Control):
         self._deck.pop()
 
     def _ripe(self, kind: str, calm: bool) -> bool:
-        """Whether there is a copy that is old enough, if one is needed, and nobody is cut off."""
+        """Returns whether there is a copy that is old enough, if one is needed, and no member is cut off."""
         if kind != "empty_scheduler" and self._copied_at is None:
             self._copy(kind)
             self._copied_at, self._age_s = time.monotonic(), self._rng.uniform(*AGE_S)
@@ -243,7 +245,7 @@ class Several(Control):
         return away.name
 
     def _empty(self) -> Path:
-        """A chain file that is not there yet."""
+        """Returns the path of a chain file that is not there yet."""
         self._empties += 1
         return self._servers.folder / f"empty-{self._empties}.sqlite"
 
@@ -315,7 +317,7 @@ def control(args: Any, folder: Path, log: Any, *, ways: bool) -> Iterator[Contro
 
 
 def etcd_is_here() -> bool:
-    """Whether etcd servers can be started on this machine."""
+    """Returns whether etcd servers can be started on this machine."""
     from chaos_lightning.control.etcd_servers import find_etcd
 
     try:

@@ -1,4 +1,4 @@
-"""One member's ways to all schedulers, as if they were one."""
+"""Joins one member's ways to all schedulers, so that they are used as one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chaos_lightning.testing.edge.relay import Way
 
 
 class Ways:
-    """See the module.
+    """Ways of one member to all schedulers, used as one.
 
     Args:
         ways: To the schedulers; they know the member by its process.

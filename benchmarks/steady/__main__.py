@@ -36,7 +36,7 @@ KINDS = ["chaos", "ddp", "ddp_view", "chaos_sockets", "alone"]
 
 
 def contest(shape: Shape) -> Measured:
-    """All contenders in the same processes; each of ours in a job of its own."""
+    """Runs all contenders in the same processes; each of ours in a job of its own."""
     with ExitStack() as stack:
         ours = {
             kind: {"endpoint": stack.enter_context(scheduler(shape.world)), "by_reference": by_reference}
@@ -58,7 +58,7 @@ def report(result: Result, shape: Shape, found: Measured) -> None:
 
 
 def report_exposed(result: Result, case: str, seconds: dict[str, float], base: str) -> None:
-    """Adds exposed communication by contender, and what it is of that of `base`."""
+    """Adds exposed communication by contender, and its ratio to that of `base`."""
     for kind, value in seconds.items():
         result.add(f"{kind} exposed communication, {case}", value * 1000, "ms")
     if seconds[base] <= 0:
@@ -73,7 +73,7 @@ def report_exposed(result: Result, case: str, seconds: dict[str, float], base: s
 
 
 def measure_case(result: Result, shape: Shape, args: argparse.Namespace, rng: random.Random) -> None:
-    """All contenders, then those whose loops are not ours to alternate."""
+    """Measures all contenders of one case, then those whose loops are not ours to alternate."""
     found = contest(shape)
     report(result, shape, found)
     seconds = exposed(found.step_s, "alone")

@@ -1,4 +1,4 @@
-"""Contenders that train in turn: one model for each in the same processes, blocks of steps, order reversed each round.
+"""Trains contenders in turn: one model for each in the same processes, blocks of steps, order reversed each round.
 
 A round has one block of each contender; what is measured of two of them in one round makes one ratio.
 """
@@ -19,7 +19,7 @@ from chaos_lightning.machine.listener import free_port
 
 @dataclass(frozen=True)
 class Shape:
-    """Model that is trained, and how often.
+    """Sizes of one contest: the model, the members, the blocks and the steps.
 
     Attributes:
         world: Members.
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """By contender, of each round."""
+    """Seconds and CPU seconds of a step, by contender, in each round."""
 
     step_s: dict[str, list[float]]
     """Median step of the slowest member."""
@@ -53,7 +53,7 @@ class Measured:
 
 
 class Contender(Protocol):
-    """Takes one step on a batch."""
+    """A model that is trained, one step on a batch at a time."""
 
     def step(self, batch: Any) -> Any: ...
 
@@ -61,7 +61,7 @@ class Contender(Protocol):
 
 
 class Plain:
-    """A loop of torch's own: DDP, or each member for itself.
+    """Contender of torch's own: DDP, or each member for itself.
 
     Args:
         model: What runs forward and backward.
@@ -81,7 +81,9 @@ class Plain:
 
 
 def contender(kind: str, shape: Shape, name: str, ours: Mapping[str, dict[str, Any]]) -> Contender:
-    """One with a model of its own: "alone" (no communication), "ddp", "ddp_view", or one of `ours`, by its settings."""
+    """Returns a contender with a model of its own: "alone" (no communication), "ddp", "ddp_view", or one of `ours`, by
+    its settings.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     model, optimizer = model_and_adam(shape.state_mib, fused=shape.fused, device=shape.device)
@@ -103,7 +105,7 @@ def work(
     ours: Mapping[str, dict[str, Any]],
     prepare: Callable[[dict[str, Contender]], None] | None,
 ) -> None:
-    """One member of all contenders; sends ({kind: [median step of each block, s]}, {kind: [CPU s per step]})."""
+    """Runs one member of all contenders; sends ({kind: [median step of each block, s]}, {kind: [CPU s per step]})."""
     import torch
     import torch.distributed as dist
 
@@ -162,7 +164,9 @@ def measure(
 
 
 def exposed(steps_s: Mapping[str, list[float]], alone: str) -> dict[str, float]:
-    """Exposed communication of each contender, s: the median over rounds of its step less that of who is alone."""
+    """Returns exposed communication of each contender, s: the median over rounds of its step less that of the one
+    alone.
+    """
     return {
         kind: median([step - base for step, base in zip(values, steps_s[alone], strict=True)])
         for kind, values in steps_s.items()

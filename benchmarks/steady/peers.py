@@ -1,4 +1,5 @@
-"""The other contenders of the steady benchmark, in the same run: torchft, and Lightning with "ddp" and with "chaos".
+"""Runs the other contenders of the steady benchmark, in the same run: torchft, and Lightning with "ddp" and with
+"chaos".
 
 torchft reports its committed steps as in peers/torchft.py, here undisturbed. Lightning's contenders run the same model
 in `Trainer.fit` without loggers, bars and checkpoints; a callback takes the times between two batches' ends. Lightning
@@ -27,7 +28,7 @@ STRATEGIES = {DDP: "ddp", CHAOS: "chaos", ALONE: "auto"}
 
 
 def torchft_s(result: Result, shape: Shape, steps: int) -> list[float]:
-    """Median seconds per step of torchft; empty (with a note) where it cannot run."""
+    """Returns torchft's median seconds per step; empty (with a note) where it cannot run."""
     if missing := torchft.available():
         result.notes.append(missing)
         return []
@@ -46,7 +47,7 @@ def torchft_s(result: Result, shape: Shape, steps: int) -> list[float]:
 
 
 def _stamps(member: Worker, world: int, count: int) -> list[int]:
-    """CLOCK_MONOTONIC of this member's commits in which all took part."""
+    """Returns the CLOCK_MONOTONIC times of this member's commits in which all took part."""
     found: list[int] = []
     while len(found) <= count:
         kind, stamp, *more = member.receive(120)
@@ -56,7 +57,7 @@ def _stamps(member: Worker, world: int, count: int) -> list[int]:
 
 
 def lightning_s(shape: Shape, steps: int, strategy: str) -> float:
-    """Median seconds per batch of Lightning with this strategy."""
+    """Returns Lightning's median seconds per batch with this strategy."""
     ctx = context("benchmarks.steady.peers", "lightning.pytorch", "chaos_lightning.strategies")
     with scheduler(shape.world) as endpoint:
         port = free_port()

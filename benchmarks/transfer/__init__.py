@@ -1,1 +1,1 @@
-"""How fast a newcomer gets the state over uneven links."""
+"""Measures how fast a newcomer gets the state over uneven links."""

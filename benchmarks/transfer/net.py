@@ -1,4 +1,4 @@
-"""An emulated edge for `benchmarks.transfer.pulls`: donors in processes of their own, links that have a rate.
+"""Emulates an edge for `benchmarks.transfer.pulls`: donors in processes of their own, links with limited rates.
 
 Theory of operation. Every donor is a real process with the package's own server behind a listening socket and the
 package's own handshake. A link's rate is set by the sender: SO_MAX_PACING_RATE on its sockets to that peer, which the
@@ -42,7 +42,7 @@ Layout = Sequence[int]
 
 
 class Shaper:
-    """The links of one process, by peer."""
+    """Limits of the rates of one process's links, by peer."""
 
     def __init__(self, rates: Mapping[str, float]) -> None:
         self._rates = dict(rates)
@@ -56,7 +56,7 @@ class Shaper:
             self._set(peer)
 
     def rate(self, peer: str, rate_bps: float) -> None:
-        """The link has this rate from now on."""
+        """Sets the rate of a peer's link from now on, in bits per second."""
         with self._lock:
             self._rates[peer] = rate_bps
             self._set(peer)
@@ -85,7 +85,7 @@ def _unsent(sock: socket.socket) -> int:
 
 
 def tensors_of(flat: Any, layout: Layout) -> list[tuple[str, Any]]:
-    """A flat uint8 tensor as named float tensors."""
+    """Returns a flat uint8 tensor as named float tensors."""
     import torch
 
     named, at = [], 0
@@ -96,7 +96,8 @@ def tensors_of(flat: Any, layout: Layout) -> list[tuple[str, Any]]:
 
 
 def layout_of(state_mib: float) -> list[int]:
-    """Tensor sizes like those of a transformer with Adam: a large embedding, blocks of matrices and biases, all thrice.
+    """Returns tensor sizes like those of a transformer with Adam: a large embedding, blocks of matrices and biases, all
+    thrice.
 
     A state of less than 8 MiB is laid out like the LoRA adapters of such a model: many matrices of some 24 KiB.
     """
@@ -113,7 +114,9 @@ def layout_of(state_mib: float) -> list[int]:
 
 
 def donor(pipe: Any, name: str, rates: Mapping[str, float], disk_bps: float, folder: str) -> None:
-    """A donor's process: serves what it is told to, over links of these rates (bits per second, by peer)."""
+    """Runs a donor's process: serves states as the parent orders, over links of these rates (bits per second, by
+    peer).
+    """
     import torch
 
     from chaos_lightning.replication.checkpoint import CheckpointWriter
@@ -197,10 +200,10 @@ class _Shaped(socket.socket):
 
 
 class Network:
-    """Donors around a newcomer, which is this process; a context manager that ends them."""
+    """Network of donors around a newcomer, which is this process; a context manager that ends the donors."""
 
     def __init__(self, links: Mapping[tuple[str, str], float], newcomer: str, *, disk_bps: float, folder: Path) -> None:
-        """`links` gives bits per second for each pair of ends, both directions."""
+        """Takes in `links` the bits per second of each pair of ends, both directions."""
         self.links, self.newcomer = dict(links), newcomer
         self.near = [a if b == newcomer else b for a, b in links if newcomer in (a, b)]
         self.names = [*self.near, *sorted({n for pair in links for n in pair} - {newcomer, *self.near})]
@@ -215,7 +218,7 @@ class Network:
             self.start(name)
 
     def start(self, name: str) -> None:
-        """A donor's process; one that was killed is replaced."""
+        """Starts a donor's process; a killed one is replaced."""
         rates = {b if a == name else a: rate for (a, b), rate in self.links.items() if name in (a, b)}
         worker = Worker(self._context, donor, name, rates, self.disk_bps, str(self.folder))
         self.workers[name] = worker
@@ -235,12 +238,12 @@ class Network:
             self.tell(name, "publish", *self._published)
 
     def restore(self) -> None:
-        """All links as they were."""
+        """Gives all links of the newcomer their first rates again."""
         for name in self.near:
             self.tell(name, "rate", self.newcomer, self.rate(name))
 
     def rate(self, name: str) -> float:
-        """The newcomer's link to this neighbour, bits per second."""
+        """Returns the rate of the newcomer's link to this neighbour, in bits per second."""
         return self.links[(name, self.newcomer) if (name, self.newcomer) in self.links else (self.newcomer, name)]
 
     def dial(self, endpoint: Any) -> socket.socket:
@@ -263,7 +266,7 @@ class Network:
 
 
 class Newcomer:
-    """The joiner's state: one memory for all runs, emptied before each."""
+    """State of the joiner: one memory for all runs, emptied before each."""
 
     def __init__(self, layout: Layout) -> None:
         import torch
@@ -289,7 +292,7 @@ class Newcomer:
 
 
 class Joiner:
-    """This process as the newcomer: a state at a time, which all donors publish and it pulls.
+    """This process as the newcomer: it pulls one state at a time, which all donors publish.
 
     Args:
         net: The donors.
@@ -304,7 +307,7 @@ class Joiner:
         self._path: Path | None = None
 
     def load(self, layout: Layout) -> None:
-        """All donors publish a state of random bytes with these tensors; it is here, too."""
+        """Makes a state of random bytes with these tensors, keeps it here, and lets all donors publish it."""
         import torch
 
         self.seq += 1
@@ -323,7 +326,7 @@ class Joiner:
     def pull(
         self, policy: str, estimates: Any = None, *, empty: bool = True, progress: Any = None, **options: Any
     ) -> Any:
-        """Pulls; returns the report.
+        """Pulls the state; returns the pull's report.
 
         Args:
             policy: One of `replication.policies.POLICIES`; `greedy` searches the shard size between the layers, as the
@@ -356,13 +359,13 @@ class Joiner:
         )
 
     def close(self) -> None:
-        """Forgets the state's file."""
+        """Forgets the file of the state."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 def calibrate(net: Network, name: str, seq: int, nbytes: int) -> float:
-    """Measures what this link carries alone, in bits per second, without the first tenth."""
+    """Measures the rate that this link carries alone, in bits per second, without the first tenth."""
     from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 
     endpoint = next(e for e in net.endpoints() if e.member == name)

@@ -1,4 +1,6 @@
-"""Pulls of a newcomer on the emulated edge and what no transfer can beat; cases are defined in __main__.py."""
+"""Measures pulls of a newcomer on the emulated edge, beside a bound that no transfer can beat; __main__.py defines the
+cases.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ NEW = "new"
 
 @dataclass
 class Case:
-    """One pull."""
+    """Measurements of one pull."""
 
     over_bound: float
     seconds: float
@@ -24,7 +26,7 @@ class Case:
 
 
 class Bench(Joiner):
-    """One network and one state at a time."""
+    """Measurements on one network, one state at a time."""
 
     def __init__(self, net: Network, folder: Path, seed: int) -> None:
         super().__init__(net, folder, seed)
@@ -56,7 +58,7 @@ class Bench(Joiner):
     # --- cases ----------------------------------------------------------------------------------------------------
 
     def plain(self, policy: str, estimates: Any, *, ingress_bps: float = 0.0) -> Case:
-        """A pull by this policy."""
+        """Measures a pull with this policy."""
         options = {"ingress_bps": ingress_bps} if ingress_bps else {}
         self.net.ingress = Ingress(ingress_bps) if ingress_bps else None
         try:
@@ -66,7 +68,7 @@ class Bench(Joiner):
         return self._case(report, self.bound(ingress_bps=ingress_bps))
 
     def collapse(self) -> Case:
-        """The fastest link falls to a tenth when half of the state is here."""
+        """Measures a pull in which the fastest link falls to a tenth when half of the state is here."""
         fastest = max(self.rates, key=lambda n: self.rates[n])
         at: list[float] = []
         began = time.monotonic()
@@ -84,7 +86,7 @@ class Bench(Joiner):
         return self._case(report, at[0] + max(0.0, self.newcomer.nbytes - before * at[0]) / after)
 
     def killed(self) -> Case:
-        """The fastest donor is killed when half of the state is here."""
+        """Measures a pull whose fastest donor is killed when half of the state is here."""
         fastest = max(self.rates, key=lambda n: self.rates[n])
         seen: list[tuple[float, int]] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Silent:
-    """A worker that takes orders and says nothing."""
+    """Worker that takes orders and sends nothing back."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

@@ -1,4 +1,4 @@
-"""The soak's own judge: each point of the contract is violated once, and the judge says which."""
+"""The judge of the soak: each point of the contract is violated once, and the judge names it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ IDS = {"a": "a~1", "b": "b~2", "c": "c~3"}
 
 
 def history() -> dict[str, list[Line]]:
-    """Members a~1 and b~2 train two epochs of 12 samples in five steps; c~3 joins at a boundary after the second."""
+    """Returns journals of members a~1 and b~2, which train two epochs of 12 samples in five steps; c~3 joins at a
+    boundary after the second.
+    """
     journals: dict[str, list[Line]] = {"a-1": [], "b-2": [], "c-3": []}
     clock = itertools.count(1)
 
@@ -154,7 +156,9 @@ def test_a_thawed_root_may_draw_once_more_before_it_hears_that_its_last_header_c
 
 
 def fence(journals: dict[str, list[Line]], *, back: bool, lasted: int = 0) -> int:
-    """It is in again `lasted` ns after it was last known to be well; when."""
+    """Adds c's being put out and, with `back`, its entry again; returns when it was put out (ns), `lasted` ns after it
+    was last known to be well.
+    """
     ns = journals["c-3"][-1]["ns"] + 1000 + lasted
     journals["c-3"].append({"what": "fenced", "ns": ns, "since": ns - lasted})
     if back:
@@ -187,13 +191,13 @@ def test_a_frozen_member_that_is_put_out_comes_back_unless_it_was_killed(journal
 
 
 def parting(journals: dict[str, list[Line]], *names: str, undecided: bool = False) -> Parting:
-    """These are cut off while the second epoch runs."""
+    """Returns a parting in which these members are cut off while the second epoch runs."""
     during = [x["ns"] for x in journals["a-1"] if x["what"] == "commit" and x["seq"] > 3]
     return Parting("split", names, min(during) - 1, max(during) + 2000, undecided)
 
 
 def without_c(journals: dict[str, list[Line]]) -> dict[str, list[Line]]:
-    """c contributes nothing more after it came in, and does not come back; a uses its samples."""
+    """Removes c's contributions after it came in, as if it did not come back; a uses its samples."""
     journals["c-3"] = journals["c-3"][:1]
     indices = {"h3": [5, 4, 1, 0], "h4": [11, 10, 7]}
     for lines in journals.values():

@@ -43,7 +43,7 @@ EVERY = (
 
 
 def test_each_benchmark_tells_its_flags():
-    """As `python -m` does it; all in one process, which imports torch once."""
+    """Each benchmark prints its help as with `python -m`; all run in one process, which imports torch once."""
     code = (
         "import runpy, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -120,7 +120,7 @@ def test_the_line_s_interval_widens_away_from_the_middle():
 
 
 class Member:
-    """A worker whose reports a test writes."""
+    """Worker whose reports a test writes."""
 
     def __init__(self) -> None:
         self.pipe, self.theirs = multiprocessing.Pipe()

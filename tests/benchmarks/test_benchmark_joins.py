@@ -1,4 +1,4 @@
-"""How the join benchmark books what hosts and guest report."""
+"""The join benchmark computes its figures from the reports of hosts and guest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MS = 1_000_000
 
 
 def steps(times_ms: list[tuple[float, int]], first_ms: float = 0.0) -> list[Step]:
-    """Steps of these lengths and numbers of members."""
+    """Returns steps of these lengths and numbers of members."""
     at = first_ms
     found = [Step(round(at * MS), 0, 0, "h0", 2, 0, 0)]
     for number, (length, size) in enumerate(times_ms, 1):
@@ -30,7 +30,9 @@ def steps(times_ms: list[tuple[float, int]], first_ms: float = 0.0) -> list[Step
 
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> House:
-    """Two hosts at 10 ms a step, a guest that calls at 400 ms; one longer step, then 15 ms each, the first 27 ms."""
+    """Two hosts at 10 ms a step, and a guest that calls at 400 ms; one longer step, then 15 ms each, the first
+    27 ms.
+    """
     lengths = [(10.0, 2)] * 42 + [(36.0, 2)] + [(27.0, 3), (16.0, 3)] + [(15.0, 3)] * 60
     made = House(lambda name, guest: Silent(), random.Random(0))  # type: ignore[arg-type, return-value]
     made.hosts = ["w0", "w1"]

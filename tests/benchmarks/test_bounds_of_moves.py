@@ -1,4 +1,4 @@
-"""Tests what is worse than the best of all misses a bound in the benchmark of moves."""
+"""In the benchmark of moves, an assignment worse than the best of all misses a bound."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from chaos_lightning.planning.pipelines.moves import Moves, move_list
 
 
 def bounded(measure, count):
-    """The figures that have bounds."""
+    """Returns the figures that have bounds."""
     result = Result("moves")
     measure(result, 1, count)
     return [f for f in result.figures if f.bound is not None]

@@ -1,4 +1,6 @@
-"""The benchmark of failover and the soak's schedulers: what is judged, who is struck when, and ways for some."""
+"""The benchmark of failover and the soak's schedulers: judgements, the choice of victims, and routes for some
+members.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def test_the_longest_step_counts_from_the_strike_on() -> None:
 
 
 class World:
-    """Servers and candidates that only remember."""
+    """Servers and candidates that only remember their orders."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""Tests what the benchmark of outer convergence reckons, and one small job of it in virtual time."""
+"""Tests the figures that the benchmark of outer convergence computes, and one small job of it in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of a follower's memory: which figures have bounds, and what is counted in them."""
+"""The benchmark of a follower's memory: its bounded figures, and the memory that they count."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def missed(nbytes: float, told: list[Record], parameters: float = PARAMETERS) ->
 def test_what_a_follower_gathers_as_it_works_is_within_its_bound(
     beside: float, of_one: int, expected: list[str]
 ) -> None:
-    """8 MiB were no part of it, and 21 pushes of one cluster were as well as seven of each."""
+    """Peak memory beside pushes has a bound, and so has the number of pushes of one cluster that a follower holds
+    (seven).
+    """
     assert missed((beside + 2 * 12) * PARAMETERS, staged(12, of_one)) == expected
 
 

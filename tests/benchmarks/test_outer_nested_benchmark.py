@@ -1,4 +1,4 @@
-"""The benchmark of elastic clusters: how long a step is, which way ranks dial, and what is counted when."""
+"""The benchmark of elastic clusters: the length of a step, the routes of ranks, and the counting of bytes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ SIZE = 12 * MIB
 
 @pytest.mark.parametrize(("anew", "held"), [(False, True), (True, False)])
 def test_a_push_that_is_begun_anew_misses_a_bound(anew: bool, held: bool) -> None:
-    """A third was lost in vain, which is what is asked of a rank that dies; and followers told of the last attempt."""
+    """A push may send a third of its bytes in vain when a rank dies; one that is begun anew sends more."""
     at = Killed(
         CLUSTER, clusters={"r1": Any, "r2": Any}, server=None, context=None, told={}, watch=SimpleNamespace(records=[])
     )

@@ -1,4 +1,4 @@
-"""The benchmark of outer recovery: what is judged, and how steps, processor time and exchanges are counted."""
+"""The benchmark of outer recovery: its judgements, and the counts of steps, processor time and exchanges."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_late_followers_leaders_and_longer_steps_miss_their_bounds() -> None:
 def test_a_case_that_cannot_run_here_counts_as_missed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, left_out: list[str]
 ) -> None:
-    """With neither etcd nor torchft the check of two thirds of the bounds was none, and ended with 0."""
+    """Former bug: with neither etcd nor torchft, `--check` tested none of two thirds of the bounds, and ended
+    with 0.
+    """
 
     def none() -> str:
         raise ConfigurationError("the program etcd is not installed")

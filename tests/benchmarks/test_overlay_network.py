@@ -1,6 +1,4 @@
-"""Tests what the overlay benchmark compares with must be right: gloo's routes, the bounds, the link that is slowed
-down.
-"""
+"""Tests the references of the overlay benchmark: gloo's routes, the bounds, the link that is slowed down."""
 
 from __future__ import annotations
 
@@ -55,7 +53,9 @@ def test_routes_reach_everybody_by_the_best_way(widest: bool) -> None:
 
 
 def test_bounds_of_the_benchmarks_network() -> None:
-    """By hand: the widest tree is as narrow as 200 Mbps; all links but a-b and e-f cross between ab, c, d, ef."""
+    """The bounds equal those computed by hand: the widest tree is as narrow as 200 Mbps; all links but a-b and e-f
+    cross between ab, c, d, ef.
+    """
     found = {case.name: case for case in overlay.cases(1 << 25)}
     assert found["widest (1 tree)"].bound_s == pytest.approx(8 * (1 << 25) / 200e6)
     crossing = sum(MBPS.values()) - MBPS["a", "b"] - MBPS["e", "f"]

@@ -1,4 +1,4 @@
-"""Tests what the benchmark of the paper's losses takes for the best plan, against all cuts and known shares."""
+"""Tests the plan that the benchmark of the paper's losses takes for the best, against all cuts and known shares."""
 
 from itertools import combinations, pairwise
 

@@ -1,4 +1,4 @@
-"""Tests what the convergence figures reckon from curves, data and event logs, and one real join under LoRA."""
+"""Tests the convergence figures computed from curves, data and event logs, and one real join under LoRA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The convergence figures: what event logs tell, and the paper's claims beside what came out."""
+"""The convergence figures: facts from event logs, and the paper's claims beside the measured ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's claims beside ours: what a claim must say, what is kept, and the text that comes out."""
+"""The table of the paper's claims beside ours: the parts of a claim, the saved results, and the text."""
 
 from __future__ import annotations
 

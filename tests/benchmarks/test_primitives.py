@@ -1,4 +1,4 @@
-"""How the benchmark of scaling primitives books step times, and that it follows real members."""
+"""The benchmark of scaling primitives computes step times, and follows real members."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_links_are_chosen_that_keep_everybody_together(quiet_crew: Crew) -> None
 
 
 def told(crew: Crew, step: int, ns: int, *, view: Any = None, near: tuple[str, ...] = ()) -> None:
-    """Everybody reports this step at this time; member i a microsecond times i later."""
+    """Reports this step of all members at this time; of member i, i microseconds later."""
     for i, name in enumerate(crew.members):
         note = (ns + i * 1000, step, step, f"h{step}", 4, i, view, near, step * 0.004)
         crew._hear(name, "steps", [note])

@@ -1,4 +1,4 @@
-"""How the soak hurts links: what it may, what it declares, and how it judges what became of them."""
+"""The soak's faults of links: its choices, its declarations, and its judgement of the effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = list("abcde")
 
 
 class Relay:
-    """Remembers what it was told."""
+    """Relay that remembers its orders."""
 
     def __init__(self) -> None:
         self.states: dict[frozenset[str], str] = {}
@@ -51,7 +51,7 @@ class Log:
 
 
 class Gate:
-    """A way that only remembers."""
+    """Route that only remembers whether it is open."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -184,7 +184,9 @@ def link(at: float, one: str, other: str, *, up: bool) -> list[Line]:
 
 
 def story(*, back_at: float = 14.0, last: float = 100.0) -> list[Line]:
-    """a, b, c; the link of a and b is down at 10, out of the views at 10.5, and back in them."""
+    """Returns a log of a, b and c: the link of a and b is down at 10, out of the views at 10.5, and back in them at
+    `back_at`.
+    """
     ups = [x for p in ("ab", "ac", "bc") for x in link(1.0, *p, up=True)]
     lines = [*ups, view(2.0, 1, "abc"), *link(10.0, "a", "b", up=False), view(10.5, 2, "abc", "ac bc")]
     lines += [*link(13.0, "a", "b", up=True), line(last, "closed", "a~1")]
@@ -249,7 +251,7 @@ def test_whoever_is_cut_off_must_say_what_it_waits_for() -> None:
 
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """A server that sends back what it gets."""
+    """Server that sends back what it gets."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -322,7 +324,7 @@ def test_a_way_that_is_cut_resets_what_stands_and_what_comes_until_it_is_restore
 
 
 def test_links_of_who_has_left_do_not_keep_the_others_from_calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A removed link is asked for again when both its ends are there, which may be never."""
+    """A removed link is expected again only when both its ends are there, which may be never."""
     net = Net(monkeypatch)
     net.links.hurts.append(Hurt("remove", {frozenset("ab")}, (), 1.0, int(net.now * 1e9)))
     assert not net.links.calm_now(NAMES)

@@ -17,7 +17,7 @@ SO_MAX_PACING_RATE = 47
 
 
 def rate_of(sock: socket.socket) -> int:
-    """Bits per second that the kernel holds this socket to."""
+    """Returns the rate in bits per second to which the kernel limits this socket."""
     return 8 * int(struct.unpack("Q", sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8))[0])
 
 

@@ -1,4 +1,4 @@
-"""A Trainer that trains for real and an engine that only pretends: what callbacks see of a job."""
+"""A Trainer that really trains, and a fake engine with the attributes of a job that callbacks read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def view(number: int, *names: str, reason: str = "") -> View:
 
 @dataclass
 class FakeEngine:
-    """The attributes of an engine that callbacks use."""
+    """Attributes of an engine that callbacks use."""
 
     name: str = "a"
     rank: int = 0
@@ -54,7 +54,9 @@ class FakeEngine:
 
 
 class Job(Callback):
-    """Plays the strategy: a step of the job after each backward pass, a stop once the engine was asked to leave."""
+    """Callback that plays the strategy: a step of the job after each backward pass, a stop once the engine was asked to
+    leave.
+    """
 
     def __init__(self, engine: FakeEngine):
         self.engine = engine
@@ -87,7 +89,7 @@ def loader(batches: int = 6) -> DataLoader[Any]:
 
 
 def trainer(engine: FakeEngine | None, *callbacks: Callback, root: str, **options: Any) -> Trainer:
-    """A single-device Trainer; with an engine, its strategy seems to be a chaos strategy."""
+    """Returns a single-device Trainer; with an engine, its strategy seems to be a chaos strategy."""
     settings: dict[str, Any] = {
         "max_epochs": 1,
         "logger": False,
@@ -121,7 +123,7 @@ def fit(made: Trainer, batches: int = 6, *, validate: bool = False, model: Tiny 
 def victim(
     root: str, plan: str, name: str = "a", rank: int = 0, validate: bool = False, checkpoint: bool = False
 ) -> None:
-    """A process that trains under a fault plan; for the harness."""
+    """Trains under a fault plan; a process of the harness."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from chaos_lightning.callbacks import FaultInjectorCallback
@@ -136,7 +138,7 @@ def victim(
 
 
 def leaver(root: str) -> None:
-    """A process that trains until it is told to leave; for the harness."""
+    """Trains until it is told to leave; a process of the harness."""
     from chaos_lightning.callbacks import ChaosExit
 
     log = EventLog.in_directory(os.environ["CHAOS_LOG_DIR"], "a")
@@ -155,7 +157,7 @@ def leaver(root: str) -> None:
 
 
 class Stubborn(Job):
-    """Lets the member go only when a file says so, so that a second signal finds it still there."""
+    """Callback that lets the member go only when a file says so, so that a second signal finds it still there."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if self.engine.left:
@@ -167,7 +169,7 @@ class Stubborn(Job):
 
 
 class Gate(Callback):
-    """Holds this member after a step until the test opens a FIFO."""
+    """Callback that holds this member after a step until the test opens a FIFO."""
 
     def __init__(self, step: int, path: str):
         self.step, self.path = step, path
@@ -180,7 +182,7 @@ class Gate(Callback):
 
 
 def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epochs: int = 8) -> None:
-    """A real member of a real job with all callbacks; for the harness."""
+    """Runs a real member of a real job with all callbacks; a process of the harness."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from chaos_lightning.callbacks import ChaosExit, FaultInjectorCallback, Goodput, LiveView

@@ -18,7 +18,7 @@ from chaos_lightning.testing.harness import Harness
 
 
 class At(Callback):
-    """Does something in the middle of a batch."""
+    """Callback that acts in the middle of a batch."""
 
     def __init__(self, batch: int, what: Any):
         self.batch, self.what = batch, what
@@ -29,7 +29,7 @@ class At(Callback):
 
 
 def settled(engine: FakeEngine) -> FakeEngine:
-    """After the thread that tells the engine."""
+    """Returns the engine when the thread that tells it to leave has ended."""
     for thread in threading.enumerate():
         if thread.name == "chaos-leave":
             thread.join()

@@ -56,7 +56,7 @@ def test_a_freeze_ends_by_itself_and_training_goes_on(tmp_path: Path) -> None:
 
 
 class Recorder(FaultInjectorCallback):
-    """Strikes nobody; remembers."""
+    """Fault injector that strikes no process and remembers the faults."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

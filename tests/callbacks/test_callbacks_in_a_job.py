@@ -22,7 +22,7 @@ class Job:
         self.harness, self.port, self.root = harness, port, root
 
     def start(self, *names: str, plan: str) -> None:
-        """The first one founds the job and waits at step 2 until the others are admitted."""
+        """Starts members; the first one founds the job and waits at step 2 until the others are admitted."""
         gate = self.root / "gate"
         os.mkfifo(gate)
         first, *others = names

@@ -17,7 +17,7 @@ from chaos_lightning.planning.pipelines.files import read_job
 
 
 class Blocks(Tiny):
-    """Its chain is a list of alike blocks."""
+    """Module whose chain is a list of alike blocks."""
 
     def __init__(self) -> None:
         super().__init__()

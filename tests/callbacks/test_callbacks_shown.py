@@ -1,4 +1,4 @@
-"""Goodput and LiveView: what they log and show, and where they keep silent."""
+"""Goodput and LiveView: their log values and displays, and the cases in which they show nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chaos_lightning.events.events import EventLog
 
 
 class Kept(Logger):
-    """Keeps what is logged."""
+    """Logger that keeps all logged rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Words of hyperparameters of every kind, and of layers: equal where the values are, and only there."""
+"""Canonical texts of hyperparameters of every kind, and of layers: equal where the values are, and only there."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_many_values_are_folded_and_too_many_named(monkeypatch: pytest.MonkeyPat
 
 
 class Scale(nn.Module):
-    """A layer of the user's."""
+    """Layer of the user's."""
 
     def __init__(self, by: Any) -> None:
         super().__init__()

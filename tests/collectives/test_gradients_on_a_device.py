@@ -1,4 +1,4 @@
-"""The way of gradients through an accelerator: asynchronous copies to pinned memory and back, without a network."""
+"""Moves gradients through an accelerator: asynchronous copies to pinned memory and back, without a network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.fixture
 def benches() -> Iterator[list[Bench]]:
-    """Returns what a test puts in is closed when it ends, and the staging thread must have ended then."""
+    """Benches that are closed when the test ends; the staging thread must have ended then."""
     made: list[Bench] = []
     yield made
     for bench in made:
@@ -68,7 +68,7 @@ def test_a_backward_pass_may_add_to_what_the_last_step_left(
 
 
 def test_cells_are_reported_after_their_copies_have_landed(benches: list[Bench]) -> None:
-    """All that the reducer is told is final must lie in host memory when it is told so."""
+    """A cell must lie in host memory when the reducer is told that it is final."""
     net = model(1024).to(device())
     bench = bench_of(benches, net)
     seen: dict[int, torch.Tensor] = {}
@@ -118,7 +118,9 @@ def test_buffers_are_averaged_and_counters_stay_whole(benches: list[Bench]) -> N
 
 
 def test_an_error_of_the_reducer_is_told_by_the_next_step(benches: list[Bench]) -> None:
-    """The staging thread has nobody to raise to; `flush` raises instead of waiting for copies that nobody reports."""
+    """The staging thread has no caller to raise to; `flush` raises instead of waiting for copies that are never
+    reported.
+    """
     net = model().to(device())
     bench = bench_of(benches, net)
 
@@ -133,7 +135,7 @@ def test_an_error_of_the_reducer_is_told_by_the_next_step(benches: list[Bench]) 
 
 
 def test_the_average_has_the_bits_that_the_host_would_compute(benches: list[Bench]) -> None:
-    """Members of one job may compute on different kinds of devices, and replay elsewhere what was averaged here."""
+    """Members of one job may compute on different kinds of devices, and replay averages that another kind computed."""
     net = model(256).to(device())
     bench = bench_of(benches, net)
     weights = [0.3, 0.7, 1.1]

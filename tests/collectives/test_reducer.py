@@ -22,7 +22,7 @@ DEADLINE_S = 20.0
 
 
 class Node:
-    """A reducer with links, in its own loop.
+    """Reducer with links, in its own loop.
 
     Args:
         parts: By tensor: its part; none: there is one part.
@@ -88,7 +88,7 @@ class Node:
         self.reducer.open(view, seq)
 
     def wait_for_references(self, count: int) -> None:
-        """Until every link has agreed on sending references."""
+        """Waits until every link has agreed on sending references."""
         agreed = threading.Event()
 
         def look() -> None:
@@ -153,7 +153,9 @@ def cluster():
 
 
 def summed(nodes: list[Node], plan: PlanSpec) -> None:
-    """Three steps: sums are exact and bit-identical on all of these members, and own gradients stay."""
+    """Makes three steps and checks that sums are exact and bit-identical on all of these members, and own gradients
+    stay.
+    """
     view = a_view([n.me for n in nodes], plan)
     for seq in (1, 2, 3):
         owns = [n.fill(seq + i / 10).view(torch.float64) for i, n in enumerate(nodes)]
@@ -208,7 +210,7 @@ def test_members_without_samples_add_nothing(cluster, kind, empty, by_reference)
 
 @pytest.mark.parametrize("by_reference", [False, True])
 def test_gradients_that_lie_in_several_places_are_added_where_they_belong(cluster, by_reference):
-    """Large gradients are read from where autograd put them, between those in the member's own memory."""
+    """Large gradients are read from autograd's own memory, between those in the member's memory."""
     nodes = cluster(3, chunk=1 << 20, by_reference=by_reference)
     view = a_view([n.me for n in nodes], PlanSpec("chain", 1 << 20))
     expected = torch.zeros_like(nodes[0].memory.own.view(torch.float32))
@@ -303,9 +305,7 @@ def test_held_ranges_name_exactly_what_is_complete(cluster):
 
 
 def test_a_sender_that_went_on_without_the_reader_is_noticed(cluster):
-    """A member that was put out may look late: the bytes are another attempt's by then, and nothing may come of
-    them.
-    """
+    """A removed member may read late: the bytes are another attempt's by then, and must not be used."""
     late, gone_on = cluster(2, by_reference=True)
     view = a_view([late.me, gone_on.me], PlanSpec("chain", 1 << 20))
     late.fill(1)

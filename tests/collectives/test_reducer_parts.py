@@ -1,4 +1,4 @@
-"""All-reduce of parts among their owners, over real sockets: who owns what, attempts that are dropped, and moves."""
+"""All-reduce of parts among their owners, over real sockets: ownership, dropped attempts, and moves of parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F64 = torch.float64
 
 
 def own(node) -> dict[str, torch.Tensor]:
-    """The node's own gradients, by tensor that it owns."""
+    """Returns the node's own gradients, by tensor that it owns."""
     return of(node, node.memory.own)
 
 
@@ -38,7 +38,7 @@ def sums(owns: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def begin(node, view, seq: int = 1, *, cells=None, opens: bool = True) -> None:
-    """An attempt of its own, with these cells ready (all, if not said)."""
+    """Begins an attempt in this view, with these cells ready (all by default)."""
     node.done.setdefault((view.id, seq), threading.Event())
     cells = [start for start, _ in node.memory.grid] if cells is None else cells
     if opens:
@@ -53,7 +53,7 @@ def cells_of(node, part: str) -> list[int]:
 
 
 def drop(node, view) -> None:
-    """As an answer to Prepare does."""
+    """Drops the attempt of this view, as an answer to Prepare does."""
     node.loop.call(lambda: node.reducer.drop(view.id))
     node.loop.call(lambda: [link.purge(view.id) for link in node.links.values()])
     node.loop.call(lambda: [link.divert(view.id) for link in node.links.values()])
@@ -64,7 +64,7 @@ def settled(node) -> None:
 
 
 def check(nodes, owns, seq: int = 1) -> None:
-    """Sums are exact up to the order of two summands, which changes no bit, and equal at all owners."""
+    """Checks that sums are exact up to the order of two summands, which changes no bit, and equal at all owners."""
     expected = sums(owns)
     for node in nodes:
         got = result(node, seq)
@@ -91,7 +91,7 @@ def test_each_part_is_summed_over_its_owners_alone(cluster, kind, by_reference):
 
 
 def test_a_part_is_done_while_others_still_compute(cluster):  # noqa: F811
-    """One with a single owner at once, one whose owners are ready without the others."""
+    """A part with a single owner is done at once, a shared part when its owners are ready, without the others."""
     nodes = cluster(3, F64, parts=PARTS, owners=OWNERS)
     view = a_view([n.me for n in nodes], PlanSpec("rotating", 4096))
     for i, n in enumerate(nodes):
@@ -152,7 +152,7 @@ def test_an_attempt_that_is_dropped_halfway_leaves_nothing_in_the_next_one(clust
         n.fill(5 + i / 10)
     owns = [own(n) for n in nodes]
     begin(first, other)
-    # All that the dropped attempt still tells of its gradients is no word about these.
+    # Late reports of the dropped attempt's gradients must not count for this attempt.
     second.done[other.id, 1] = threading.Event()
     second.loop.call(lambda: second.open(other, 1))
     second.loop.call(lambda: second.reducer.begin(1, second.layout.scope(0), view=other.id))
@@ -168,7 +168,9 @@ def test_an_attempt_that_is_dropped_halfway_leaves_nothing_in_the_next_one(clust
 
 
 def test_a_chunk_that_is_half_sent_when_its_attempt_is_dropped_is_no_damage(cluster):  # noqa: F811
-    """Memory changes for the next attempt before the rest of it has left; the other end, slower, still takes it."""
+    """Memory changes for the next attempt before the rest of the chunk has left; the slower other end still
+    takes it.
+    """
     nodes = cluster(3, F64, chunk=4 << 20, parts=PARTS, owners=OWNERS)
     for n in nodes:
         settled(n)
@@ -209,7 +211,7 @@ def test_a_chunk_that_is_half_sent_when_its_attempt_is_dropped_is_no_damage(clus
 
 
 def test_a_part_moves_to_another_owner(cluster):  # noqa: F811
-    """Buffers are laid out anew; the next view reduces it among its new owners."""
+    """Buffers are laid out anew; the next view reduces the moved part among its new owners."""
     nodes = cluster(3, F64, parts=PARTS, owners=OWNERS)
     names = [n.me for n in nodes]
     one, other = a_view(names, PlanSpec("rotating", 4096)), a_view(names, PlanSpec("rotating", 4096), number=2)
@@ -227,7 +229,7 @@ def test_a_part_moves_to_another_owner(cluster):  # noqa: F811
 
 
 def test_trees_of_the_view_serve_those_who_are_all_and_no_others(cluster):  # noqa: F811
-    """A plan drawn for all members does not fit some of them: these take one over the links that they have."""
+    """A tree drawn for all members does not fit some of them: these use one over the links that they have."""
     nodes = cluster(3, F64, parts=PARTS, owners={"a": ("n0", "n1", "n2"), "b": ("n0", "n2"), "c": ("n0",)})
     line = PlanSpec("trees", 4096, (TreeSpec(0, 0, ("n0", "n1", "n2"), ("", "n0", "n1"), 1.0),))
     used = set()

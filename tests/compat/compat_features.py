@@ -81,7 +81,7 @@ def dataset(samples: int = SAMPLES) -> TensorDataset:
 
 
 class Model(pl.LightningModule):
-    """A small network; notes learning rates and what is logged.
+    """Small network that notes learning rates and logged values.
 
     Args:
         schedule: Makes what stands beside the optimizer in `configure_optimizers`, from optimizer and trainer.
@@ -125,7 +125,7 @@ class Model(pl.LightningModule):
 
 
 class Manual(Model):
-    """The same with manual optimisation.
+    """Model with manual optimisation.
 
     Args:
         clip: Arguments of `clip_gradients`.
@@ -168,7 +168,7 @@ class Manual(Model):
 
 
 class Pairs(Model):
-    """Judges what a CombinedLoader gives, by whose batch came with whose."""
+    """Model that judges the batches of a CombinedLoader by which came with which."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         sums = [part[0].sum() for part in batch if part is not None]
@@ -177,7 +177,7 @@ class Pairs(Model):
 
 
 def combined(mode: Any) -> Callable[[Place], CombinedLoader]:
-    """Five batches, and three."""
+    """Returns a function that combines loaders of five batches, one of which has three."""
     data = dataset(24)
     return lambda place: CombinedLoader([DataLoader(Subset(data, range(n)), batch_size=4) for n in (12, 19)], mode)
 
@@ -213,7 +213,7 @@ class Clipper(pl.Callback):
 
 
 class Rows(IterableDataset):
-    """A stream of this member's part of each global batch."""
+    """Stream of this member's part of each global batch."""
 
     def __init__(self, member: int, world: int) -> None:
         each = GLOBAL_BATCH // world
@@ -225,7 +225,7 @@ class Rows(IterableDataset):
 
 
 class Backwards(Sampler):
-    """A sampler of the user's."""
+    """Sampler of the user's, from the last sample to the first."""
 
     def __iter__(self) -> Any:
         return iter(range(SAMPLES - 1, -1, -1))
@@ -235,7 +235,7 @@ class Backwards(Sampler):
 
 
 class Batches(BatchSampler):
-    """A batch sampler of the user's."""
+    """Batch sampler of the user's."""
 
 
 # ------------------------------------------------------------------------------------------------------- rows
@@ -257,7 +257,7 @@ class Place:
         return GLOBAL_BATCH // self.world
 
     def sampler(self, data: TensorDataset) -> Sampler:
-        """Goes through the data in order."""
+        """Returns a sampler that goes through the data in order."""
         return DistributedSampler(data, self.world, self.member, shuffle=False) if self.ddp else SequentialSampler(data)
 
 
@@ -267,7 +267,7 @@ def sequential(place: Place) -> DataLoader:
 
 
 def held_out(place: Place) -> DataLoader:
-    """The data of validation."""
+    """Returns the loader of the validation data."""
     data = dataset(24)
     return DataLoader(data, batch_size=4, sampler=place.sampler(data))
 
@@ -278,7 +278,7 @@ def uneven(place: Place) -> DataLoader:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One row of the table.
+    """One row of the table of features.
 
     Attributes:
         name: As a reader looks for it.
@@ -470,7 +470,7 @@ FEATURES: tuple[Feature, ...] = (
 def trained(
     feature: Feature, strategy: Any, place: Place, folder: Path, *, parts: int = 1, **more: Any
 ) -> dict[str, Any]:
-    """Returns what a user sees at the end of one fit."""
+    """Returns the results that a user sees at the end of one fit."""
     made: dict[str, Any] = {
         "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False, "enable_progress_bar": False,
         "enable_model_summary": False, "enable_checkpointing": False, "log_every_n_steps": 1,
@@ -500,7 +500,7 @@ def trained(
 
 
 def files(folder: Path) -> dict[str, Any]:
-    """Returns what loggers and ModelCheckpoint left behind: by the writer."""
+    """Returns the files of loggers and ModelCheckpoint, by their writer."""
     found: dict[str, Any] = {}
     for path in sorted((folder / "csv").glob("metrics*.csv")):
         head, *rows = (row.split(",") for row in path.read_text().splitlines())
@@ -512,7 +512,7 @@ def files(folder: Path) -> dict[str, Any]:
 
 
 def one_process(folder: str, ports: Mapping[int, int], table: str) -> None:
-    """The references: Lightning's own strategy, and one member."""
+    """Trains the references: Lightning's own strategy, and one member."""
     from chaos_lightning.strategies import ChaosStrategy
 
     _quiet()
@@ -533,7 +533,7 @@ def one_process(folder: str, ports: Mapping[int, int], table: str) -> None:
 
 
 def rank(folder: str, numbers: Sequence[int], table: str, index: int, port: int) -> None:
-    """One of two ranks of ddp, for the rows that are compared with it."""
+    """Runs one of two ranks of ddp, for the rows that are compared with it."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(index))
     _quiet()
     for number in numbers:
@@ -544,7 +544,7 @@ def rank(folder: str, numbers: Sequence[int], table: str, index: int, port: int)
 
 
 def member(folder: str, ports: Mapping[int, int], table: str, index: int, world: int) -> None:
-    """One member of each row's job."""
+    """Runs one member of each row's job."""
     from chaos_lightning.strategies import ChaosStrategy
 
     _quiet()
@@ -564,7 +564,7 @@ def _quiet() -> None:
 
 
 def _report(folder: Path, feature: Feature, run: Callable[[Feature], dict[str, Any]]) -> None:
-    """Runs a row, and writes what came of it."""
+    """Runs a row, and writes its result."""
     folder.mkdir(parents=True)
     try:
         result: dict[str, Any] = {"facts": run(feature)}
@@ -582,8 +582,9 @@ def _report(folder: Path, feature: Feature, run: Callable[[Feature], dict[str, A
 
 
 def difference(a: Any, b: Any) -> float:
-    """The largest difference of two numbers in the same place, relative to what is larger than 1; inf where they have
-    different shapes."""
+    """Returns the largest difference of two numbers in the same place, relative to the larger one if that is above 1;
+    inf where shapes differ.
+    """
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return max((difference(a[k], b[k]) for k in a), default=0.0) if a.keys() == b.keys() else math.inf
     if isinstance(a, list) and isinstance(b, list):
@@ -610,7 +611,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def judged(folder: Path, number: int, feature: Feature, world: int) -> Row:
-    """Compares the members of one job with one process, each fact of each member."""
+    """Compares each fact of each member of one job with one process."""
     members = [_read(folder / f"members-{world}-{number}" / str(index)) for index in range(world)]
     kind = world if feature.parts else 1
     if feature.ends:
@@ -645,7 +646,7 @@ def judged(folder: Path, number: int, feature: Feature, world: int) -> Row:
 
 
 def _ended(feature: Feature, members: Sequence[dict[str, Any]]) -> tuple[str, bool]:
-    """Returns what the first of members that must end with an error of the job says, and whether all do."""
+    """Returns the first error text of members that must end with an error of the job, and whether all do."""
     errors = [result.get("error", "none") for result in members]
     held = all(result.get("named") and feature.ends in result["error"] for result in members)
     if not held:
@@ -654,13 +655,13 @@ def _ended(feature: Feature, members: Sequence[dict[str, Any]]) -> tuple[str, bo
 
 
 def said(refusal: str) -> str:
-    """The part of a refusal that names the feature and the reason."""
+    """Returns the part of a refusal that names the feature and the reason."""
     lines = [line.removeprefix("- ") for line in refusal.splitlines() if line.startswith("- ")]
     return lines[0] if lines else refusal
 
 
 def absent(words: str) -> str:
-    """Returns what Lightning says of a package that it would need, in fewer words."""
+    """Returns Lightning's message about a missing package, in fewer words."""
     packages = re.findall(r"Requirement '(\w+)' not met", words)
     needed = " or ".join(f"`{name}`" for name in sorted(packages)) or words
     return f"not tried: needs {needed}, which chaos-lightning does not need and is not installed here"
@@ -702,7 +703,7 @@ def rows(
 
 
 def described(found: Sequence[Row]) -> str:
-    """The table for the document."""
+    """Returns the table for the document."""
     out = [
         "Final weights, steps, learning rates at each step, metrics, and the files of loggers and checkpoints of two "
         "and of three members, against one process at the same global batch "

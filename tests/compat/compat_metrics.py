@@ -33,7 +33,7 @@ def error() -> tm.Metric:
 
 
 class Judged(base.Model):
-    """Shows `value` of each validation; subclasses say where the metric is."""
+    """Model that shows `value` of each validation; subclasses say where the metric is."""
 
     def metric(self) -> Any:
         raise NotImplementedError
@@ -58,7 +58,7 @@ class Attribute(Judged):
 
 
 class MadeAt(Judged):
-    """The metric is made in one of Lightning's hooks."""
+    """Model whose metric is made in one of Lightning's hooks."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class InModules(Judged):
 
 
 class InClosure(Judged):
-    """No attribute leads to the metric."""
+    """Model whose metric is reached by no attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class InClosure(Judged):
 
 
 class Cloned(Judged):
-    """Each validation has a copy of its own."""
+    """Model in which each validation has its own copy of the metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Cloned(Judged):
 
 
 class Collected(Judged):
-    """Metrics of one compute group share their states."""
+    """Model with a collection of metrics, in which those of one compute group share their states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Tracked(Judged):
 
 
 class Listed(Judged):
-    """A metric whose states are lists, which need not be equally long."""
+    """Model with a metric whose states are lists of perhaps unequal lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Listed(Judged):
 
 
 class Logged(Judged):
-    """Lightning computes it."""
+    """Model with a metric that Lightning computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Logged(Judged):
 
 
 class Trained(base.Model):
-    """Counts what is trained; `make` runs at one of Lightning's hooks."""
+    """Model that counts trained samples; `make` runs at one of Lightning's hooks."""
 
     def __init__(self, hook: str) -> None:
         super().__init__(on_step=False)
@@ -226,7 +226,7 @@ class Trained(base.Model):
 
 
 class Observer(pl.Callback):
-    """Judges validation with what `make` gives, as an attribute or made at one of Lightning's hooks."""
+    """Callback that judges validation by `make`'s metric, an attribute or made at one of Lightning's hooks."""
 
     def __init__(self, make: Callable[[], Any], hook: str = "") -> None:
         self.make = make
@@ -255,7 +255,7 @@ class Observer(pl.Callback):
 
 
 class Data(pl.LightningDataModule):
-    """Holds the metric, and the data that the rows have without one."""
+    """Data module that holds the metric, and the usual data of the rows."""
 
     def __init__(self, place: base.Place) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class InData(Judged):
 
 
 class OnRankZero(Attribute):
-    """compute() on rank zero alone."""
+    """Model that calls compute() on rank zero alone."""
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.is_global_zero:
@@ -282,7 +282,7 @@ class OnRankZero(Attribute):
 
 
 class LackedByOthers(Judged):
-    """Rank zero alone has the metric."""
+    """Model whose metric exists on rank zero alone."""
 
     def on_validation_epoch_start(self) -> None:
         self.error = error() if self.trainer.is_global_zero else None
@@ -313,7 +313,7 @@ def row(name: str, model: Callable[[], base.Model], **more: Any) -> base.Feature
 
 
 def insane(folder: Path) -> dict[str, Any]:
-    """No sanity check: it would judge other data with ddp, or come before the metric is made."""
+    """Switches the sanity check off: it would judge other data with ddp, or come before the metric is made."""
     return {"num_sanity_val_steps": 0}
 
 
@@ -356,7 +356,7 @@ FEATURES: tuple[base.Feature, ...] = (
 
 
 def described(found: Sequence[base.Row]) -> str:
-    """The table for the document."""
+    """Returns the table for the document."""
     out = [
         "Values of torchmetrics on every member of two and of three, against one process with Lightning's strategy and "
         f"with `chaos`, and against `ddp` with two ranks: the largest difference, which must be below "

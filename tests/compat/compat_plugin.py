@@ -1,4 +1,4 @@
-"""A plugin of pytest: `Trainer()` without a strategy trains with `chaos`, as the only member of a job.
+"""Plugin of pytest: `Trainer()` without a strategy trains with `chaos`, as the only member of a job.
 
 Used by `compat_run.py` on Lightning's own tests, which are not ours and know nothing of it. Each such Trainer gets a
 strategy of its own on a free port of this machine; the schedulers that its fits start keep their chains in a folder of
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Compat:
-    """One run's part of the plugin.
+    """State of the plugin in one run.
 
     Args:
         config: The run's.
@@ -68,7 +68,7 @@ class Compat:
             items[:] = [item for item in items if item.nodeid in self._only]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Also what a process that dies has said last."""
+        """Writes that a test has started, so that the last line of a dying process names its test."""
         self._built = 0
         self._outcome = {"test": nodeid, "outcome": "passed"}
         self._write({"test": nodeid, "outcome": "started"})
@@ -77,7 +77,7 @@ class Compat:
         self._write({**self._outcome, "built": self._built})
 
     def pytest_sessionfinish(self) -> None:
-        """A test that ran out of time may have left processes that wait for each other, and Python for them."""
+        """Ends the processes that a timed-out test may have left: they wait for each other, and Python for them."""
         for child in multiprocessing.active_children():
             child.terminate()
 
@@ -159,7 +159,7 @@ class Compat:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those that led to it."""
+    """Yields an exception, and those that led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -168,5 +168,5 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def shortened(text: str) -> str:
-    """The first lines of a message."""
+    """Returns the first lines of a message."""
     return "\n".join(text.splitlines()[:NOTED_LINES])[:NOTED_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Runs Lightning's own tests with `chaos` and says what became of them: `make compat LIGHTNING=FOLDER`.
+"""Runs Lightning's own tests with `chaos` and reports the outcome of each: `make compat LIGHTNING=FOLDER`.
 
 Theory of operation. FOLDER is a checkout of Lightning, or the folder of its tests (the one with `tests_pytorch/`). The
 tests are dealt out to several processes, each in a copy of the folder, since some tests look for files that others
@@ -41,7 +41,7 @@ REFUSAL = "UnsupportedError"
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """One entry of `reasons.toml`.
+    """Entry of `reasons.toml`.
 
     Attributes:
         kind: "inapplicable": the test is about something that a job of chaos does not have; "different": it shows a
@@ -63,7 +63,7 @@ class Reason:
 
 
 def read_reasons(path: Path) -> list[Reason]:
-    """All entries; a wrong one is an error that shows it."""
+    """Returns all entries; a wrong one is an error that shows it."""
     entries = tomllib.loads(path.read_text()).get("reason", [])
     reasons = [Reason(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
     for reason in reasons:
@@ -77,7 +77,7 @@ def read_reasons(path: Path) -> list[Reason]:
 
 @dataclass(frozen=True)
 class Runs:
-    """How pytest is called.
+    """Folders and arguments with which pytest is called.
 
     Args:
         tests: The folder that holds `tests_pytorch/`.
@@ -90,7 +90,7 @@ class Runs:
     arguments: tuple[str, ...] = ()
 
     def copy(self, name: str) -> Path:
-        """A copy of the tests, made at the first call."""
+        """Returns the folder of a copy of the tests, made at the first call."""
         place = self.scratch / name
         if not place.exists():
             ignored = shutil.ignore_patterns("__pycache__", ".git", "*.ckpt")
@@ -115,7 +115,7 @@ class Runs:
         )  # fmt: skip
 
     def collect(self) -> tuple[list[str], list[str]]:
-        """Ids of the tests, and of modules that could not be collected."""
+        """Returns the ids of the tests, and of modules that could not be collected."""
         done = self.pytest(self.copy("0"), "--collect-only")
         lines = done.stdout.splitlines()
         ids = [line for line in lines if "::" in line and not line.startswith((" ", "ERROR", "E "))]
@@ -150,14 +150,14 @@ class Runs:
         return list(results.values())
 
     def all(self, ids: Sequence[str], jobs: int, *, plain: bool = False) -> dict[str, dict[str, Any]]:
-        """Returns what became of each test."""
+        """Returns the outcome of each test."""
         with ThreadPoolExecutor(jobs) as pool:
             shards = pool.map(lambda n: self.shard(n, ids[n::jobs], plain=plain), range(min(jobs, len(ids))))
             return {line["test"]: line for shard in shards for line in shard}
 
 
 def failed(node: str) -> dict[str, Any]:
-    """Returns what is known of a test that ended its process."""
+    """Returns the known facts about a test that ended its process."""
     return {"test": node, "outcome": "failed", "built": 1, "phase": "call", "ours": [], "errors": [], "report": ""}
 
 
@@ -191,7 +191,7 @@ class Verdicts:
 
 
 def refusal_of(line: dict[str, Any]) -> str:
-    """The words of the product's own refusal, if that is what the test met."""
+    """Returns the words of the product's own refusal, if the test met one."""
     if REFUSAL not in line["ours"]:
         return ""
     words = next(e.split(": ", 1)[1] for e in line["errors"] if f".{REFUSAL}: " in e)
@@ -200,7 +200,7 @@ def refusal_of(line: dict[str, Any]) -> str:
 
 
 def judge(chaos: Iterable[dict[str, Any]], plain: dict[str, dict[str, Any]], reasons: Sequence[Reason]) -> Verdicts:
-    """Sorts the tests; see the module."""
+    """Sorts the tests by verdict; see the module."""
     verdicts = Verdicts(
         passed=sum(line["outcome"] == "passed" for line in chaos),
         skipped=sum(line["outcome"] in ("skipped", "xfailed") for line in chaos),
@@ -224,19 +224,19 @@ def judge(chaos: Iterable[dict[str, Any]], plain: dict[str, dict[str, Any]], rea
 
 
 def names(lines: Iterable[dict[str, Any]]) -> str:
-    """Tests as a reader looks for them: parametrized ones once, with their number."""
+    """Returns the names of tests for a reader: parametrized ones once, with their number."""
     counts = Counter(line["test"].partition("[")[0].removeprefix("tests_pytorch/") for line in lines)
     return "<br>".join(f"`{name}`" + (f" ({count})" if count > 1 else "") for name, count in sorted(counts.items()))
 
 
 def one_line(text: str, longest: int = 400) -> str:
-    """For a cell of a table."""
+    """Returns a text in one line, for a cell of a table."""
     text = " ".join(text.split()).replace("|", "\\|")
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def described(verdicts: Verdicts, broken: Sequence[str], total: int) -> str:
-    """The document's part about Lightning's tests."""
+    """Returns the document's part about Lightning's tests."""
     v = verdicts
     count = {kind: sum(len(lines) for r, lines in v.explained.items() if r.kind == kind)
              for kind in ("inapplicable", "different")}  # fmt: skip
@@ -273,7 +273,7 @@ def described(verdicts: Verdicts, broken: Sequence[str], total: int) -> str:
 
 
 def table(title: str, head: str, rows: Iterable[tuple[str, list[dict[str, Any]]]]) -> list[str]:
-    """A heading and a table; nothing where there are no rows."""
+    """Returns a heading and a table; nothing if there are no rows."""
     rows = list(rows)
     if not rows:
         return []
@@ -284,7 +284,7 @@ def table(title: str, head: str, rows: Iterable[tuple[str, list[dict[str, Any]]]
 
 
 def put(text: str, mark: str, command: str, document: Path = DOCUMENT) -> None:
-    """Replaces what stands between the marks in the document."""
+    """Replaces the text between the marks in the document."""
     begin, end = BEGIN.format(mark, command), END.format(mark)
     before, found, rest = document.read_text().partition(begin)
     if not found or end not in rest:

@@ -1,4 +1,4 @@
-"""The table of features in jobs of several members: what is compared, and that a difference is seen."""
+"""The table of features in jobs of several members: the compared facts, and that a difference is seen."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ TESTS = """
 def test_what_a_test_leaves_running_holds_nothing_up(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python waits for such a process at its end."""
+    """Without the plugin, Python would wait at its end for a process that a test has left."""
     pytester.makepyfile(
         test_tiny="""
         import multiprocessing

@@ -39,7 +39,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def nodes(value: Any) -> list[dict[str, Any]]:
-    """Every mapping with a `_target_` in a plain container."""
+    """Returns every mapping with a `_target_` in a plain container."""
     if isinstance(value, dict):
         inner = [n for item in value.values() for n in nodes(item)]
         return [value, *inner] if "_target_" in value else inner
@@ -173,7 +173,7 @@ def test_mistake_is_refused_when_composing(override: str, words: str) -> None:
 
 
 def printed(folder: Path, *command: str) -> list[str]:
-    """Returns what Python prints there, in lines; it sees the package and nothing else of the source."""
+    """Returns the lines that Python prints there; it sees the package and nothing else of the source."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
@@ -222,7 +222,7 @@ def test_a_folder_without_the_examples_trains_their_model_by_the_groups(tmp_path
 
 
 def mirror(config_class: type) -> dict[str, Any]:
-    """Field name to default of a schema."""
+    """Returns the defaults of a schema, by field name."""
     return {
         f.name: f.default if f.default is not dataclasses.MISSING else f.default_factory  # type: ignore[misc]
         for f in dataclasses.fields(config_class)
@@ -341,7 +341,7 @@ except ValueError as error:
 
 
 def test_npu_trainer_is_made_of_the_right_parts(tmp_path: Path) -> None:
-    """With torch's device of a third party renamed to npu, in a process of its own, since that cannot be undone."""
+    """Torch's third-party device is renamed to npu, in a process of its own, since that cannot be undone."""
     assert printed(tmp_path, "-c", NPU)[-3:] == [
         "npu:1 npu bf16-mixed NPUAccelerator",
         "[0, 1] [0, 1] [0]",

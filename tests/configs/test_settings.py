@@ -44,7 +44,7 @@ OUTER, CLUSTERS = declared(OuterSettings), declared(ClusterOptions)
 
 
 def other(made: Setting) -> Any:
-    """A value that is not the default."""
+    """Returns a value that is not the default."""
     special = {
         "endpoint": "127.0.0.2:5",
         "plan": "tree:3",

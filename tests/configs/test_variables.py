@@ -1,4 +1,4 @@
-"""A mistyped setting in the environment is told."""
+"""A mistyped setting in the environment is reported."""
 
 from __future__ import annotations
 

@@ -36,5 +36,5 @@ def link(a: str, b: str, *, add: bool = False) -> Persist:
 
 
 def etcd_chain(client: EtcdClient, job: str, **options: Any) -> JobChain:
-    """A job's chain in this etcd."""
+    """Returns a job's chain in this etcd."""
     return JobChain(EtcdStore(client, job_root(client.address.prefix, job), **options))

@@ -1,4 +1,4 @@
-"""Real etcd servers; and every test keeps its chains, tokens and settings to itself."""
+"""Fixtures: real etcd servers; and every test keeps its chains, tokens and settings to itself."""
 
 from __future__ import annotations
 

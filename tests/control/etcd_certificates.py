@@ -26,7 +26,7 @@ DAY = datetime.timedelta(days=1)
 
 @dataclass
 class Authority:
-    """Signs; writes files into `folder`."""
+    """Certificate authority that writes the certificates it signs into `folder`."""
 
     folder: Path
     name: str = "ca"
@@ -41,7 +41,7 @@ class Authority:
         self.file.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *, names: tuple[str, ...] = ("127.0.0.1",), days: tuple[int, int] = (-1, 1)) -> Path:
-        """NAME.crt (returned) and NAME.key, valid from days[0] to days[1] of today."""
+        """Writes NAME.crt (returned) and NAME.key, valid from days[0] to days[1] of today."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -86,7 +86,7 @@ def _name(text: str) -> x509.GeneralName:
 
 @contextlib.contextmanager
 def etcd_with_tls(folder: Path, certificate: Path, *options: str) -> Iterator[str]:
-    """One etcd server that speaks TLS; yields HOST:PORT as soon as it listens."""
+    """Starts one etcd server that speaks TLS; yields HOST:PORT as soon as it listens."""
     try:
         made = EtcdServers(folder, 1)
     except ConfigurationError as error:
@@ -108,7 +108,7 @@ def etcd_with_tls(folder: Path, certificate: Path, *options: str) -> Iterator[st
 
 
 def words_of(address: str, deadline_s: float = 1.5) -> str:
-    """Why this client cannot read a key."""
+    """Returns the error text with which this client cannot read a key."""
     client = EtcdClient(read_address(address), deadline_s=deadline_s)
     with contextlib.closing(client), pytest.raises(StoreError) as caught:
         client.get("key")

@@ -20,7 +20,7 @@ Open = Callable[[], Store]
 
 @pytest.fixture(params=["memory", "sqlite", "etcd", "etcd3"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens the same log as often as wanted, as several writers would."""
+    """Function that opens the same log once more at each call, as several writers would."""
     shelf, job = Shelf(), f"job-{os.urandom(4).hex()}"
     with ExitStack() as stack:
 

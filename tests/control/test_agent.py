@@ -1,4 +1,4 @@
-"""The member's control stream: reconnecting, resuming, ending; and what forked children must not hold."""
+"""The member's control stream: reconnecting, resuming, ending; and the handles that forked children must not hold."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_lost_scheduler_is_found_again_and_the_member_resumes() -> None:
 
 
 def test_who_was_refused_hears_when_nobody_answers_any_more() -> None:
-    """A scheduler that lacks the chain took the place of the job's own, and went."""
+    """A scheduler without the job's chain took the place of the job's own, refused the member, and ended."""
     port, refusal = free_port(), Refused("the chain is lost", retry=True)
 
     def refuse(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
@@ -116,7 +116,9 @@ def test_who_was_refused_hears_when_nobody_answers_any_more() -> None:
 
 
 def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
-    """Its welcome says no version, or another one: a newcomer ends with the reason, and what it says is not heeded."""
+    """The scheduler's welcome names no version, or another one: a newcomer ends with the reason, and its messages are
+    not heeded.
+    """
 
     def before(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
         return [fx.Send(event.conn, replace(welcome("a"), version=0))] if hellos(event) else None  # type: ignore[union-attr]
@@ -128,7 +130,7 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
 
 
 def test_a_hello_of_an_older_release_is_read_and_refused_in_words() -> None:
-    """Its bytes tell no version; it gets a word that it understands, and ends with that."""
+    """An older hello names no version; its sender gets a message that it understands, and ends with that."""
     old = replace(hello("old"), version=0)
     assert decode(Hello, encode(old)) == old
     with (
@@ -207,7 +209,9 @@ def test_a_scheduler_that_accepts_but_never_answers_is_given_up(monkeypatch: pyt
 
 
 def test_a_scheduler_that_pulses_and_listens_to_hundreds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members came anew every two seconds, each with a handshake, while a new scheduler listened for longer."""
+    """Members connected anew every two seconds, each with a handshake, while a new scheduler collected hellos for
+    longer.
+    """
     monkeypatch.setattr("chaos_lightning.membership.leader_search.ANSWER_TIMEOUT_S", 0.1)
     held: list[int] = []
     ticks = 0
@@ -338,7 +342,7 @@ def test_a_scheduler_that_is_gone_is_revived_by_whoever_may() -> None:
 
 
 def test_one_process_may_have_many_agents_one_after_the_other() -> None:
-    """A member that was fenced makes a new Agent; what the old one left in gRPC must not disturb it."""
+    """A fenced member makes a new Agent; the remains of the old one in gRPC must not disturb it."""
     with serving() as served:
         for number in range(1, 6):
             with attending(served.endpoint) as client:
@@ -388,7 +392,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
 
 
 def run_in_child(function: Any) -> bytes:
-    """Forks; returns what `function` returns in the child."""
+    """Forks; returns the result of `function` in the child."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -476,7 +480,7 @@ def test_heartbeats_do_not_pile_up_before_a_scheduler_that_does_not_read(monkeyp
 
 
 def test_a_scheduler_that_cannot_start_is_tried_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is wrong is said once."""
+    """A member retries to start a scheduler after ever longer pauses, and tells the error once."""
     tried: list[float] = []
     for name, seconds in (("_FIRST_PAUSE_S", 0.001), ("LONGEST_PAUSE_S", 0.002)):
         monkeypatch.setattr(leader_search, name, seconds)

@@ -1,4 +1,4 @@
-"""A job's decisions, in each store: what may follow what."""
+"""A job's decisions in each store: which may follow which."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Chains = Callable[[], JobChain]
 
 @pytest.fixture
 def chains(opened: Open) -> Chains:
-    """Opens the same chain as often as wanted, as several schedulers would."""
+    """Function that opens the same chain once more at each call, as several schedulers would."""
     return lambda: JobChain(opened())
 
 
@@ -329,7 +329,7 @@ def test_a_damaged_entry_is_an_error_not_a_shorter_chain(kind: str, body: bytes,
 
 
 def several(count: int, members: int = 60) -> list[Persist]:
-    """So many views of a sparse job, in each of which one member fewer is left."""
+    """Returns so many views of a sparse job; each has one member fewer than the one before."""
     views = [sparse_view(members, trees=2)]
     for number in range(1, count):
         before = views[-1]
@@ -412,7 +412,7 @@ def test_a_record_of_another_version_names_both(form: bytes, version: str) -> No
 
 
 def test_a_writer_whose_answer_got_lost_goes_on_after_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same decision again, or with another one."""
+    """The writer goes on with the same decision again, or with another one."""
     once = MemoryStore._append
 
     def lost(self: MemoryStore, record: StoreRecord, seen: object, *, cut: bool) -> object:
@@ -432,7 +432,7 @@ def test_a_writer_whose_answer_got_lost_goes_on_after_what_it_wrote(monkeypatch:
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_a_scheduler_writes_nothing_into_an_older_copy_that_took_its_stores_place(kept: int) -> None:
-    """Members would promise the number, and the job's own store would lack it when it is back."""
+    """Members would promise a number that the job's own store lacks when it is back."""
     shelf = Shelf()
     with JobChain(MemoryStore("job", shelf)) as chain:
         chain.take_term()

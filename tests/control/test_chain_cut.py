@@ -1,4 +1,4 @@
-"""One record takes the place of a job's chain: what it says, and what becomes of whoever writes it or reads it."""
+"""One record replaces a job's chain: its content, and the fates of its writers and readers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ def cut_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def chains(opened: Open) -> Chains:
-    """Opens the same chain as often as wanted, as several schedulers would."""
+    """Function that opens the same chain once more at each call, as several schedulers would."""
     return lambda: JobChain(opened())
 
 
 def decisions(term: int, after: View | None, count: int) -> Iterator[Persist]:
-    """Returns what a scheduler writes: numbers, views by headers and by recoveries, wishes and their opposites."""
+    """Returns the entries that a scheduler writes: numbers, views by headers and by recoveries, wishes and their
+    opposites.
+    """
     last = after
     for n in range(count):
         number = ViewId(term, (last.id.number if last is not None else 0) + 2)
@@ -101,7 +103,7 @@ def test_it_is_seen_that_a_chain_was_cut(chains: Chains) -> None:
 
 
 def filled(chain: JobChain, count: int = FEW + 1, first: int = 1) -> JobChain:
-    """With so many views; it is time to cut it."""
+    """Appends so many views to the chain, after which it is due for compaction; returns it."""
     if not chain.term:
         chain.take_term()
     last = NO_VIEW if first == 1 else ViewId(1, first - 1)
@@ -228,7 +230,7 @@ def test_a_chain_whose_sum_fits_into_no_record_stays_whole_and_that_is_said_once
 
 
 def a_summary() -> tuple[Tip, bytes]:
-    """The tip that it is written after, and its bytes."""
+    """Returns the tip of a chain, and the bytes of the record that sums the chain up."""
     with JobChain(MemoryStore("job", Shelf())) as chain:
         filled(chain, 3)
         return chain.tip(), entry_bytes(summary_of(chain.tip(), chain.entries()))

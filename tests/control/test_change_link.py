@@ -1,4 +1,4 @@
-"""`chaos-lightning link add|remove` and what `status` shows of links: the command, the call and the real machine."""
+"""`chaos-lightning link add|remove` and the links that `status` shows: the command, the call and the real machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*arguments: str) -> Result:
 
 
 def answers(message: ToMember) -> list[FromMember]:
-    """A member that reaches everybody, and enters the first view."""
+    """Returns the answers of a member that reaches all others, and enters the first view."""
     match message:
         case OpenLinks(peers):
             return [*(LinkEvent(p.id, True, "connected") for p in peers), *([Ready()] if len(peers) == 2 else [])]
@@ -48,7 +48,7 @@ def answers(message: ToMember) -> list[FromMember]:
 
 
 class Reaching(Client):
-    """A member that answers from its first message on."""
+    """Member that answers from its first message on."""
 
     def _on_message(self, message: ToMember) -> None:
         self.answer = answers
@@ -67,7 +67,7 @@ def attending_reaching(endpoint: str, name: str) -> Iterator[Client]:
 
 @contextmanager
 def job() -> Iterator[tuple[Served, dict[str, Client]]]:
-    """Three members in their first view, none of which trains."""
+    """Yields three members in their first view, none of which trains."""
     with serving(machine=real_machine, settings=SETTINGS) as served, ExitStack() as stack:
         clients = {}
         for name in "abc":
@@ -126,7 +126,7 @@ def test_machine_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_answer_goes_to_whom_asked() -> None:
-    """Tokens of two requests differ."""
+    """An answer to another request's token does not reach this caller."""
 
     def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
         if isinstance(event, fx.ChangeLink):

@@ -1,4 +1,4 @@
-"""Plans are drawn in another process, one at a time, and whatever becomes of it is an answer."""
+"""Plans are drawn in another process, one at a time; if that process fails, an answer still comes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ HANGING = f"{WAITING}; import signal; signal.pause()"
 
 
 def wish(token: int = 1, kind: str = "auto") -> DrawPlan:
-    """One member more than is planned for at once, on a ring with one slow link and a chord across it."""
+    """Returns a wish for one member more than is planned for at once, on a ring with one slow link and a chord across
+    it.
+    """
     members = tuple(Member(f"n{i}~{i}", f"n{i}", f"h{i}", "127.0.0.1", 1) for i in range(SMALL_JOB + 1))
     ids = [m.id for m in members]
     links = {(ids[i], ids[i + 1]): (0.001, 1e9, 1e9) for i in range(SMALL_JOB)}
@@ -38,7 +40,7 @@ def wish(token: int = 1, kind: str = "auto") -> DrawPlan:
 
 
 class Answers:
-    """Answers, and an event when one has come."""
+    """Answers of the planner, with an event that is set when one has come."""
 
     def __init__(self) -> None:
         self.all: list[Drawn] = []
@@ -58,7 +60,7 @@ def command(code: str, *words: object) -> tuple[str, ...]:
 
 
 async def pid_in(path: Path) -> int:
-    """The id of the process that writes it there."""
+    """Returns the id of the process that writes it to this file."""
     await asyncio.to_thread(until, lambda: path.exists() and path.read_text(), "a process to begin")
     return int(path.read_text())
 
@@ -89,7 +91,7 @@ def test_another_process_draws_what_this_one_would(kind: str) -> None:
 
 
 def test_what_a_planner_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planner of the user's is found where the scheduler finds it, and may print and fail."""
+    """The scheduler finds a planner of the user's, which may print and fail."""
     (tmp_path / "chatty.py").write_text(
         "def draw(network, nbytes):\n    print('{}', flush=True)\n    raise OSError(9)\n"
     )
@@ -165,7 +167,7 @@ def test_the_newest_request_ends_the_one_before_and_the_end_ends_all(tmp_path: P
 
 
 def search(token: int = 1) -> SearchPipelines:
-    """For three members, of which one is twice as fast."""
+    """Returns a search of pipelines for three members, of which one is twice as fast."""
     layers = tuple(Layer(name=f"block.{i}", forward_s=1.0, backward_s=2.0, parameter_nbytes=10) for i in range(4))
     devices = tuple(Device(name=f"m{i}~{i}", memory_nbytes=1000, speed=1.0 + (i == 0)) for i in range(3))
     return SearchPipelines(

@@ -17,7 +17,7 @@ EVENTS = 200
 
 
 class Recorder:
-    """A machine that says nothing, and for which each batch seems to take so long (s)."""
+    """Machine that says nothing, and for which each batch seems to take so many seconds."""
 
     def __init__(self, took_s: float) -> None:
         self.batches: list[int] = []
@@ -34,7 +34,7 @@ class Recorder:
 
 
 def batches(took_s: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the batches in which events are fed that come one by one."""
+    """Returns the sizes of the batches in which single events are fed."""
     machine = Recorder(took_s)
     monkeypatch.setattr(driver.time, "thread_time", lambda: machine.busy_s)
 

@@ -1,4 +1,6 @@
-"""Tests who leads: one candidate at a time, and soon another one where it dies, freezes, resigns or loses its lease."""
+"""Tests the election: one candidate leads at a time, and soon another one when it dies, freezes, resigns or loses its
+lease.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ PATIENCE_S = 60.0
 
 
 class Running:
-    """A candidate in this process; `said` is what became of it."""
+    """Candidate in this process; `said` lists the outcomes."""
 
     def __init__(
         self, servers: EtcdServers, job: str, name: str, *, elsewhere: bool = False, services: str = "jobs"
@@ -82,7 +84,7 @@ def start(stack: contextlib.ExitStack, servers: EtcdServers, job: str, name: str
 
 @pytest.mark.slow
 def test_who_stands_by_is_needed_until_etcd_is_gone(tmp_path: Path, job: str, running: contextlib.ExitStack) -> None:
-    """A hosted scheduler without members ends after a while; one that stands by has none and must stay."""
+    """A hosted scheduler without members ends after a while; a standby has no members and must stay."""
     one = running.enter_context(servers(tmp_path / "etcd", 1))
     a = start(running, one, job, "a")
     a.hears("elected")
@@ -148,7 +150,7 @@ def test_a_leader_that_lost_its_lease_writes_nothing_more_though_nobody_leads_ye
 def test_a_lease_that_ends_while_waiting_is_taken_anew(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
-    """As after a long pause of the machine."""
+    """A waiting candidate's lease ends, as in a long pause of the machine."""
     a = start(running, etcd, job, "a")
     a.hears("elected")
     b = start(running, etcd, job, "b")
@@ -196,7 +198,7 @@ def test_etcd_that_cannot_be_reached_ends_a_reign_no_later_than_its_lease(
 def test_another_service_elects_a_leader_of_its_own_beside_a_job(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
-    """A tally, which is no job and has its name: neither the election nor the log of one touches the other's."""
+    """A tally, which is no job, has the job's name: neither the election nor the log of one touches the other's."""
     leads_job = start(running, etcd, job, "s")
     guard = leads_job.hears("elected")
     chain = running.enter_context(etcd_chain(etcd.client(), job, guard=guard))
@@ -249,7 +251,7 @@ threading.Event().wait()
 
 @contextlib.contextmanager
 def child(servers: EtcdServers, job: str) -> Iterator[subprocess.Popen[str]]:
-    """A candidate that is a process of its own."""
+    """Runs a candidate in a process of its own while the block runs."""
     command = [sys.executable, "-c", CANDIDATE, servers.address, job]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -291,7 +293,7 @@ def test_a_dead_or_frozen_leader_is_followed_by_the_next_and_learns_it_when_it_w
 def test_a_leader_of_this_machine_that_is_hidden_from_a_candidate_goes_on(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is watched as one on another machine is."""
+    """The candidate watches the hidden leader like one on another machine."""
     a = start(running, etcd, job, "a")
     a.hears("elected")
     monkeypatch.setattr(process_table.watcher, "stat", lambda pid: None)
@@ -306,7 +308,7 @@ def test_a_leader_of_this_machine_that_is_hidden_from_a_candidate_goes_on(
 def test_a_candidate_that_did_not_hear_that_it_was_elected_leads(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Its own key, on the lease of before, must not keep it waiting for the end of that lease."""
+    """The candidate's own key, on its earlier lease, must not keep it waiting for the end of that lease."""
     once, get, left = EtcdClient.transact, EtcdClient.get_all, [1]
 
     def is_there(client: EtcdClient, key: str) -> bool:

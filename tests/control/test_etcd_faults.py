@@ -1,4 +1,4 @@
-"""Tests what etcd can do to a scheduler, and what it then says: addresses, passwords, certificates, disks, clocks."""
+"""Tests faults of etcd and the scheduler's messages about them: addresses, passwords, certificates, disks, clocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def job() -> str:
 
 @contextlib.contextmanager
 def black_hole() -> Iterator[str]:
-    """Accepts, never answers."""
+    """Accepts connections, never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -133,7 +133,7 @@ def test_servers_that_accept_and_never_answer_are_passed_by(etcd: EtcdServers, j
 
 @pytest.mark.usefixtures("each_client")
 def test_a_watch_leaves_a_server_that_froze(etcd_of_three: EtcdServers, each_client: str) -> None:
-    """Calls notice within a second; the watch itself would wait for gRPC's keepalive."""
+    """Calls notice the frozen server within a second; the watch itself would wait for gRPC's keepalive."""
     client = etcd_of_three.client()
     stop, began, seen = threading.Event(), threading.Event(), threading.Event()
 
@@ -169,7 +169,7 @@ def test_a_watch_leaves_a_server_that_froze(etcd_of_three: EtcdServers, each_cli
 
 
 def auth(server: str, what: str, **fields: str) -> None:
-    """etcd's JSON gateway."""
+    """Calls etcd's JSON gateway for authentication."""
     request = urllib.request.Request(f"http://{server}/v3/auth/{what}", json.dumps(fields).encode(), method="POST")
     with urllib.request.urlopen(request, timeout=10):
         pass
@@ -177,7 +177,7 @@ def auth(server: str, what: str, **fields: str) -> None:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An etcd with passwords: root may do everything, ann nothing."""
+    """Etcd server with passwords: root may do everything, ann nothing."""
     with servers(tmp_path_factory.mktemp("locked"), 1) as made:
         server = made.servers[0].endpoint
         for user in ("root", "ann"):
@@ -215,7 +215,7 @@ def test_the_right_password_lets_in_and_tokens_are_renewed(locked: str, tmp_path
 def test_a_watch_with_a_token_that_is_no_longer_valid_gets_another(
     locked: str, tmp_path: Path, job: str, kind: str
 ) -> None:
-    """etcd answers that the watch is canceled, and no call need tell that the token has ended."""
+    """Etcd answers that the watch is canceled, and no call needs to report that the token has ended."""
     from etcd_for_tests import need_client
 
     address = with_password(locked, "root", "root's", tmp_path) + f"&client={need_client(kind)}"
@@ -340,7 +340,7 @@ def test_ones_own_certificate_is_looked_at_before_anything_starts(tmp_path: Path
 
 
 def maintain(server: str, what: str, **fields: str) -> dict[str, Any]:
-    """As etcdctl does."""
+    """Calls etcd's maintenance gateway, as etcdctl does; returns the answer."""
     body = json.dumps(fields).encode()
     request = urllib.request.Request(f"http://{server}/v3/maintenance/{what}", body, method="POST")
     with urllib.request.urlopen(request, timeout=10) as reply:
@@ -380,7 +380,7 @@ def test_a_full_disk_is_told_with_what_to_do_and_after_that_it_goes_on(tmp_path:
 
 @pytest.mark.slow
 def test_a_watch_that_catches_up_in_parts_loses_nothing_when_it_breaks(tmp_path: Path) -> None:
-    """etcd sends what a watch has missed a thousand changes at a time, each part with the newest revision."""
+    """Etcd sends missed changes to a watch in parts of a thousand, each part with the newest revision."""
     count = 2500
     with servers(tmp_path / "etcd", 1) as one, contextlib.closing(one.client()) as client:
         for number in range(count):

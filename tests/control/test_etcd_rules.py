@@ -1,4 +1,4 @@
-"""Two jobs of one name in one etcd: whose rules hold, and whose keys a scheduler takes for its own."""
+"""Two jobs of one name in one etcd: whose settings hold, and which keys a scheduler takes for its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def candidacy_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdCandida
 
 @contextlib.contextmanager
 def leading(candidacy: EtcdCandidacy, name: str) -> Iterator[None]:
-    """Until the candidacy is elected, and it is closed after."""
+    """Waits until the candidacy is elected, and closes it after the block."""
     elected = threading.Event()
     candidacy.stand(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
     try:

@@ -1,4 +1,4 @@
-"""etcd servers of one's own: which is started again when it ends, and which is given up, with what it said."""
+"""Etcd servers run by the tests: a server that ends is started again, or given up with its last words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALWAYS_S = 600.0
 
 @contextlib.contextmanager
 def taken(port: int) -> Iterator[None]:
-    """Listens at a port."""
+    """Listens at a port while the block runs."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))
@@ -80,7 +80,7 @@ def test_one_that_ran_well_is_started_again_however_often_it_is_killed(tmp_path:
 
 
 def test_ready_means_every_one_of_them(tmp_path: Path) -> None:
-    """One that is still on its way back may be what a majority lacks when the next one is killed."""
+    """A server that is still starting may be the one that a majority lacks when the next one is killed."""
     with servers(tmp_path / "etcd", 3) as three:
         frozen = three.servers[1]
         os.kill(frozen.pid, signal.SIGSTOP)
@@ -151,7 +151,7 @@ def test_the_command_gives_up_and_says_why(tmp_path: Path) -> None:
 
 
 def take(stack: contextlib.ExitStack, folder: Path) -> bool:
-    """Takes the server's port as soon as it is free, which is before anybody sees that it has ended."""
+    """Takes the server's port as soon as it is free, which is before the end of the server is seen."""
     with contextlib.suppress(OSError):
         stack.enter_context(taken(json.loads((folder / "ports.json").read_text())[0]))
         return True

@@ -46,7 +46,7 @@ def endpoint() -> str:
 
 @pytest.fixture
 def started() -> Iterator[list[HostedScheduler]]:
-    """Schedulers to end by their own pid."""
+    """Schedulers that are ended by their own pid after the test."""
     found: list[HostedScheduler] = []
     yield found
     for scheduler in found:
@@ -99,7 +99,7 @@ def test_two_candidates_of_one_machine_have_logs_of_their_own_and_are_named_as_t
 
 
 def founder(endpoint: str, name: str = "a", job: str = "job") -> Client:
-    """A member that is ready as soon as it is told about its links."""
+    """Returns a member that is ready as soon as it is told about its links."""
     client = Client(endpoint, name, job=job)
     client.answer = lambda message: [Ready()] if isinstance(message, OpenLinks) else []
     return client
@@ -258,7 +258,7 @@ def test_nobody_hosts_a_scheduler_that_lacks_the_jobs_chain(endpoint: str, start
 
 
 def test_a_hosted_scheduler_that_lacks_the_chain_gives_the_endpoint_up() -> None:
-    """And not one that an operator has started, or one that leads a job of its own."""
+    """A scheduler that an operator has started, or one that leads a job of its own, does not give up the endpoint."""
     stands = {"resume": "a~1", "view": ViewId(1, 7), "term": 1, "chain": "0123456789abcdef"}
     for gives_way, founds in ((True, False), (False, False), (True, True)):
         with serving(machine=real_machine, gives_way=gives_way) as served:
@@ -283,7 +283,7 @@ def test_a_hosted_scheduler_that_lacks_the_chain_gives_the_endpoint_up() -> None
 def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
-    """It may have been seen serving before, or not."""
+    """The scheduler may have been seen serving before it gave the endpoint up, or not."""
     spawn, spawned = hosting._spawn, list[HostedScheduler]()
 
     def spawned_and_gone(*given: Any) -> HostedScheduler:
@@ -309,7 +309,7 @@ def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
 def test_nobody_takes_the_port_of_the_scheduler_that_a_hosted_one_gave_way_to(
     endpoint: str, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member that finds the endpoint free a moment later: the operator's may still be starting."""
+    """A member finds the endpoint free a moment later: the operator's scheduler may still be starting."""
     monkeypatch.setattr(hosting, "GAVE_WAY_PAUSE_S", 600.0)  # a busy machine may take longer than the usual pause
     stands = {"resume": "a~1", "view": ViewId(1, 7), "term": 1, "chain": "0123456789abcdef", "job": "job"}
     with attending(endpoint, "a", hello_factory=lambda: hello("a", **stands)):
@@ -324,7 +324,7 @@ def test_nobody_takes_the_port_of_the_scheduler_that_a_hosted_one_gave_way_to(
 
 
 def leftover(chain: str) -> MemoryStore:
-    """Its chain has one view, whose member is not about."""
+    """Returns a store whose chain has one view, of a member that is gone."""
     store = MemoryStore()
     job = JobChain(store)
     view = View(ViewId(job.take_term(0, chain), 1), NO_VIEW, (Member("z~1", "z", "elsewhere", "10.0.0.9", 1),))
@@ -334,7 +334,7 @@ def leftover(chain: str) -> MemoryStore:
 
 @pytest.mark.parametrize("chain", ["fedcba9876543210", "0123456789abcdef"])
 def test_a_hosted_scheduler_on_a_leftover_or_an_older_copy_gives_the_endpoint_up(chain: str) -> None:
-    """The one of another day's chain once its own members had time to come back."""
+    """A scheduler on another day's chain gives up once the members of that chain had time to come back."""
     stands = hello("a", resume="a~1", view=ViewId(1, 7), term=1, chain="0123456789abcdef")
     rules = Settings(reconnect_grace_s=0.2)
     made = lambda: leftover(chain)  # noqa: E731
@@ -397,7 +397,7 @@ def test_a_restarted_worker_does_not_begin_a_finished_job_again(endpoint: str) -
 def test_a_worker_that_torchrun_restarted_begins_no_job_itself(
     endpoint: str, tmp_path: Path, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its agent looked before it started the worker; the job may have finished since."""
+    """The torchrun agent looked for the job before it started the worker; the job may have finished since."""
     chain = tmp_path / "chain.sqlite"
     finished_chain(chain)
     monkeypatch.setenv("CHAOS_STORE", str(chain))

@@ -22,7 +22,7 @@ Said = tuple[int, str, str]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
-    """Exit code, stdout and stderr of the command, as a script sees them."""
+    """Function that runs a command and returns its exit code, stdout and stderr, as a script sees them."""
 
     def command(*words: str) -> Said:
         monkeypatch.setattr(sys, "argv", ["chaos-lightning", *words])
@@ -38,7 +38,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def shown(said: Said, code: int = 0) -> dict[str, Any]:
-    """The one object, and nothing beside it."""
+    """Returns the one object on stdout; checks that nothing else is there."""
     assert said[0] == code, said
     found = json.loads(said[1])
     assert isinstance(found, dict)

@@ -1,4 +1,6 @@
-"""Keys of links: who gets which, what happens with another scheduler, and how both ends of a link agree on one."""
+"""Keys of links: which member gets which, what changes under another scheduler, and how both ends of a link agree on
+one.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def a_view(number: int, *ids: str, links: tuple[LinkSpec, ...] = ()) -> View:
 
 
 class Told:
-    """A scheduler's issuer, and what each member was sent."""
+    """Key issuer of a scheduler, and the messages that each member was sent."""
 
     def __init__(self, rule: str = "encrypted", *, secret: bool = True) -> None:
         self.issuer = KeyIssuer(Settings(links=rule), secret_channel=secret)
@@ -73,7 +75,7 @@ class Told:
             self.send(i, Welcome(member(i), 1, "founder", "", 0.1, 0.3))
 
     def keys(self, of: str, peer: str) -> list[LinkKey]:
-        """In the order in which they were told."""
+        """Returns a member's keys for a peer, in the order in which they were sent."""
         messages = [m for m in self.messages[NUMBERS[of]] if isinstance(m, LinkKeys)]
         return [key for keys_message in messages for key in keys_message.keys if key.peer == peer]
 
@@ -124,7 +126,7 @@ def test_keys_of_members_that_are_gone_are_void() -> None:
 
 
 def test_keys_of_members_that_another_scheduler_let_in_are_void_too() -> None:
-    """It died; c~3 goes with the first act of the next one, which never made a key of c~3."""
+    """The old scheduler died; the first act of the next one removes c~3, for which it never made a key."""
     told = Told()
     chain = ("a~1", "b~2", "c~3", "x~0")
     told.issuer = KeyIssuer(Settings(links="encrypted"), secret_channel=True, members=chain)
@@ -288,7 +290,7 @@ def test_a_rule_that_comes_with_weaker_levels_than_it_says_is_objected_to(told: 
 def meet(
     ours: Keyring | None, theirs: Keyring | None, *, token: bytes = b""
 ) -> tuple[socket.socket | None, Greeting | None, str]:
-    """a dials b; what each end has afterwards, and why it was refused."""
+    """Lets a dial b; returns the sockets' outcome at each end, and why a link was refused."""
     outcome: dict[str, Any] = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -323,7 +325,7 @@ def rings(ours: list[int], theirs: list[int], rule: str = "encrypted") -> tuple[
 @pytest.mark.parametrize(("ours", "theirs"), [([1], [1]), ([1, 2], [1]), ([1], [1, 2]), ([1, 2], [2, 3])])
 @pytest.mark.parametrize("rule", ["authenticated", "encrypted"])
 def test_ends_that_share_a_key_meet_whatever_else_they_know(ours: list[int], theirs: list[int], rule: str) -> None:
-    """One may have heard of a newer view than the other."""
+    """One end of a link may have heard of a newer view than the other."""
     mine, greeting, words = meet(*rings(ours, theirs, rule), token=b"token")
     assert mine is not None, words
     with mine:
@@ -375,7 +377,7 @@ def test_strangers_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nobody_talks_a_member_into_less_protection() -> None:
-    """Both know the key, but one wants only tags, as if on another rule."""
+    """Both ends know the key, but one wants only tags, as if under another rule."""
     one, _ = rings([1], [1], "authenticated")
     _, other = rings([1], [1], "encrypted")
     mine, _, words = meet(one, other)
@@ -393,7 +395,7 @@ def test_nobody_talks_a_member_into_less_protection() -> None:
 
 
 def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(tmp_path: Path) -> None:
-    """Neither the event log nor the store nor `status` has a byte of them, in any usual writing."""
+    """Neither the event log nor the store nor `status` has a byte of the keys, in any usual encoding."""
     chain = tmp_path / "chain.sqlite"
     log = EventLog.in_directory(tmp_path / "logs", "scheduler")
 
@@ -430,7 +432,7 @@ def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(t
 
 
 class Follower:
-    """A candidacy whose job is led by rules of another scheduler, which died."""
+    """Candidacy for a job whose settings come from another scheduler, which died."""
 
     def __init__(self, stored: Settings) -> None:
         self._stored = stored
@@ -451,7 +453,7 @@ class Follower:
         return False
 
     def asked(self, name: str) -> None:
-        """Ignores a name that asked while none led."""
+        """Ignores a name that asked while no scheduler led."""
 
     def leader(self) -> str:
         return ""
@@ -460,11 +462,11 @@ class Follower:
         return ""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing: nothing is open."""
 
 
 def test_a_scheduler_that_follows_another_one_protects_links_by_the_rules_of_the_job() -> None:
-    """And not by the setting that it was started with itself."""
+    """The setting with which the following scheduler was started itself does not count."""
     candidacy = Follower(Settings(links="encrypted"))
     with (
         serving(settings=Settings(links="checksum"), candidacy=candidacy) as served,

@@ -1,4 +1,4 @@
-"""A real scheduler plans the pipelines of a live job: members that talk with it over gRPC, and one of them dies."""
+"""A real scheduler plans the pipelines of a live job; its members talk over gRPC, and one of them dies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ WORKERS = 2
 
 
 def asks(room: int, **more: Any) -> str:
-    """A model of four layers, on a device with room for so many."""
+    """Returns the request for pipelines of a member: a model of four layers, on a device with room for `room` of
+    them.
+    """
     layers = tuple(Layer(name=f"block.{i}", forward_s=1.0, backward_s=2.0, parameter_nbytes=10) for i in range(4))
     device = Device(name="me", memory_nbytes=10 * room)
     job = TrainingJob(layers=layers, devices=(device,), micro_batches=4)
@@ -53,7 +55,7 @@ def asks(room: int, **more: Any) -> str:
 
 
 class Scripted:
-    """A member without tensors: it enters each view at once, holds what it owns there, and reports that."""
+    """Member without tensors: it enters each view at once, holds the layers that it owns there, and reports them."""
 
     def __init__(self, endpoint: str, name: str, pid: int, pipelines: str) -> None:
         self.view: View | None = None
@@ -95,7 +97,7 @@ class Scripted:
         return Entered(view.id, at.seq, at.step, at.hash, division(view).owned(self.id), view.chain)
 
     def commits(self, header: Header) -> None:
-        """It stands on this header from now on."""
+        """Reports this header as the member's newest from now on."""
         self.header = header
         assert self.view is not None
         self.client.agent.send(self._stands(self.view))
@@ -106,7 +108,7 @@ class Scripted:
         return found.view
 
     def die(self) -> None:
-        """As by SIGKILL: the stream breaks without a word."""
+        """Breaks the member's stream without a word, as by SIGKILL."""
         talk = self.client.agent._talk
         self.client.agent._stopping = True
         assert talk is not None
@@ -115,7 +117,7 @@ class Scripted:
 
 
 def found(endpoint: str, text: str) -> list[Scripted]:
-    """Two members that have founded the job and have committed a step."""
+    """Returns two members that have founded the job and have committed a step."""
     members = [Scripted(endpoint, name, pid, text) for pid, name in enumerate("ab", 1)]
     view = members[0].decided(lambda v: len(v.members) == 2)
     for member in members:
@@ -135,7 +137,7 @@ def machine(endpoint: str) -> dict[str, Any]:
 
 
 def chosen(logs: Path) -> list[Mapping[str, Any]]:
-    """Decisions about pipelines, as the scheduler logs them."""
+    """Returns the decisions about pipelines that the scheduler has logged."""
     return [r.fields for r in read_events(logs) if r.name == "pipelines"] if log_files(logs) else []
 
 

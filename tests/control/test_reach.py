@@ -1,4 +1,6 @@
-"""When a leader hands over because members reach another candidate, and when a candidate knows that it is gone."""
+"""Conditions under which a leader hands over because members reach another candidate, and under which a candidate knows
+that the leader is gone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ PATIENCE_S = 30.0
 
 
 def judged(view: Reach, present: set[str], elsewhere: dict[str, list[str]], until_s: float = 10.0) -> str:
-    """The first reason to resign within this time, looked for as a leader does."""
+    """Returns the first reason to resign within this time, checked as often as a leader does."""
     now = 100.0
     while now < 100.0 + until_s:
         if view.due(now) and (reason := view.judge(now, present, elsewhere)):
@@ -141,7 +143,9 @@ def test_who_was_never_reached_may_listen_for_others(listener: socket.socket) ->
 def test_the_leader_of_another_machine_is_followed_when_its_machine_says_that_it_is_gone(
     etcd: EtcdServers, listener: socket.socket
 ) -> None:
-    """Its lease would live on: here the thread that prolongs it goes on, as if it had not been told of its end."""
+    """The leader's lease would live on: here the thread that renews it continues, as if it had not been told of the
+    end.
+    """
     job, clients = f"job-{time.monotonic_ns()}", [etcd.client(), etcd.client()]
     said: queue.Queue[tuple[str, Any]] = queue.Queue()
     place = "{}:{}".format(*listener.getsockname())

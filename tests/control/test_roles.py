@@ -1,4 +1,4 @@
-"""Tests who may do what: each cell of the table, with a real scheduler, real certificates and real calls."""
+"""Roles and their permissions: each cell of the table, with a real scheduler, real certificates and real calls."""
 
 from __future__ import annotations
 
@@ -148,7 +148,9 @@ def test_each_cell_of_the_table(
 
 @pytest.mark.parametrize("what", CALLS)
 def test_the_port_behind_the_proxy_is_nobodys(what: str, keys: Keys, scheduler: Served, refusals: Refusals) -> None:
-    """It listens on loopback for the TLS proxy alone; a process of this machine that finds it has no role there."""
+    """The inner port listens on loopback for the TLS proxy alone; a process of this machine that finds it has no role
+    there.
+    """
     refusals.take()
     inner = scheduler.server._auth.inner_port
     assert inner != scheduler.server.port
@@ -274,7 +276,7 @@ BELL = "tests.Bell"
 
 
 class Bell(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """A service that is no scheduler's: who rings, hears how often; who listens, hears it three times."""
+    """Service beside the scheduler's: a ring is answered with the count of rings, a listener hears three."""
 
     def __init__(self) -> None:
         self.rung = 0
@@ -296,13 +298,13 @@ class Bell(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 @pytest.fixture
 def ringer(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A role of its own, for as long as the test."""
+    """Role of its own that exists during the test."""
     monkeypatch.setattr(roles, "_SERVES", dict(roles._SERVES))
     return roles.register_role("ringer")
 
 
 def ring(endpoint: str, what: str, files: dict[str, str], token: str | None = None) -> list[str]:
-    """Returns what one call to the bell answers, or the status that it ended with."""
+    """Returns the answer to one call of the bell, or the status with which the call ended."""
     credentials = grpc.ssl_channel_credentials(*(files[name].encode() for name in (TRUSTED, KEY, CHAIN)))
     metadata = ((TOKEN_KEY, token.encode()),) if token is not None else ()
     with grpc.secure_channel(endpoint, credentials) as channel:
@@ -315,7 +317,7 @@ def ring(endpoint: str, what: str, files: dict[str, str], token: str | None = No
 
 
 def test_a_service_that_is_added_says_who_may_call_it(tmp_path: Path, ringer: str, refusals: Refusals) -> None:
-    """With a role that only it knows; the scheduler's own calls are not for that."""
+    """A service may have a role that only it knows; the scheduler's own calls are closed to that role."""
     keys, bell = Keys(tmp_path / "keys"), Bell()
     keyfiles.add(keys.folder, KeyHolder("r", ringer))
     rights = {"Ring": Right((ringer, MEMBER), with_token=(MEMBER,)), "Listen": Right((OBSERVER,))}

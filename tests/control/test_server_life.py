@@ -1,4 +1,4 @@
-"""A server that is asked to end stays for those who leave at the same moment, and for no others."""
+"""A server that is asked to end stays for members that leave at the same moment, and for no others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ PATIENCE_S = 30.0
 
 
 def ends(scenario: Callable[[ServerLife, list[bool]], None], here: list[bool]) -> str:
-    """Why a server ends; `here` says of each that is connected whether it leaves, and `scenario` is called each time
-    that it is looked at."""
+    """Returns why a server ends; `here` says of each connected member whether it leaves, and `scenario` is called at
+    each look at it.
+    """
 
     async def live() -> str:
         life = ServerLife(lambda *_, **__: None, lambda *_: None)
@@ -39,7 +40,7 @@ def test_it_ends_at_once_where_nobody_is() -> None:
 
 
 def test_it_ends_once_those_who_leave_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes a moment to hear of its signal included; others may stay."""
+    """A member that hears of its signal a moment later counts as leaving; the others may stay."""
     monkeypatch.setattr(server_life, "_LOOK_S", 0.0)
     looks: list[list[bool]] = []
 

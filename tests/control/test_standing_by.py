@@ -1,4 +1,4 @@
-"""Tests what a scheduler does that stands by, is elected, and stands by again: its shell and its candidacy."""
+"""Tests a scheduler that stands by, is elected, and stands by again: its shell and its candidacy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from chaos_lightning.security.access import LEADER_KEY
 
 
 class PlainCandidacy:
-    """A candidacy whose election is the test: it leads when `elect` is called, or never."""
+    """Candidacy that the test elects: it leads when `elect` is called, or never."""
 
     def __init__(self) -> None:
         self.elect: Callable[[], None] = lambda: None
@@ -89,7 +89,7 @@ def test_one_that_never_led_ends_when_nobody_needs_it() -> None:
 
 
 def test_who_stands_by_numbers_founders_too() -> None:
-    """Founders elsewhere ask the scheduler that is named last, whoever leads."""
+    """Founders elsewhere ask the scheduler that is named last, whichever leads."""
     with serving(candidacy=PlainCandidacy()) as served:
         first, second = (ask(served.endpoint, b"", "default", PATIENCE_S) for _ in "ab")
         assert (first.number, second.number) == (0, 1)
@@ -117,7 +117,7 @@ def chain_of_one_view(store: Store) -> Store:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_chain_that_was_rebuilt_by_another_one_is_continued(*, lost: bool) -> None:
-    """As after this process's first reign: the word --rebuild is still there."""
+    """After this process has led once, its option --rebuild is still set, but applies no more."""
     chains = Facts[fx.Chain]()
     store = MemoryStore() if lost else chain_of_one_view(MemoryStore())
 
@@ -155,7 +155,7 @@ def job() -> str:
 def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
     etcd: EtcdServers, job: str, *, again: bool
 ) -> None:
-    """A leader that froze, and wakes when the job has been finished by another one, takes a new candidacy."""
+    """A leader freezes, and wakes when another one has finished the job; it takes a new candidacy."""
     address, old = read_address(etcd.address), Settings(job=job, min_nodes=2)
     with etcd_chain(etcd.client(), job) as store:
         chain_of_one_view(store.store)
@@ -172,7 +172,7 @@ def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
 
 
 class Finishing(ScriptedMachine):
-    """Its job is over as soon as it is asked for a drain."""
+    """Machine whose job is over as soon as a drain is asked for."""
 
     def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         drained = any(isinstance(event, fx.Drain) for event in events)
@@ -223,7 +223,7 @@ def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
 
 
 def test_an_end_that_its_store_has_not_answered_yet_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease may end first, and with it this scheduler: then nobody hears the answer."""
+    """A scheduler may lose its lease, and end, before its store answers: then the answer reaches no one."""
     asked, may_answer = threading.Event(), threading.Event()
 
     def answer(chain: JobChain, effect: fx.Persist) -> Any:

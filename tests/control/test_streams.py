@@ -1,4 +1,4 @@
-"""A message to many members is encoded once, and its keys are made once per link; pulses grow rarer with streams."""
+"""Encodes a message to many members once, and makes its keys once per link; pulses grow rarer with more streams."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def a_view(number: int) -> View:
 
 
 class Receiver:
-    """Takes what is written on one stream, as gRPC does."""
+    """Stream that stores written messages, as gRPC does."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -68,7 +68,7 @@ class Crowd:
             self.streams.send(number, message)
 
     def write(self) -> None:
-        """All that waits is written."""
+        """Writes all waiting messages."""
 
         async def write_all() -> None:
             self.streams.close_all()

@@ -1,4 +1,4 @@
-"""The TLS proxy before the scheduler's port: bytes that are no handshake, slow ones, many, long ones; new keys."""
+"""The TLS proxy before the scheduler's port: bytes that are no handshake, slow, many and long ones; new keys."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_the_scheduler_stops_with_streams_open(keys: Keys) -> None:
 
 
 def test_a_connection_that_comes_while_the_proxy_is_shut_is_closed(keys: Keys) -> None:
-    """Whether it was taken or only queued by then."""
+    """The connection was accepted or only queued when the proxy was shut."""
     with serving(token=keys.of("a")) as served:
         callers = [connect(served) for _ in range(20)]
         served.stop()
@@ -277,8 +277,9 @@ def test_where_tls_is_not_to_blame_nothing_is_said(keys: Keys, scheduler: Served
 
 @pytest.mark.parametrize("goodbye", ["a FIN", "a reset"])
 def test_a_connection_that_is_merely_closed_is_no_trouble_with_tls(keys: Keys, goodbye: str) -> None:
-    """As a scheduler does that is being killed, or whose TLS proxy has all handshakes taken: the next try may
-    succeed."""
+    """A scheduler that is being killed closes so, or one whose TLS proxy has no handshake free: the next try may
+    succeed.
+    """
     read: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -354,12 +355,12 @@ def test_a_scheduler_that_has_not_got_its_new_keys_yet_lets_new_ones_in(keys: Ke
 
 
 def seconds(number: float) -> float:
-    """In days."""
+    """Returns so many seconds in days."""
     return number / 86400
 
 
 def put_out(refusals: Refusals, words: str) -> str:
-    """Waits for such a line; who it is about."""
+    """Waits for a refusal with these words; returns its peer."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for peer, why in refusals.take(some=True):
@@ -399,7 +400,9 @@ def test_who_has_no_new_certificate_when_its_own_ends_stays_outside(
 def test_an_authority_that_is_believed_no_longer_takes_its_connections_with_it(
     keys: Keys, scheduler: Served, refusals: Refusals, tmp_path: Path
 ) -> None:
-    """Old keys in their folders: outside. New keys there, and an old connection: in again. A new one: not touched."""
+    """A member with old keys in its folder is removed; with new keys but an old connection, it comes in again; a new
+    connection stays.
+    """
     stolen = write_keys(tmp_path / "stolen", keys.files("b"))
     with (
         attending(scheduler.endpoint, "b", token=keys.of("b")) as b,
@@ -425,7 +428,7 @@ def test_an_authority_that_is_believed_no_longer_takes_its_connections_with_it(
 
 
 def test_new_keys_of_the_same_authority_disturb_nobody(keys: Keys, scheduler: Served, refusals: Refusals) -> None:
-    """Another certificate for the scheduler's node, and the first half of a rotation."""
+    """A node's certificate is renewed, and a rotation is half done: connections stay."""
     with attending(scheduler.endpoint, token=keys.of("b")) as client:
         client.messages.wait_for(Welcome)
         keyfiles.add(keys.folder, KeyHolder("a"), renew=True)

@@ -1,4 +1,4 @@
-"""Tests what finished jobs leave behind goes after a while; what anybody may still need stays."""
+"""Tests that the files of finished jobs are deleted after a while, and that files still in use stay."""
 
 from __future__ import annotations
 

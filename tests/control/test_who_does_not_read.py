@@ -1,4 +1,4 @@
-"""Members that take nothing of what a scheduler has for them: their streams are cut, whatever it was."""
+"""Members that read none of a scheduler's messages: their streams are cut, whatever the messages are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_member_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_keys_that_come_with_messages_to_others_count_for_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each view makes new keys for both ends of a link; a hears of it only by those, and takes nothing."""
+    """Each view makes new keys for both ends of a link; member a gets only those, and reads none."""
     monkeypatch.setattr("chaos_lightning.control.streams._MAX_OUTBOX", 8)
     write = Streams._write
 

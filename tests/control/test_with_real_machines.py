@@ -50,7 +50,7 @@ SETTINGS = Settings(min_nodes=2, heartbeat_timeout_s=2.0, reconnect_grace_s=10.0
 
 
 class Fabric:
-    """Links between members of this process, and the one thread in which everything happens to them, in order.
+    """Links between members of this process, and the one thread in which all their events happen, in order.
 
     A link stands for both ends at once as soon as either end wants it; messages go through the codec.
     """
@@ -75,7 +75,7 @@ class Fabric:
         assert not self._thread.is_alive()
 
     def link(self) -> None:
-        """Makes the links that both ends want: who has not been told of the other one refuses it."""
+        """Makes the links that both ends want; an end that has not been told of the other refuses it."""
         for me, node in list(self.members.items()):
             for peer in node.wanted & self.members.keys():
                 pair = frozenset((me, peer))
@@ -97,7 +97,7 @@ class Fabric:
 
 
 class Node:
-    """A member without tensors: its machine, its Agent, and links over the Fabric."""
+    """Member without tensors: its machine, its Agent, and links over the Fabric."""
 
     def __init__(self, fabric: Fabric, endpoint: str, name: str) -> None:
         self.fabric, self.name = fabric, name
@@ -186,7 +186,7 @@ class Node:
         self.effects.wait(lambda e: isinstance(e, fx.Viewed) and len(e.view.members) == count)
 
     def die(self) -> None:
-        """As by SIGKILL: the control stream breaks without a word, and every link with it."""
+        """Breaks the member's control stream without a word, and every link with it, as by SIGKILL."""
         self.dead = True
         talk = self.agent._talk
         self.agent._stopping = True
@@ -249,13 +249,13 @@ def test_founding_collectives_and_the_end() -> None:
 
 
 def is_told_of_a_tree(node: Node) -> bool:
-    """Whether a view is to come to this member whose plan has one."""
+    """Returns whether this member waits for a view whose plan has one tree."""
     view = node.machine.waiting_view
     return view is not None and len(view.plan.trees) == 1
 
 
 def joined_by(nodes: list[Node], served: Served, name: str) -> int:
-    """A newcomer is let in by the header of a boundary; returns the slot that it is in."""
+    """Lets a newcomer in by the header of a boundary; returns the slot that it is in."""
     nodes.append(Node(nodes[0].fabric, served.endpoint, name))
     nodes[0].effects.wait(lambda e: isinstance(e, fx.ToScheduler) and isinstance(e.message, LinkEvent))
     seq = 0
@@ -357,7 +357,7 @@ def test_many_members_begin_with_a_quick_plan_and_get_the_configured_planners_fr
 
 @pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_a_killed_process_is_known_dead_without_waiting_for_heartbeats(number: signal.Signals) -> None:
-    """Its heartbeat timeout is far longer than this test's patience: only the closed socket can tell."""
+    """The heartbeat timeout is far longer than this test's patience: only the closed socket can tell the death."""
     code = (
         "import sys, threading; sys.path[:0] = sys.argv[1], sys.argv[1] + '/..'\n"
         "from test_with_real_machines import *\n"

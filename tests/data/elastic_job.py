@@ -1,4 +1,4 @@
-"""A whole job in one process: real loaders over a commit root that does nothing but merge ledgers and change views."""
+"""A whole job in one process: real loaders over a commit root that only merges ledgers and changes views."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Membe
 
 
 class Source:
-    """One member's accumulation on the job."""
+    """Accumulation of one member of the job."""
 
     def __init__(self, job: Job, member_id: str, name: str) -> None:
         self.job, self.member_id, self.name = job, member_id, name
@@ -31,7 +31,7 @@ class Source:
 
 
 class Job:
-    """Members are named; each holds an ElasticLoader over what `make` gives for its name."""
+    """Job of named members; each holds an ElasticLoader over the loader that `make` gives for its name."""
 
     def __init__(self, make, names, *, mode="shared", accumulate=1, seed=5, least=1):
         self.least = least
@@ -84,7 +84,7 @@ class Job:
         )
 
     def join(self, name: str) -> str:
-        """At a BOUNDARY: the newcomer gets a donor's loader state and contributes from the next slot on."""
+        """Lets a newcomer in at a BOUNDARY: it gets a donor's loader state and contributes from the next slot on."""
         donor = self.loaders[self.members[0].id]
         member = self.enter(name)
         self.change([*self.members, member])
@@ -93,7 +93,7 @@ class Job:
         return member.id
 
     def draw(self, member_id: str):
-        """The accumulation of one member as [(MicroBatch, batch)], or None if its epoch is over."""
+        """Returns the accumulation of one member as [(MicroBatch, batch)], or None if its epoch is over."""
         loader = self.loaders[member_id]
         if member_id not in self.passes:
             self.passes[member_id] = iter(loader)
@@ -111,7 +111,7 @@ class Job:
         return accumulation
 
     def step(self, *, dead=(), late=False, unpack=lambda batch: batch.tolist(), gather=False, meanwhile=None) -> bool:
-        """One step of all members; False if all find the epoch over.
+        """Makes one step of all members; returns False if all find the epoch over.
 
         `dead` (indices) die in it: after their contribution (`late`), else while the others begin their accumulations,
         some before and some after the new view is decided. `meanwhile` may change the view likewise.

@@ -11,8 +11,9 @@ from chaos_lightning.protocol.types import Member
 
 
 class StepJob(Job):
-    """Each member holds a StepLoader. Micro-batch j runs its first layers on one member and its last ones on another,
-    by the present view alone."""
+    """Job in which each member holds a StepLoader. Micro-batch j runs its first layers on one member and its last ones
+    on another, by the present view alone.
+    """
 
     def __init__(self, make, names, *, micro_batches, seed=5, least=1):
         self.micro_batches = micro_batches
@@ -32,18 +33,19 @@ class StepJob(Job):
         return replace(member, quota=loader.quota)
 
     def route(self, j: int) -> tuple[str, str]:
-        """Members that run the first and the last layers of a micro-batch in the present view."""
+        """Returns the members that run the first and the last layers of a micro-batch in the present view."""
         ids = [member.id for member in self.members]
         return ids[j % len(ids)], ids[(j + 1) % len(ids)]
 
     def begin(self, member_id: str):
-        """The member's next step; None if the epoch is over."""
+        """Returns the member's next step; None if the epoch is over."""
         if member_id not in self.passes:
             self.passes[member_id] = iter(self.loaders[member_id])
         return next(self.passes[member_id], None)
 
     def run(self, steps, *, until: int | None = None) -> dict[int, list[int]]:
-        """An attempt at a step: who is in it fetches what its units need, and changes it. Its samples by number.
+        """Makes an attempt at a step: each member in it fetches the batches of its units, and changes them. Returns the
+        samples by micro-batch.
 
         `until`: the attempt ends before this micro-batch.
         """
@@ -61,7 +63,9 @@ class StepJob(Job):
         return seen
 
     def step(self, *, dead=(), until=None) -> bool:
-        """One step of all members; False if all find the epoch over. `dead` (indices) die in its first attempt."""
+        """Makes one step of all members; returns False if all find the epoch over. `dead` (indices) die in its first
+        attempt.
+        """
         victims = {self.members[i % len(self.members)].id for i in dead}
         steps = {m.id: self.begin(m.id) for m in self.members}
         over = [step is None for step in steps.values()]

@@ -1,4 +1,4 @@
-"""Batches of leased positions: each once over all clusters, in one order, whatever is claimed when."""
+"""Batches of leased positions: each once over all clusters, in one order, however claims are timed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH = 22
 
 
 class Dealer:
-    """Deals epochs to any number of clusters; the next one once all of the last is used.
+    """Source that deals epochs to any number of clusters; the next one once all of the last is used.
 
     Attributes:
         free: Positions of the present epoch that nobody has.
@@ -80,7 +80,7 @@ def test_an_epoch_without_a_batch_is_refused() -> None:
 
 
 def test_without_a_shuffle_clusters_share_no_mix_and_are_told(recwarn: pytest.WarningsRecorder) -> None:
-    """Each of them silently trained on neighbouring samples."""
+    """Former bug: without a shuffle each cluster silently trained on neighbouring samples."""
     rows = TensorDataset(torch.arange(LENGTH))
     for shuffle in (True, False):
         assert not recwarn.list
@@ -90,7 +90,7 @@ def test_without_a_shuffle_clusters_share_no_mix_and_are_told(recwarn: pytest.Wa
 
 @pytest.mark.parametrize("size", [6, 5, 1])
 def test_ranks_of_a_cluster_share_each_batch_out(size: int) -> None:
-    """All positions are loaded; where there are fewer than ranks, one of them by several."""
+    """All positions are loaded; if there are fewer than ranks, several ranks load the same one."""
     dealers = [Dealer(length=LENGTH, epochs=1) for _ in range(3)]
     for dealer in dealers:
         dealer.free = [(0, 12), (12, 12 + size)]
@@ -119,7 +119,9 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 
 def walk(loader: LeasedLoader, dealer: Dealer, every: int = 1) -> list[list[list[int]]]:
-    """Trains until nothing is left: rows by pass and batch. A step takes `every` batches, or what there is."""
+    """Trains until nothing is left; returns rows by pass and batch. A step takes `every` batches, or the remaining
+    ones.
+    """
     passes = []
     while iter(loader).more():
         batches = []
@@ -170,7 +172,7 @@ def test_two_clusters_of_other_batch_sizes_share_an_epoch() -> None:
 
 
 def test_a_pass_goes_on_where_more_of_its_epoch_is_dealt_again() -> None:
-    """The other cluster had the second half, and died."""
+    """The other cluster had the second half of the epoch, and died."""
     dealer = Dealer(epochs=1)
     dealer.free = [(0, 12)]
     dealer.when_dry = lambda: dealer.free.append((12, LENGTH)) if count(dealer.used[0]) == 12 else None
@@ -237,7 +239,7 @@ def test_an_epoch_that_a_rollback_opened_again_belongs_to_the_present_pass() -> 
 
 
 def test_the_first_epoch_may_have_a_number() -> None:
-    """A job that goes on from a checkpoint of epoch 5."""
+    """A job goes on from a checkpoint of epoch 5."""
     dealer = Dealer(epochs=1)
     (batches,) = walk(LeasedLoader(data(), seed=3, source=dealer, first=5), dealer)
     assert flat(batches) == Orders(data(), seed=3, stream="").keys(5, ((0, LENGTH),))
@@ -255,7 +257,7 @@ def test_batches_of_a_sampler_are_positions() -> None:
 
 
 class Own:
-    """A batch sampler of the user's."""
+    """Batch sampler of the user's."""
 
     def __init__(self, batches: BatchSampler) -> None:
         self.batches = batches
@@ -273,7 +275,7 @@ class Endless(IterableDataset):
 
 
 class Longer(RandomSampler):
-    """One sample more each epoch."""
+    """Sampler with one sample more each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -1,4 +1,4 @@
-"""mode="local": each node's own data, each node's samples exactly once."""
+"""Tests mode="local": each node has its own data, and trains its samples exactly once."""
 
 import math
 
@@ -103,7 +103,7 @@ def test_an_epoch_is_not_over_before_everybody_said_so():
 
 
 def test_uncommitted_batches_of_an_iterable_are_kept():
-    """A generator cannot be drawn twice; what a fenced member had in hand comes again after its rejoin."""
+    """A generator cannot be drawn twice; the batches that a fenced member had in hand come again after its rejoin."""
     job = Job(lambda name: DataLoader(Stream(9), batch_size=3), "a", mode="local")
     loader = job.loaders["a~1"]
     job.step()

@@ -1,4 +1,4 @@
-"""From a user's loader to the order of each epoch."""
+"""Derives the order of each epoch from a user's loader."""
 
 import random
 
@@ -122,7 +122,7 @@ def test_samplers_are_drawn_alike_everywhere(make):
 
 
 class Told(Sampler):
-    """A batch sampler that passes no epoch on."""
+    """Batch sampler that passes no epoch on."""
 
     def __init__(self, sampler):
         self.sampler, self.epochs = sampler, []
@@ -136,7 +136,7 @@ class Told(Sampler):
 
 @pytest.mark.parametrize("as_lightning", [True, False])
 def test_who_is_told_the_epoch(as_lightning):
-    """Without Lightning nobody else calls set_epoch, so all samplers get it; with it those that Lightning calls."""
+    """Without Lightning all samplers get set_epoch from the loader; with it, those that Lightning calls."""
     batches = Told(ByEpoch())
     one = Orders(DataLoader(Numbers(10), batch_sampler=batches), seed=3, stream="", as_lightning=as_lightning)
     whole(one, 7)
@@ -145,7 +145,7 @@ def test_who_is_told_the_epoch(as_lightning):
 
 
 def test_what_a_script_tells_its_sampler_before_a_pass_counts_in_it():
-    """The length is asked for before; within the epoch, where a pass may begin again, the order stays."""
+    """The length is asked for before the pass; within the epoch, in which a pass may begin again, the order stays."""
     sampler = ByLoss()
     mine = orders(sampler=sampler)
     mine.length(1)
@@ -158,7 +158,7 @@ def test_what_a_script_tells_its_sampler_before_a_pass_counts_in_it():
 
 
 class Buckets(Sampler):
-    """Batches of unequal size."""
+    """Sampler of batches of unequal size."""
 
     def __init__(self, sizes=(3, 1, 4, 1, 5)):
         self.sizes = sizes
@@ -191,7 +191,7 @@ def test_without_automatic_batching_the_item_is_the_unit():
 
 
 class Drifting(Sampler):
-    """Keeps a generator of its own that nobody can reach."""
+    """Sampler with a private generator that no other code can reach."""
 
     def __init__(self):
         self.hidden = np.random.default_rng(0)
@@ -255,7 +255,7 @@ def test_fingerprint_tells_orders_apart():
 
 
 class ByLoss(Sampler):
-    """Hard mining: the order follows what this member's training has found."""
+    """Sampler of hard mining: the order follows the losses of this member's training."""
 
     def __init__(self):
         self.loss = torch.ones(10)
@@ -268,7 +268,9 @@ class ByLoss(Sampler):
 
 
 def test_an_epochs_order_is_drawn_once():
-    """Whatever is asked in between: a checkpoint asks for the first epoch's, the length for the next one's."""
+    """An epoch's order stays though others are asked for in between: a checkpoint asks for the first epoch's, the
+    length for the next one's.
+    """
     sampler = ByLoss()
     mine = orders(sampler=sampler)
     told, first = dict(mine.fingerprint()), whole(mine, 0)

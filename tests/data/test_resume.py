@@ -1,4 +1,4 @@
-"""Joiners and whole jobs go on where the ledger stands, exactly once."""
+"""Joiners and whole jobs go on at the ledger's position, exactly once."""
 
 import json
 

@@ -28,7 +28,9 @@ events = st.one_of(
 
 
 def rejoin(job, index):
-    """Fenced in the middle of a step, its state void, a member is back in the same process under a new id."""
+    """Fences a member in the middle of a step, its state void, and brings it back in the same process under a
+    new id.
+    """
     gone = job.members[index % len(job.members)]
     loader = job.loaders.pop(gone.id)
     job.passes.pop(gone.id, None)
@@ -280,7 +282,7 @@ def test_a_sample_that_cannot_be_read_can_be_asked_for_again():
 
 
 class Noisy(Numbers):
-    """Draws from all generators, an uneven number of times."""
+    """Data set that draws from all generators, an uneven number of times."""
 
     def __getitem__(self, i):
         for _ in range(i % 3):
@@ -363,7 +365,7 @@ def test_augmentation_of_a_sample_does_not_depend_on_its_micro_batch():
 
 
 class Opened(Numbers):
-    """As of a file that each worker opens for itself."""
+    """Data set as of a file that each worker opens for itself."""
 
     file = None
 
@@ -522,7 +524,7 @@ class Stream(IterableDataset):
 
 
 class Combined:
-    """As Lightning's CombinedLoader."""
+    """Loader of several others, as Lightning's CombinedLoader."""
 
     flattened = ()
 

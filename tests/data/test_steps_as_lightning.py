@@ -23,7 +23,7 @@ class EachEpochsOwn(Sampler):
 
 
 class Records(LightningModule):
-    """The samples of each batch, by optimizer step."""
+    """Module that records the samples of each batch, by optimizer step."""
 
     def __init__(self):
         super().__init__()

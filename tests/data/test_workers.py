@@ -1,4 +1,4 @@
-"""Worker processes: settings of the user's loader are kept, seeds are keyed, nobody outlives the training process."""
+"""Worker processes: settings of the user's loader are kept, seeds are keyed, none outlives the training process."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ from chaos_lightning.machine.signals import POLITE, ExitSignals
 
 
 class Seeds(Numbers):
-    """The seed of the worker that read the sample."""
+    """Data set whose samples are the seed of the worker that reads them."""
 
     def __getitem__(self, i):
         return torch.tensor(get_worker_info().seed)
@@ -120,7 +120,7 @@ def test_killed_process_closes_its_links_although_its_workers_hold_them():
 
 
 class Served(Numbers):
-    """Says from which process it reads."""
+    """Data set whose samples are the id of the process that reads them."""
 
     def __getitem__(self, i):
         return torch.tensor(os.getpid())

@@ -55,7 +55,7 @@ def sleepers(tmp_path: Path) -> Iterator[Sleepers]:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    """It waits; the nodes are none of its own."""
+    """Harness that only waits; the nodes are none of its own."""
     with Harness(tmp_path / "waits", deadline_s=30.0) as made:
         yield made
 
@@ -65,7 +65,7 @@ def worker_of(nodes: Cast, name: str, harness: Harness) -> int:
 
 
 def tell(nodes: Cast, *, start_deadline_s: float) -> None:
-    """All acts, to nobody."""
+    """Plays all acts, without an audience."""
     scenario = members.scenario(nodes, Size(pace=Pace(start_deadline_s=start_deadline_s)))
     stage = Stage(scenario, Screen(Console(file=io.StringIO())))
     for act in scenario.acts:
@@ -170,7 +170,7 @@ def test_nothing_is_proved_by_empty_logs(tmp_path: Path, prove: Callable[[Eviden
 
 
 def test_the_story_fits_80_columns(sleepers: Sleepers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for words that are longer, as paths are: these have a line for themselves. Nothing of a command is lost."""
+    """Only words that are longer, as paths are, have a line for themselves. No part of a command is lost."""
     monkeypatch.chdir(tmp_path.parent)
     out = io.StringIO()
     screen, command = Screen(Console(file=out, width=80)), sleepers.words("edge-1")

@@ -1,4 +1,6 @@
-"""The proof's lines about what comes back, over small logs written by hand: each holds, and fails for each reason."""
+"""The proof's lines about workers and states that come back, over small logs written by hand: each holds, and fails for
+each reason.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ Lines = list[dict[str, Any]]
 
 @dataclass
 class Written:
-    """A run as its logs tell it: one list of lines in order of time, each with the file that it stands in."""
+    """Run as in its logs: one list of lines in order of time, each with the name of its file."""
 
     lines: Lines = field(default_factory=list)
     seq: int = 0
@@ -49,7 +51,7 @@ class Written:
         self.say(file, "joined", member, role=role, seq=self.seq, step=self.step)
 
     def commits(self, count: int, kind: str = "step", **by: str) -> None:
-        """So many slots by these members, given as file=member."""
+        """Writes so many slots by these members, given as file=member."""
         for _ in range(count):
             self.seq += 1
             self.step += kind == "step"
@@ -63,7 +65,7 @@ class Written:
         self.say("scheduler-default-1.jsonl", "view", node="default", reason=reason, **fields)
 
     def prove(self, folder: Path) -> dict[str, Check]:
-        """The lines of the proof that are about what comes back, by the name of what is asked."""
+        """Returns the proof's lines about workers and states that come back, by short names."""
         events = folder / "events"
         events.mkdir()
         for line in self.lines:
@@ -157,7 +159,7 @@ def never_back(run: Written) -> None:
 
 
 def same_process(run: Written) -> None:
-    """It was no worker that was started again, but one that was put out and joined anew."""
+    """Changes the run so that no worker was started again, but one was put out and joined anew."""
     run.lines = [x for x in run.lines if not (x["name"] == "opened" and x.get("pid") == 23)]
     for line in run.lines:
         line["file"] = "member-c.jsonl" if line["file"] == "member-d.jsonl" else line["file"]
@@ -203,7 +205,7 @@ def no_hash(run: Written) -> None:
 
 
 def at_step_one(run: Written) -> None:
-    """It begins anew."""
+    """Changes the run so that it begins anew at step one."""
     for line in [x for x in run.lines if x["name"] == "committed" and x["seq"] > 13]:
         line["step"] -= 12
 

@@ -1,4 +1,4 @@
-"""The code blocks of the pages that users copy from, and what blocks.toml says of each.
+"""The code blocks of the pages that users copy from, and their rows in blocks.toml.
 
 Theory of operation. A block is known by its page and by what it begins with. blocks.toml has one row for each: `run`, a
 text that is to be printed when the block is run by itself; or `test`, the test that runs it, which asks for it by
@@ -59,7 +59,7 @@ class Row:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """All of them."""
+    """Returns all rows of blocks.toml."""
     return tuple(
         Row(page=page, **row) for page, found in tomllib.loads(ROWS.read_text()).items() for row in found["block"]
     )
@@ -67,13 +67,13 @@ def rows() -> tuple[Row, ...]:
 
 @cache
 def blocks(page: str) -> tuple[str, ...]:
-    """The code blocks of a page, each once, fenced or indented."""
+    """Returns the code blocks of a page, each once, fenced or indented."""
     tokens = MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text())
     found = [t.content for t in tokens if t.type == "code_block" or (t.type == "fence" and t.info not in OUTPUT)]
     return tuple(dict.fromkeys(found))
 
 
 def block(page: str, starts: str) -> str:
-    """The one block of this page that begins so."""
+    """Returns the one block of this page that begins so."""
     (found,) = [text for text in blocks(page) if text.startswith(starts)]
     return found

@@ -1,4 +1,4 @@
-"""The pages' commands run in an environment that has the wheel, made once."""
+"""Fixtures: the pages' commands run in an environment that has the wheel, made once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from chaos_lightning.control.sqlite_store import FileLock
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel, installed by the commands of docs/install.md; the first of the test processes does it for all."""
+    """Environment with the wheel, installed by the commands of docs/install.md; the first of the test processes makes
+    it for all.
+    """
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "installed"
     told = folder.with_suffix(".json")

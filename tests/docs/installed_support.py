@@ -24,8 +24,8 @@ OURS = ("chaos_lightning", "strategies", "callbacks", "configs", "pyproject.toml
 
 
 def bash(script: str, folder: Path, env: dict[str, str]) -> str:
-    """Returns what a script prints; an assertion if it fails. The last word keeps bash there, which completion
-    looks for.
+    """Returns the output of a script; fails if the script does. The last word keeps bash there, which completion looks
+    for.
     """
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"{script}\n:"], cwd=folder, env=env, text=True, timeout=LIMIT_S,
@@ -36,7 +36,7 @@ def bash(script: str, folder: Path, env: dict[str, str]) -> str:
 
 
 def _needed(project: str, extras: Iterable[str], found: set[str]) -> set[str]:
-    """The projects that this one needs with these extras, and those that they need."""
+    """Returns the projects that this one needs with these extras, and those that they need."""
     for line in metadata.requires(project) or ():
         need = Requirement(line)
         wanted = need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
@@ -47,7 +47,7 @@ def _needed(project: str, extras: Iterable[str], found: set[str]) -> set[str]:
 
 
 def _downloaded(folder: Path, extras: Iterable[str]) -> Path:
-    """Returns what pip would have fetched from an index for the project with these extras, from this environment."""
+    """Returns from this environment the projects that pip would have downloaded for the project with these extras."""
     folder.mkdir()
     source = Path(sysconfig.get_paths()["purelib"])
     for name in {key.partition("[")[0] for key in _needed("chaos-lightning", extras, set())}:
@@ -59,7 +59,7 @@ def _downloaded(folder: Path, extras: Iterable[str]) -> Path:
 
 @dataclass
 class Installed:
-    """The wheel in an environment of its own.
+    """Environment of its own with the wheel.
 
     Attributes:
         bin: Its folder of programs.
@@ -87,12 +87,12 @@ class Installed:
         }  # fmt: skip
 
     def run(self, script: str, folder: Path, **more: str) -> str:
-        """Returns what a script prints, run in a folder of its own."""
+        """Returns the output of a script, run in a folder of its own."""
         return bash(script, folder, self.environment(folder) | more)
 
 
 def install(folder: Path) -> Installed:
-    """Runs the commands of docs/install.md, line by line; only the downloads are there already."""
+    """Runs the commands of docs/install.md, line by line; only the downloads are prepared."""
     source = folder / "source"
     source.mkdir()
     for name in OURS:

@@ -15,7 +15,7 @@ __all__ = ["terminals"]
 
 
 def with_rsync(installed: Installed, folder: Path) -> dict[str, str]:
-    """The PATH of a machine with an rsync that copies into folders."""
+    """Returns the PATH of a machine with an rsync that copies into folders."""
     tools = folder / "tools"
     tools.mkdir()
     (tools / "rsync").write_text(RSYNC)

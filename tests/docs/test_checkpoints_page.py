@@ -12,7 +12,7 @@ from installed_support import Installed
 
 @pytest.mark.slow
 def test_a_training_is_resumed(installed: Installed, tmp_path: Path) -> None:
-    """Some steps of it, and some more from its checkpoint."""
+    """The script makes some steps, and some more from its checkpoint."""
     (tmp_path / "train.py").write_text(block("docs/tutorial.md", "import lightning"))
     script = block("docs/checkpoints.md", "import sys\n\nimport lightning")
     assert "max_epochs=1" in script

@@ -1,4 +1,4 @@
-"""Pages that are made from the code say what the code says: the commands' help and the events of logs.
+"""Pages that are generated from the code agree with it: the commands' help and the events of logs.
 
 `CHAOS_REWRITE=1 pytest tests/docs/test_generated_pages.py` writes them again.
 """

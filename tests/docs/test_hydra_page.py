@@ -21,7 +21,7 @@ LONG = " epochs=120"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """The page's project."""
+    """Folder with the page's project."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text(block(PAGE, "defaults:\n"))
     (tmp_path / "train.py").write_text(block(PAGE, "import hydra"))
@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Path:
 
 
 class Started:
-    """A command that runs. A thread reads its output, since a full pipe would stop it."""
+    """Running command. A thread reads its output, since a full pipe would stop it."""
 
     def __init__(self, installed: Installed, folder: Path, command: str) -> None:
         self.text = ""
@@ -61,7 +61,7 @@ class Started:
 
 @pytest.fixture
 def start(installed: Installed, project: Path):
-    """Starts commands of the page in the project; what still runs at the end is ended."""
+    """Function that starts commands of the page in the project; those that still run at the end are ended."""
     made: list[Started] = []
 
     def start(command: str) -> Started:
@@ -86,7 +86,7 @@ def test_overrides_and_what_is_misspelt(installed: Installed, project: Path) -> 
 
 
 def test_a_sweep_is_trained_by_whoever_comes(project: Path, start) -> None:
-    """Two machines from the start have the same losses."""
+    """Two machines that train a sweep from the start have the same losses."""
     sweep = block(PAGE, "CHAOS_ENDPOINT=10.0.0.5:29400 python train.py -m lr=0.01,0.05").strip() + LONG
     a, b = start(sweep), start(sweep)
     first, second = a.end(), b.end()

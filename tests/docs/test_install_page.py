@@ -11,7 +11,7 @@ from installed_support import Installed
 
 
 def test_the_wheel_is_made_installed_and_runs(installed: Installed) -> None:
-    """`installed` ran block(..., "pip wheel") and block(..., "python3 -m venv venv")."""
+    """The fixture `installed` ran block(..., "pip wheel") and block(..., "python3 -m venv venv")."""
     assert block("docs/install.md", "pip wheel")
     assert block("docs/install.md", "python3 -m venv venv").splitlines()[-1] == "venv/bin/chaos-lightning --version"
     assert installed.wheel.name in block("docs/install.md", "python3 -m venv venv")

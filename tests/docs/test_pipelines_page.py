@@ -1,4 +1,4 @@
-"""Pipelines in docs/pipelines.md: commands as a wheel has installed them, and what the tables say."""
+"""Pipelines in docs/pipelines.md: commands as a wheel has installed them, and the contents of the tables."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_each_row_of_what_works_changes_and_is_refused_has_a_test() -> None:
 
 
 def test_the_page_shows_what_the_command_prints(installed: Installed, tmp_path: Path) -> None:
-    """In a terminal of 100 columns. CHAOS_REWRITE=1 writes it again."""
+    """The command runs in a terminal of 100 columns. CHAOS_REWRITE=1 writes the page again."""
     shutil.copytree(ROOT / "examples" / "plans", tmp_path / "examples" / "plans")
     path = ROOT / "docs" / "pipelines.md"
     command = block("docs/pipelines.md", "chaos-lightning plan examples/plans/llama7b.yaml")

@@ -34,13 +34,13 @@ SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
 
 
 def dockerfile() -> list[tuple[str, str]]:
-    """The instructions, in order, with their arguments."""
+    """Returns the instructions of the Dockerfile, in order, with their arguments."""
     lines = block("docs/recipes/docker.md", "FROM python").splitlines()
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if not line.startswith("#"))]
 
 
 def test_the_dockerfile_does_what_docker_would_do(installed: Installed, tmp_path: Path) -> None:
-    """Its instructions, carried out in a folder: a daemon that could build it is not needed for them."""
+    """The Dockerfile's instructions are carried out in a folder: no daemon is needed for them."""
     shutil.copy(installed.wheel, tmp_path)
     (tmp_path / "train.py").write_text(block("docs/tutorial.md", "import lightning"))
     image = tmp_path / "image"
@@ -69,7 +69,7 @@ def test_the_dockerfile_does_what_docker_would_do(installed: Installed, tmp_path
 
 
 def options_of(command: list[str]) -> list[str]:
-    """Long options of a command line before its first word that is none, as docker reads them."""
+    """Returns the long options of a command line before its first word that is none, as docker reads them."""
     return [word.partition("=")[0] for word in command if word.startswith("-")]
 
 
@@ -92,14 +92,14 @@ def test_dockers_options_exist() -> None:
 
 
 def units() -> dict[str, str]:
-    """The recipe's unit files by name."""
+    """Returns the recipe's unit files by name."""
     starts = ("# /etc/systemd/system/chaos-scheduler.service", "# /etc/systemd/system/chaos-member.service")
     texts = [block("docs/recipes/systemd.md", start) for start in starts]
     return {text.splitlines()[0].rpartition("/")[2]: text for text in texts}
 
 
 def service(text: str) -> dict[str, list[str]]:
-    """The [Service] part of a unit: keys may come several times."""
+    """Returns the [Service] part of a unit: keys may come several times."""
     found: dict[str, list[str]] = {}
     for line in text.partition("[Service]")[2].partition("[Install]")[0].split("\n"):
         if "=" in line:
@@ -125,7 +125,7 @@ def test_systemd_takes_the_units(installed: Installed, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_units_programs_run_and_stop_politely(terminals: Terminals) -> None:
-    """All that systemd would start, with its environment; SIGTERM, as it would stop it."""
+    """The test starts all that systemd would start, with its environment, and stops it by SIGTERM, as systemd would."""
     folder, installed = terminals.folder, terminals.installed
     (folder / "venv").symlink_to(installed.bin.parent)
     port = free_port()
@@ -150,7 +150,7 @@ def test_the_units_programs_run_and_stop_politely(terminals: Terminals) -> None:
 
 
 def manifests() -> list[dict[str, Any]]:
-    """Returns what `kubectl apply` would be given."""
+    """Returns the manifests that `kubectl apply` would get."""
     return list(yaml.safe_load_all(block("docs/recipes/kubernetes.md", "apiVersion")))
 
 
@@ -198,7 +198,7 @@ def test_manifests_agree_with_each_other_and_with_the_commands(installed: Instal
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A cluster of this machine: munged, slurmctld and slurmd with a configuration of their own. Gives SLURM_CONF."""
+    """Cluster of this machine: munged, slurmctld and slurmd with a configuration of their own. Gives SLURM_CONF."""
     if missing := [name for name in SLURM if shutil.which(name) is None]:
         pytest.skip(f"{', '.join(missing)} not installed (apt-get install slurmctld slurmd munge)")
     if os.getuid():
@@ -274,7 +274,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_slurm_runs_the_batch_script(slurm: dict[str, str], terminals: Terminals) -> None:
-    """One node with two tasks instead of two nodes with one; a second batch job joins the first."""
+    """One node with two tasks replaces two nodes with one; a second batch job joins the first."""
     folder, installed, port = terminals.folder, terminals.installed, free_port()
     script = block("docs/recipes/slurm.md", "#!/bin/bash")
     assert "--nodes=2\n#SBATCH --ntasks-per-node=1" in script

@@ -1,4 +1,4 @@
-"""Tests what docs/scale.md says of heartbeats is what the default settings give."""
+"""Tests that the figures for heartbeats in docs/scale.md are those of the default settings."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ to="${3%%:*}/${3#*:}"; mkdir -p "$to"; cp -a "${2/%\\//\\/.}" "$to"
 
 
 def here(text: str, port: int) -> str:
-    """The same with addresses of loopback, and a port that nobody has."""
+    """Returns the text with addresses of loopback, and a free port."""
     return text.replace("10.0.0.", "127.0.0.").replace(":29400", f":{port}")
 
 
@@ -37,26 +37,26 @@ class Terminals:
         self.harness = Harness(folder / "seen", env=env, deadline_s=DEADLINE_S)
 
     def type(self, name: str, script: str, folder: Path | None = None, *, node: str = "") -> None:
-        """Starts what a terminal runs, and waits until it (or this node) is in the job."""
+        """Starts a terminal's command, and waits until it (or this node) is in the job."""
         named = f"CHAOS_NODE={name}" if node else f"CHAOS_NAME={name}"
         command = f"cd {folder or self.folder}; exec env {named} {script}"
         self.harness.start(name, ["bash", "-euo", "pipefail", "-c", command])
         self.harness.wait_for("joined", node=node or name)
 
     def goes_on(self, name: str) -> None:
-        """Until this member has committed a step beyond those of the present."""
+        """Waits until this member has committed a step beyond the present ones."""
         step = max((int(r["step"]) for r in self.harness.records if r.name == "committed"), default=0)
         self.harness.wait_step(step + 1, node=name)
 
     def end_schedulers(self) -> None:
-        """Those that members or agents have started would wait for others for some minutes."""
+        """Ends the schedulers that members or agents have started: they would wait for others for some minutes."""
         for process in psutil.process_iter(["cmdline"]):
             words = " ".join(process.info["cmdline"] or ())
             if "scheduler_main" in words and str(self.folder) in words:
                 process.kill()
 
     def interrupt(self, name: str) -> str:
-        """Ctrl+C, and what it printed until it ended, which is no success (docs/ends.md)."""
+        """Sends Ctrl+C; returns the output until the end, which is no success (docs/ends.md)."""
         self.harness.declare(name)
         self.harness.terminate(name, number=signal.SIGINT)
         assert self.harness.wait_exit(name) == 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""How docstrings and comments begin, and what they cite (CONTRIBUTING.md, "Words")."""
+"""Checks how docstrings and comments begin, and the rules that they cite (CONTRIBUTING.md, "Words")."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_files_that_are_cited_are_there() -> None:
 
 
 def parameters(node: ast.AST) -> set[str] | None:
-    """Returns the names that the "Args" of a docstring may have; None: it takes whatever it is given."""
+    """Returns the names that the "Args" of a docstring may have; None if the function takes any."""
     if isinstance(node, ast.ClassDef):
         made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
         if not made:

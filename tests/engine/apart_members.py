@@ -1,4 +1,4 @@
-"""Members in a network namespace: the process moves there before it opens a socket."""
+"""Runs members in a network namespace: the process moves there before it opens a socket."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CLONE_NEWNET = 0x40000000
 
 
 def train(space: str, spec: dict[str, Any]) -> None:
-    """A member in this namespace."""
+    """Runs a member in this namespace."""
     _move(space)
     engine_members.train(spec)
 
 
 def run(space: str, module: str, arguments: Sequence[str]) -> None:
-    """A program of ours in this namespace."""
+    """Runs a program of ours in this namespace."""
     _move(space)
     forked_support.run(module, arguments)
 

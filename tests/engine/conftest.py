@@ -1,4 +1,4 @@
-"""The job that the engine tests hurt."""
+"""Fixtures: jobs of real processes that the engine tests disturb."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def routed_job(tmp_path: Path) -> Iterator[Job]:
-    """Its links can be cut and stalled."""
+    """Job whose links can be cut and stalled."""
     with LinkRelay() as relay:
         yield from a_job(tmp_path, relay)
 
 
 @pytest.fixture
 def watched_job(tmp_path: Path) -> Iterator[tuple[Job, Middleman]]:
-    """Gives a job with a middleman on all its links."""
+    """Job with a middleman on all its links."""
     with Middleman() as relay:
         for job in a_job(tmp_path, relay):
             yield job, relay

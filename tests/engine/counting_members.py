@@ -32,19 +32,21 @@ class Numbers(Dataset[int]):
 
 
 class Count(nn.Module):
-    """A weight for each sample of each epoch."""
+    """Model with a weight for each sample of each epoch."""
 
     def __init__(self, epochs: int, samples: int) -> None:
         super().__init__()
         self.theta = nn.Parameter(torch.zeros(epochs, samples))
 
     def forward(self, epoch: int, samples: Tensor) -> Tensor:
-        """The loss: its gradient is the same for each sample of the step, and twice that where one is in it twice."""
+        """Returns the loss, whose gradient is the same for each sample of the step (twice that for a sample that is in
+        it twice).
+        """
         return -self.theta[epoch, samples].mean()
 
 
 class Counting(torch.optim.Optimizer):
-    """Adds to each weight how often its sample was in the step."""
+    """Optimizer that adds to each weight how often its sample was in the step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1.0})
@@ -58,7 +60,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def member(spec: dict[str, Any]) -> None:
-    """One member, until its job is over; then its final weights are in a file of its own.
+    """Runs one member until its job is over; then writes its final weights to a file of its own.
 
     Args:
         spec: name, port, out (folder), samples, batch, epochs, saves_every (steps), pace_s (of a step), settings.

@@ -1,4 +1,4 @@
-"""A job of real processes: members by name, gates, and the audit of what they left behind."""
+"""A job of real processes: members by name, gates, and the audit of their logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.control.agent", 
 
 
 class Job:
-    """Members by name; the first one hosts the scheduler."""
+    """Job of members by name; the first one hosts the scheduler."""
 
     def __init__(self, harness: Harness, folder: Path, relay: LinkRelay | None = None) -> None:
         self.harness = harness
@@ -55,18 +55,18 @@ class Job:
 
     @property
     def relay(self) -> LinkRelay:
-        """Through which its links pass."""
+        """Relay through which the job's links pass."""
         assert self._relay is not None, "take the fixture routed_job"
         return self._relay
 
     def serve(self, **rules: Any) -> None:
-        """The scheduler is a process of its own from the start, and not hosted by the first member."""
+        """Starts the scheduler as a process of its own, so that the first member does not host it."""
         chain = self.folder / "chain.sqlite"
         self.scheduler("scheduler", "--settings", json.dumps(rules), "--store", str(chain))
         self.harness.wait_until(self.served, "the scheduler's answer")
 
     def scheduler(self, name: str, *options: str, at: str = "", env: dict[str, str] | None = None) -> None:
-        """A scheduler process that listens at the job's endpoint, or at this one."""
+        """Starts a scheduler process that listens at `at`, or else at the job's endpoint."""
         given = ["--listen", at or self.endpoint, "--log-dir", str(self.harness.logs), *options]
         self.harness.start_function(name, forked_support.run, SCHEDULER, given, env=env, preload=PRELOAD)
 
@@ -77,13 +77,14 @@ class Job:
             return False
 
     def own_stream(self, *names: str) -> None:
-        """The control streams of these members, which are yet to be started, can be cut. Not of who hosts the
-        scheduler: they are as if on other machines, where a member that does not reach it starts none itself."""
+        """Routes the control streams of these members, which are yet to be started, so that they can be cut. Such a
+        member must not host the scheduler: it counts as on another machine, where it starts none if it reaches none.
+        """
         for name in names:
             self._paths[name] = Way(self.endpoint)
 
     def cut_stream(self, *names: str) -> None:
-        """Their control streams end now, and no other one comes through until `mend_stream`; no link is touched."""
+        """Cuts the control streams of these members until `mend_stream`; touches no link."""
         for name in names:
             self.harness.events.emit("fault_injected", kind="cut_stream", node=name)
             self._paths[name].cut()
@@ -93,7 +94,7 @@ class Job:
             self._paths[name].restore()
 
     def connected(self, name: str) -> bool:
-        """Whether the scheduler has a control stream of this member."""
+        """Returns whether the scheduler has a control stream of this member."""
         machine = fetch_status(self.endpoint)["machine"]
         mine = [p for p in (*machine["members"], *machine["others"]) if p["id"].startswith(f"{name}~")]
         return any(p["connected"] for p in mine)
@@ -113,23 +114,26 @@ class Job:
             pass
 
     def admitted(self, name: str) -> None:
-        """Until a view that has this member as a joiner is decided, and the others know."""
+        """Waits until a view that has this member as a joiner is decided, and the others know."""
         self.harness.wait_admitted(name, "default")
 
     def silence_s(self, name: str) -> float:
-        """How long the scheduler has not heard a word of this member."""
+        """Returns for how many seconds the scheduler has not heard from this member."""
         peers = fetch_status(self.endpoint)["machine"]["members"]
         return max([p["silent_s"] for p in peers if p["id"].startswith(f"{name}~")], default=0.0)
 
     def foundings(self) -> list[str]:
-        """Reasons of the views that began the job from somebody's own state, without those of their plans."""
+        """Returns the reasons of the views that began the job from a member's own state, without those of their
+        plans.
+        """
         views = [r for r in self.harness.records if r.name == "view" and r.node == "default"]
         return [
             str(r.get("reason")).partition("; plan: ")[0] for r in views if str(r.get("reason")).startswith("founded")
         ]
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
-        """The reports of these members, which all end by themselves with exit code 0; the audit must find nothing.
+        """Returns the reports of these members, which must all end by themselves with exit code 0; the audit must find
+        nothing.
 
         Those that train until it is enough are told so, once all of these are in.
         """
@@ -144,7 +148,7 @@ class Job:
         return [self.report(name) for name in names]
 
     def unharmed(self, *names: str) -> None:
-        """They end alike, and none of them was ever put out or taken for dead."""
+        """Checks that these members end with equal state, and that none was ever put out or taken for dead."""
         reports = self.finish(*names)
         assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
         assert not [r for r in self.harness.records if r.name in ("fenced", "rejoin", "death")]
@@ -154,11 +158,11 @@ class Job:
         return came or not self.harness.children[name].running
 
     def report(self, name: str) -> dict[str, Any]:
-        """How a member that has ended says that it ended."""
+        """Returns the report that an ended member has written."""
         return engine_members.read(self.folder / f"{name}.pt")
 
     def leave(self, *names: str) -> None:
-        """They leave one after the other; whoever is last takes the state along."""
+        """Makes these members leave one after the other; the last one takes the state along."""
         for name in names:
             self.harness.terminate(name)
         for report in self.finish(*names):
@@ -183,7 +187,7 @@ def says(job: Job, place: str, **words: str) -> dict[str, Any]:
 
 
 def who_leads(job: Job) -> dict[str, Any]:
-    """Status of the scheduler that leads, once one does."""
+    """Returns the status of the leading scheduler, once there is one."""
 
     def told() -> dict[str, Any] | None:
         with contextlib.suppress(SchedulerUnreachableError):
@@ -195,7 +199,7 @@ def who_leads(job: Job) -> dict[str, Any]:
 
 
 def end_schedulers(harness: Harness) -> None:
-    """A hosted scheduler outlives its members on purpose; a test's must not outlive the test."""
+    """Ends the hosted schedulers of a test, which outlive their members on purpose but must not outlive the test."""
     for log in harness.logs.glob("scheduler-*.jsonl"):
         with log.open() as lines:
             pid = json.loads(next(lines))["pid"]

@@ -33,12 +33,12 @@ ASKED_EVERY = 20
 
 
 def network(width: int = 32) -> nn.Sequential:
-    """Returns what all members train."""
+    """Returns the model that all members train."""
     return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 4))
 
 
 def train(spec: dict[str, Any]) -> None:
-    """One member.
+    """Runs one member.
 
     Args:
         spec: name, endpoint, report (file), samples, batch, epochs (UNTIL_ENOUGH: until the file `enough` is there),
@@ -130,13 +130,13 @@ def asks(spec: dict[str, Any], step: int) -> bool:
 
 
 def is_enough(trainer: Trainer, file: str) -> bool:
-    """Whether any member has seen that the test needs no more steps; all of them hear the same."""
+    """Returns whether any member has seen that the test needs no more steps; all members get the same answer."""
     seen = b"enough" if os.path.exists(file) else b""
     return any(answer for _, answer in trainer.engine.gather("all_gather", seen))
 
 
 def hold_the_load(trainer: Trainer, gate: str, load: int) -> None:
-    """A newcomer that says when it is about to pull for the `load`-th time, and does so once the gate is open."""
+    """Makes a newcomer say when it is about to pull for the `load`-th time, and wait until the gate is open."""
     transfer = trainer.engine._transfer
     fetch = transfer.fetch
 
@@ -155,7 +155,7 @@ def hold_the_load(trainer: Trainer, gate: str, load: int) -> None:
 
 
 def hold_the_replay(trainer: Trainer, gate: str) -> None:
-    """A newcomer that says when it is about to apply the first entry of the log, and does so once the gate is open."""
+    """Makes a newcomer say when it is about to apply the first entry of the log, and wait until the gate is open."""
     apply = ModuleReplay.replay
 
     def held(self: ModuleReplay, header: Header) -> None:
@@ -169,7 +169,7 @@ def hold_the_replay(trainer: Trainer, gate: str) -> None:
 
 
 def fill_stderr() -> None:
-    """From here on a write to stderr never returns: a pipe takes its place that is full, and whose end is kept open."""
+    """Replaces stderr by a full pipe whose other end stays open, so that a write to it never returns."""
     _, into = os.pipe()
     os.set_blocking(into, False)
     with contextlib.suppress(BlockingIOError):
@@ -180,7 +180,9 @@ def fill_stderr() -> None:
 
 
 def copy_too_late(log: SlotLog) -> None:
-    """Buffers are used again before the log has copied them, as with large models that do other work between steps."""
+    """Lets buffers be used again before the log has copied them, as with large models that do other work between
+    steps.
+    """
     keep = log.keep
     log_module.AT_ONCE_NBYTES = 0
 
@@ -191,7 +193,7 @@ def copy_too_late(log: SlotLog) -> None:
 
 
 def die_after_first_header(trainer: Trainer) -> None:
-    """The commit root dies when its header is on the way to one member only: that one holds the result alone."""
+    """Kills the commit root when its header is on the way to one member only: that one holds the result alone."""
     links = trainer.engine._links
     send = links.message
 

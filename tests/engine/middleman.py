@@ -1,4 +1,4 @@
-"""Middleman on the links between members: reads along, and changes what passes."""
+"""Relay on the links between members that reads along and changes what passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HANDSHAKE_NBYTES = 4096
 
 
 class Middleman(LinkRelay):
-    """A relay that can be told to do harm, and to remember what it saw.
+    """Relay that can be told to do harm, and that remembers the bytes which it saw.
 
     Attributes:
         seen: By direction of each connection, every byte that passed; only while `records`.
@@ -34,7 +34,9 @@ class Middleman(LinkRelay):
         super().__init__()
 
     def harm(self, one: str, other: str, kind: str) -> None:
-        """The next bytes between these two, on a connection that is past its handshake, suffer this."""
+        """Lets the next bytes between these two members, on a connection past its handshake, suffer this kind of
+        harm.
+        """
         self.harmed.clear()
         self._plan = (pair_of(one, other), kind)
 

@@ -18,13 +18,13 @@ GRADIENT, WEIGHT = 1.2345678, 1.7654321
 
 
 def pattern(value: float) -> re.Pattern[bytes]:
-    """Sixteen floats in a row with the digits of this one, whatever its power of two."""
+    """Returns a pattern of sixteen floats in a row with the digits of this one, whatever its power of two."""
     low = re.escape(struct.pack("<f", value)[:2])
     return re.compile(b"(?s)(?:" + low + b"..){16}")
 
 
 def train(spec: dict[str, Any]) -> None:
-    """A model whose weights stay what they are and whose gradient is the same everywhere.
+    """Trains a model whose weights stay as they are and whose gradient is the same everywhere.
 
     Args:
         spec: name, endpoint, settings, steps, report (a file).

@@ -1,4 +1,4 @@
-"""Candidates whose ways to members and to etcd can be cut, one by one.
+"""Candidates (standby schedulers) whose connections to members and to etcd can be cut, one by one.
 
 Theory of operation. Each candidate is told to advertise a relay of its own (`scheduler --advertise`), so that members
 and other candidates dial that; who dials is found by the port that it dials from, in the tables of this machine's
@@ -48,7 +48,7 @@ class Apart:
         return self.named(who_leads(self.job)["endpoint"])
 
     def facts(self, name: str) -> dict[str, Any]:
-        """Returns what this candidate itself says."""
+        """Returns the status that this candidate itself gives."""
         return fetch_status(self.paths[name].endpoint, follow=False)
 
     def says(self, name: str, **words: str) -> dict[str, Any]:
@@ -72,7 +72,9 @@ class Apart:
             self.paths[candidate].cut(member)
 
     def stall_from_members(self, candidate: str, *members: str) -> None:
-        """As by a network that swallows packets: no byte comes through, and nobody hears of an end."""
+        """Stalls the connections between a candidate and members, as in a network that swallows packets: no byte comes
+        through, and neither end sees a close.
+        """
         for member in members:
             self.note("stall_stream", member, candidate)
             self.paths[candidate].stall(member)
@@ -91,7 +93,7 @@ class Apart:
             path.restore()
 
     def close(self) -> None:
-        """Ends the candidates, too: etcd servers wait for their clients."""
+        """Ends the candidates as well: etcd servers wait for their clients."""
         for name in self.paths:
             if self.job.harness.children[name].running:
                 self.job.harness.kill(name)

@@ -1,4 +1,4 @@
-"""Members on machines of their own (CHAOS_HOST): one that is busy is never put out, one that is stopped soon."""
+"""Members on machines of their own (CHAOS_HOST): a busy one is never put out, a stopped one is put out soon."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ STOPPED = "its machine says that its process is stopped"
 
 
 def start_apart(job: Job, names: str, busy: dict[str, dict[int, float]], min_nodes: int = 3, **spec: Any) -> None:
-    """Each as on a machine of its own, and the scheduler, too: nobody sees another one's process table or memory."""
-    # Else the scheduler stays to tell newcomers of other machines that the job is finished.
+    """Starts members and the scheduler, each as on a machine of its own: none sees another's process table or
+    memory.
+    """
+    # Otherwise the scheduler would stay to tell newcomers of other machines that the job is finished.
     job.serve(min_nodes=min_nodes, finished_s=0.0, **spec.pop("rules", {}))
     for name in names:
         begin(job, name, busy=busy.get(name, {}), **spec)
@@ -38,7 +40,7 @@ def end(job: Job, names: str) -> None:
 
 
 def watchers(job: Job, name: str) -> list[int] | None:
-    """Processes that watch this member for others; None if there are none."""
+    """Returns the ids of processes that watch this member for others; None if there are none."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -52,7 +54,9 @@ def watchers(job: Job, name: str) -> list[int] | None:
 
 
 def connected(job: Job, name: str) -> bool:
-    """Whether a watcher of this member has a connection to a neighbour's, beside the one to its member."""
+    """Returns whether a watcher of this member has a connection to a neighbour's watcher, beside the one to its
+    member.
+    """
     for pid in watchers(job, name) or ():
         with contextlib.suppress(OSError):
             files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
@@ -62,7 +66,7 @@ def connected(job: Job, name: str) -> bool:
 
 
 def left_out(job: Job, name: str, after: Record | None = None) -> Record:
-    """Until the others go on without this member; its death."""
+    """Waits until the others go on without this member; returns the event of its death."""
     death = job.harness.wait_for("death", lambda r: r.member.startswith(f"{name}~"), after=after)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="a", after=death)
     return death
@@ -70,7 +74,7 @@ def left_out(job: Job, name: str, after: Record | None = None) -> Record:
 
 @pytest.mark.parametrize("name", [pytest.param("a", marks=pytest.mark.slow), "c"])
 def test_member_that_holds_the_interpreters_lock_on_another_machine_is_not_put_out(job: Job, name: str) -> None:
-    """For 0.7 s, again and again: as commit root, and as one of the others."""
+    """A member holds the interpreter's lock for 0.7 s, again and again: once as commit root, once as another member."""
     start_apart(job, "abc", {name: dict.fromkeys(range(5, 25, 4), 0.7)})
     end(job, "abc")
     assert not [r for r in job.harness.records if r.name in OUT]
@@ -84,7 +88,9 @@ def test_member_that_is_busy_for_longer_than_any_silence_is_seen_to_run_by_its_m
 
 
 def test_stopped_member_on_another_machine_is_told_by_its_machine_and_not_by_its_silence(job: Job) -> None:
-    """With a patience that would end the test: only the word of its machine can put it out in time."""
+    """The patience with silence is beyond the test's deadline: only the word of its machine can put a stopped member
+    out in time.
+    """
     start_apart(
         job,
         "abc",
@@ -103,7 +109,7 @@ def test_stopped_member_on_another_machine_is_told_by_its_machine_and_not_by_its
 
 
 def test_where_no_machine_tells_silence_does(job: Job) -> None:
-    """Its watcher is killed: a short hold of the lock is still no death, a stop still is one."""
+    """A member's watcher is killed: a short hold of the interpreter's lock is still no death, a stop still is one."""
     start_apart(job, "abc", {"b": {20: 0.9}}, min_nodes=2, epochs=UNTIL_ENOUGH)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a")
     (watcher,) = job.harness.wait_until(lambda: watchers(job, "b"), "a watcher beside b")
@@ -119,7 +125,9 @@ def test_where_no_machine_tells_silence_does(job: Job) -> None:
 
 
 def test_only_member_is_killed_and_its_machine_proves_it(job: Job) -> None:
-    """A newcomer elsewhere begins anew at once, though every timeout is beyond the test's deadline."""
+    """After the only member is killed, a newcomer elsewhere begins anew at once, though every timeout is beyond the
+    test's deadline.
+    """
     rules = {"hang_timeout_s": 600, "reconnect_grace_s": 600, "last_holder_timeout_s": 600}
     start_apart(job, "a", {}, min_nodes=1, rules=rules, gates={5: job.gate("a")})
     job.harness.wait_step(5)

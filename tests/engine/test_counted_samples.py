@@ -25,12 +25,12 @@ pytestmark = pytest.mark.slow
 
 
 def times(kind: str, few: int) -> range:
-    """Seeds of the jobs of this kind."""
+    """Returns the seeds of the jobs of this kind."""
     return range(SEED, SEED + int(os.environ.get(f"CHAOS_RIG_{kind}", few)))
 
 
 class Rig:
-    """One job, and its members' final weights."""
+    """One job, and the final weights of its members."""
 
     def __init__(self, harness: Harness, folder: Path, seed: int) -> None:
         self.harness, self.folder = harness, folder
@@ -41,7 +41,7 @@ class Rig:
 
     @property
     def state(self) -> Path:
-        """Returns where scheduler and members keep what outlives them."""
+        """Folder in which scheduler and members keep the files that outlive them."""
         return self.folder / "state" / "chaos-lightning" / f"default-{self.port}"
 
     def start(self, *names: str, **settings: Any) -> None:
@@ -65,7 +65,7 @@ class Rig:
         self.harness.wait_until(there, f"{steps} steps")
 
     def ends(self, *names: str) -> None:
-        """These end well, and all final weights count each sample once."""
+        """Checks that these members end well, and that all final weights count each sample once."""
         for name in names:
             assert self.harness.wait_exit(name) == 0, name
         finals = {p.name: torch.load(p, weights_only=True) for p in sorted(self.folder.glob("final.*.pt"))}
@@ -86,7 +86,7 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def scheduler_of(rig: Rig) -> int:
-    """Process id of the hosted scheduler, which its event log is named after; 0 if there is none."""
+    """Returns the process id of the hosted scheduler, after which its event log is named; 0 if there is none."""
     logs = sorted(rig.harness.logs.glob("scheduler-default-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     return next((pid for pid in reversed([int(p.stem.rpartition("-")[2]) for p in logs]) if serves(pid)), 0)
 
@@ -106,7 +106,9 @@ def end_scheduler(rig: Rig, number: int = 9) -> None:
 
 @pytest.mark.parametrize("seed", times("KILLS", 2))
 def test_whole_jobs_are_killed(rig: Rig, seed: int) -> None:
-    """At any step, the last ones and the end included, with or without their scheduler."""
+    """All processes of a job are killed at any step, the last ones and the end included, with or without their
+    scheduler.
+    """
     names = ["a", "b", "c"][: rig.chance.randint(2, 3)]
     rig.start(*names)
     for _ in range(rig.chance.randint(1, 3)):
@@ -122,7 +124,7 @@ def test_whole_jobs_are_killed(rig: Rig, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", times("STOPS", 2))
 def test_members_are_stopped_over_the_end(rig: Rig, seed: int) -> None:
-    """A member, or the scheduler; and one comes when all is over."""
+    """A member or the scheduler is stopped while the job ends; a newcomer comes when all is over."""
     rig.start("a", "b", "c")
     rig.harness.wait_for("view", lambda r: len(r.get("members", ())) == 3)
     rig.goes_on(rig.chance.randint(3, 14))
@@ -139,7 +141,9 @@ def test_members_are_stopped_over_the_end(rig: Rig, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", times("FOLDERS", 3))
 def test_a_scheduler_begins_on_a_wrong_folder(rig: Rig, seed: int) -> None:
-    """Empty, an older copy, or another job's: members train on until the right one is back."""
+    """The scheduler's folder is empty, an older copy, or another job's: members train on until the right one is
+    back.
+    """
     rig.start("a", "b")
     rig.harness.wait_for("view", lambda r: len(r.get("members", ())) == 2)
     rig.goes_on(4)
@@ -165,7 +169,7 @@ def test_a_scheduler_begins_on_a_wrong_folder(rig: Rig, seed: int) -> None:
 
 
 def other_chain(rig: Rig) -> None:
-    """A chain of the same job's name, in which nobody of this one has ever been."""
+    """Writes a chain of the same job's name, in which no member of this job has ever been."""
     from chaos_lightning.control.chain import JobChain
     from chaos_lightning.control.sqlite_store import SqliteStore
     from chaos_lightning.membership.effects import Persist

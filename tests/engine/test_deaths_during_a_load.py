@@ -1,4 +1,4 @@
-"""A third member dies while a newcomer loads the state: the newcomer gets in, and nobody starts anything over."""
+"""A third member dies while a newcomer loads the state: the newcomer gets in, and no member starts anything over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from engine_members import UNTIL_ENOUGH
 @pytest.mark.parametrize("when", ["a view is decided without it", "the pull begins"])
 @pytest.mark.parametrize("victim", ["a", "c"])
 def test_a_third_member_dies_while_a_newcomer_loads(job: Job, victim: str, when: str) -> None:
-    """The root, or another one. It is a donor of the state as well, so a pull that has begun loses a source."""
+    """The commit root or another member dies; it is a donor of the state as well, so a pull that has begun loses a
+    source.
+    """
     gate, first = job.gate("d"), job.gate("a")
     for name in "abc":
         gates = {5: first} if name == "a" else {}

@@ -1,4 +1,4 @@
-"""Members of the plain loop that somebody else sends away (`chaos-lightning drain`), and one whose name is taken."""
+"""Members of the plain loop that `chaos-lightning drain` sends away, and one whose name is taken."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_drained_one_by_one_the_root_first(job: Job) -> None:
 
 @pytest.mark.parametrize("step", [5, 60])
 def test_only_member_is_drained_between_two_batches_or_after_the_last_one(job: Job, step: int) -> None:
-    """No header lets it go: the scheduler releases it at once."""
+    """No header can let the only member go: the scheduler releases it at once."""
     gate = job.gate("a")
     job.start("a", epochs=1, gates={step: gate})
     job.harness.wait_step(step)
@@ -50,7 +50,7 @@ def test_only_member_is_drained_between_two_batches_or_after_the_last_one(job: J
 
 
 def test_sigterm_ends_a_member_that_waits_for_a_step_because_too_few_are_left(job: Job) -> None:
-    """The step never comes, so the loop's own look at the signal does not either."""
+    """The awaited step never comes, so the loop never gets to look at the signal by itself."""
     for name in "ab":
         job.start(name, epochs=1000, settings={"min_nodes": 2})
     job.harness.wait_step(5)
@@ -142,7 +142,7 @@ def test_newcomer_is_drained_while_its_state_is_on_the_way(routed_job: Job) -> N
 
 @pytest.mark.slow
 def test_who_comes_in_again_is_drained_meanwhile(job: Job) -> None:
-    """It was frozen for too long, was put out, and is about to get the state anew."""
+    """A member that was frozen for too long was put out, and is drained when it is about to get the state anew."""
     gate = job.gate("c")
     for name in "abc":
         job.start(name, epochs=1000, **({"load_gate": gate, "load": 2} if name == "c" else {}))

@@ -1,4 +1,4 @@
-"""The tests' own clean-up: what is ended after a test has not died in it."""
+"""The tests' own clean-up: schedulers that are ended after a test do not count as deaths in it."""
 
 from __future__ import annotations
 

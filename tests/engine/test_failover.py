@@ -29,7 +29,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
 
 
 def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) -> dict[str, str]:
-    """Candidates; members ask all of them. Returns endpoint by name."""
+    """Starts candidates, all of which members ask; returns their endpoints by name."""
     places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(count))}
     for name, place in places.items():
         env = {"CHAOS_HOST": name} if apart else None
@@ -40,7 +40,7 @@ def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) ->
 
 
 def leading(job: Job, places: dict[str, str]) -> str:
-    """Name of the candidate that leads."""
+    """Returns the name of the candidate that leads."""
     found = who_leads(job)["endpoint"]
     return next(name for name, place in places.items() if place == found)
 

@@ -1,5 +1,5 @@
-"""Tests deaths while the state is on its way: of a donor, the last one, the newcomer, the scheduler. Or no process
-does, and it is only the newcomer's control stream that ends.
+"""Tests deaths while the state is on its way: of a donor, the last one, the newcomer, the scheduler. In one case no
+process dies, and only the newcomer's control stream ends.
 
 Links to the newcomer are slow from the start, so what is done to it once some of the state has passed is done in the
 middle of the transfer, however busy the machine is.
@@ -30,7 +30,9 @@ WAYS = pytest.mark.parametrize("way", [pytest.param("pause", marks=pytest.mark.s
 
 
 def training(job: Job, names: Sequence[str], rules: dict[str, Any] | None = None) -> LinkRelay:
-    """These train; the links that a newcomer is going to have are slow. `rules` are the scheduler's."""
+    """Starts these members, waits until they train, and slows down the links that a newcomer is going to have; `rules`
+    are the scheduler's settings.
+    """
     relay = job.relay
     for name in names:
         relay.shape(name, NEWCOMER, rate_bps=SLOW_BPS)
@@ -41,7 +43,7 @@ def training(job: Job, names: Sequence[str], rules: dict[str, Any] | None = None
 
 
 def begin_transfer(job: Job, relay: LinkRelay, way: str) -> None:
-    """Until some of the state is with the newcomer, and most of it is not."""
+    """Starts the newcomer and waits until it has some of the state, and lacks most of it."""
     job.start(NEWCOMER, seed=2, settings={"join_by": way, **HASHED}, **SPEC)
     job.harness.wait_for("pull_started", node=NEWCOMER)
 
@@ -58,14 +60,14 @@ def hurry(relay: LinkRelay, names: Sequence[str]) -> None:
 
 
 def end(job: Job, names: Sequence[str]) -> None:
-    """All train together and hold the same state; then they leave."""
+    """Checks that all train together and hold the same state; then lets them leave."""
     hashed_alike(job, names)
     nobody_was_put_out(job)
     job.leave(*names)
 
 
 def hashed_alike(job: Job, names: Sequence[str], joined: Record | None = None) -> None:
-    """Once the newcomer is in."""
+    """Checks that these members and the newcomer, once it is in, have the same hash of their state."""
     joined = joined or job.harness.wait_for("joined", node=NEWCOMER)
     hashed = job.harness.wait_for("state_hash", node=NEWCOMER, after=joined)
     for name in names:
@@ -93,7 +95,7 @@ def test_a_donor_dies(routed_job: Job, way: str) -> None:
 
 @WAYS
 def test_the_last_donor_dies(routed_job: Job, way: str) -> None:
-    """All that lies at the newcomer is a mixture then: it says so and ends, and whoever comes next begins anew."""
+    """The newcomer then holds a mixture of states: it says so and ends, and the next member begins anew."""
     job = routed_job
     relay = training(job, "a")
     begin_transfer(job, relay, way)
@@ -130,7 +132,7 @@ def test_the_newcomer_dies(routed_job: Job, way: str) -> None:
 
 @WAYS
 def test_the_scheduler_dies(routed_job: Job, way: str) -> None:
-    """No byte of the state passes through it. Another one is started, and the newcomer comes in under that."""
+    """No byte of the state passes through the scheduler. Another one is started, under which the newcomer comes in."""
     job = routed_job
     relay = training(job, "ab")
     begin_transfer(job, relay, way)
@@ -144,7 +146,7 @@ def test_the_scheduler_dies(routed_job: Job, way: str) -> None:
 
 
 def stream_lost(job: Job) -> Record:
-    """Until the newcomer and the scheduler have both seen that the stream between them is no more."""
+    """Waits until the newcomer and the scheduler have both seen that the stream between them has ended."""
     lost = job.harness.wait_for("scheduler", lambda r: str(r["state"]).startswith("lost"), node=NEWCOMER)
     assert not [r for r in job.harness.records if r.name == "pull_done" and r.node == NEWCOMER]
     job.harness.wait_until(lambda: not job.connected(NEWCOMER), "the scheduler's word that the stream has ended")
@@ -152,15 +154,16 @@ def stream_lost(job: Job) -> Record:
 
 
 def came_in(job: Job, way: str) -> None:
-    """By the way that it was told to take; how often it had to begin is nobody's business."""
+    """Checks that the newcomer came in by the way that it was told to take, however often it had to begin."""
     chosen = [r["way"] for r in job.harness.records if r.name == "way_in" and r.member.startswith(f"{NEWCOMER}~")]
     assert set(chosen) == {way}, chosen
 
 
 @WAYS
 def test_the_newcomers_control_stream_is_cut_for_a_moment(routed_job: Job, way: str) -> None:
-    """All links stand, the scheduler lives and nobody is dead: whoever trains goes on, and the newcomer comes in. In a
-    view, it is the same member as before; a learner is nobody yet, and observes anew."""
+    """All links stand, the scheduler lives and no member is dead: members train on, and the newcomer comes in. In a
+    view, it is the same member as before; a learner is no member yet, and observes anew.
+    """
     job = routed_job
     job.own_stream(NEWCOMER)
     relay = training(job, "ab")
@@ -179,8 +182,9 @@ def test_the_newcomers_control_stream_is_cut_for_a_moment(routed_job: Job, way: 
 
 @WAYS
 def test_the_newcomers_control_stream_is_cut_until_it_is_given_up(routed_job: Job, way: str) -> None:
-    """It cannot hear that the job goes on without it, though its links stand; it hears it when the scheduler is there
-    again, and comes in as another member. Nobody who trains is put out, and no step is lost."""
+    """The newcomer cannot hear that the job goes on without it, though its links stand; it hears it when the scheduler
+    is there again, and comes in as another member. No training member is put out, and no step is lost.
+    """
     job = routed_job
     job.own_stream(NEWCOMER)
     relay = training(job, "ab", {"hang_timeout_s": 2.0})

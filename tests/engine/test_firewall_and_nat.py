@@ -54,7 +54,7 @@ ADDRESSES = {4: {"a": "10.77.91", "b": "192.168.91"}, 6: {"a": "fd91::", "b": "f
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """The namespaces."""
+    """Network namespaces of the two sites."""
 
     spaces: dict[str, str]
 
@@ -90,7 +90,7 @@ def sites() -> Iterator[Sites]:
 
 
 class Apart:
-    """A job whose members are at the two sites."""
+    """Job whose members are at the two sites."""
 
     def __init__(self, job: Job, sites: Sites, family: int) -> None:
         self.job = job
@@ -103,7 +103,7 @@ class Apart:
         self.token.chmod(0o600)
 
     def serve(self, name: str, listen: str = "") -> None:
-        """A scheduler at site a; one after the other continue one chain."""
+        """Starts a scheduler at site a; each one continues the chain of the one before."""
         given = ["--listen", listen or self.job.endpoint, "--log-dir", str(self.job.harness.logs)]
         given += ["--store", str(self.job.folder / "chain.sqlite"), "--token-file", str(self.token)]
         space = self.sites.spaces["a"]
@@ -113,7 +113,7 @@ class Apart:
         self.job.harness.wait_for("scheduler_started", lambda r: f"-{pid}." in r.source)
 
     def start(self, name: str, **settings: Any) -> None:
-        """A member at the site that its name begins with."""
+        """Starts a member at the site that its name begins with."""
         site = name[0]
         given = {"port": RANGES[site], "token_file": str(self.token), "host_scheduler": False, **settings}
         if self.family == 4 and site == "b":
@@ -133,7 +133,7 @@ class Apart:
         self.job.harness.wait_for("joined", node=name)  # whoever comes later dials
 
     def trains(self, count: int) -> None:
-        """Until so many contribute to a step from now on."""
+        """Waits until so many members contribute to a step from now on."""
         last = self.job.harness.records[-1] if self.job.harness.records else None
         self.job.harness.wait_for("committed", lambda r: len(r["contributors"]) == count, after=last)
 
@@ -167,7 +167,9 @@ def test_joins_deaths_and_leaves_through_a_firewall(job: Job, sites: Sites, fami
 
 
 def test_what_is_announced_and_not_forwarded_is_told_to_both_ends(job: Job, sites: Sites) -> None:
-    """The newcomer comes in over the third member all the same."""
+    """A newcomer announces an address that the gateway does not forward; it comes in over the third member all the
+    same.
+    """
     apart = Apart(job, sites, 4)
     apart.serve("scheduler")
     apart.start("a1")
@@ -196,7 +198,7 @@ def test_members_of_ipv4_and_of_ipv6_meet_over_one_that_has_both(job: Job, sites
 
 
 def test_the_firewall_lets_nothing_else_through(sites: Sites) -> None:
-    """Else the tests above would show nothing."""
+    """The firewall blocks a port that is not named; otherwise the tests above would show nothing."""
     listens = "import socket,sys; s=socket.create_server(('10.77.91.2', 29700)); print('ready', flush=True); s.accept()"
     server = subprocess.Popen(
         ["ip", "netns", "exec", sites.spaces["a"], "python3", "-c", listens], stdout=subprocess.PIPE, text=True

@@ -15,7 +15,7 @@ FOUNDERS = "abcdef"
 
 @pytest.mark.slow
 def test_founders_get_the_state_of_one_another(job: Job) -> None:
-    """Each sends it to one at a time, so that who comes later gets at least a part of it elsewhere."""
+    """Each founder sends the state to one other at a time, so that later ones get at least a part of it elsewhere."""
     for seed, name in enumerate(FOUNDERS):
         rules = {"min_nodes": len(FOUNDERS)} if name == "a" else {}
         job.start(name, seed=seed, settings=rules, epochs=UNTIL_ENOUGH, width=400_000, kept={"pulls": 1}, by_wire=True)
@@ -35,7 +35,9 @@ def test_founders_get_the_state_of_one_another(job: Job) -> None:
 
 @pytest.mark.slow
 def test_a_job_begins_without_a_founder_behind_a_slow_link_if_another_node_is_ready(job: Job) -> None:
-    """It gets 6 kB/s from each of the others, and the state has 2.7 MB. It learns by replay after that."""
+    """The slow founder gets 6 kB/s from each of the others, and the state has 2.7 MB. It learns by replay after
+    that.
+    """
     founders = ["first", "slow", *(f"f{i}" for i in range(SMALL_JOB - 1))]
     for seed, name in enumerate([*founders, "spare"]):
         job.start(

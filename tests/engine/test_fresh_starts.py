@@ -10,7 +10,7 @@ from chaos_lightning.control.resetting import reset_job
 
 
 def test_an_edited_script_begins_anew_where_the_one_before_failed(job: Job) -> None:
-    """The scheduler outlived it, and remembers what the job was."""
+    """The scheduler outlived the failed script, and remembers the job's old shape."""
     job.start("a", fails_at=3)
     job.harness.declare("a")
     assert job.harness.wait_exit("a") == 1
@@ -51,7 +51,7 @@ def test_after_the_death_of_all_at_once_whoever_founds_the_job_again_says_what_i
 
 
 def test_what_the_last_ones_keep_is_the_state_at_the_last_header(job: Job) -> None:
-    """They stand in mid-step, and their forward passes have changed what batch normalisation has counted."""
+    """The survivors are in mid-step, and their forward passes have changed the counts of batch normalisation."""
     job.serve(min_nodes=3)
     job.start("a", gates={5: job.gate("a")})
     for name in "bc":
@@ -71,7 +71,7 @@ def test_what_the_last_ones_keep_is_the_state_at_the_last_header(job: Job) -> No
 
 
 def test_an_edited_script_begins_anew_where_the_one_before_was_interrupted(job: Job) -> None:
-    """The state that the first one kept does not fit, and its scheduler still knows of it."""
+    """The state that the interrupted script kept does not fit the edited one, and its scheduler still knows of it."""
     job.start("a", gates={5: (gate := job.gate("a"))})
     job.harness.wait_step(5)
     job.harness.terminate("a")
@@ -88,7 +88,7 @@ def test_an_edited_script_begins_anew_where_the_one_before_was_interrupted(job: 
 
 @pytest.mark.slow
 def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) -> None:
-    """Frozen, it is the last that holds the state; another program waits, and says what can be done."""
+    """A frozen member is the last that holds the state; another program waits for it, and says what can be done."""
     job.start("a", gates={5: job.gate("a")})
     job.harness.wait_step(5)
     job.harness.declare("a")
@@ -102,7 +102,7 @@ def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) ->
 
 
 def test_who_begins_a_dead_job_anew_says_what_is_lost(job: Job) -> None:
-    """No member was left who could keep the state, as with a second node whose only worker was killed."""
+    """No member is left that could keep the state, as with a second node whose only worker was killed."""
     job.serve(min_nodes=1)
     job.start("a", gates={5: job.gate("a")})
     job.harness.wait_step(5)

@@ -50,7 +50,7 @@ def test_vain_wait_says_for_what_where_and_what_to_do(job: Job) -> None:
 
 
 def test_founders_between_whom_no_link_leads_are_told_so(job: Job) -> None:
-    """Enough of them are here, so it would not help to start another one."""
+    """Enough founders are here but no link leads between them, so starting another one would not help."""
     job.harness.declare("a", "b")
     for name, neighbour in (("a", "x"), ("b", "y")):
         job.start(name, settings={"min_nodes": 2, "join_timeout_s": 4.0, "neighbours": neighbour})

@@ -24,7 +24,9 @@ SETTINGS: dict[str, Any] = {"min_nodes": 2, "state_hash_every": 10}
 
 
 def training(job: Job, named: dict[str, str]) -> Record:
-    """Four members in one view, in this order; each one's stream to the scheduler can be cut."""
+    """Starts four members in one view, in this order, whose streams to the scheduler can be cut each; returns their
+    first step together.
+    """
     job.serve(min_nodes=2)
     job.own_stream(*ALL)
     for name in ALL:
@@ -48,7 +50,7 @@ def committed(job: Job, names: str) -> list[Record]:
 
 
 def goes_on(job: Job, side: str, before: Record) -> Record:
-    """Until these train in a view of their own."""
+    """Waits until the members of this side train in a view of their own."""
 
     def theirs(record: Record) -> bool:
         return [str(m).partition("~")[0] for m in record.get("members") or ()] == list(side)
@@ -160,7 +162,7 @@ def test_where_the_scheduler_reaches_both_sides_the_one_with_the_oldest_member_g
 
 @pytest.mark.parametrize("way", ["pause", "replay"])
 def test_a_newcomer_is_cut_off_from_all_while_it_loads_and_the_others_go_on(routed_job: Job, way: str) -> None:
-    """By pause it is in a view already, and the next step waits for it. It has lost its place, no more."""
+    """A newcomer that joins by pause is in a view already, and the next step waits for it. It only loses its place."""
     job = routed_job
     job.serve(min_nodes=2)
     job.own_stream("c")

@@ -37,14 +37,14 @@ def of(keys: Path, name: str) -> Credentials:
 
 
 def secrets(keys: Path) -> list[str]:
-    """Tokens, and of every private key the line that is not alike in all keys."""
+    """Returns tokens, and of every private key the line that differs between keys."""
     cluster = keyfiles.load(keys)
     pems = [cluster.authority[1], *(path.read_text() for path in keys.rglob(KEY))]
     return [*cluster.tokens, *(pem.splitlines()[2] for pem in pems)]
 
 
 def serve(job: Job, keys: Path) -> None:
-    """A scheduler of its own, with keys; members host none."""
+    """Starts a scheduler process with keys; members host none."""
     command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", job.endpoint]
     command += ["--store", str(job.folder / "chain.sqlite"), "--log-dir", str(job.harness.logs)]
     job.harness.start("scheduler", [*command, "--keys-dir", str(keys / NODES / "scheduler")])

@@ -1,4 +1,6 @@
-"""Links between living members break: the open step is redone without them or over them anew, and nobody is put out."""
+"""Links between living members break: the open step is redone without them or over them anew, and no member is put
+out.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from chaos_lightning.testing.faults import FaultPlan
 
 
 def founded(job: Job, *, gate: str = "") -> Record:
-    """Three members; a is the root, c dials both others. With a gate, a waits there after step 5."""
+    """Founds a job of three members; a is the root, c dials both others. With a gate, a waits there after step 5."""
     for name in "abc":
         gates = {5: gate} if gate and name == "a" else {}
         job.start(name, settings={"min_nodes": 3}, epochs=UNTIL_ENOUGH, gates=gates)
@@ -22,7 +24,7 @@ def founded(job: Job, *, gate: str = "") -> Record:
 
 
 def remade(job: Job, before: Record, *ends: str) -> Record:
-    """The decision that puts the same members into another view since these two lost their link, or made it anew."""
+    """Returns the decision for another view of the same members, made because these two lost or remade their link."""
 
     def about(record: Record) -> bool:
         reason = str(record.get("reason"))
@@ -37,7 +39,7 @@ def remade(job: Job, before: Record, *ends: str) -> Record:
 
 @pytest.mark.parametrize("ends", ["ab", "bc"])
 def test_a_cut_link_is_dialled_again_and_the_open_step_redone(routed_job: Job, ends: str) -> None:
-    """With the root at one end, and with none."""
+    """The cut link has the commit root at one end, or at none."""
     job = routed_job
     gate = job.gate("a")
     view = founded(job, gate=gate)
@@ -66,7 +68,7 @@ def test_a_link_that_is_cut_again_and_again_stops_nobody_for_good(routed_job: Jo
 
 
 def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> None:
-    """A black hole between b and c, while all processes and all control streams live."""
+    """The link between b and c swallows all bytes, while all processes and all control streams live."""
     job = routed_job
     view = founded(job)
     job.harness.stall("b", "c")
@@ -83,7 +85,7 @@ def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> N
 
 @pytest.mark.slow
 def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
-    """TCP loses nothing in it, so the same step goes on in the same view."""
+    """TCP loses nothing in a short stall, so the same step goes on in the same view."""
     job = routed_job
     founded(job)
     job.harness.stall("a", "b", seconds=0.3)

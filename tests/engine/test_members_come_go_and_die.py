@@ -1,4 +1,4 @@
-"""Real processes: whoever is in at the end holds the same bits; no step and no sample is lost."""
+"""Real processes come, go and die: all members hold the same bits at the end; no step and no sample is lost."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_two_of_four_die_at_once(job: Job) -> None:
 
 @pytest.mark.slow
 def test_root_dies_after_its_header_reached_one_member(job: Job) -> None:
-    """The hand-on path: the result that one survivor holds is given to the other verbatim (protocol.md 9)."""
+    """One survivor holds the result and hands it to the other verbatim (protocol.md 9)."""
     job.start("a", settings={"min_nodes": 2}, die_at={"when": "after_first_header", "world": 3}, epochs=UNTIL_ENOUGH)
     job.harness.declare("a")
     job.harness.wait_for("welcomed", node="a")
@@ -116,7 +116,9 @@ def test_frozen_member_is_fenced_and_joins_again_in_the_same_process(job: Job) -
 
 
 def test_only_member_is_frozen_while_a_newcomer_waits(job: Job) -> None:
-    """No other member holds the state, so nobody may begin anew while its process may wake up (protocol.md 12a)."""
+    """No other member holds the state, so the newcomer may not begin anew while the frozen process may wake up
+    (protocol.md 12a).
+    """
     gate, hang_s = job.gate("a"), 2.0  # on a busy machine a newcomer that loads may be silent for half a second
     job.start("a", seed=1, gates={5: gate}, rules={"hang_timeout_s": hang_s})
     job.harness.wait_step(5)
@@ -136,7 +138,9 @@ def test_only_member_is_frozen_while_a_newcomer_waits(job: Job) -> None:
 
 @pytest.mark.parametrize("heir", ["a newcomer that waits", "itself, started again"])
 def test_only_member_is_killed(job: Job, heir: str) -> None:
-    """The process table is proof: whoever is there begins again, though every timeout is beyond the test's deadline."""
+    """The process table is proof of the death: a waiting member begins again, though every timeout is beyond the test's
+    deadline.
+    """
     rules = {"hang_timeout_s": 600, "reconnect_grace_s": 600, "last_holder_timeout_s": 600}
     job.start("a", gates={5: job.gate("a")}, rules=rules)
     job.harness.wait_step(5)
@@ -164,7 +168,7 @@ def test_sigterm_leaves_after_the_step_with_exit_code_0(job: Job) -> None:
 
 @pytest.mark.parametrize("leaver", ["root", "leaf"])
 def test_who_leaves_after_the_last_step_ends_with_the_others(job: Job, leaver: str) -> None:
-    """It takes part in a step that no longer is one: the others close the job."""
+    """A leaver takes part in a slot after the last step, in which the others close the job."""
     leaves = {"exit_at": 30}
     job.start("a", epochs=1, settings={"min_nodes": 2}, **(leaves if leaver == "root" else {}))
     job.harness.wait_for("welcomed", node="a")
@@ -176,7 +180,7 @@ def test_who_leaves_after_the_last_step_ends_with_the_others(job: Job, leaver: s
 
 @pytest.mark.slow
 def test_who_leaves_hands_newcomers_the_state_that_the_others_have(job: Job) -> None:
-    """It takes a step without its script, and then a newcomer comes in and pulls from the oldest member, the leaver."""
+    """A leaver takes a step without its script; then a newcomer pulls the state from the oldest member, the leaver."""
     gate = job.gate("a")
     job.start("a", epochs=UNTIL_ENOUGH, settings={"min_nodes": 2}, gates={5: gate}, exit_at=5)
     job.harness.wait_for("welcomed", node="a")
@@ -202,7 +206,7 @@ def test_leaver_is_the_writer_and_root(job: Job) -> None:
 
 
 def test_last_member_leaves_at_once(job: Job) -> None:
-    """No member is there to commit another step with; it must not wait for one."""
+    """The last member has no other one to commit a further step with; it must not wait for one."""
     job.start("a", epochs=200)
     job.harness.wait_step(5)
     job.harness.terminate("a", number=signal.SIGINT)
@@ -236,7 +240,7 @@ def test_workers_of_a_killed_member_do_not_hide_its_death(job: Job) -> None:
 
 @pytest.mark.slow
 def test_member_whose_state_drifts_pulls_it_again(job: Job) -> None:
-    """A bit that flipped in memory, say: hashes are compared, the odd one out joins again (protocol.md 24)."""
+    """A bit flips in one member's memory, say: hashes are compared, and this member joins again (protocol.md 24)."""
     settings = {"min_nodes": 3, "state_hash_every": 5}
     for name in "ab":
         job.start(name, settings=settings, epochs=20)

@@ -1,4 +1,4 @@
-"""Tests what Prometheus scrapes and what a collector is pushed, beside a real job, is what its logs say."""
+"""Tests that metrics, scraped by Prometheus or pushed to a collector beside a real job, agree with the job's logs."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_scheduler_that_does_not_answer_is_down() -> None:
 
 
 def test_the_page_lists_every_metric() -> None:
-    """CHAOS_REWRITE=1 writes it."""
+    """The list of metrics in docs is up to date; CHAOS_REWRITE=1 writes it."""
     rows = "".join(
         f"| `{m.name}`{''.join(f' {{{label}}}' for label in m.labels)} | {m.kind} | {m.help} |\n" for m in METRICS
     )

@@ -16,7 +16,7 @@ WAYS = pytest.mark.parametrize("way", [pytest.param("pause", marks=pytest.mark.s
 
 
 def two_train(job: Job, **more: Any) -> None:
-    """Members a and b train together; `more` is by name of a member what it is told beside the usual."""
+    """Starts members a and b, which train together; `more` holds further settings by member."""
     for name in "ab":
         job.start(name, settings=HASHED, **SPEC, **more.get(name, {}))
         job.harness.wait_for("joined", node=name)
@@ -28,13 +28,13 @@ def come(job: Job, name: str, way: str = "replay", **more: Any) -> None:
 
 
 def ways(job: Job, name: str) -> list[tuple[str, str]]:
-    """The ways in that a newcomer was given, each with its reason."""
+    """Returns the ways in that a newcomer was given, each with its reason."""
     given = [r for r in job.harness.records if r.name == "way_in" and r.member.startswith(f"{name}~")]
     return [(str(r["way"]), str(r["reason"])) for r in given]
 
 
 def hold_the_same(job: Job, names: Sequence[str], after: Record) -> None:
-    """All of them have this state at some header that was committed later."""
+    """Checks that all these members have the same state at some header that was committed after this event."""
     first = job.harness.wait_for("state_hash", node=names[0], after=after)
     heads = {names[0]: str(first["hash"])}
     for name in names[1:]:
@@ -50,7 +50,9 @@ def nobody_was_put_out(job: Job, but: str = "-") -> None:
 
 
 def stand_still(job: Job) -> tuple[str, Record]:
-    """Newcomer c comes by replay, and is held before its first entry; its gate, and the event that says so."""
+    """Starts newcomer c, which joins by replay and is held before its first entry; returns its gate, and the event that
+    says so.
+    """
     gate = job.gate("c")
     come(job, "c", apply_gate=gate)
     return gate, job.harness.wait_for("notice", lambda r: r["text"] == "about to apply", node="c")
@@ -80,7 +82,9 @@ def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(routed_j
 
 
 def test_a_log_whose_lease_is_over_is_not_begun_again(routed_job: Job) -> None:
-    """Headers still name the newcomer, which stands still; nothing is kept for it any more: it comes in by a pause."""
+    """Headers still name the newcomer, which stands still; members keep nothing for it any more, so it comes in by a
+    pause.
+    """
     job = routed_job
     two_train(job, a={"kept": {"lease_s": 0.5}}, b={"kept": {"lease_s": 0.5}})
     gate, _ = stand_still(job)
@@ -94,7 +98,9 @@ def test_a_log_whose_lease_is_over_is_not_begun_again(routed_job: Job) -> None:
 
 @pytest.mark.parametrize("late", ["a", "ab"])
 def test_members_that_cannot_copy_a_slot_in_time(routed_job: Job, late: str) -> None:
-    """They leave it out of their log and say so. Another one has it; or the newcomer comes in by a pause, soon."""
+    """Members that are too late leave a slot out of their log and say so. Another member has it; or the newcomer comes
+    in by a pause, soon.
+    """
     job = routed_job
     two_train(job, **{name: {"late_log": True} for name in late})
     come(job, "c")
@@ -113,7 +119,9 @@ def test_members_that_cannot_copy_a_slot_in_time(routed_job: Job, late: str) -> 
 
 @pytest.mark.parametrize("poor", ["a", "ab"])
 def test_members_without_memory_for_a_copy(job: Job, poor: str) -> None:
-    """One of them: the other one serves. Both: the newcomer comes in by a pause, for which nothing is copied."""
+    """If one member lacks memory, the other one serves. If both do, the newcomer comes in by a pause, which needs no
+    copy.
+    """
     two_train(job, **{name: {"kept": {"snapshot_cap_nbytes": 1000}} for name in poor})
     come(job, "c")
     joined = job.harness.wait_for("joined", node="c")
@@ -134,7 +142,9 @@ def test_members_without_memory_for_a_copy(job: Job, poor: str) -> None:
 
 @WAYS
 def test_one_that_comes_and_goes_again_and_again(job: Job, way: str) -> None:
-    """It leaves as soon as it is in, in turn politely and by SIGKILL; others train on, another one comes to stay."""
+    """A newcomer leaves as soon as it is in, in turn politely and by SIGKILL; others train on, another one comes to
+    stay.
+    """
     two_train(job)
     come(job, "d", way)
     for turn in range(3):
@@ -172,7 +182,9 @@ def test_ten_newcomers_at_once(job: Job, way: str) -> None:
 
 @WAYS
 def test_a_neighbour_that_refuses_is_left_out(routed_job: Job, way: str) -> None:
-    """The newcomer has the state from the other one, and routed messages reach the first through that."""
+    """The newcomer gets the state from the neighbour that does not refuse, and through it routed messages reach the
+    other one.
+    """
     job = routed_job
     job.relay.cut("a", "c")
     two_train(job)

@@ -1,6 +1,7 @@
-"""A newcomer comes before its scheduler: it says so while it waits, and it waits as long as it was told to.
+"""A newcomer that comes before its scheduler says so while it waits, and waits as long as it was told to.
 
-That it says so again and again is shown by tests/control/test_silent_endpoint.py."""
+That it says so again and again is shown by tests/control/test_silent_endpoint.py.
+"""
 
 from __future__ import annotations
 

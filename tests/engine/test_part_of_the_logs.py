@@ -1,5 +1,6 @@
-"""The logs of a real job with a join, a leave and a death: whole they show that it held, and of a part of them the
-audit says what it does not show."""
+"""Audits the logs of a real job with a join, a leave and a death: complete logs prove the contract; of a part, the
+audit says what that part does not show.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def without_file(name: str) -> Callable[[Path], None]:
 
 
 def without_lines(name: str, first: float, last: float) -> Callable[[Path], None]:
-    """These, as parts of the whole file."""
+    """Returns a function that removes the lines between two shares of a member's log file."""
 
     def cut(logs: Path) -> None:
         lines = lines_of(path := of_member(logs, name))
@@ -121,7 +122,7 @@ def words_of(what: str) -> str:
 
 
 def short_enough(logs: Path) -> None:
-    """A step costs each member so many bytes in all; what is written once is not of a step."""
+    """Checks how many bytes of log a step costs each member; events that are written only once do not count."""
     for path in log_files(logs):
         if path.name.startswith("member-"):
             steps = sum(r.name == "committed" and r["kind"] == "step" for r in read_events(path))

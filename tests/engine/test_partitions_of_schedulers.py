@@ -1,4 +1,4 @@
-"""Tests who goes on and who waits when candidates, members and etcd lose each other: one side does, and nothing forks.
+"""Candidates, members and etcd lose each other: exactly one side goes on, the others wait, and nothing forks.
 
 Real processes on a real etcd of three servers; ways are cut by relays (schedulers_apart.py). What was chosen, and why,
 must stand in `status` and in the event logs.
@@ -51,7 +51,7 @@ def trains_on(job: Job, names: str, since: Record, steps: int = 10) -> None:
 
 
 def here(job: Job) -> Record:
-    """The last event so far."""
+    """Returns the last event so far."""
     return job.harness.records[-1]
 
 
@@ -265,7 +265,7 @@ def test_without_a_majority_of_etcd_nobody_leads_and_training_goes_on(apart: Apa
 @pytest.mark.slow
 @pytest.mark.parametrize("members_too", [False, True], ids=["schedulers and etcd", "the whole machine"])
 def test_leases_end_during_a_long_pause_of_all_schedulers_and_etcd(apart: Apart, members_too: bool) -> None:
-    """Longer than any lease; whoever leads afterwards, the chain goes on where it was."""
+    """The pause is longer than any lease; whichever scheduler leads afterwards continues the chain where it was."""
     job, etcd = apart.job, apart.etcd
     train(job, *"ab")
     frozen = [*apart.paths, *("ab" if members_too else "")]

@@ -1,4 +1,4 @@
-"""Members listen at the ports that they were given, over IPv6 too, and name another place than that to others."""
+"""Members listen at the ports that they were given, over IPv6 too, and announce another address to others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chaos_lightning.machine.listener import free_port, free_ports
 
 
 def listening(ports: list[int]) -> set[int]:
-    """Those of these ports of which the kernel's tables say that somebody listens."""
+    """Returns those of these ports that are listened at, by the kernel's tables."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -23,7 +23,7 @@ def listening(ports: list[int]) -> set[int]:
 
 
 def span() -> list[int]:
-    """Three ports in a row that are free."""
+    """Returns three ports in a row that are free."""
     for _ in range(100):
         first = free_port()
         ports = [first, first + 1, first + 2]

@@ -27,7 +27,9 @@ def protected(job: Job, name: str, level: str, **spec: Any) -> None:
     ],
 )
 def test_a_join_by_replay_and_a_death_over_protected_links(job: Job, level: str, by_reference: bool) -> None:
-    """Over sockets alone, as between machines; and with offers and references, which are sealed like all else."""
+    """Links are sockets alone, as between machines; or they carry offers and references, which are sealed like all
+    else.
+    """
     way = {"min_nodes": 2, "by_reference": by_reference}
     for name in "ab":
         protected(job, name, level, settings=way, epochs=1000, step_s=0.002)
@@ -71,7 +73,9 @@ def test_whoever_changes_what_passes_cuts_a_link_and_nothing_else(
 
 @pytest.mark.parametrize(("level", "shows"), [("checksum", True), ("authenticated", True), ("encrypted", False)])
 def test_what_an_eavesdropper_sees(watched_job: tuple[Job, Middleman], level: str, shows: bool) -> None:
-    """Gradients on links, weights on the way to a newcomer; that they show without encryption proves the test."""
+    """An eavesdropper looks for gradients on links and for weights on the way to a newcomer; finding them without
+    encryption proves the test.
+    """
     job, relay = watched_job
     relay.records = True
     settings = {"links": level, "by_reference": False, "join_by": "pause"}
@@ -108,7 +112,7 @@ def test_a_member_that_insists_on_another_level_is_told(job: Job) -> None:
 
 @pytest.mark.parametrize("level", ["encrypted", pytest.param("authenticated", marks=pytest.mark.slow)])
 def test_links_are_mended_without_a_scheduler_and_the_next_one_makes_new_keys(routed_job: Job, level: str) -> None:
-    """The ends of a link keep the keys that a scheduler gave which is no more."""
+    """The ends of a link keep the keys that a scheduler gave, after that scheduler has ended."""
     job = routed_job
     job.serve(links=level, min_nodes=2)
     for name in "ab":

@@ -1,4 +1,4 @@
-"""Joins by replay, in real processes: the others train on, and whoever is in at the end holds the same bits."""
+"""Joins by replay, in real processes: the others train on, and all members hold the same bits at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BY_REPLAY = {"join_by": "replay"}
 
 
 def ways(job: Job) -> dict[str, list[str]]:
-    """Which ways each newcomer was given, by its name."""
+    """Returns the ways in that each newcomer was given, by its name."""
     found: dict[str, list[str]] = {}
     for record in job.harness.records:
         if record.name == "way_in":
@@ -22,7 +22,7 @@ def ways(job: Job) -> dict[str, list[str]]:
 
 
 def pulls(job: Job, name: str) -> list[dict[str, Any]]:
-    """Returns what a newcomer's pulls moved, in order."""
+    """Returns how much each pull of a newcomer moved, in order."""
     return [dict(r.fields) for r in job.harness.records if r.name == "pull_done" and r.node == name]
 
 
@@ -50,7 +50,7 @@ def two_train(job: Job, **spec: Any) -> None:
 
 
 def held_newcomer(job: Job, name: str) -> str:
-    """A newcomer that observes and stands before its pull until its gate is opened."""
+    """Starts a newcomer that observes and waits before its pull until its gate is opened; returns the gate."""
     gate = job.gate(name)
     job.start(name, seed=2, epochs=1000, width=300, step_s=0.01, settings=BY_REPLAY, load_gate=gate)
     job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node=name)
@@ -59,7 +59,7 @@ def held_newcomer(job: Job, name: str) -> str:
 
 @pytest.mark.parametrize("victim", ["a", "b"])
 def test_a_donor_dies_while_it_is_needed(job: Job, victim: str) -> None:
-    """The commit root or another one; the survivor has snapshot and log as well."""
+    """The commit root or another donor dies; the survivor has snapshot and log as well."""
     two_train(job)
     gate = held_newcomer(job, "c")
     job.harness.kill(victim)

@@ -1,4 +1,4 @@
-"""A scheduler on a store that is not the job's, or not its latest: nobody is put out, nothing forks (14a)."""
+"""A scheduler has a store of another job, or an old copy: no member is put out, nothing forks (14a)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ RULINGS = ("prepare", "decide", "view", "fenced", "left", "rejoin")
 
 
 def end(job: Job, name: str) -> None:
-    """This scheduler is killed."""
+    """Kills this scheduler."""
     job.harness.kill(name)
 
 
 def copy(job: Job, name: str, to: str) -> None:
-    """A backup of a chain whose scheduler does not run."""
+    """Copies the files of a chain whose scheduler does not run."""
     for path in job.folder.glob(f"{name}.sqlite*"):
         shutil.copy(path, job.folder / path.name.replace(name, to, 1))
 
@@ -35,7 +35,7 @@ def nothing_was_decided(job: Job, since: Record) -> None:
 
 
 def first_ruling(job: Job, after: Record) -> Record:
-    """Returns what the scheduler there does first: it stops everything, or it decides."""
+    """Returns the first action of the scheduler there: it stops everything, or it decides."""
 
     def found() -> Record | None:
         since = [r for r in job.harness.records if r.t > after.t]
@@ -47,7 +47,7 @@ def first_ruling(job: Job, after: Record) -> Record:
 
 
 def first_day(job: Job) -> Record:
-    """It ends as a whole, unfinished; b had left politely."""
+    """Runs a job that ends as a whole, unfinished, after b has left politely."""
     begin(job, "day1")
     job.start("a-before", member="a", settings=SETTINGS, **SPEC)
     job.harness.wait_for("joined", node="a")
@@ -89,7 +89,7 @@ def test_a_leftover_chain_of_the_day_before_harms_nobody(job: Job) -> None:
 
 
 def without_a(job: Job) -> Record:
-    """A copy of the chain knows a alone; b and c came, a froze, and they went on without it."""
+    """Makes a copy of the chain that knows a alone; then b and c come, a freezes, and they go on without it."""
     begin(job, "chain")
     train(job, "a")
     end(job, "chain")
@@ -131,7 +131,7 @@ def test_a_backup_that_knows_only_who_was_put_out_since_forks_nothing_and_can_be
 
 @pytest.mark.slow
 def test_a_backup_that_knows_one_of_three_members_has_nobody_train_alone(job: Job) -> None:
-    """It knows a and b; a left, c and d came since."""
+    """The backup knows a and b; a has left since, and c and d have come."""
     begin(job, "chain")
     train(job, *"ab")
     end(job, "chain")
@@ -185,7 +185,7 @@ def test_members_leave_the_endpoint_to_the_scheduler_that_has_their_chain(job: J
 
 
 def test_a_scheduler_that_a_newcomer_began_gives_the_endpoint_up_to_the_one_that_has_the_chain(job: Job) -> None:
-    """The newcomer knows of no chain, and so begins one where the operator's scheduler was."""
+    """The newcomer knows of no chain, and so begins one at the endpoint of the operator's scheduler."""
     begin(job, "operators")
     before = train(job, *"ab")
     end(job, "operators")

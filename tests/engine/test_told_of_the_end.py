@@ -30,7 +30,9 @@ def ended_on_two_machines(job: Job, **settings: Any) -> None:
 
 
 def test_who_comes_late_on_other_machines_is_told_until_finished_s_is_over(job: Job) -> None:
-    """One whose machine has the final state goes on with it; any other one ends well, and runs nothing behind it."""
+    """A late newcomer whose machine has the final state goes on with it; any other one ends well, and its script trains
+    nothing.
+    """
     job.serve(finished_s=FINISHED_S)
     ended_on_two_machines(job, host_scheduler=False, finished_s=FINISHED_S)
     for name, machine in (("late", "two"), ("elsewhere", "three")):

@@ -42,7 +42,7 @@ def test_join_death_and_leave_are_one_line_each_at_the_others(job: Job) -> None:
 
 @pytest.mark.parametrize("way", ["pause", "replay"])
 def test_a_newcomer_shows_how_far_it_is(job: Job, way: str) -> None:
-    """By the network; what is read out of a neighbour's memory is there at once."""
+    """The newcomer gets its state by the network; a state read out of a neighbour's memory would be there at once."""
     spec = {"epochs": UNTIL_ENOUGH, "width": 30_000, "step_s": 0.01}
     settings = {"by_reference": False, "join_by": way}
     for name in "ab":
@@ -60,7 +60,7 @@ def test_a_newcomer_shows_how_far_it_is(job: Job, way: str) -> None:
 
 
 def test_a_console_that_is_full_and_that_nobody_reads_stops_nobody(job: Job) -> None:
-    """Its lines wait; its heartbeats, its training and its end do not."""
+    """The lines of a member with a full console wait; its heartbeats, its training and its end do not."""
     for name in "ab":
         job.start(name, settings={"min_nodes": 2}, epochs=UNTIL_ENOUGH, deaf=name == "b")
     job.harness.wait_step(3)

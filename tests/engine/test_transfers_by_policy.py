@@ -31,7 +31,9 @@ EMULATED = {RATES: json.dumps(dict.fromkeys("abcd", 4e8))}
 
 
 def came_in(job: Job, members: dict[str, str], newcomer: dict[str, Any], neighbours: str = "") -> list[Record]:
-    """Members with these neighbours train, a newcomer joins: what it got from whom. All leave, with equal states."""
+    """Lets members with these neighbours train and a newcomer join; returns the newcomer's events. All leave, with
+    equal states.
+    """
     for name, named in members.items():
         settings = {"neighbours": named, "state_hash_every": 10, "by_reference": False, "min_nodes": len(members)}
         job.start(
@@ -58,7 +60,7 @@ SPEC = {"epochs": 1000, "width": WIDTH, "step_s": 0.01}
 
 
 def first_pull(records: list[Record]) -> tuple[str, dict[str, int]]:
-    """The policy in words, and what came from whom."""
+    """Returns the policy of the first pull in words, and the bytes by source."""
     by_source: dict[str, int] = {}
     for record in records:
         if record.name == "pull_source" and record["nbytes"]:
@@ -96,7 +98,7 @@ def test_greedy_searches_its_shard_size_between_the_layers_of_the_state(job: Job
 
 @pytest.mark.parametrize("way", [pytest.param("pause", marks=pytest.mark.slow), "replay"])
 def test_multi_source_asks_also_those_behind_its_neighbours(job: Job, way: str) -> None:
-    """a - b - c - d: of what d gets, a third comes from a, two hops beyond c."""
+    """Links form a line a - b - c - d: d gets a third of the state from a, two hops beyond c."""
     named = {"a": "b", "b": "a,c", "c": "b"}
     settings = {"transfer": "multi_source", "join_by": way}
     words, by_source = first_pull(came_in(job, named, settings, neighbours="c"))

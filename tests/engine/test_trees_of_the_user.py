@@ -1,4 +1,4 @@
-"""Gradients travel over trees that the user drew, as long as the members are those that the user drew them for."""
+"""Gradients travel over trees that the user drew, as long as the members are those in the drawing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from chaos_lightning.member.training import reduced_buffers
 
 
 def gradient_nbytes() -> int:
-    """Length of the buffer in which the members' gradients travel."""
+    """Returns the length in bytes of the buffer in which the members' gradients travel."""
     model = engine_members.network()
     return Layout([Section("optimizer 0", list(model.named_parameters()))], reduced_buffers(model)).nbytes
 
 
 def trees(*borders: int) -> list[dict[str, Any]]:
-    """Two trees: a line rooted in a, a star rooted in c."""
+    """Returns two trees: a line rooted in a, a star rooted in c."""
     first, second, third = borders
     return [
         {"start": first, "stop": second, "members": ["a", "b", "c"], "parents": ["", "a", "b"]},

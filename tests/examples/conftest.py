@@ -1,4 +1,4 @@
-"""The examples import each other as scripts do: by the name of the file beside them."""
+"""Lets the examples import each other as scripts do: by the name of the file beside them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SCRIPTS = {
 
 
 def script(tmp_path: Path, *command: str, **extra: str) -> str:
-    """Runs an example as a user would, in an empty folder; returns what it said."""
+    """Runs an example as a user would, in an empty folder; returns its output."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -122,7 +122,7 @@ def test_train_composes_and_trains_elastic(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_train_sweeps(tmp_path: Path) -> None:
-    """`-m`: one training per choice, each in a folder of its own."""
+    """The option `-m` makes one training per choice, each in a folder of its own."""
     said = script(
         tmp_path,
         "train.py",
@@ -177,7 +177,7 @@ def test_a_cluster_of_two_devices_is_started_by_lightning(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_two_typed_lines_train_two_clusters(tmp_path: Path) -> None:
-    """The first one starts the server, both find it, and end together."""
+    """The first command starts the server, both find it, and end together."""
     server, log = f"127.0.0.1:{free_port()}", tmp_path / "log"
     command = [sys.executable, str(ROOT / "examples" / "diloco_text.py"), *TINY_GPT]
     command += ["--max-steps", "40", "--inner-steps", "4", "--quick"]
@@ -204,12 +204,12 @@ def test_two_typed_lines_train_two_clusters(tmp_path: Path) -> None:
 
 
 def told(log: Path, name: str) -> list[dict[str, Any]]:
-    """All events of this name."""
+    """Returns all events of this name."""
     return [event for path in log.rglob("*.jsonl") for event in whole_lines(path) if event["name"] == name]
 
 
 def test_readme_line_trains_on_two_nodes(tmp_path: Path) -> None:
-    """The torchrun line, twice on this machine: both end well, took every step together, and one of them speaks."""
+    """The torchrun line runs twice on this machine: both end well, took every step together, and one of them speaks."""
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=log_dir={tmp_path / 'log'}"]

@@ -1,4 +1,4 @@
-"""The GPT in stages, as its page and docstring start it: by hand, under torchrun, and under `chaos-lightning run`."""
+"""The GPT in stages, started as in its page and docstring: by hand, under torchrun, and under `chaos-lightning run`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Started:
         return self.processes[-1]
 
     def ends(self, code: int = 0) -> list[str]:
-        """Returns what all of them said, once they have ended with this exit code."""
+        """Returns the output of all commands, once they have ended with this exit code."""
         said = [process.communicate(timeout=LIMIT_S)[0] for process in self.processes]
         assert [process.returncode for process in self.processes] == [code] * len(said), "\n\n".join(said)
         return said
@@ -60,7 +60,7 @@ class Started:
         until(lambda: any(e["step"] >= step for e in self.told("committed")), f"step {step}", LIMIT_S)
 
     def pid(self, rank: int) -> int:
-        """The process of a member of the first view."""
+        """Returns the process id of a member of the first view."""
         view = next(e for e in self.told("view") if len(e["members"]) > rank)
         member = view["members"][rank]
         logs = map(whole_lines, self.log.rglob("member-*.jsonl"))

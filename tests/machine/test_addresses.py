@@ -58,7 +58,7 @@ def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """This machine is called edge.lan, which resolves to what the list holds."""
+    """Addresses to which this machine's name, edge.lan, resolves."""
     found = ["127.0.1.1"]
 
     def resolved(host: str, *args: object, **kwargs: object) -> list[tuple[object, ...]]:
@@ -93,7 +93,7 @@ def test_a_name_that_others_resolve_alike_stays(named: list[str], caplog: pytest
 
 
 def test_what_is_announced_is_not_translated(named: list[str]) -> None:
-    """Outside, the name may lead to a gateway."""
+    """Outside this network, the announced name may lead to a gateway."""
     assert addresses.split_announced("edge:41000") == ("edge", 41000)
 
 

@@ -1,4 +1,4 @@
-"""The limit of open files: raised as far as needed and allowed."""
+"""Raises the limit of open files as far as needed and allowed."""
 
 from __future__ import annotations
 

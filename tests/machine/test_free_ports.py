@@ -11,7 +11,7 @@ from chaos_lightning.machine.listener import free_port, free_ports
 
 
 def test_processes_that_look_at_once_find_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them is a port that the kernel gives to connections."""
+    """No port is one that the kernel gives to connections."""
     found: list[int] = []
     for pid in range(os.getpid(), os.getpid() + 6):
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)

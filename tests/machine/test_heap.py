@@ -1,4 +1,4 @@
-"""Tests what glibc's allocator is told: each in a process of its own, for it cannot be taken back."""
+"""Tests the settings of glibc's allocator: each in a process of its own, for they cannot be undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests who wants to listen gets the first free port of those that it may have, or hears who has them."""
+"""Tests that a listener gets the first free port of its range, or an error that names the processes that have them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ while True:
 
 @contextmanager
 def agent_and_worker(how: str = "direct", **options: object) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """An agent with one worker; yields the agent and the worker's pid."""
+    """Runs an agent with one worker; yields the agent and the worker's pid."""
     values = {"polling": False, "stubborn": False, "grace": PATIENCE_S, **options}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Tests what the process table says, and who looks into it: a stopped process may wake up, a dead one never does."""
+"""Tests the facts of the process table, and who reads it: a stopped process may wake up, a dead one never does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from until_support import until
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits for its input to end."""
+    """Process that waits for its input to end."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
@@ -116,7 +116,7 @@ def test_newcomer_that_knows_no_view_can_be_asked() -> None:
 def test_a_process_that_is_hidden_is_not_gone(
     monkeypatch: pytest.MonkeyPatch, error: type[OSError] | None, state: str
 ) -> None:
-    """As where /proc is mounted with hidepid; signals tell the two apart."""
+    """/proc may be mounted with hidepid; signals tell hidden and dead processes apart."""
 
     def signal_it(pid: int, number: int) -> None:
         assert (pid, number) == (4711, 0)
@@ -166,7 +166,7 @@ def test_a_machine_that_was_started_anew_has_none_of_its_processes(changes: dict
 
 
 def test_nobody_waits_for_processes_of_before_the_machine_was_started_anew() -> None:
-    """The job of before a power cut: after the time in which a living member would be back."""
+    """A job from before a power cut begins anew after the time in which a living member would be back."""
     store = MemoryStore()
     chain = JobChain(store)
     chain.take_term()
@@ -183,8 +183,9 @@ def test_nobody_waits_for_processes_of_before_the_machine_was_started_anew() -> 
 
 
 def test_nobody_waits_for_processes_that_are_gone_from_this_machine() -> None:
-    """The last view's only member died with its scheduler: the next one begins again once it has heard who is there,
-    whatever the timeouts."""
+    """The last view's only member died with its scheduler: the next scheduler begins again once it has heard from all
+    present, whatever the timeouts.
+    """
     store = MemoryStore()
     chain = JobChain(store)
     chain.take_term()

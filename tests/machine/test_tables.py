@@ -1,4 +1,4 @@
-"""Tables on terminals of any width: what is shown is whole, and what is left out is a column."""
+"""Tables on terminals of any width: shown columns are whole, and whole columns are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every test keeps its chains, tokens and settings to itself."""
+"""Fixtures: every test keeps its chains, tokens and settings to itself."""
 
 from environment_support import own_environment
 

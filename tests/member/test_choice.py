@@ -1,4 +1,4 @@
-"""Policies get to know what they plan from."""
+"""Transfer policies get the facts from which they plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from chaos_lightning.replication.policy import Job
 
 
 def situation(members: str, near: str, *links: str, **rates_bps: float) -> Situation:
-    """Member j is the newcomer; links as pairs of letters; rates of its own links by member."""
+    """Returns a situation with member j as the newcomer; links as pairs of letters; rates of its own links by
+    member.
+    """
     sources = [Member(m, m, "host", f"{m}.example", 7000) for m in members]
     view = View(ViewId(1, 1), NO_VIEW, tuple(sources), links=tuple(LinkSpec(*pair) for pair in links))
     return Situation("j", sources, view, set(near), {m: (0.01, r) for m, r in rates_bps.items()}, (1000, 2_000_000))
@@ -37,7 +39,7 @@ def test_overlay_of_a_complete_graph_is_this_members_own_links() -> None:
 
 
 def test_overlay_of_a_sparse_graph_leads_on_and_leaves_out_where_no_link_leads() -> None:
-    """e and f are joined to each other only."""
+    """Members e and f are joined to each other only."""
     links = overlay(situation("abcef", "c", "ab", "bc", "ef", c=8e6))
     assert set(links) == {("j", "c"), ("a", "b"), ("b", "c")}
     policy, instead = TransferChoice("multi_source").make(situation("abcef", "c", "ab", "bc", "ef", c=8e6))

@@ -1,4 +1,4 @@
-"""Connections that are made before they are needed: used if they still stand, closed when nobody needs them."""
+"""Connections that are made in advance: used if they still stand, closed when no longer needed."""
 
 from __future__ import annotations
 

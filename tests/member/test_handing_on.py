@@ -1,4 +1,4 @@
-"""Tests what a member offers of a slot that is handed on: what it holds of that very slot, and of no other."""
+"""Tests a member's offer for a slot that is handed on: its ranges of that very slot, and of no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ BASE = replace(GENESIS, kind=Kind.STEP, seq=7, view=ViewId(1, 2))
 
 
 def offering(held: dict[tuple[ViewId, int] | None, tuple[Span, ...]]) -> tuple[Shell, list[tuple[Any, ...]]]:
-    """A shell whose reducer holds these ranges of an attempt; None: of the open one. And what it publishes."""
+    """Returns a shell whose reducer holds these ranges of an attempt (None: of the open one), and the list of its
+    publications.
+    """
     published: list[tuple[Any, ...]] = []
     shell = Shell.__new__(Shell)
     shell.reducer = SimpleNamespace(held=lambda of=None: held.get(of))  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The state that a last member keeps in a file: what a founder makes of a damaged one, and of a disk that is full."""
+"""The state that a last member keeps in a file; founders with a damaged file; and full disks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_kept_state_is_gone_on_from() -> None:
 
 
 def test_states_of_several_chains_are_not_compared_by_their_views() -> None:
-    """A chain's views begin anew: the state of the run before, in view 1.9, is not the newer one."""
+    """Each chain numbers its views anew: the state of the run before, in view 1.9, is not the newer one."""
     before = keep(state(1), chain="day1", member="a~9", view=9)
     now = keep(state(2), chain="day2", view=1)
     assert keeping().offer(said()) == now, "the one written last"
@@ -158,7 +158,7 @@ def test_a_job_remembers_so_many_checkpoints_and_each_once() -> None:
 
 
 def test_a_checkpoint_of_an_unknown_step_counts(caplog: pytest.LogCaptureFixture) -> None:
-    """Whether it is older than the kept state cannot be known."""
+    """A checkpoint without a step may be older or newer than the kept state."""
     kept = keep(state(1), checkpoints=["", "h40"])
     with caplog.at_level(logging.WARNING):
         assert keeping().offer(said(), LoadedCheckpoint()) is None
@@ -225,7 +225,7 @@ def test_half_of_a_state_is_none(caplog: pytest.LogCaptureFixture, what: str) ->
 
 @contextmanager
 def no_room(nbytes: int) -> Iterator[None]:
-    """No file may be larger."""
+    """Limits the size of files while the block runs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -263,7 +263,7 @@ CLOSING = replace(GENESIS, kind=Kind.CLOSING, seq=9, step=7, view=ViewId(1, 1))
 
 
 def end(what: StateAccess, chain: str = "chain") -> Keeping:
-    """A member closes the job with this state."""
+    """Closes the job as a member with this state."""
     made, stood = keeping(), View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain=chain)
     lock = made.final_lock()
     assert lock is not None
@@ -350,7 +350,7 @@ def keep_parts(seed: int = 0, member: str = "a~1", *, seq: int = 4, held: tuple[
 
 
 def test_parts_are_gone_on_from_and_those_of_an_older_parting_go_then() -> None:
-    """Not before: the files of the newer one may be incomplete."""
+    """Older files are not deleted before: those of the newer parting may be incomplete."""
     keep_parts(1, "b~1", seq=3)
     kept, rest = keep_parts(2, "a~2"), state(9)
     assert kept is not None
@@ -388,7 +388,7 @@ def test_who_keeps_some_layers_says_which_and_which_files_a_start_needs(caplog: 
 
 
 def test_whoever_cannot_write_its_parts_tells_so(caplog: pytest.LogCaptureFixture) -> None:
-    """The others wait until each has told."""
+    """The others wait until each member has reported."""
     with caplog.at_level(logging.ERROR), no_room(100):
         kept = keep_parts()
     assert kept is not None

@@ -1,4 +1,4 @@
-"""The loss of a step now and then."""
+"""The loss of a step, reported now and then."""
 
 from __future__ import annotations
 

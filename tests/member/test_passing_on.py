@@ -16,7 +16,7 @@ from chaos_lightning.replication.source import Endpoint
 
 
 class Passing:
-    """As much of a shell as passing on needs; its thread of views is the test."""
+    """Parts of a shell that passing on needs; its thread of views is the test."""
 
     def __init__(self) -> None:
         self.machine = SimpleNamespace(view=None, member_id="b~2")

@@ -1,4 +1,4 @@
-"""User code that asks torch.distributed for its rank is told what to ask in a job."""
+"""User code that asks torch.distributed for its rank is told which call to use in a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = (
 
 
 def asks() -> bool:
-    """As in scripts that were written for ddp."""
+    """Returns whether this is rank 0, as scripts that were written for ddp ask."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 

@@ -1,4 +1,4 @@
-"""A member's shell: what it does when the scheduler says who it is."""
+"""A member's shell: its reactions when the scheduler gives it an id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chaos_lightning.protocol.types import GENESIS, Heartbeat, Member, ViewId, W
 
 
 def test_a_newcomer_that_gets_another_id_closes_the_links_of_the_one_it_was() -> None:
-    """Their other ends know it by the id before; once dialled again, they know it by this one."""
+    """The links' other ends know the newcomer by the id before; once dialled again, they know it by the new one."""
     called: list[str] = []
     links = SimpleNamespace(
         me="",

@@ -1,4 +1,4 @@
-"""Tests what a member says on its console when others come and go."""
+"""Tests a member's lines on its console when others come and go."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_process_without_stderr_goes_on() -> None:
 
 
 def test_a_terminal_of_40_columns_gets_text_alone() -> None:
-    """No colours, and what a progress bar left in the line is written over."""
+    """The text has no colours, and overwrites the remains of a progress bar in the line."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     command = [sys.executable, "-c", TELLING, "sys.stderr.write('#' * 38)", ""]

@@ -1,4 +1,4 @@
-"""The loop over a step's attempts and other slots' waits, where parts move: what is dropped, served, pulled, and when.
+"""The loop over a step's attempts and other slots' waits, where parts move: when data are dropped, served, and pulled.
 
 The training thread is this one; what the I/O thread says is posted before, or by what the loop calls.
 """
@@ -45,7 +45,7 @@ ME = "a~1"
 
 
 def view_of(number: int, *rows: tuple[str, ...], layers: int = 4) -> View:
-    """Pipelines of these members, whose stages have equally many layers."""
+    """Returns a view with pipelines of these members, whose stages have equally many layers."""
     plan = tuple(
         Pipeline(
             tuple(PlanStage(m, i * layers // len(row), (i + 1) * layers // len(row)) for i, m in enumerate(row)), 1
@@ -66,7 +66,7 @@ MISSING = ((2, 3),)
 
 
 class Step:
-    """A `UnitStep` that writes down what it is told."""
+    """Stand-in of `UnitStep` that records its calls."""
 
     def __init__(self) -> None:
         self.did: list[str] = []
@@ -76,7 +76,7 @@ class Step:
 
 
 class Moves:
-    """Writes into a step's list, too; a pull ends as `pulled` says."""
+    """Stand-in for moves of parts that writes into a step's record, too; a pull ends as `pulled` says."""
 
     def __init__(self, step: Step, mail: Mailbox, pulled: Callable[[], bool] | None = None) -> None:
         self.step, self.mail, self.pulled = step, mail, pulled
@@ -135,7 +135,7 @@ def test_who_is_put_out_while_it_pulls_parts_is_told_so() -> None:
 
 
 def test_an_attempt_that_was_finished_is_dropped_before_parts_are_served_and_pulled() -> None:
-    """Its forward passes moved buffers, which are neither to be served as the header's nor to be remembered so."""
+    """The attempt's forward passes moved buffers, which may not be served as the header's, nor remembered as such."""
     mail, step = posted(attempt=(FIRST, 4)), Step()
 
     def attempt(view: View, seq: int) -> UnitsDone:
@@ -184,7 +184,7 @@ PARTED = replace(SECOND, members=(), leaving=SECOND.members)
 
 
 def test_who_is_let_go_by_a_decision_serves_and_may_be_taken_back() -> None:
-    """Its slot takes longer than a step may: it waits as long as a scheduler is there, without units."""
+    """The leaver's slot takes longer than a step may: it waits as long as a scheduler is there, without units."""
     mail, step = posted(attempt=(FIRST, 4)), Step()
     moves, tries = Moves(step, mail), 0
 
@@ -237,7 +237,7 @@ def test_a_decision_that_lets_all_members_go_ends_the_slot(units: bool) -> None:
 
 
 def test_parts_that_have_come_are_of_the_base_though_others_do_not_come() -> None:
-    """Else the drop would give their buffers the values of the state before."""
+    """Otherwise the drop would give the pulled parts' buffers the values of the state before."""
     mail, step = posted(parts=wanted()), Step()
 
     def pulled() -> bool:
@@ -249,7 +249,7 @@ def test_parts_that_have_come_are_of_the_base_though_others_do_not_come() -> Non
 
 
 def test_whatever_ends_an_attempt_it_is_dropped() -> None:
-    """Else buffers of an attempt would be kept in a file for those of the header."""
+    """Otherwise buffers of an attempt would be kept in a file for those of the header."""
     mail, step = posted(attempt=(FIRST, 4)), Step()
 
     def attempt(view: View, seq: int) -> UnitsDone:
@@ -285,7 +285,7 @@ def test_an_engine_moves_parts_in_every_slot_and_serves_them_when_it_is_let_go(m
 
 
 def test_a_leaver_waits_for_its_release_as_long_as_a_scheduler_serves_it() -> None:
-    """Others may lack what it alone has (P9)."""
+    """Others may need parts that the leaver alone has (P9)."""
     engine, mail = an_engine(), Mailbox("a")
     step = Step()
     engine._moves, engine._mail = cast(Any, Moves(step, mail)), mail
@@ -305,7 +305,7 @@ def test_a_leaver_waits_for_its_release_as_long_as_a_scheduler_serves_it() -> No
 
 
 class Held:
-    """Parts by name; writes down what is forgotten."""
+    """Parts by name, with a record of the forgotten ones."""
 
     def __init__(self) -> None:
         self.forgotten: list[str] = []
@@ -344,7 +344,7 @@ def moving(mail: Mailbox, holds: tuple[tuple[int, int], ...] = ()) -> tuple[Part
 
 
 def test_what_this_member_lacks_is_not_served() -> None:
-    """It has just come and owns layers 0 and 1, of which the second one has drifted."""
+    """The member has just come and owns layers 0 and 1, of which the second one has drifted."""
     moves, _, server, _ = moving(posted(parts=wanted()), ((0, 1),))
     moves.serve(HEAD, FIRST)
     assert server.names == ["layer.0"]
@@ -377,7 +377,7 @@ def test_a_newcomer_does_not_wait_for_members_that_are_about_to_get_the_part_the
 
 
 def test_the_rest_is_served_and_pulled_like_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have drifted; no memory is made for it, and none is freed."""
+    """The rest may have drifted; no memory is made for it, and none is freed."""
     mail = posted(parts=(asked := replace(wanted(), parts=((2, 3), (4, 5)))))
     moves, held, server, told = moving(mail, ((0, 1), (4, 5)))
     moves.rest = cast(Any, SimpleNamespace(tensors=list, manifest=dict))
@@ -416,7 +416,7 @@ def test_a_pull_that_is_withdrawn_tells_of_nothing_and_keeps_no_memory(monkeypat
 
 
 def test_a_part_is_read_from_its_owners_and_if_they_fail_from_whoever_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The view changes meanwhile, as after a death."""
+    """The view changes during the pull, as after a death."""
     mail = posted(attempt=(FIRST, 4))
     moves, _, _, _ = moving(mail)
     moves.committed(FIRST)
@@ -476,7 +476,7 @@ def shell_of(mail: Mailbox, units: Any = None) -> Shell:
 
 @pytest.mark.parametrize("view", [SECOND, THIRD])
 def test_parts_of_an_older_view_are_wanted_no_more(view: View) -> None:
-    """Its donor died, and the newer view gives the part to somebody else: nothing else would end the pull."""
+    """The part's donor died, and the newer view gives the part to another member: nothing else would end the pull."""
     mail = posted(parts=wanted(SECOND))
     shell_of(mail)._apply(fx.OpenAttempt(view, 4))
     assert (mail.parts is None) == (view is THIRD)
@@ -551,7 +551,9 @@ JOINING = replace(SECOND, joiners=(ME,))
 
 
 def test_a_newcomer_whose_file_is_of_its_header_has_loaded_it_before_it_pulls_the_rest() -> None:
-    """The job is founded on what files have, and a decision before slot 1 brings it in: its machine counts on these."""
+    """The job is founded on the contents of files, and a decision before slot 1 brings the newcomer in: its machine
+    counts on its file's parts.
+    """
     base = replace(HEAD, seq=2)
     mail, step = posted(pull=fx.PullState(base, JOINING, ((1, 2),)), view=JOINING), Step()
     at = entrance(mail, Moves(step, mail, lambda: mail.post(parts=None) is None), [])
@@ -566,7 +568,7 @@ def test_a_newcomer_whose_file_is_of_its_header_has_loaded_it_before_it_pulls_th
 
 @pytest.mark.parametrize("lacks", [True, False])
 def test_a_newcomer_that_a_decision_has_go_on_in_the_midst_of_its_pull_pulls_what_it_lacks(lacks: bool) -> None:
-    """The decision is at its header, and names it as a member like others (P10)."""
+    """The decision is at the newcomer's header, and names it as a member like others (P10)."""
     mail, step = posted(pull=replace(PULL, view=JOINING), view=JOINING), Step()
     more = fx.PullParts(HEAD, THIRD, ((3, 4),))
 

@@ -1,4 +1,4 @@
-"""Tests who waits while no scheduler serves it says so itself: once, and only if there is something to say."""
+"""Tests that a member that waits while no scheduler serves it says so itself: once, and only if there is a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def member(severed: Sequence[str] = ()) -> tuple[Mailbox, Waiting]:
 
 
 def wait(mail: Mailbox, seconds: float = 0.05) -> str:
-    """Waits in vain; the words with which it ends."""
+    """Waits in vain; returns the words with which the wait ends."""
     with mail.changed, pytest.raises(DeadlineError) as caught:
         mail.wait(lambda: False, "the commit of slot 5 (step)", time.monotonic() + seconds)
     return str(caught.value)
@@ -33,7 +33,7 @@ def wait(mail: Mailbox, seconds: float = 0.05) -> str:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link that is down is told of at once; a slot is slow after 30 s."""
+    """Makes a link that is down reported at once, and a slot slow after 30 s."""
     monkeypatch.setattr(waiting, "SEVERED_S", 0.0)
     monkeypatch.setattr(waiting, "SLOW_S", 30.0)
 
@@ -147,7 +147,7 @@ def test_nothing_is_said_while_the_scheduler_is_there_or_all_links_stand(caplog:
 def test_a_slow_slot_is_told_of_though_all_links_of_this_member_stand(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two others may have lost theirs."""
+    """Two other members may have lost their link."""
     monkeypatch.setattr(waiting, "SLOW_S", 0.0)
     mail, speaker = member()
     speaker.stream(LOST)

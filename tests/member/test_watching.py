@@ -1,4 +1,6 @@
-"""Tests what a training step may not change on its own member alone, in whatever way it does so."""
+"""Tests that changes which a training step may not make on its own member alone are noticed, in whatever way it makes
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from chaos_lightning.member.watching import Watch
 
 
 class Model(nn.Module):
-    """A parameter in a child, and buffers: one that is averaged, one that is not, one that is not there yet."""
+    """Parameter in a child, and buffers: one that is averaged, one that is not, one that is not there yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +26,7 @@ class Model(nn.Module):
 
 
 def watched(model: Model, change: Callable[[Model], object], batches: int = 1, *, parameters: bool = True) -> Watch:
-    """A watch whose last batch changed something."""
+    """Returns a watch whose last batch changed something."""
     watch = Watch(model, [("mean", model.mean)], named_by="chaos_buffers", parameters=parameters)
     for _ in range(batches - 1):
         watch.begin()

@@ -1,4 +1,5 @@
-"""A small language in which one machine is told what happens, line by line, and what it does is written below.
+"""Runs scenario files: a small language in which one machine gets events, line by line; its effects are written below
+each line.
 
 Lines that begin with ">" are told to the machine (or define a name); the indented lines below are its effects. Run the
 tests with CHAOS_REWRITE=1 to write the effects anew, and read the difference before keeping it.
@@ -69,7 +70,7 @@ def member(member_id: str) -> Member:
 
 
 def stored(view: View) -> View:
-    """This view as a scheduler's file has it: with the processes of the hellos."""
+    """Returns this view as a scheduler's file has it: with the processes of the hellos."""
     return replace(view, members=tuple(replace(m, pid=1, pid_start=1) for m in view.members))
 
 
@@ -79,7 +80,7 @@ def number(text: str) -> ViewId:
 
 
 def contribution(view: View, prev: Header, kind: str, who: str, **fields: object) -> Contribution:
-    """Returns what a well-behaved member brings to the slot after `prev`."""
+    """Returns the contribution of a well-behaved member to the slot after `prev`."""
     if view.pipelines and kind == "step":
         pipelines = ViewPipelines.from_json(view.pipelines)
         ran = {"micro_batches": ((0, pipelines.plan.micro_batches),), "coverage": coverage(pipelines.units(who))}
@@ -101,14 +102,17 @@ def contribution(view: View, prev: Header, kind: str, who: str, **fields: object
 def header_after(
     view: View, prev: Header, kind: str, waiting: View | None = None, learners: tuple[str, ...] | None = None
 ) -> Header:
-    """The header of the slot after `prev`, as the root of `view` makes it; by default it repeats the learners."""
+    """Returns the header of the slot after `prev`, as the root of `view` makes it; by default it repeats the
+    learners.
+    """
     box = {m: contribution(view, prev, kind, m) for m in view.ids()}
     named = prev.learners if learners is None else learners
     return close_slot(view=view, prev=prev, contributions=box, waiting=waiting, learners=named)
 
 
 def pipelines_of(text: str, shared: str = "") -> str:
-    """Text of a view's pipelines, each with one micro-batch: "a~1:2+b~2:2,c~3:4" are two, and a~1 has two layers.
+    """Returns the text of a view's pipelines, each with one micro-batch: "a~1:2+b~2:2,c~3:4" are two, and a~1 has two
+    layers.
 
     `shared`: parameters that several layers use, such as "wte:0.3".
     """
@@ -132,9 +136,10 @@ class Names:
         self.headers: dict[str, Header] = {"genesis": GENESIS}
 
     def define(self, words: list[str]) -> bool:
-        """`view NAME ID PREDECESSOR MEMBER MEMBER*... A-B...` (a star: joiner; links, if not every pair has one; for
-        `pipelines=` and `shared=` see `pipelines_of`; `leaving=MEMBER,...`),
-        `header NAME PREV VIEW KIND [WAITING] [for=LEARNER,...]` (`for=` alone: nobody observes any more)."""
+        """Handles `view NAME ID PREDECESSOR MEMBER MEMBER*... A-B...` (a star: joiner; links, if not every pair has
+        one; for `pipelines=` and `shared=` see `pipelines_of`; `leaving=MEMBER,...`) and `header NAME PREV VIEW KIND
+        [WAITING] [for=LEARNER,...]` (`for=` alone: there are no learners any more).
+        """
         match words:
             case ["view", name, view_id, predecessor, *members]:
                 members, keys = told(members)
@@ -177,7 +182,7 @@ class Names:
 
 
 def told(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Plain words and key=value words."""
+    """Returns plain words and key=value words apart."""
     plain = [w for w in words if "=" not in w]
     return plain, dict(w.split("=", 1) for w in words if "=" in w)
 
@@ -187,12 +192,12 @@ def spans(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def hashes(keys: dict[str, str]) -> tuple[str, ...]:
-    """State hashes of the parts that a member owns: `hashes=x,y`."""
+    """Returns the state hashes of the parts that a member owns: `hashes=x,y`."""
     return tuple(filter(None, keys.get("hashes", "").split(",")))
 
 
 class MemberScript:
-    """Drives a MemberMachine."""
+    """Script that drives a MemberMachine."""
 
     def __init__(self) -> None:
         self.names = Names()
@@ -200,7 +205,7 @@ class MemberScript:
         self.now = 0.0
 
     def line(self, words: list[str]) -> list[str]:
-        """One line; the effects in words."""
+        """Carries out one line; returns the effects in words."""
         if self.names.define(words):
             return []
         if words[0] == "after":
@@ -313,7 +318,9 @@ class MemberScript:
 
 
 class SchedulerScript:
-    """Drives a SchedulerMachine. Streams have their members' names; writes succeed at once unless `store waits`."""
+    """Script that drives a SchedulerMachine. Streams have their members' names; writes succeed at once unless `store
+    waits`.
+    """
 
     def __init__(self) -> None:
         self.names = Names()
@@ -504,7 +511,7 @@ class SchedulerScript:
 
 
 def replay(path: Path, make: Callable[[], MemberScript | SchedulerScript]) -> tuple[str, str]:
-    """(what the file says, what it would say if written now)."""
+    """Returns (the text of the file, the text that it would have if written now)."""
     script = make()
     text = path.read_text()
     lines: list[str] = []

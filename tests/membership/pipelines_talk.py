@@ -1,4 +1,4 @@
-"""A scheduler of a job with pipelines, and members that say what a test has them say."""
+"""A scheduler of a job with pipelines, and members whose messages a test chooses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROGRAM = Program(layers=4, stages=2, micro_batches=4)
 
 
 class Talk:
-    """A scheduler, and members that say what a test has them say."""
+    """Scheduler, and members whose messages a test chooses."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Talk:
         self.feed(fx.MessageIn(self.conns[name], message))
 
     def wait(self, seconds: float) -> None:
-        """All that have a stream say that they live."""
+        """Lets time pass, while all members with a stream send heartbeats."""
         until = self.now + seconds
         while self.now < until:
             self.now += 0.05
@@ -109,12 +109,12 @@ class Talk:
             self.feed(fx.SchedulerTick())
 
     def come(self, name: str, kept: Kept | None = None) -> None:
-        """A newcomer says hello and is ready."""
+        """Sends a newcomer's hello and its word that it is ready."""
         self.pids[name] = self.hello(name, kept=kept, chain="c" if kept else "")
         self.say(name, Ready())
 
     def come_back(self, name: str) -> None:
-        """A member says hello to a scheduler that was started anew, and where it stands."""
+        """Sends a member's hello to a scheduler that was started anew, and its position."""
         self.hello(name, resume=self.ids[name], view=self.view.id, term=1, chain="c", pid=self.pids[name])
         self.stand(name)
 
@@ -136,7 +136,7 @@ class Talk:
         return conn
 
     def die(self, name: str) -> None:
-        """The process table of the scheduler's machine says so."""
+        """Ends a member as the process table of the scheduler's machine shows it."""
         conn = self.conns.pop(name)
         self.feed(fx.Closed(conn))
         self.feed(fx.Gone(self.ids[name], "no such process"))
@@ -158,12 +158,14 @@ class Talk:
             self.stand(name)
 
     def stand(self, name: str, parts: tuple[Span, ...] | None = None) -> None:
-        """It has entered the latest view with these parts; by default with all that it owns there."""
+        """Reports that a member has entered the latest view with these parts; by default with all that it owns
+        there.
+        """
         held = self.owned(name) if parts is None else parts
         self.say(name, Entered(self.view.id, self.head.seq, self.head.step, self.head.hash, held))
 
     def commit(self, change: View | None = None) -> None:
-        """A step is committed at all, under the view that ruled."""
+        """Commits a step of all members, under the view that ruled; `change` is a view that its header carries."""
         closed = self.view if change is None else self.machine.book.views[-2]
         self.head = Header(
             self.head.seq + 1, Kind.STEP, self.head.step + 1, closed.id, self.head.hash,

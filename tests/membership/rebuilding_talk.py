@@ -51,7 +51,7 @@ def hello(name: str, stands: View | None = None, *, term: int = 1, new: bool = F
 
 
 class Talk:
-    """A scheduler on a store that does what it is told, and what it says to whom."""
+    """Scheduler on a store whose answers a test chooses, and the messages that it sends."""
 
     def __init__(self, *, rebuild: bool = True, min_nodes: int = 1, chain: fx.Chain | None = None) -> None:
         rules = Settings(min_nodes=min_nodes, reconnect_grace_s=GRACE_S)
@@ -90,7 +90,7 @@ class Talk:
             self.machine.validate_state()
 
     def comes(self, who: Hello) -> int:
-        """On a new stream; its number."""
+        """Sends a hello on a new stream; returns the stream's number."""
         self.streams += 1
         conn = self.conns[who.name] = self.streams
         self.feed(fx.Opened(conn))
@@ -101,7 +101,7 @@ class Talk:
         self.feed(fx.MessageIn(self.conns[name], message))
 
     def reports(self, name: str, stands: View | None, waiting: View | None = None, promised: int = 0) -> None:
-        """It comes back and tells what it knows."""
+        """Brings a member back, which reports its view, its waiting view and its promise."""
         self.comes(replace(hello(name, stands), pipelines=self.asks))
         assert self.heard(name, Recall)
         if stands is not None:
@@ -117,7 +117,7 @@ class Talk:
         self.says(name, Report(number, stands, last.seq, last.hash, WHOLE if loaded else (), last=last))
 
     def passes(self, seconds: float) -> None:
-        """Ticks; everybody who is connected is heard of."""
+        """Lets time pass with ticks, and with heartbeats of all connected members."""
         until = self.now + seconds
         while self.now < until:
             self.now += 0.1
@@ -126,7 +126,7 @@ class Talk:
             self.feed(fx.SchedulerTick())
 
     def heard(self, name: str, kind: type) -> list[object]:
-        """Returns what this member was told on its present stream."""
+        """Returns the messages to this member on its present stream."""
         return [m for m in self.said.get(self.conns[name], []) if isinstance(m, kind)]
 
     def views(self) -> list[View]:

@@ -1,4 +1,4 @@
-"""Which events the scheduler's machine gets at once."""
+"""The choice of events that the scheduler's machine gets in one batch."""
 
 from __future__ import annotations
 

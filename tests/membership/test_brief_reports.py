@@ -1,4 +1,6 @@
-"""Reports of a large job name headers, and few tell them: what was committed, or may have been, is found anyway."""
+"""Reports of a large job name headers, and few contain them: a header that was committed, or may have been, is found
+anyway.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +72,12 @@ class Job(Stage):
         super().say(one, message)
 
     def comes_back(self, one: StandIn) -> None:
-        """Its stream breaks, and it says hello on another one, which has the same number here."""
+        """Breaks a stand-in's stream, and lets it say hello on another one, which has the same number here."""
         self._send(fx.Closed(one.number, True), 0.001)
         self.open(one, 0.002)
 
     def lose(self, place: int, *, of: int = COUNT) -> None:
-        """The member of this rank dies; goes on until the others stand in a view."""
+        """Kills the member of this rank; goes on until the others stand in a view."""
         self.kill(self.members[self.view.ids()[place]])
         self.wait(self.calm, "a view without it")
         self.machine.validate_state()
@@ -96,7 +98,7 @@ def test_in_a_small_job_all_reports_tell_it() -> None:
 
 
 def ahead(job: Job, members: set[str]) -> Callable[[StandIn, Report], Report]:
-    """These members have committed a slot more than the others."""
+    """Returns a change of reports by which these members have committed a slot more than the others."""
     committed = next_header(job.view, job.header, Kind.STEP)
 
     def change(one: StandIn, report: Report) -> Report:
@@ -109,7 +111,9 @@ def ahead(job: Job, members: set[str]) -> Callable[[StandIn, Report], Report]:
 
 
 def waiting(job: Job, members: set[str]) -> Callable[[StandIn, Report], Report]:
-    """These members have the header of the next slot and not all of its bytes, which all members hold together."""
+    """Returns a change of reports by which these members have the next header; its bytes are shared out over all
+    members.
+    """
     header, ids = next_header(job.view, job.header, Kind.STEP), job.view.ids()
 
     def change(one: StandIn, report: Report) -> Report:
@@ -175,7 +179,9 @@ def test_a_brief_report_that_was_under_way_when_the_header_was_asked_for_is_no_a
 
 @pytest.mark.parametrize("place", [1, SMALL_JOB, SMALL_JOB + 1, COUNT - 1])
 def test_who_comes_back_during_a_recovery_is_asked_as_before(place: int) -> None:
-    """A whole report only where one was asked for: of the oldest that live, and for a header that it alone told of."""
+    """A member is asked for a whole report only if it was before: the oldest living ones, and one that alone told of a
+    header.
+    """
     job = Job()
     back, alone = job.view.ids()[place], place == COUNT - 1
     change = ahead(job, {back} if alone else set())
@@ -227,7 +233,7 @@ def test_who_was_asked_for_the_header_and_dies_is_replaced_by_another_that_knows
 @pytest.mark.parametrize("lie", [{"seq": 9, "head": "f" * 16}, {"pending_hash": "f" * 16}], ids=["last", "pending"])
 @pytest.mark.parametrize("place", [1, COUNT - 1], ids=["told whole", "told briefly"])
 def test_who_names_a_header_and_does_not_tell_it_is_put_out(place: int, lie: dict[str, Any]) -> None:
-    """It may lie, and ends no scheduler."""
+    """A member that names a header and does not send it may lie; it is put out, and the scheduler goes on."""
     job = Job()
     liar = job.view.ids()[place]
     job.change = lambda one, report: replace(report, **lie) if one.id == liar else report
@@ -248,7 +254,7 @@ def test_who_answers_briefly_whatever_it_is_asked_is_put_out_at_once() -> None:
 
 
 def test_a_header_that_is_not_the_one_named_does_not_count() -> None:
-    """The others that stand on that header do not go with the one that told a wrong one."""
+    """Other members on that header stay in the job when the one that sent a wrong header goes."""
     job = Job()
     knows = job.view.ids()[-3:]
     change, wrong = ahead(job, set(knows)), next_header(job.view, job.header, Kind.CLOSING)
@@ -265,7 +271,7 @@ def test_a_header_that_is_not_the_one_named_does_not_count() -> None:
 
 
 def decided_by_chance(seed: int) -> tuple[object, ...]:
-    """Returns the decision where some have committed a slot, some have its header, and bytes lie here and there."""
+    """Returns the decision if, at random, some have committed a slot, some have its header, and bytes are spread."""
     random, job = Random(seed), Job(24)
     header, ids = next_header(job.view, job.header, Kind.STEP), job.view.ids()
     other = replace(header, hyper="another attempt")

@@ -1,4 +1,4 @@
-"""A newcomer in replay goes on as long as it is projected to catch up soon, and says in figures why it does not."""
+"""A newcomer in replay goes on while it is projected to catch up soon; if not, it says why in figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chaos_lightning.membership.catching_up import (
 
 
 def judge(lags: Iterable[float], every_s: float = 0.1, since: float = 1000.0) -> tuple[int, str]:
-    """(entries taken in, verdict) of the first verdict that is one, or of all of them."""
+    """Returns (entries taken in, verdict) of the first verdict, or of all entries if there is none."""
     catching_up, taken = CatchingUp(), 0
     for taken, lag in enumerate(lags, 1):
         verdict = catching_up.hopeless(int(lag), since + taken * every_s)
@@ -42,7 +42,7 @@ def test_a_lag_that_grows_says_how_fast() -> None:
 
 
 def test_a_slot_less_per_window_is_given_up_with_its_projection() -> None:
-    """300 slots at one per 3 s would take 900 s."""
+    """A newcomer that lags by 300 slots and gains one per 3 s would take 900 s."""
     lags = [300 - i // 30 for i in range(100)]
     taken, verdict = judge(lags)
     assert taken <= 40
@@ -97,7 +97,7 @@ def test_a_state_that_is_younger_than_a_step_needs_no_entry() -> None:
 
 
 def test_who_has_not_caught_up_lets_nobody_wait_for_the_last_entries() -> None:
-    """It comes in by a pause; the others ended their log when that was decided."""
+    """A newcomer that has not caught up comes in by a pause; the others ended their log when that was decided."""
     catching_up = CatchingUp()
     catching_up.applied = 5
     assert catching_up.final_wait_s == 0

@@ -1,4 +1,4 @@
-"""Tests whom a member dials, when it does so again, and whom it lets in."""
+"""Tests which members one dials, when it dials again, and which ones it lets in."""
 
 from __future__ import annotations
 

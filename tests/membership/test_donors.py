@@ -1,4 +1,6 @@
-"""A newcomer has a named number of donors, all agree who they are, and copies spread as a tree (protocol.md 15-18)."""
+"""A newcomer has a fixed number of donors, all members agree on them, and copies spread as a tree (protocol.md
+15-18).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from chaos_lightning.protocol.types import (
 
 
 def view(size: int, joiners: int = 0, links: tuple[tuple[int, int], ...] = ()) -> View:
-    """The last ones are joiners; links by rank."""
+    """Returns a view of so many members, the last of which are joiners; links are given by rank."""
     members = tuple(member(f"m{i}~{i}") for i in range(size))
     names = [m.id for m in members]
     return View(
@@ -94,7 +96,9 @@ def test_some_of_its_own_machine_come_first_and_not_all() -> None:
 
 
 def loads(founded: View, near: dict[str, set[str]]) -> tuple[int, Counter[str]]:
-    """Rounds in which all have loaded, if each loads one round after somebody whom it asks; how many ask whom."""
+    """Returns the rounds in which all have loaded, if each loads one round after one of its donors; and how many ask
+    whom.
+    """
     asked = {j: [m.id for m in groups(founded, j, near.get(j, set()))[0]] for j in founded.joiners}
     loaded, rounds = set(founded.ids()) - set(founded.joiners), 0
     while len(loaded) < len(founded.members):
@@ -134,7 +138,7 @@ def test_where_shares_are_fixed_nobody_is_asked_that_still_loads() -> None:
 
 
 def copies(founded: View, near: dict[str, set[str]], slow: Mapping[str, float] | None = None) -> dict[str, float]:
-    """When each founder has the state, in times that one copy takes over a usual network card.
+    """Returns when each founder has the state; unit: the time that one copy takes over a usual network card.
 
     Args:
         founded: All but one or few are joiners.
@@ -168,7 +172,7 @@ def copies(founded: View, near: dict[str, set[str]], slow: Mapping[str, float] |
 
 
 def as_founded(size: int) -> tuple[View, dict[str, set[str]]]:
-    """A founding of so many with the links that the scheduler gives them; whom each is linked with."""
+    """Returns the founding view of so many members, with the scheduler's links, and the neighbours of each."""
     job = Job(min_nodes=size, **{**PATIENT, "max_nodes": size})
     job.machine.validate_state = lambda: None  # type: ignore[method-assign]
     for i in range(size):
@@ -186,15 +190,16 @@ def as_founded(size: int) -> tuple[View, dict[str, set[str]]]:
 @pytest.mark.parametrize("size", [64, 256])
 @pytest.mark.parametrize("every_pair", [False, True])
 def test_a_founding_takes_time_by_the_logarithm_of_its_size(size: int, every_pair: bool) -> None:
-    """A member that sends to `PULLS` at a time has as many more beside it after as many copies. One after the other
-    they would take `size` - 1 copies; a usual graph of 256 takes 12.3."""
+    """A member that sends to `PULLS` others at a time has helped to make as many donors after as many copies. One after
+    the other they would take `size` - 1 copies; a usual graph of 256 takes 12.3.
+    """
     founded, near = (view(size, joiners=size - 1), {}) if every_pair else as_founded(size)
     loaded = copies(founded, near)
     assert max(loaded.values()) <= 2 * math.log2(size)
 
 
 def test_a_slow_founder_holds_up_few() -> None:
-    """Its card takes twenty times as long, and it is the first that gets the state."""
+    """The slow founder's card takes twenty times as long, and it is the first that gets the state."""
     founded, near = as_founded(256)
     first = founded.joiners[0]
     usual, loaded = copies(founded, near), copies(founded, near, {first: 0.05})
@@ -268,7 +273,7 @@ def test_the_scheduler_names_few_donors_and_tells_the_root_last() -> None:
 
 
 def test_a_learner_that_is_named_once_more_is_served_by_those_that_keep_nothing_yet() -> None:
-    """One that keeps a copy for another learner goes on with it."""
+    """A member that keeps a copy for another learner goes on with that one."""
     ruling, first, again = view(40), header("x~200", "y~201"), header("x~200", "x~200", "y~201")
     keeper, other, late = Serving(), Serving(), Serving()
     for serving, names in ((keeper, ("m0~0",)), (other, ()), (late, ())):
@@ -287,7 +292,7 @@ def test_a_learner_that_is_named_once_more_is_served_by_those_that_keep_nothing_
 
 
 def test_a_learner_waits_until_it_is_given_members_that_live() -> None:
-    """All donors may be gone when it is told again; and what it began at the header before counts no more."""
+    """All donors may be gone when a learner is told again; its work at the header before counts no more."""
     learning, ruling = Learning(), view(40)
     first, later = (replace(GENESIS, seq=i, kind=Kind.STEP, learners=("m1~1",) * i) for i in (1, 2))
     assert learning.told(replace(ruling, members=())) == []
@@ -301,7 +306,7 @@ def test_a_learner_waits_until_it_is_given_members_that_live() -> None:
 def test_all_members_of_a_machine_that_may_copy_the_state_share_its_memory(
     size: int, learners: int, share: int
 ) -> None:
-    """Several learners have other donors each, and these may all be on one machine."""
+    """Each of several learners has other donors, and all of these may be on one machine."""
     ruling = view(size)
     here = replace(ruling, members=tuple(replace(m, host="here") for m in ruling.members))
     assert copiers(here, "here", learners) == share

@@ -1,4 +1,4 @@
-"""Tests whom a member asks that looks for the leading scheduler: times and chance are the test's."""
+"""Tests which candidates a member asks for the leading scheduler: times and chance are the test's."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ DEGREE = 8
 
 
 def stage(size: int, degree: int = DEGREE) -> Stage:
-    """So many members in one view, in a job that goes on with half of them and takes in as many again."""
+    """Returns so many members in one view, in a job that goes on with half of them and takes in as many again."""
     made = Stage(replace(rules(size, degree), min_nodes=size // 2, max_nodes=2 * size))
     made.start(size)
     made.wait(lambda: made.settled(size), "the founding")
@@ -83,7 +83,9 @@ def test_members_die_and_leave_while_others_come(seed: int) -> None:
 
 
 def test_a_machine_that_falls_silent_is_put_out_on_its_neighbours_word() -> None:
-    """Others have links with it that the view does not use, and lower ids: what they deny counts for nothing."""
+    """Members with lower ids have links with the machine that the view does not use: their denials count for
+    nothing.
+    """
     job, size = stage(24, 3), 24
     near, first = job.near(job.view), sorted(job.view.ids())[:2]
     silent = next(m for m in job.view.ids() if m not in first and near[m].isdisjoint(first))
@@ -109,7 +111,7 @@ def test_neighbours_that_stay_out_of_reach_are_replaced() -> None:
 
 
 def test_views_with_one_part_are_not_divided_when_all_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a division is kept by are the ids of all members: each look at it goes through all of them."""
+    """Divisions are cached by the ids of all members, so each look-up would go through all of them."""
     asked: list[View] = []
     for module in (judging, roster):
         monkeypatch.setattr(module, "division", asked.append)

@@ -1,4 +1,4 @@
-"""Members of a job with pipelines, with a scheduler that does as it likes: no part is lost, and the job goes on.
+"""Members of a job with pipelines, under a scheduler that decides at random: no part is lost, and the job goes on.
 
 Messages between two processes keep their order; all else happens in any order. Views move layers at random, by headers
 and by decisions; members join, leave, die and drift, each where another member still has what they hold.
@@ -42,7 +42,7 @@ SHARED = "wte:0.2"
 
 
 def divided(chance: random.Random, members: list[str]) -> str:
-    """Pipelines of some of these members, cut anywhere."""
+    """Returns pipelines of some of these members, cut anywhere."""
     left, rows = list(members), []
     chance.shuffle(left)
     while left and (not rows or chance.random() < 0.8):
@@ -54,7 +54,7 @@ def divided(chance: random.Random, members: list[str]) -> str:
 
 @dataclass(eq=False)
 class Node:
-    """A process: its machine, and the parts that lie in its memory."""
+    """Process of a member: its machine, and the parts that lie in its memory."""
 
     id: str
     machine: MemberMachine = field(default_factory=MemberMachine)
@@ -94,7 +94,7 @@ class World:
         return who
 
     def view(self, members: list[str], joiners: list[str] = [], leaving: list[str] = []) -> View:  # noqa: B006
-        """The next view, with layers at random."""
+        """Returns the next view, with layers at random."""
         last = self.number
         self.number = ViewId(1, last.number + 1)
         view = View(
@@ -115,7 +115,7 @@ class World:
         return [n for n in self.nodes.values() if not n.dead and n.machine.phase is not MemberPhase.GONE]
 
     def step(self) -> bool:
-        """Delivers something; False if nothing is under way."""
+        """Delivers a message; returns False if none is under way."""
         ready = [key for key, queue in self.queues.items() if queue and key[1] in self.nodes]
         if not ready:
             return False
@@ -179,8 +179,9 @@ class World:
         return f"{head}/{view.id}" if head == GENESIS.hash else head
 
     def run_units(self, node: Node, view: View, seq: int) -> None:
-        """The training thread has run its units: it contributes, unless the slot is over. It may not have heard yet of
-        a recovery."""
+        """Contributes as if the training thread had run its units, unless the slot is over. This thread may not have
+        heard yet of a recovery.
+        """
         machine = node.machine
         if machine.phase is not MemberPhase.ACTIVE or machine.seq + 1 != seq or machine.contribution is not None:
             return
@@ -199,7 +200,7 @@ class World:
         self.feed(node, fx.Contribute(said))
 
     def drift(self, node: Node, view: View, hashes: tuple[str, ...]) -> tuple[str, ...]:
-        """Now and then a part of this member has become another one."""
+        """Returns the state hashes of this member, a part of which has drifted now and then."""
         owners, mine = division(view).owners, numbers(division(view).owned(node.id))
         alive = {n.id: n for n in self.alive() if n is not node}
         others = {p for n in alive.values() for p in n.drifted}
@@ -228,7 +229,7 @@ class World:
         node.drifted &= set(node.memory)
 
     def check_claims(self, node: Node) -> None:
-        """A member holds what it says, at the header that it says."""
+        """Checks that a member holds the parts that it claims, at the header that it claims."""
         machine = node.machine
         if machine.view is None or (machine.phase is MemberPhase.LOADING and not machine.parts.held):
             return
@@ -236,7 +237,7 @@ class World:
         assert all(node.memory.get(p) == state for p in numbers(machine.parts.held)), (node, machine.parts.held, state)
 
     def pull(self, node: Node, what: object) -> None:
-        """Fetches some of what is asked for from those who have it, and asks again for the others."""
+        """Fetches some of the missing parts from their holders, and asks again for the others."""
         wants = node.wants
         if what is not wants or wants is None or node.machine.header.hash != wants.header.hash:
             return
@@ -273,7 +274,7 @@ class World:
             self.decide({m: r for m, r in self.reports.items() if self.nodes[m] in self.alive()})
 
     def announce(self) -> None:
-        """A view that a header is to carry."""
+        """Announces a view that a header is to carry."""
         if self.reports is not None or not self.settled:
             return
         ids = [n.id for n in self.inside()]
@@ -295,7 +296,7 @@ class World:
             self.send("scheduler", who.id, fx.ControlIn(Prepare(self.number, "a test")))
 
     def kill(self) -> None:
-        """Ends a member whose parts others hold just now."""
+        """Ends a member from which others fetch parts just now."""
         members = self.inside()
         dying = self.chance.choice(members)
         others = [n for n in members if n is not dying]
@@ -314,7 +315,7 @@ class World:
         return division(self.latest)
 
     def decide(self, reports: dict[str, Report]) -> None:
-        """Rules as P5 does, and gives layers to others."""
+        """Decides as P5 does, and gives layers to others."""
         best = max((r for r in reports.values() if r.parts), key=lambda r: (r.entered, r.seq))
         candidates = [self.headers[best.head]]
         if best.seq:
@@ -376,7 +377,7 @@ def stir(world: World, events: int) -> None:
 
 
 def go_on(world: World) -> None:
-    """Without further trouble all members of the latest view commit five more slots in it."""
+    """Runs without further trouble until all members of the latest view have committed five more slots in it."""
     start = max(n.machine.seq for n in world.alive())
     for _ in range(20_000):
         moving = world.step()
@@ -414,7 +415,9 @@ def test_the_world_has_all_that_it_is_made_for() -> None:
 
 
 def test_a_founder_holds_what_lies_in_its_file() -> None:
-    """Only where the job is founded on that file's header, and has pipelines (14c, P13)."""
+    """A founder holds the parts in its file only if the job is founded on that file's header, and has pipelines (14c,
+    P13).
+    """
     text = pipelines_of("a~1:2+b~2:2")
     view = View(ViewId(2, 1), NO_VIEW, (member("a~1"), member("b~2")), pipelines=text)
     base = replace(GENESIS, seq=4)
@@ -431,7 +434,7 @@ def test_a_founder_holds_what_lies_in_its_file() -> None:
 
 
 def alone_at(base: Header, view: View) -> MemberMachine:
-    """A member that stands on this header, in a view of its own."""
+    """Returns a member that stands on this header, in a view of its own."""
     machine = MemberMachine()
     machine.on(0.0, fx.ControlIn(Welcome(member("a~1"), 1, "founder", "hello", 0.1, 0.35)))
     machine.parts.kept = Kept(base, "a~1", parts=division(view).everything)
@@ -444,7 +447,7 @@ def alone_at(base: Header, view: View) -> MemberMachine:
 def test_a_decision_that_lets_a_member_go_is_told_and_after_the_closing_header_it_has_finished(
     kind: Kind, behind: bool
 ) -> None:
-    """No plan fits those who are left, and the job is finished: nobody waits for more members."""
+    """No plan fits the remaining members, and the job is finished: none of them waits for more members."""
     first = View(ViewId(2, 1), NO_VIEW, (member("a~1"),), pipelines=pipelines_of("a~1:4"))
     after = replace(first, id=ViewId(2, 2), predecessor=first.id, members=(), leaving=first.members)
     stood = replace(GENESIS, seq=4, view=ViewId(1, 9))

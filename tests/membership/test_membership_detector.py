@@ -1,4 +1,6 @@
-"""Tests who is dead, and who is waited for: one look of the detector after another (protocol.md 12, 12a)."""
+"""Tests which members count as dead, and which are waited for: one look of the detector after another (protocol.md 12,
+12a).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ END = "closed (end of stream)"
 
 
 class Look:
-    """Members (all but `empty` hold the state) and newcomers; all but `silent` speak all the time."""
+    """Detector with members (all but `empty` hold the state) and newcomers; all but `silent` speak all the time."""
 
     def __init__(
         self, members: str, newcomers: str = "", *, empty: str = "", hosts: dict[str, str] | None = None
@@ -101,7 +103,7 @@ def test_denied_member_dies_while_another_holds_the_state() -> None:
 
 
 def dies_of_silence(look: Look, name: str, since: float, times: tuple[float, ...]) -> float | None:
-    """How long `name` was silent when it was taken for dead, though nobody can say more than that it is silent."""
+    """Returns after how many seconds of silence `name` was taken for dead, if there is no other evidence."""
     look.fall_silent(name)
     for silence in times:
         if look.run(since + silence):
@@ -114,7 +116,7 @@ LONG = tuple(0.1 * n for n in range(4, 200))
 
 
 def test_silence_alone_is_a_death_only_after_a_time_in_which_no_process_is_busy() -> None:
-    """On another machine one that holds the interpreter's lock is as silent as one that is gone."""
+    """A member on another machine that holds the interpreter's lock is as silent as a dead one."""
     look = Look("ab")
     look.run(0.0)
     assert dies_of_silence(look, "b", 0.0, LONG) == pytest.approx(SETTINGS.silence_timeout_s + 0.1)
@@ -245,7 +247,7 @@ def test_joiner_without_the_state_is_no_last_holder() -> None:
 
 
 def test_process_table_needs_no_time() -> None:
-    """Nor does it matter who else still heard something."""
+    """The process table proves a death at once, even if others still heard something."""
     look = Look("a", "nm", hosts={"n": "host-a"})
     look.close("a")
     assert names(look.at(1.0).probes) == {"n", "m"}
@@ -298,7 +300,9 @@ def test_two_silent_holders_never_die_of_the_same_silence() -> None:
 
 
 def test_holder_that_fell_silent_unseen_does_not_let_the_other_die() -> None:
-    """Both have been silent too long when anybody looks, and the one that is looked at first would die of it."""
+    """Two members have been silent too long at the detector's next look, and the one that is looked at first would die
+    of it.
+    """
     look = Look("ab", "n")
     look.at(0.0)
     look.fall_silent("a", "b")
@@ -316,7 +320,7 @@ def test_closed_connections_are_proof_once_there_was_time_to_come_back() -> None
 
 
 def test_connections_that_timed_out_are_no_proof() -> None:
-    """A machine that was cut off for a while comes back with everything on it."""
+    """A machine that was cut off for a while comes back with all its processes."""
     look = Look("a", "n")
     look.close("a")
     look.peers["n"].down["a~1"] = "closed (Connection timed out)"
@@ -351,7 +355,7 @@ def test_last_holder_that_talks_but_owes_a_report_is_waited_for_no_longer() -> N
 
 
 def test_neighbours_are_asked_whoever_else_knows_of_a_link_and_others_once_they_are_gone() -> None:
-    """The first two have links with the suspect that the view does not use: what they deny counts for nothing."""
+    """The first two members have links with the suspect that the view does not use: their denials count for nothing."""
     look = Look("abcdef")
     look.near = "de"
     look.peers["a"].up.add("f~6")

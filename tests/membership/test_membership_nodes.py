@@ -45,7 +45,7 @@ def test_workers_of_one_node_are_one_node() -> None:
 
 
 class Room:
-    """A scheduler, and members that do what they are told at once."""
+    """Scheduler, and members that carry out its orders at once."""
 
     def __init__(self, settings: Settings, chain: fx.Chain | None = None) -> None:
         self.machine = SchedulerMachine(settings, chain or fx.Chain(1, NO_VIEW, id="c"))
@@ -97,7 +97,7 @@ def test_a_job_for_two_nodes_does_not_begin_with_two_workers_of_one() -> None:
 
 
 def left_alone(settings: Settings | None = None) -> tuple[Room, Kept]:
-    """A job whose only member is let go at step 7, and has not closed its stream yet."""
+    """Returns a job whose only member is let go at step 7, and has not closed its stream yet."""
     room = Room(settings or Settings())
     room.come(1, "a")
     view = room.enter(1, 7, 7).view
@@ -144,7 +144,7 @@ def test_founders_wait_for_the_machine_on_which_the_state_lies() -> None:
 
 
 def test_who_comes_to_that_machine_and_does_not_go_on_from_the_state_founds_the_job() -> None:
-    """Its script was edited, it loads a checkpoint, or the file is gone: it is asked once, and then believed."""
+    """A script was edited, loads a checkpoint, or lacks the state's file: it is asked once, and then believed."""
     room, kept = left_alone()
     room.feed(fx.MessageIn(1, kept))
     room.feed(fx.Closed(1, abrupt=False))
@@ -177,7 +177,7 @@ def test_without_it_the_job_begins_anew_in_the_end_and_says_what_is_lost() -> No
 
 
 def test_who_offers_the_kept_state_and_never_gets_ready_is_named_and_not_waited_for_without_end() -> None:
-    """It was stopped after its hello, say, or no link leads to it."""
+    """The holder of the state was stopped after its hello, say, or no link leads to it."""
     room, kept = left_alone(Settings(last_holder_timeout_s=5.0))
     room.feed(fx.MessageIn(1, kept))
     room.feed(fx.Closed(1, abrupt=False))
@@ -220,7 +220,7 @@ def test_an_older_kept_state_is_gone_on_from_where_the_newest_ones_holder_never_
 
 
 def test_a_kept_state_is_believed_only_of_who_leaves() -> None:
-    """A training member that says so, or a newcomer, has the others wait for a state that there is not."""
+    """A training member or a newcomer that claimed it would make the others wait for a state that does not exist."""
     room = Room(Settings())
     room.come(1, "a")
     view = room.enter(1, 7, 7).view
@@ -263,7 +263,7 @@ def test_an_older_state_than_the_jobs_is_gone_on_from_but_not_silently() -> None
 
 
 def test_a_node_founds_the_job_with_all_of_its_workers() -> None:
-    """They are started together, and one of them alone would train the first steps."""
+    """The workers of a node are started together, and one of them alone would train the first steps."""
     job = Job()
     job.comes(hello("n-0", pid=1, node="n", workers=2))
     assert not job.views

@@ -1,4 +1,4 @@
-"""The ruling after a failure (protocol.md 9): base, hand-on or redo, and who goes on."""
+"""The ruling after a failure (protocol.md 9): base, hand-on or redo, and the members that go on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def report(header: Header, entered: View = V1, **fields: object) -> Report:
 
 
 def rule(chain: Sequence[View], reports: Mapping[str, Report]) -> Ruling:
-    """The ruling where all these views were decided."""
+    """Returns the ruling if all these views were decided."""
     return recovery.rule(chain[-1], Past.of(chain), reports)
 
 
@@ -44,7 +44,7 @@ def test_nobody_has_the_next_header_so_the_slot_is_reduced_again() -> None:
 
 
 def test_root_dies_after_one_member_committed() -> None:
-    """The others get that member's slot, verbatim."""
+    """The others get the slot of the member that committed it, verbatim."""
     ruling = rule([V1], {"b~2": report(H1), "c~3": report(H2), "d~4": report(H1)})
     assert (ruling.base, ruling.hand_on, ruling.sources) == (H2, True, (Source("c~3", ()),))
     assert ruling.members == ("b~2", "c~3", "d~4")
@@ -81,7 +81,7 @@ def test_collective_needs_no_bytes() -> None:
 
 
 def test_ranges_of_another_attempt_do_not_count() -> None:
-    """c stands on the same header, but what it holds was summed in another view."""
+    """Member c stands on the same header, but its bytes were summed in another view."""
     v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4")
     header = header_after(v2, H1, "step")
     whole = with_scope(SCOPE, SCOPE)
@@ -90,7 +90,7 @@ def test_ranges_of_another_attempt_do_not_count() -> None:
 
 
 def test_report_of_a_member_that_a_later_view_excluded_does_not_count() -> None:
-    """A restarted scheduler that hears the excluded must not take them for the base."""
+    """A restarted scheduler that hears excluded members must not take their reports for the base."""
     v2 = view(2, 1, "b~2", "c~3", "d~4")
     v3 = view(3, 2, "a~1", "b~2", "c~3", joiners=("a~1",))
     ruling = rule([V1, v2, v3], {"a~1": report(H2), "b~2": report(H1, entered=v2)})
@@ -144,7 +144,9 @@ def test_nobody_holds_the_state() -> None:
 
 
 def test_founders_that_load_when_a_recovery_comes_load_on() -> None:
-    """Also before slot 1. Who never heard of the founding view cannot tell how that slot is assigned, and waits."""
+    """Founders load on, before slot 1 as well. A member that never heard of the founding view cannot tell how that slot
+    is assigned, and waits.
+    """
     founded = view(1, 0, "a~1", "b~2", "c~3", "d~4", joiners=("b~2", "c~3", "d~4"))
     loading = report(GENESIS, founded, parts=(), raw=False)
     ruling = rule(
@@ -155,7 +157,7 @@ def test_founders_that_load_when_a_recovery_comes_load_on() -> None:
 
 
 def test_founder_that_loads_on_assigns_the_first_slot_by_the_founding_view() -> None:
-    """As those do that had the state (protocol.md 10)."""
+    """The loading founder assigns the slot like those that had the state (protocol.md 10)."""
     founder = MemberScript()
     lines = """
         view v1 1.1 0.0 a~1 b~2* c~3*
@@ -187,7 +189,9 @@ def test_scope_survives_the_report(pairs: list[tuple[int, int]]) -> None:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> dict[str, Report]:
-    """Reports that can come of one view: slots 1 or 2 committed, header 2 here or there, some ranges, some loading."""
+    """Returns reports that can come of one view: slots 1 or 2 committed, header 2 here or there, some ranges, some
+    loading.
+    """
     reports = {}
     for name in draw(st.sets(st.sampled_from(V1.ids()), min_size=1)):
         held = draw(st.lists(st.sampled_from([(0, 40), (60, 70), (70, 100)]), unique=True))

@@ -1,4 +1,4 @@
-"""Scenario files: what a machine is told and what it does, word by word (see membership_script.py)."""
+"""Runs scenario files: a machine's events and its effects, word by word (see membership_script.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which way newcomers come in, and whom members serve, in whatever order things happen (protocol.md 15-18)."""
+"""The ways in for newcomers, and the learners that members serve, in whatever order events happen (protocol.md
+15-18).
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,19 @@ b entered 1.2 on=h2
 
 
 def script(text: str) -> SchedulerScript:
-    """A scheduler that was told all this."""
+    """Returns a scheduler that was given all these lines."""
     made = SchedulerScript()
     say(made, text)
     return made
 
 
 def say(to: SchedulerScript | MemberScript, text: str) -> list[str]:
-    """All effects, in words."""
+    """Carries out these lines; returns all effects, in words."""
     return [words for line in text.splitlines() if line for words in to.line(line.split())]
 
 
 def linked(name: str) -> str:
-    """With a and b, as both ends say."""
+    """Returns lines by which a newcomer has links with a and b, as both ends say."""
     return "".join(f"{name} link {m} up\n{m} link {name} up\n" for m in "ab")
 
 
@@ -69,7 +71,7 @@ def test_one_that_did_not_offer_to_replay_is_no_learner() -> None:
 
 
 def test_one_generation_at_a_time() -> None:
-    """Members keep one state beside their own, whoever else comes meanwhile."""
+    """Members keep one state beside their own, whatever other newcomers come meanwhile."""
     scheduler = script(JOB + newcomers("c"))
     say(scheduler, newcomers("d", "e"))
     assert observing(scheduler) == {"c"}
@@ -89,7 +91,7 @@ def test_newcomers_of_one_moment_are_one_generation() -> None:
 
 @pytest.mark.parametrize("leaver", ["a", "b"])
 def test_one_of_two_leaves_and_nobody_hurries(leaver: str) -> None:
-    """A member stays who holds the state: the learner may take its time."""
+    """The member that holds the state stays, so the learner may take its time."""
     scheduler = script(JOB + newcomers("c"))
     told = say(scheduler, f"{leaver} leaves")
     assert observing(scheduler) == {"c"}
@@ -97,7 +99,7 @@ def test_one_of_two_leaves_and_nobody_hurries(leaver: str) -> None:
 
 
 def test_list_stands_while_a_caught_up_newcomer_loads() -> None:
-    """Until it stands in its view it may lack the last entries (rule 18)."""
+    """Until the newcomer stands in its view it may lack the last entries (rule 18)."""
     scheduler = script(JOB + newcomers("c"))
     told = say(
         scheduler,
@@ -116,7 +118,7 @@ beats a b c for=0.3""",
 
 
 def test_members_of_a_restarted_scheduler_hear_that_nobody_observes() -> None:
-    """Or they would keep a log for learners that only the old one knew, as long as the job lasts."""
+    """Otherwise members would keep a log for learners that only the old scheduler knew, as long as the job lasts."""
     scheduler = script("view v1 1.1 0.0 a~1 b~2\nheader h1 genesis v1 step for=c~3\nchain 1.1 v1")
     told = say(scheduler, "a hello resume=a~1\nb hello resume=b~2\na entered 1.1 on=h1\nb entered 1.1 on=h1")
     assert [w.partition(";")[0] for w in told if "learners" in w] == [f"to {m}: learners: nobody" for m in "ab"]
@@ -139,7 +141,7 @@ def test_learners_are_part_of_the_headers_hash() -> None:
 
 
 def test_header_with_an_error_names_nobody_new() -> None:
-    """No member applies that slot, so nobody could keep the state at it."""
+    """No member applies a slot with an error, so no member could keep the state at it."""
     box = {m: contribution(VIEW, GENESIS, "step", m, spent=(Spent("", 0, ((0, 4),)),)) for m in IDS}
     header = close_slot(view=VIEW, prev=GENESIS, contributions=box, learners=("c~3",))
     assert header.error
@@ -174,7 +176,7 @@ WORDS = st.sampled_from(
 
 
 class Watch:
-    """Reads what members are told of learners."""
+    """Script of a scheduler whose messages to members about learners are recorded."""
 
     def __init__(self) -> None:
         self.script = script("set observe_timeout_s 0.4\nset hang_timeout_s 0.8\n" + JOB)

@@ -1,4 +1,6 @@
-"""Tests what machines remember of events: readable, and nothing that a slot gathered (see membership/stimuli.py)."""
+"""Tests that machines remember events in a readable form, and none of the payload of a slot (see
+membership/stimuli.py).
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def header_of(machine: MemberMachine) -> Header:
 
 
 def test_a_member_keeps_no_payload_of_slots_that_are_over() -> None:
-    """Each of these slots gathers 2 MiB; the last header may be asked for again."""
+    """Each of these slots gathers 2 MiB; only the last header may be asked for again."""
     root, other = founded("a~1"), founded("b~2")
     tracemalloc.start()
     try:

@@ -1,5 +1,5 @@
-"""Tests what the job is, its living members say; the dead refuse nobody, and an operator ends their job
-(protocol.md 12b).
+"""Tests the settings of a job: its living members define them; the dead refuse no newcomer, and an operator ends their
+job (protocol.md 12b).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def hello(name: str, *, large: bool = False, pid: int = 0, **changes: object) ->
 
 
 class Job:
-    """A scheduler on a store that does what it is told; members answer to `OpenLinks` by themselves."""
+    """Scheduler on a store whose answers a test chooses; members answer to `OpenLinks` by themselves."""
 
     def __init__(self, chain: Chain | None = None, **rules: object) -> None:
         settings = Settings(**{"min_nodes": 1, "reconnect_grace_s": 1.0, **rules})  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ class Job:
         self.feed(MessageIn(self.conns[name], message))
 
     def enters(self, name: str) -> None:
-        """It stands in the last view, with the state."""
+        """Reports that a member stands in the last view, with the state."""
         self.says(name, Entered(self.views[-1].id, 0, 0, GENESIS.hash))
 
     def closes(self, name: str, *, abrupt: bool = True) -> None:
@@ -162,7 +162,7 @@ def test_also_where_its_process_is_known_to_be_dead() -> None:
 
 
 def test_another_program_from_the_machine_of_the_dead_is_a_witness() -> None:
-    """The scheduler cannot look into that machine's process table; who is refused could not either."""
+    """The scheduler cannot look into that machine's process table, nor could a refused program."""
     job = trained_alone()
     job.closes("a")
     job.comes(hello("b", large=True))
@@ -207,7 +207,7 @@ def test_after_its_time_is_over_the_job_is_that_of_who_is_here() -> None:
 
 
 def test_a_member_that_comes_back_before_the_job_is_founded_again_says_what_it_is() -> None:
-    """It was given up only for want of time, and holds the state."""
+    """The member was given up only for want of time, and holds the state."""
     job = trained_alone(last_holder_timeout_s=20.0, min_nodes=1)
     job.closes("a")
     job.passes(21.0)
@@ -238,7 +238,7 @@ def test_a_founder_that_is_silent_and_holds_nothing_refuses_nobody() -> None:
 
 
 def test_two_programs_wait_for_the_members_of_a_restarted_scheduler() -> None:
-    """Which of them is the job's, only a member can say; it comes later than both."""
+    """Only a member, which comes later than both, can say which of the two programs is the job's."""
     member = Member("a~1", "a", "there", "10.0.0.9", 1, pid=ord("a"), pid_start=7)
     job = Job(Chain(2, ViewId(1, 1), (View(ViewId(1, 1), NO_VIEW, (member,)),)))
     job.comes(hello("c", large=True))
@@ -324,7 +324,7 @@ def test_what_the_address_tells_of_a_new_start_of_the_machine_is_no_proof_agains
 
 
 def test_a_newcomer_for_whom_no_record_has_room_is_refused_and_the_job_goes_on() -> None:
-    """A view that the store could not take ended the scheduler."""
+    """Former bug: a view too large for the store ended the scheduler."""
     job = trained_alone()
     job.room = 2
     for name in "bc":

@@ -1,4 +1,4 @@
-"""Views and the plan they go by: the user's where it fits, and the reason where it does not (any more)."""
+"""Views and their plans: the user's where it fits, and the reason where it does not (any more)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests whom a member is to have links with: told in full, or by what has changed."""
+"""Tests how a member is told which links to have: in full, or by changes."""
 
 from __future__ import annotations
 

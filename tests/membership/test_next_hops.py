@@ -1,4 +1,6 @@
-"""Ways across a network that lacks links: shortest, the same for all, without circles; and routed messages as bytes."""
+"""Routes across a network that lacks links: shortest, the same for all, without circles; and routed messages as
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def graphs(draw: st.DrawFn) -> tuple[list[str], list[LinkSpec]]:
 
 
 def distances(start: str, members: list[str], links: list[LinkSpec]) -> dict[str, int]:
-    """By relaxation, unlike the code under test."""
+    """Returns distances in links from `start` by relaxation, unlike the code under test."""
     far = len(members) + 1
     found = dict.fromkeys(members, far) | {start: 0}
     for _ in members:

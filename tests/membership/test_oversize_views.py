@@ -1,4 +1,4 @@
-"""Views that no store takes and that have no newcomers who could be sent away: refused once, and the job goes on."""
+"""Views that no store takes, without newcomers that could be refused: each is refused once, and the job goes on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_where_all_links_find_no_room_a_few_do(job: Job) -> None:
 
 
 def test_a_view_that_finds_no_room_in_any_way_is_refused_once_and_the_scheduler_hears_on(job: Job) -> None:
-    """It was written again without end, and nothing was heard meanwhile."""
+    """Former bug: the view was written again without end, and the scheduler handled no message meanwhile."""
     job.most_links = 0
     before = job.views[-1]
     job.feed(ChangeLink(1, "a", "b", False))

@@ -1,4 +1,4 @@
-"""Which pairs of members are wanted: kept step by step, equal to what names, wishes and gifts come to."""
+"""The wanted pairs of members: updated step by step, equal to a computation from names, wishes and gifts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_given_link_that_stays_down_is_replaced_and_not_given_again() -> None:
 
 
 def test_a_link_that_stays_down_is_no_path() -> None:
-    """A pair that somebody asked for is wanted as before; other pairs make up for it."""
+    """A pair that was asked for is wanted as before; other pairs make up for its dead link."""
     peers = [peer(number) for number in range(39)]
     ids = [p.id for p in peers]
     partners = Partners(DEGREE)

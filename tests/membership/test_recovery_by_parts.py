@@ -26,7 +26,7 @@ SCOPE: tuple[Span, ...] = ((0, 40), (60, 100))
 
 
 def text(*pipelines: str) -> str:
-    """Pipelines of two stages, each given as "a b"; of one stage as "a"."""
+    """Returns the text of pipelines of two stages, each given as "a b"; of one stage as "a"."""
     rows = []
     for names in pipelines:
         ids = names.split()
@@ -77,7 +77,7 @@ def test_a_step_is_the_base_if_those_to_whom_it_can_be_handed_on_own_the_rest_of
 
 
 def test_after_a_step_that_is_handed_on_a_member_has_what_it_owned_and_no_more() -> None:
-    """It drops what it holds for others when it commits a header that was closed without its owning that."""
+    """A member drops the parts that it holds for others when it commits a header under which it does not own them."""
     reports = {"a~1": report(H2, LOW), "c~3": report(H1, ((0, 5),), owns=LOW)}
     ruling = rule([FOUR], reports)
     assert (ruling.base, ruling.hand_on) == (H1, False)
@@ -112,7 +112,7 @@ def test_nobody_guesses_where_parts_are_lost() -> None:
 
 
 def test_a_plan_says_nothing_about_who_holds_what() -> None:
-    """c is to own the first layers in the new view, and has not fetched them."""
+    """Member c is to own the first layers in the new view, and has not fetched them."""
     two = view(2, 1, "b~2 c~3", text("c~3 b~2"))
     ruling = rule([FOUR, two], {"b~2": report(H1, HIGH, two), "c~3": report(H1, ((4, 5),), two, owns=LOW)})
     assert (ruling.base, ruling.lost) == (None, ((0, 2),))
@@ -145,14 +145,14 @@ def test_a_leaver_that_stays_counts_as_if_it_had_never_gone() -> None:
 
 
 def test_no_part_is_lost_at_genesis() -> None:
-    """Each view's oldest owners make them (P14)."""
+    """The oldest owners of each view make the parts at genesis (P14)."""
     ruling = rule([FOUR], {"b~2": report(GENESIS, ()), "c~3": report(GENESIS, ((0, 1),))})
     assert (ruling.base, ruling.members, ruling.joiners) == (GENESIS, ("b~2", "c~3"), ())
     assert ruling.held is None
 
 
 def test_what_was_written_down_counts_though_its_process_has_gone() -> None:
-    """All part at one header; b has told that its parts are in a file (P13)."""
+    """All members part at one header; b has reported that its parts are in a file (P13)."""
     parted = view(2, 1, "", FOUR.pipelines, leaving="a~1 b~2 c~3 d~4")
     told = Report(NO_VIEW, FOUR.id, H1.seq, H1.hash, HIGH, raw=False)
     reports = {"a~1": report(H1, LOW)}
@@ -165,7 +165,7 @@ def test_what_was_written_down_counts_though_its_process_has_gone() -> None:
 
 
 def rule_of_one_part(latest: View, past: Past, reports: Mapping[str, Report]) -> Ruling:
-    """The ruling as it was before the state had parts: who is loaded holds all of it."""
+    """Returns the ruling as it was before the state had parts: a loaded member holds all of it."""
     order = [m for m in latest.ids() if m in reports]
     counting = frozenset(m for m in order if past.in_all_after(m, reports[m].entered))
     able = {m: reports[m] for m in order if reports[m].loaded and m in counting}
@@ -201,7 +201,7 @@ def rule_of_one_part(latest: View, past: Past, reports: Mapping[str, Report]) ->
 
 
 def sorted_out(latest, counting, reports, base, hand_on, sources, unusable) -> Ruling:  # type: ignore[no-untyped-def]
-    """Returns who goes on, loads on, waits, or joins again."""
+    """Returns the members that go on, load on, wait, or join again."""
     members, joiners, waiting, rejoin = [], [], [], []
     admitted = base.view_change.joiners if base is not None and base.view_change is not None else ()
     for name in [m for m in latest.ids() if m in reports]:
@@ -230,7 +230,7 @@ def sorted_out(latest, counting, reports, base, hand_on, sources, unusable) -> R
 
 
 class Counted(tuple[str, ...]):
-    """Ids that count how often one is looked for among them."""
+    """Tuple of ids that counts how often one is looked for in it."""
 
     times = 0
 
@@ -250,8 +250,9 @@ PLAIN3 = replace(header(3, TWO, ADMITTED), reduced=False)
 
 @st.composite
 def reports(draw: st.DrawFn) -> tuple[list[View], dict[str, Report]]:
-    """Reports of a job whose members hold the whole state, or nothing; views and slots as they can follow each other,
-    and some as they cannot."""
+    """Returns reports of a job whose members hold the whole state, or nothing; views and slots follow each other as
+    they can, and sometimes as they cannot.
+    """
     chain = draw(st.sampled_from([[ONE], [ONE, TWO]]))
     found = {}
     for name in draw(st.sets(st.sampled_from(chain[-1].ids()), min_size=1)):
@@ -283,7 +284,7 @@ def test_a_header_of_a_reduced_step_needs_no_bytes(reduced: bool) -> None:
 
 
 def test_who_has_all_its_parts_is_not_looked_for_among_the_joiners() -> None:
-    """In a job that begins nearly all are joiners, and each is looked for among all."""
+    """In a job that begins nearly all members are joiners, and each would be looked for among all."""
     latest = replace(ONE, joiners=Counted(ONE.ids()[1:]))
     Counted.times = 0
     ruling = rule([latest], {m: report(PLAIN1, WHOLE, ONE) for m in ONE.ids()})

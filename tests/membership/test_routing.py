@@ -1,6 +1,4 @@
-"""Tests what the router decides about each message: to hand it on, to take it, to keep it for a while, or to drop
-it.
-"""
+"""Tests the router's decision about each message: forward it, take it, keep it for a while, or drop it."""
 
 from __future__ import annotations
 
@@ -50,14 +48,16 @@ def test_the_last_hop_is_the_last() -> None:
 
 
 def test_no_message_goes_back_to_the_neighbour_it_came_from() -> None:
-    """Two members that stand in different views would hand it to each other for ever."""
+    """Two members that stand in different views would otherwise forward a message to each other for ever."""
     (step,) = router("b", CHAIN, "ac").arrived(routed("d", "a"), "c")
     assert isinstance(step, Drop)
     assert step.reason == "c, where it came from, is the next hop"
 
 
 def test_a_message_may_go_to_its_source_by_way_of_another_one() -> None:
-    """Its source is on the way where views have changed; only the neighbour that handed it over is not asked again."""
+    """Where views have changed, the source may be on the way; only the neighbour that forwarded the message is left
+    out.
+    """
     (step,) = router("b", CHAIN, "ac").arrived(routed("d", "c"), "a")
     assert step == Hand("c", routed("d", "c", 3), bare=False)
 
@@ -80,7 +80,9 @@ def test_a_message_of_a_view_to_come_waits_for_it() -> None:
 
 
 def test_a_link_that_the_view_lacks_takes_what_is_for_none_of_its_members() -> None:
-    """As a learner: if such a link breaks nobody recovers, and what was for a member would not be sent again."""
+    """A learner has such a link: if it breaks there is no recovery, and a message for a member would not be sent
+    again.
+    """
     a = router("a", CHAIN, "bcx")
     assert [step.peer for step in a.send("c", b"x", ViewId(1, 1)) if isinstance(step, Hand)] == ["b"]
     assert [step.peer for step in a.send("x", b"x", ViewId(1, 1)) if isinstance(step, Hand)] == ["x"]

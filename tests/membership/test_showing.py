@@ -1,6 +1,4 @@
-"""Tests what `status` is told of a large job: what is not as it should be, counts of the rest, and everything in
-pages.
-"""
+"""Tests the `status` of a large job: troubles in full, counts of the rest, and all members in pages."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from chaos_lightning.protocol.types import NO_VIEW, WHOLE, Settings
 
 
 def settled(count: int) -> SchedulerMachine:
-    """A scheduler that has started anew, all of whose members are back and train."""
+    """Returns a scheduler that was started anew, all of whose members are back and train."""
     view = sparse_view(count)
     machine = SchedulerMachine(
         Settings(max_nodes=count), fx.Chain(2, view.id, (view,), id=view.chain, numbers=Numbers.of([NO_VIEW]))

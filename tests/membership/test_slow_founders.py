@@ -1,4 +1,4 @@
-"""A founder to which the state trickles holds up the others for a while only, if enough nodes can do without it."""
+"""A founder that gets the state slowly delays the others for a while only, if enough nodes can do without it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW = 200
 
 
 class Spreading(Stage):
-    """Founders that load the state one after the other; the slow one tells each second that a little has come.
+    """Founders that load the state one after the other; the slow one reports a little progress each second.
 
     Args:
         size: Number of founders.
@@ -72,7 +72,7 @@ class Spreading(Stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
 def test_256_founders_go_on_without_one_to_which_the_state_trickles(dies: int) -> None:
-    """Though another one dies, and a recovery follows, when most have the state."""
+    """The founders go on, though another one dies, and a recovery follows, when most have the state."""
     job = Spreading(FOUNDERS, FOUNDERS - 2, slow_s=1000.0)
     for member in job.view.ids()[3 : 3 + dies]:
         job.wait(lambda: job.clock.now > job.founded_at + 0.8 * COPY_S * ROUNDS, "time to pass")
@@ -85,7 +85,7 @@ def test_256_founders_go_on_without_one_to_which_the_state_trickles(dies: int) -
 
 
 def test_deaths_are_no_copies_that_are_done() -> None:
-    """Half of the founders die before anybody has the state: the others are waited for as long as it comes."""
+    """Half of the founders die before any of them has the state: the others are waited for as long as it comes."""
     desk = Desk(rules(FOUNDERS, 8))
     founders, peers = Founders(desk), [SimpleNamespace(id=f"n{i}~{i}") for i in range(1, FOUNDERS)]
     left, loads_s = peers[::2], 100.0
@@ -111,7 +111,7 @@ def test_a_scheduler_that_is_restarted_knows_that_most_get_the_state() -> None:
 
 
 def test_a_newcomer_to_whom_no_link_leads_is_no_node_to_spare() -> None:
-    """Nor is a member that leaves."""
+    """A newcomer without links does not count as a spare node, nor does a member that leaves."""
     job, founded = founding(32)
     machine = job.machine
     late = [machine.roster.peers[founded.ids()[-1]]]
@@ -138,7 +138,9 @@ def test_where_no_node_is_to_spare_all_wait_for_it_as_long_as_something_comes() 
 
 @pytest.mark.parametrize("left", [True, False])
 def test_one_that_was_left_behind_is_waited_for_no_more(left: bool) -> None:
-    """It comes again before the first step is committed, and learns by replay what others get by a pause."""
+    """A founder left behind comes again before the first step is committed, and learns by replay what others get by a
+    pause.
+    """
     job, founded = founding(32)
     for member in founded.members:
         job.says(member.name, Entered(founded.id, 0, 0, GENESIS.hash))

@@ -1,4 +1,6 @@
-"""Speeds that members tell, as plans take them: what all share chooses nothing, and little changes nothing."""
+"""Speeds that members report, as plans use them: a factor common to all changes no choice, and small changes change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def request(layer_s: float = 1.0) -> PipelineRequest:
 
 
 class Told:
-    """Members a, b, ... and what they tell."""
+    """Members a, b, ... and their reports."""
 
     def __init__(self, *layer_s: float) -> None:
         self.peers = {
@@ -64,7 +66,7 @@ def test_a_speed_that_wavers_counts_once_and_one_that_recovers_is_as_foreseen() 
 
 
 def test_each_member_is_measured_by_its_own_request_and_planned_by_the_oldest() -> None:
-    """A machine that was slow when it measured its layers foresees that, and is slow all the same."""
+    """A machine that was slow when it measured its layers foresees slow steps, and is slow all the same."""
     told = Told(1.0, 1.0, 3.0)
     assert told.tell(a=1.0, b=1.0, c=1.0) == {"a": 1.0, "b": 1.0, "c": pytest.approx(1 / 3, rel=0.01)}
     oldest_slow = Told(3.0, 1.0, 1.0)

@@ -37,7 +37,7 @@ def a_view(count: int, links: list[tuple[int, int]] = [], joiners: tuple[int, ..
 
 
 def parents(view: View) -> dict[str, str]:
-    """By member, from what each of them computes for itself: who it gets headers from."""
+    """Returns by member from which one it gets headers, as each of them computes it for itself."""
     found: dict[str, str] = {}
     for sender in view.ids():
         for receiver in Spreading(Spread()).below(view, sender):
@@ -106,7 +106,7 @@ CHAIN = a_view(4)
 
 
 def standing(me: str) -> MemberMachine:
-    """One of four members that hand headers on down a chain."""
+    """Returns one of four members that hand headers on down a chain."""
     machine = MemberMachine(Spread(direct=1, width=1))
     machine.on(0.0, fx.ControlIn(Welcome(member(me), 1, "founder", "", 0.1, 0.3)))
     machine.on(0.0, fx.ControlIn(Decide(CHAIN, GENESIS)))

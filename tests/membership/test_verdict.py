@@ -1,4 +1,4 @@
-"""Tests what a member answers about another one: by process table, by link, by the other machine's word."""
+"""Tests a member's answer about another one: by process table, by link, by the other machine's word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For tests of what a report says: the pictures in it take most of its time."""
+"""Fixtures for tests of reports, whose pictures take most of the time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from chaos_lightning.observe import charts
 
 @pytest.fixture
 def unpictured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports have no pictures."""
+    """Removes the pictures from reports."""
     monkeypatch.setattr(charts, "DRAWERS", {})
     monkeypatch.setattr(charts, "overview", lambda timeline: b"")

@@ -21,7 +21,7 @@ Line = dict[str, Any]
 
 @dataclass
 class Script:
-    """Writes a run slot by slot; `lines[source]` are its files."""
+    """Writer of a run slot by slot; `lines[source]` are its files."""
 
     quota: int = 8
     length: int = 640
@@ -42,7 +42,7 @@ class Script:
     # ------------------------------------------------------------------ lines
 
     def say(self, who: str, name: str, *, at: float | None = None, file: str = "", **fields: Any) -> Line:
-        """One line of member `who` ("" with a source: a scheduler or a harness)."""
+        """Writes one line of member `who` ("" with a source: a scheduler or a harness)."""
         t = self.now if at is None else at
         line: Line = {"t": round(t, 6), "mono": round(t - T0 + 1000, 6), "member": who}
         if who:
@@ -62,7 +62,7 @@ class Script:
         self.say(member, "welcomed", id=member, role=role, reason="there is room")
 
     def jitter(self) -> float:
-        """A reproducible wobble of a step, s."""
+        """Returns a reproducible variation of a step's time, in seconds."""
         self.noise = (self.noise * 1103515245 + 12345) % (1 << 31)
         return 0.012 * (self.noise / (1 << 31)) * (1 + 5 * (self.noise % 37 == 0))
 
@@ -108,7 +108,7 @@ class Script:
     def slot(
         self, kind: str = "step", *, only: list[str] | None = None, hashes: bool = False, took: float = 0.0
     ) -> str:
-        """Commit one slot at all members (or `only` some), `took` seconds after the last."""
+        """Commits one slot at all members (or `only` some), `took` seconds after the last."""
         self.now += took or (self.step_s + self.jitter() if kind == "step" else 0.02)
         self.seq += 1
         spent: dict[str, list[Line]] = {m: [] for m in self.members}
@@ -149,7 +149,7 @@ class Script:
         return new
 
     def hashed(self, member: str, head: str, *, at: float | None = None) -> None:
-        """The member tells the hash of its state at this header."""
+        """Writes the hash of the member's state at this header."""
         self.say(member, "state_hash", at=at, seq=self.seq, step=self.step, head=head, hash=self.state(head))
 
     def steps(self, count: int) -> None:
@@ -174,7 +174,9 @@ class Script:
             self.say(member, "epoch", stream="", epoch=1, length=self.length)
 
     def join(self, node: str, *, incarnation: int = 1, mib: float = 48.0, source: str = "", pause: float = 0.35) -> str:
-        """A newcomer: welcomed while the others train, then a boundary and a pull from all members."""
+        """Lets a newcomer in: welcomed while the others train, then a boundary and a pull from all members; returns its
+        id.
+        """
         member = f"{node}~{incarnation}"
         source = source or self.process(node, f"member-{node}-{incarnation}.jsonl")
         self.now += 0.001
@@ -223,7 +225,7 @@ class Script:
         return member
 
     def kill(self, member: str, phase: str = "allreduce") -> None:
-        """SIGKILL inside a slot that nobody committed: it is redone without the dead."""
+        """Kills a member by SIGKILL inside a slot that no member committed: the slot is redone without it."""
         self.now += 0.05
         self.say(member, "fault_injected", kind="sigkill", phase=phase, step=self.step)
         rest = [m for m in self.members if m != member]
@@ -240,7 +242,7 @@ class Script:
         self.slot(took=0.05)
 
     def freeze(self, member: str, seconds: float) -> float:
-        """SIGSTOP by the harness; put out after 0.6 s. Returns when it thaws."""
+        """Stops a member by SIGSTOP of the harness; it is put out after 0.6 s. Returns when it thaws."""
         node = member.rpartition("~")[0]
         if "harness-h-1.jsonl" not in self.lines:
             self.process("h", "harness-h-1.jsonl", role="harness")
@@ -285,7 +287,9 @@ class Script:
 
 
 def two_jobs(*, finished: bool = True) -> tuple[Script, Script]:
-    """Twice the same job, in new processes with the same names: the same ids, and the same headers while they last."""
+    """Returns the same job twice, in new processes with the same names: the same ids, and the same headers while they
+    last.
+    """
     first, second = Script(), Script(pid=2)
     first.found(["a", "b"])
     first.steps(12)
@@ -298,7 +302,7 @@ def two_jobs(*, finished: bool = True) -> tuple[Script, Script]:
 
 
 def story() -> Script:
-    """The whole run."""
+    """Returns the whole run."""
     run = Script()
     run.found(["alpha", "bravo", "charlie"])
     run.steps(20)

@@ -54,7 +54,7 @@ NBYTES = 1 << 20
 
 @dataclass
 class Trainer:
-    """Cluster of the script, with what it knows."""
+    """Cluster of the script, with the facts that it knows."""
 
     who: IncarnationId
     base: VersionId = NO_VERSION
@@ -66,7 +66,7 @@ class Trainer:
 
 @dataclass
 class OuterScript:
-    """Writes an outer job event by event; `lines[source]` are its files."""
+    """Writer of an outer job event by event; `lines[source]` are its files."""
 
     length: int = 400
     now: float = T0
@@ -109,7 +109,7 @@ class OuterScript:
         return entry
 
     def tell(self, entry: Entry, source: str = "") -> Line:
-        """The line of an entry."""
+        """Writes the line of an entry."""
         return self.say(
             source or self.leader,
             "entry",
@@ -174,7 +174,7 @@ class OuterScript:
         self.enter(Leased(self.trainers[cluster].who, epoch, ((start, stop),)))
 
     def train(self, cluster: str, start: int, stop: int) -> None:
-        """Ten samples a step."""
+        """Trains a cluster on these positions, ten samples a step."""
         one, steps = self.trainers[cluster], (stop - start) // 10
         one.steps, one.loss = one.steps + steps, one.loss * 0.98
         one.spans.append((start, stop))
@@ -298,13 +298,13 @@ class OuterScript:
         raise AssertionError(f"no {name}")
 
     def drop(self, name: str, pick: Callable[[Line], bool] = lambda line: True) -> None:
-        """Takes all such lines out."""
+        """Removes all such lines."""
         for source, lines in self.lines.items():
             self.lines[source] = [line for line in lines if not (line["name"] == name and pick(line))]
 
 
 def begun(length: int = 400) -> OuterScript:
-    """A job of two followers and two clusters, founded, with leases."""
+    """Returns a job of two followers and two clusters, founded, with leases."""
     run = OuterScript(length=length)
     run.lead("alpha")
     run.follow("f0")
@@ -323,7 +323,7 @@ def begun(length: int = 400) -> OuterScript:
 
 
 def one_round(run: OuterScript) -> tuple[Offer, Offer]:
-    """Both clusters push once, and adopt."""
+    """Lets both clusters push once, and adopt; returns their offers."""
     run.train("home", 0, 60)
     run.train("near", 100, 140)
     mine, yours = run.freeze("home"), run.freeze("near")
@@ -335,7 +335,7 @@ def one_round(run: OuterScript) -> tuple[Offer, Offer]:
 
 
 def outer_story() -> OuterScript:
-    """The whole job."""
+    """Returns the whole job."""
     run = begun()
     one_round(run)
     run.mark(run.newest)

@@ -31,7 +31,7 @@ def commits(run: Script, member: str) -> list[Line]:
 
 
 def hashed(run: Script, member: str) -> Line:
-    """The first hash of its state that the member tells."""
+    """Returns the line of the first hash of its state that the member writes."""
     return next(x for x in run.lines[run.sources[member]] if x["name"] == "state_hash")
 
 
@@ -254,7 +254,7 @@ def test_5_a_newcomer_whose_first_view_no_header_carried_was_not_put_out(tmp_pat
 
 
 def test_4_a_learner_that_the_end_of_the_job_overtook_owes_no_proof(tmp_path: Path) -> None:
-    """It pulled at a header at which no donor had to take a hash, and was never let in."""
+    """The learner pulled at a header at which no donor had to take a hash, and was never let in."""
     run = copy.deepcopy(STORY)
     run.process("echo", "member-echo-1.jsonl")
     run.welcome("echo~1", "member-echo-1.jsonl", "joiner")
@@ -271,7 +271,7 @@ def test_4_a_learner_that_the_end_of_the_job_overtook_owes_no_proof(tmp_path: Pa
 
 
 def test_a_newcomer_that_is_killed_before_its_first_commit_left_a_whole_log(tmp_path: Path) -> None:
-    """It contributed to a slot that the others committed, and had the state of the slot before from them."""
+    """The newcomer contributed to a slot that the others committed, and had the state of the slot before from them."""
     run = Script()
     run.found(["a", "b"])
     run.steps(12)
@@ -444,7 +444,7 @@ def test_a_member_of_the_next_job_is_killed(tmp_path: Path) -> None:
 
 
 def beside(chain: str, endpoint: str, pid: int) -> Script:
-    """A job of the same members as another one, at the same time."""
+    """Returns a job of the same members as another one, at the same time."""
     run = Script(pid=pid)
     run.found(["a", "b"])
     run.steps(12)
@@ -474,7 +474,7 @@ def test_two_jobs_that_run_at_the_same_time_are_judged_apart(tmp_path: Path) -> 
 
 
 def test_one_job_that_split_in_two_is_judged_as_one(tmp_path: Path) -> None:
-    """Its members were told one endpoint, or had stood on one chain."""
+    """Both halves were given one endpoint, or had stood on one chain."""
     runs = (beside("one", "127.0.0.1:1", 1), beside("two", "127.0.0.1:1", 2))
     own = commits(runs[1], "a~1")
     own[5]["header"] = "feedfeedfeedfeed"

@@ -1,4 +1,6 @@
-"""Short lines say what whole ones say; what is missing of a log is told; files are many and kept below a limit."""
+"""Short lines mean the same as whole ones; missing parts of a log are reported; files are many and kept below a
+limit.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ SEEDS = range(8)
 
 
 def slots(seed: int, count: int) -> list[dict[str, Any]]:
-    """Fields of `committed` as a member of a job that is no simple one has them."""
+    """Draws fields of `committed` by a member of a job that is not a simple one."""
     random_, before, found = random.Random(seed), GENESIS, []
     ledger: dict[tuple[str, int], list[tuple[int, int]]] = {("", 0): [(0, 4)]}
     members = ("a~1", "b~2", "c~3")
@@ -58,7 +60,7 @@ def slots(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def plain(fields: dict[str, Any]) -> Any:
-    """As JSON has them."""
+    """Returns fields as JSON has them."""
     with_spans = {k: [vars_of(x) for x in v] if k in ("spent", "ledger") else v for k, v in fields.items()}
     return json.loads(json.dumps(with_spans))
 
@@ -326,7 +328,7 @@ def test_edits_lead_from_one_list_to_the_other(old: list[int], new: list[int]) -
 
 
 def views(count: int, changes: int) -> list[dict[str, Any]]:
-    """Fields of `view` events of a member, in each of which one or two are gone and one may have come."""
+    """Draws fields of `view` events of a member, in each of which one or two are gone and one may have come."""
     chance = random.Random(count)
     ids, found = [f"n{i:04}~{i}" for i in range(count)], []
     for number in range(changes):

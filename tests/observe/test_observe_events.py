@@ -1,4 +1,4 @@
-"""The event log keeps what was emitted, whatever happens to its writer or its disk."""
+"""The event log keeps all emitted events, whatever happens to its writer or its disk."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ GENESIS = "g"
 
 @dataclasses.dataclass
 class Made:
-    """A history and what is known beside it."""
+    """History and the facts that are known beside it."""
 
     commits: list[Commit]
     views: dict[tuple[int, int], tuple[str, ...]]
@@ -29,7 +29,7 @@ class Made:
 
 
 def make(seed: int, slots: int = 40) -> Made:
-    """A random history with joins, deaths, frozen members that miss their last slot, and abandoned headers."""
+    """Returns a random history with joins, deaths, frozen members that miss their last slot, and abandoned headers."""
     rng = random.Random(seed)
     members = [f"m{i}" for i in range(rng.randint(1, 4))]
     made = Made([], {(1, 1): tuple(members)}, set(), {})
@@ -93,7 +93,7 @@ def _commit(
 
 
 def _reassign(takes: dict[str, tuple[tuple[int, int], ...]], members: list[str], used: int) -> int:
-    """Survivors keep their gradients, so the positions that the dead one had are simply not spent: close the gap."""
+    """Closes the gap that the dead leave: survivors keep their gradients, so the dead one's positions are not spent."""
     kept = {m: takes[m] for m in members if takes.get(m)}
     takes.clear()
     start = min((s[0][0] for s in kept.values()), default=used)
@@ -129,7 +129,9 @@ def test_histories_that_obey_are_acquitted(seed: int) -> None:
 
 
 def vanish(made: Made) -> None:
-    """b contributes to slot 11, never commits it, and is not in slot 12's view; nobody says why."""
+    """Removes b's traces: it contributes to slot 11, never commits it, and is not in slot 12's view, without any
+    reason.
+    """
     made.views[1, 2] = ("a",)
     last = replace(made.commits[22], view=(1, 2), contributors=("a",), ledger={("", 0): ((0, 46),)})
     made.commits[20:] = [made.commits[20], last]
@@ -140,7 +142,7 @@ def change(made: Made, place: int, **fields: object) -> None:
 
 
 def steady(seed: int = 3) -> Made:
-    """A history without deaths and joins: two members, twelve slots."""
+    """Returns a history without deaths and joins: two members, twelve slots."""
     made = Made([], {(1, 1): ("a", "b")}, set(), {})
     used = 0
     for seq in range(1, 13):

@@ -1,4 +1,4 @@
-"""Links on the live board: what they carry, what they can, and which are missing."""
+"""Links on the live board: their traffic, their rates, and missing ones."""
 
 from __future__ import annotations
 

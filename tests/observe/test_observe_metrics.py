@@ -1,4 +1,4 @@
-"""Tests what `chaos-lightning metrics` makes of event logs."""
+"""Tests the metrics that `chaos-lightning metrics` computes from event logs."""
 
 from __future__ import annotations
 

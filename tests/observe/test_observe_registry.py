@@ -1,4 +1,4 @@
-"""Rooms declare their events, nobody else lists them, and what is written is what is declared."""
+"""Packages declare their events, no other place lists them, and written events match their declarations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITERS = ("emit", "note", "_note")
 
 
 def written() -> Iterator[tuple[str, ast.Call, str]]:
-    """(place, call, name) of each event that is written under a name that stands in the call."""
+    """Yields (place, call, name) of each event that is written under a name that stands in the call."""
     for folder in ("chaos_lightning", "strategies", "callbacks", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             for call in ast.walk(ast.parse(path.read_text())):
@@ -75,7 +75,7 @@ def test_a_wrong_event_is_told_in_words() -> None:
 
 @pytest.fixture
 def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of the package that has an events.py and whose own import would fail."""
+    """Folder of the package that has an events.py and whose own import would fail."""
     room = tmp_path / "package" / "outer"
     room.mkdir(parents=True)
     (room / "__init__.py").write_text("raise AssertionError('to read logs no room is imported')")

@@ -115,7 +115,7 @@ def wrong_name(run: OuterScript) -> None:
 
 
 def other_chain(run: OuterScript) -> None:
-    """A leader whose time is over has entered something at a position that is taken."""
+    """Adds an entry of a deposed leader at a position that is taken."""
     last = run.entries[-1]
     run.tell(
         Entry(last.position, last.term - 1, Removed(run.trainers["near"].who, "silent"), last.before), "late.jsonl"
@@ -241,7 +241,7 @@ def frozen_otherwise(run: OuterScript) -> None:
 
 
 def other_manifest(run: OuterScript) -> None:
-    """The leader's entry names other bytes than its cluster froze; all hashes are right."""
+    """Makes the leader's entry name other bytes than its cluster froze; all hashes are right."""
     run.train("home", 80, 90)
     run.round(replace(run.freeze("home"), manifest="f" * 32))
 
@@ -294,7 +294,7 @@ def more_than_it_covers(run: OuterScript) -> None:
 
 
 def with_another(change: Callable[[Round], Round]) -> Callable[[OuterScript], None]:
-    """A leader that decides a round otherwise; all hashes are right."""
+    """Returns a change by which the leader decides a round otherwise; all hashes are right."""
 
     def plant(run: OuterScript) -> None:
         run.train("home", 80, 90)
@@ -463,7 +463,7 @@ ADOPTED: dict[Callable[[OuterScript], None], str] = {
 
 
 def pushed_twice(run: OuterScript) -> None:
-    """Puts into the next push what was trained while one travelled, and a step of that push as well."""
+    """Puts into the next push the steps trained while one travelled, and a step of that push as well."""
     home = run.trainers["home"]
     home.steps += 1
     run.void(run.freeze("home"))
@@ -650,7 +650,7 @@ def test_a_lost_store_is_no_new_job_while_anybody_of_the_old_one_goes_on(tmp_pat
 
 @pytest.mark.parametrize("in_one_file", [False, True])
 def test_a_folder_with_an_elastic_cluster_is_judged_both_ways(tmp_path: Path, in_one_file: bool) -> None:
-    """A rank writes what it does in its cluster into a file of its own, or into the one of the inner job."""
+    """A rank writes the events of its cluster into a file of its own, or into the one of the inner job."""
     run, inner = outer_story(), Script()
     inner.found(["a", "b"])
     inner.steps(20)
@@ -684,7 +684,7 @@ def test_the_command_says_both_and_ends_as_it_should(tmp_path: Path) -> None:
 
 
 def test_a_clusters_log_that_was_cut_off_shows_less(tmp_path: Path) -> None:
-    """Half of it was missing, and the audit said that all points hold."""
+    """Former bug: the audit said that all points hold though half of a cluster's log was missing."""
     run = outer_story()
     source = run.member("home")
     frozen = [number for number, line in enumerate(run.lines[source]) if line["name"] == "push_frozen"]

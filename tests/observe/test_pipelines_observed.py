@@ -1,4 +1,4 @@
-"""A job in pipelines as its logs tell it: the audit of sums and parts, the board, the report and the status."""
+"""A job in pipelines, from its logs: the audit of sums and parts, the board, the report and the status."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def choose(run: Script, plan: dict[str, Any], way: str, **more: Any) -> None:
 
 
 def own(run: Script, owns: dict[str, list[Any]]) -> None:
-    """The view's events tell what each member owns."""
+    """Adds to the view's events the layers that each member owns."""
     for lines in run.lines.values():
         for line in lines:
             if line["name"] == "view" and line["id"] == run.view_id:
@@ -62,7 +62,7 @@ def sums(run: Script, header: str, covered: dict[str, list[Any]]) -> None:
 
 
 def made() -> Script:
-    """Two pipelines of two stages; d is lost, its work goes to b, and layer 2 moves to c."""
+    """Returns a run of two pipelines of two stages; d is lost, its work goes to b, and layer 2 moves to c."""
     run = Script()
     run.found(["a", "b", "c", "d"])
     own(run, OWNS)
@@ -160,7 +160,7 @@ def test_a_sum_that_nobody_tells_is_none_that_is_missing(tmp_path: Path) -> None
 
 
 def joined_by_parts() -> Script:
-    """A fifth process comes into the run, pulls two parts and the rest, and gets one more in the next view."""
+    """Returns a run that a fifth process joins: it pulls two parts and the rest, and gets one more in the next view."""
     run = made()
     run.welcome("e~2", run.process("e"), "joiner")
     head = run.slot("boundary")
@@ -236,7 +236,7 @@ def test_the_audit_says_what_it_compared_of_joiners_that_came_by_parts(tmp_path:
 
 
 def test_a_recovery_begins_with_the_suspicion_that_led_to_it(tmp_path: Path, unpictured: None) -> None:
-    """Earlier ones were cleared; the time below min_nodes is told apart."""
+    """Suspicions before that one were cleared; the time below min_nodes is reported apart."""
     run = Script()
     run.found(["a", "b", "c"])
     scheduler = f"scheduler-s-{run.pid}.jsonl"
@@ -308,7 +308,7 @@ def test_the_status_tells_the_estimated_and_the_measured_step(capsys: pytest.Cap
 
 
 def dead_and_leaving() -> dict[str, Any]:
-    """Facts of a job in which one member has died and one leaves."""
+    """Returns facts of a job in which one member has died and one leaves."""
     why = "its control stream is closed, and its link to vm-0-2334~2000001: closed (Connection reset by peer)"
     usual = {
         "id": "", "host": "a-host-with-a-long-name.example", "standing": "member", "connected": True, "view": "3.2",
@@ -328,7 +328,7 @@ def dead_and_leaving() -> dict[str, Any]:
 def test_who_is_dead_and_why_takes_no_room_from_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """At 80 columns, and in a pipe, where each line is as long as it takes."""
+    """The terminal has 80 columns, or the output is a pipe, where each line is as long as it takes."""
     monkeypatch.delenv("COLUMNS", raising=False)
     if width:
         monkeypatch.setenv("COLUMNS", str(width))

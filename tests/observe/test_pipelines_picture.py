@@ -1,4 +1,4 @@
-"""`chaos-lightning plan`: the picture at several widths, the command as users run it, and what it refuses."""
+"""`chaos-lightning plan`: the picture at several widths, the command as users run it, and its refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def drawn(what: RenderableType, width: int, encoding: str = "utf-8") -> list[str
 
 
 def two_by_two(**more: Any) -> tuple[TrainingJob, PipelinePlan, StepEstimate]:
-    """Two pipelines of two stages, 3 and 5 micro-batches: forward 1 s a layer, backward 2 s, 4 s of all-reduce."""
+    """Returns two pipelines of two stages, 3 and 5 micro-batches: forward 1 s a layer, backward 2 s, 4 s of
+    all-reduce.
+    """
     job = job_of(
         {
             "micro_batches": 8,
@@ -220,7 +222,7 @@ def test_losses_that_cannot_be(text: str, words: str) -> None:
 
 
 def command(*words: str, code: int = 0, columns: int = 100) -> str:
-    """Returns what `chaos-lightning plan` prints, run as a process whose output is piped; or what it says on stderr."""
+    """Returns the output of `chaos-lightning plan`, run as a process whose output is piped; or its words on stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "chaos_lightning", "plan", *words], capture_output=True, text=True, timeout=120,
         cwd=ROOT, env=os.environ | {"COLUMNS": str(columns)},

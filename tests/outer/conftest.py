@@ -1,4 +1,4 @@
-"""Every test keeps its chains, tokens and settings to itself."""
+"""Fixtures: every test keeps its chains, tokens and settings to itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chaos_lightning.testing.harness import Harness
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """Garbage that refers to itself stays, as it may for minutes in a process that makes few objects."""
+    """Switches the garbage collector off, as in a process that makes few objects."""
     gc.collect()
     gc.disable()
     yield

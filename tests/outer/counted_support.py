@@ -31,7 +31,7 @@ ADDITIONS_ARE_EXACT = 1e-3
 
 
 class Numbers(Dataset[int]):
-    """Samples that are their own number."""
+    """Data set of samples that are their own number."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -44,7 +44,7 @@ class Numbers(Dataset[int]):
 
 
 class Counting(nn.Module):
-    """Counts by gradient how often each sample of each epoch was trained."""
+    """Model that counts by gradient how often each sample of each epoch was trained."""
 
     def __init__(self, epochs: int, samples: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Counting(nn.Module):
 
 
 def train_counting(job: CountedJob, name: str, server: str, logs: str, out: str) -> None:
-    """A cluster, in a process of its own; writes its final weights, and a byte for each step."""
+    """Trains as a cluster, in a process of its own; writes the final weights, and a byte for each step."""
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     model = Counting(job.epochs, job.samples)
@@ -82,7 +82,7 @@ def train_counting(job: CountedJob, name: str, server: str, logs: str, out: str)
 
 
 class CountedJob:
-    """A whole job under a harness.
+    """Whole job under a harness.
 
     Args:
         harness: Its directory holds the server's files.
@@ -124,15 +124,15 @@ class CountedJob:
         self._harness.start_function(name, train_counting, self, name, self._server.server, logs, out)
 
     def restart_server(self) -> None:
-        """Starts it again on what lies in its folder."""
+        """Starts the server again on the files in its folder."""
         self._server.start()
 
     def kill_server(self) -> None:
-        """SIGKILL for its leader and its followers."""
+        """Kills the server's leader and followers by SIGKILL."""
         self._server.kill_server()
 
     def kill_all(self) -> None:
-        """SIGKILL for the server and for all clusters that run."""
+        """Kills the server and all running clusters by SIGKILL."""
         running = [name for name in self.names if self._harness.children[name].running]
         for name in running:
             self._harness.kill(name)
@@ -147,34 +147,34 @@ class CountedJob:
 
     @property
     def steps(self) -> int:
-        """Inner steps that clusters have made."""
+        """Number of inner steps that clusters have made."""
         return sum(path.stat().st_size for path in self._harness.directory.glob("*.steps"))
 
     @property
     def whole(self) -> int:
-        """Inner steps of an undisturbed job, at least."""
+        """Least number of inner steps of an undisturbed job."""
         return self.epochs * self.samples // BATCH
 
     def reach(self, part: float) -> None:
-        """Waits until so much of the job is trained, or a cluster has ended."""
+        """Waits until this share of the job is trained, or a cluster has ended."""
         goal, all_run = part * self.whole, len(self.running)
         self._harness.wait_until(
             lambda: self.steps >= goal or len(self.running) < all_run or None, f"{part:.0%} of the steps"
         )
 
     def refused(self) -> bool:
-        """Whether the server that runs has seen that it is not this job's, or holds an older copy."""
+        """Returns whether the running server has seen that it is not this job's, or holds an older copy."""
         names = {record.name for record in self._harness.records}
         return "cluster_refused" in names or any(
             r.name == "outer_leader_ended" and "lacks" in str(r.get("reason")) for r in self._harness.records
         )
 
     def snapshot(self, place: Path) -> None:
-        """Copies the server's files, none of which anybody writes to."""
+        """Copies the server's files while no process writes to them."""
         self._swap(self._server.folder, place)
 
     def put_back(self, place: Path) -> None:
-        """Takes a copy's files for the server's; of an empty folder: none."""
+        """Replaces the server's files by those of a copy; an empty folder leaves none."""
         self._swap(place, self._server.folder)
 
     def _swap(self, source: Path, goal: Path) -> None:
@@ -189,7 +189,7 @@ class CountedJob:
         return self._harness.directory / f"{name}.pt"
 
     def wait(self, *, may_fail: bool = False) -> list[str]:
-        """Waits for all clusters; the names of those that ended well, who are all if none may fail."""
+        """Waits for all clusters; returns the names of those that ended well, which must be all if none may fail."""
         if may_fail:
             self._harness.declare(*self.names)
         codes = {name: self._harness.wait_exit(name, 120.0) for name in self.names}
@@ -198,12 +198,12 @@ class CountedJob:
         return well
 
     def _outputs(self) -> str:
-        """The end of everything that the processes printed."""
+        """Returns the end of everything that the processes printed."""
         logs = sorted((self._harness.directory / "out").glob("*.log"))
         return "\n".join(f"--- {log.name}: {log.read_text(errors='replace')[-800:]}" for log in logs)
 
     def judge(self, well: list[str]) -> None:
-        """Each sample is once in the final weights of all that ended well, and with the weight of its push."""
+        """Checks that each sample is once in the final weights of all that ended well, with the weight of its push."""
         finals = [torch.load(self._out(name), weights_only=True) for name in well]
         for name, final in zip(well, finals, strict=True):
             assert torch.equal(final, finals[0]), f"the final weights of {name} are not those of {well[0]}"
@@ -216,7 +216,7 @@ class CountedJob:
         assert off < ADDITIONS_ARE_EXACT, f"weights are off by {off} from what the chain says of their pushes"
 
     def _pushed(self) -> list[float]:
-        """The weight of each sample of each push that stands, by the chain's own words."""
+        """Returns the weight of each sample of each push that stands, by the chain's records."""
         with SqliteStore(self._server.folder / "chain.sqlite", read_only=True) as store:
             _, records = store.read(0)
         standing: list[tuple[int, float, int]] = []

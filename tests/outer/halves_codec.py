@@ -1,4 +1,4 @@
-"""A codec of a user's own, in a module that followers and training scripts import: fp16 both ways, with a residual."""
+"""A user's own codec, in a module that followers and training scripts import: fp16 both ways, with a residual."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chaos_lightning.outer.exchange.codec import BF16, Codec, register_codec
 
 
 class Halves:
-    """A format without a base class."""
+    """Codec without a base class."""
 
     name = "halves"
     residual = True

@@ -1,4 +1,4 @@
-"""A leader's machine in a test: what it stores is stored at once, and its one follower does what it is told."""
+"""A leader's machine in a test: its entries are stored at once, and its one follower does as it is told."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = OuterSettings(policy="async", heartbeat_s=1.0, last_holder_timeout_s=
 
 
 class Rig:
-    """A leader, one follower, whose disk may be full, and clusters."""
+    """Leader, one follower, whose disk may be full, and clusters."""
 
     def __init__(self, length: int = 0, *, full: bool = False) -> None:
         self.full = full

@@ -25,7 +25,7 @@ EACH = OuterSettings(policy="async", inner_steps=1, batch=16)
 
 
 class Cluster:
-    """One with a session of its own, which does what it is told."""
+    """Cluster with a session of its own, driven by the test."""
 
     def __init__(self, name: str, model: nn.Module, session: OuterSession) -> None:
         self.name, self.model, self.session = name, model, session
@@ -33,23 +33,23 @@ class Cluster:
         self.steps = 0
 
     def step(self) -> None:
-        """A step, of which its session is not told yet."""
+        """Makes a step, of which the session is not told yet."""
         self.steps += 1
         inner_step(self.model, self.optimizer, self.name, self.steps)
 
     def train(self) -> None:
-        """A step, whose push is answered when this returns; nothing is adopted for it."""
+        """Makes a step, and waits until its push is answered; the cluster adopts nothing for it."""
         self.step()
         self.session.boundary(16)
         self.hear()
 
     def hear(self) -> None:
-        """Until its push is answered."""
+        """Waits until the cluster's push is answered."""
         machine = self.session._life.machine
         until(lambda: machine.freezing is None and machine.open is None, "the answer to its push")
 
     def settle(self) -> None:
-        """Until its base is the newest version."""
+        """Waits until the cluster's base is the newest version."""
         machine = self.session._life.machine
 
         def newest() -> bool:
@@ -60,7 +60,7 @@ class Cluster:
 
 
 class OneRank:
-    """The inner job of an elastic cluster whose other ranks are gone."""
+    """Inner job of an elastic cluster whose other ranks are gone."""
 
     def __init__(self) -> None:
         self.server = StateServer(SERVING)
@@ -74,7 +74,7 @@ class OneRank:
 
 
 class Elastic:
-    """An elastic cluster of one rank."""
+    """Elastic cluster of one rank."""
 
     def __init__(self, name: str, model: nn.Module, cluster: ElasticCluster) -> None:
         self.name, self.model, self.cluster = name, model, cluster
@@ -84,7 +84,7 @@ class Elastic:
         cluster.begin(name, first=True)
 
     def meet(self, done: Callable[[], object], what: str) -> None:
-        """Its rank meets nobody else until this is so."""
+        """Runs meetings of the only rank until `done` holds."""
 
         def met() -> object:
             self.cluster.alone()
@@ -93,7 +93,7 @@ class Elastic:
         until(met, what)
 
     def train(self) -> None:
-        """A step, of which its rank has told."""
+        """Makes a step that the rank reports."""
         self.steps += 1
         inner_step(self.model, self.optimizer, self.name, self.steps)
         self.cluster.used(16)
@@ -110,7 +110,7 @@ class Clusters:
     def come_in(
         self, name: str, model: nn.Module | None = None, rules: OuterSettings = EACH, *, server: str = "", **told: Any
     ) -> Cluster:
-        """Another one, started; `server`: where it finds the leader, if not at its own place."""
+        """Starts another cluster; `server` is where it finds the leader, if not at the leader's own place."""
         model = model or small_model()
         session = open_session(server or self.job.server, name, model, str(self.harness.logs), rules, **told)
         self._meanwhile.callback(session.close)
@@ -118,7 +118,7 @@ class Clusters:
         return Cluster(name, model, session)
 
     def elastic(self, name: str, rules: OuterSettings = EACH, **told: Any) -> Elastic:
-        """Another one, elastic, in."""
+        """Starts another, elastic cluster and waits until it is in."""
         made = small_model()
         parts = cluster_parts(self.job.server, name, made, str(self.harness.logs), rules, **told)
         inner = OneRank()

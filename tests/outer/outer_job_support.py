@@ -25,7 +25,7 @@ FOLLOWER = "chaos_lightning.outer.commands.follower_main"
 
 
 class OuterJob:
-    """The server's processes of one job, under a harness.
+    """Processes of one job's server, under a harness.
 
     Args:
         harness: Its directory (`folder`, unless that is changed) holds the chain and the followers' files.
@@ -62,7 +62,7 @@ class OuterJob:
         return ["--server", self.server, "--name", name, "--dir", folder, *self.more, *self._logs()]
 
     def kill_server(self) -> None:
-        """All processes of it, with SIGKILL."""
+        """Kills all processes of the server by SIGKILL."""
         for name in ("leader", *self.followers):
             self.harness.declare(name)
             self.harness.kill(name)
@@ -74,20 +74,20 @@ class OuterJob:
 
 
 def small_model() -> nn.Module:
-    """The same in all processes."""
+    """Returns a model that is the same in all processes."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(8, 96), nn.Tanh(), nn.Linear(96, 3))
 
 
 def batch_of(name: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cluster's own data: a function of its name and of the step."""
+    """Returns a batch of a cluster's own data: a function of its name and of the step."""
     noise = torch.Generator().manual_seed(1000 * sum(map(ord, name)) + step)
     x = torch.randn(16, 8, generator=noise)
     return x, x[:, :3] * 2 - x[:, 3:6]
 
 
 def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, step: int) -> float:
-    """One step on that batch; returns its loss."""
+    """Makes one step on that batch; returns its loss."""
     x, y = batch_of(name, step)
     loss = ((model(x) - y) ** 2).mean()
     optimizer.zero_grad()
@@ -107,7 +107,7 @@ def cluster_parts(
     words: dict[str, str] | None = None,
     **options: object,
 ) -> tuple[Replica, Agreement, ClusterOptions, EventLog]:
-    """Returns what a cluster's session is made of."""
+    """Returns the arguments of a cluster's session."""
     torch.set_num_threads(1)
     given = {"server": server, "name": name, "data": "local" if not length else "shared", "log_dir": logs, "block": 64}
     own = ClusterOptions.build({**given, "host_server": False, **options}, {})
@@ -117,10 +117,10 @@ def cluster_parts(
 
 
 def open_session(*given: Any, **named: Any) -> OuterSession:
-    """A cluster's session, not started; arguments are those of `cluster_parts`."""
+    """Returns a cluster's session, not started; arguments are those of `cluster_parts`."""
     return OuterSession(*cluster_parts(*given, **named))
 
 
 def wait_for_file(path: Path, deadline_s: float = 60.0) -> None:
-    """Until the test has made it."""
+    """Waits until the test has made this file."""
     until(path.exists, f"the file {path}", deadline_s)

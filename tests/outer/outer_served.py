@@ -39,7 +39,7 @@ HERE = ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
 
 
 class OuterServed:
-    """An OuterServer in this process; `stop` it."""
+    """OuterServer in this process; a test must `stop` it."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class OuterServed:
         return f"127.0.0.1:{self.server.port}"
 
     def wait_ended(self) -> tuple[str, bool]:
-        """Why it ended, and whether that is a failure."""
+        """Waits for the server's end; returns why it ended, and whether that is a failure."""
         assert self._ended.wait(PATIENCE_S)
         assert self.outcome is not None
         return self.outcome
@@ -91,7 +91,7 @@ def outer_serving(*args: Any, **kwargs: Any) -> Iterator[OuterServed]:
 
 
 class Scripted:
-    """Script of a cluster or follower: what it hears, and what it says of its own; `close` it."""
+    """Script of a cluster or follower: the messages that it gets and sends; a test must `close` it."""
 
     def __init__(self, endpoints: str, call: Any, secret: Secret = b"", revive: Any = None) -> None:
         self.heard: Facts[Any] = Facts()
@@ -118,7 +118,7 @@ class Scripted:
         self.heard.add(message)
 
     def hello(self) -> None:
-        """Says who it is."""
+        """Sends its hello."""
 
     def answer(self, message: Any) -> None:
         """Answers the leader."""
@@ -132,7 +132,7 @@ class Scripted:
 
 
 class ScriptedFollower(Scripted):
-    """Stages, computes and saves at once whatever it is asked to."""
+    """Follower that stages, computes and saves at once as it is asked."""
 
     def __init__(self, endpoints: str, name: str = "one", **more: Any) -> None:
         super().__init__(endpoints, "Follow", **more)
@@ -169,7 +169,7 @@ class ScriptedFollower(Scripted):
 
 
 class ScriptedCluster(Scripted):
-    """Founds the job if it may; pushes when it is told to."""
+    """Cluster that founds the job if it may, and pushes when a test says so."""
 
     def __init__(self, endpoints: str, name: str = "home", process: ProcessPlace = HERE, **more: Any) -> None:
         super().__init__(endpoints, "Attend", **more)
@@ -221,7 +221,7 @@ class ScriptedCluster(Scripted):
         self.client.say(say.Beat(self.me, 100.0, 10.0, self.base, 0, 1, leaving=False))
 
     def served(self, number: int) -> VersionId:
-        """The version of this number or a later one, once it was told that it is served."""
+        """Waits until the version of this number or a later one is said to be served; returns that version."""
 
         def tells(message: Any) -> bool:
             return isinstance(message, say.Served | say.Welcomed) and message.version.number >= number
@@ -232,7 +232,7 @@ class ScriptedCluster(Scripted):
 
 @contextmanager
 def at_once(*clients: Scripted) -> Iterator[None]:
-    """They speak meanwhile."""
+    """Runs these clients while the block runs."""
     with ExitStack() as stack:
         for client in clients:
             client.start()

@@ -43,7 +43,7 @@ COUNTERS = Counters(3, 4, 5)
 
 
 class Stopped:
-    """A job whose server is stopped: two durable versions, and one beyond, which one follower has saved."""
+    """Job whose server is stopped: two durable versions, and one beyond, which one follower has saved."""
 
     def __init__(self, folder: Path, followers: int, store: Callable[[], Store], *, durable: bool = True) -> None:
         self.folder, self.open, self.followers = folder, store, followers
@@ -78,7 +78,7 @@ class Stopped:
         self.put(Round(chain.next_number, chain.newest, weighed, (), factors, Counters(), GateState(), ""))
 
     def save(self, version: VersionId, shards: int, of: int = 0) -> tuple[str, ...]:
-        """So many shards of a version, which is made up."""
+        """Saves so many shards of a version with random content; returns their digests."""
         torch.manual_seed(version.number)
         state = OuterState(GRID.whole, *torch.randn(3, GRID.elements).unbind())
         self.contents[version] = state
@@ -97,7 +97,7 @@ class Stopped:
             return recut(store, self.folder, "job", [f"follower-{number}" for number in range(followers)])
 
     def check(self, *, cleared: bool = True) -> OuterChain:
-        """By the chain as it is all durable versions lie whole with those who hold them.
+        """Checks that each durable version lies whole with the followers which the chain names; returns the chain.
 
         Args:
             cleared: Behind a cut these have no file of a version beyond, for it would be of another shard.

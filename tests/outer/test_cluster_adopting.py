@@ -1,4 +1,4 @@
-"""When a cluster takes a version over, with and without overlap, and at the job's end."""
+"""When a cluster adopts a version, with and without overlap, and at the job's end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RULES = OuterSettings(inner_steps=2, batch=1)
 
 
 def training(*, overlap: bool, ahead_steps: int = 0) -> ClusterMachine:
-    """A cluster that has adopted the first version and trained one step on it."""
+    """Returns a cluster that has adopted the first version and trained one step on it."""
     agreement = Agreement((TensorSpec("w", "float32", (4,)),), settings=RULES.words)
     machine = ClusterMachine("home", "here", "nonce", agreement, overlap=overlap, ahead_steps=ahead_steps)
     machine.on(Connected())
@@ -63,7 +63,7 @@ def offered(effects: list[cl.ClusterEffect]) -> list[PushId]:
 
 
 def answered(machine: ClusterMachine, answer: PushAnswer, version: VersionId) -> list[cl.ClusterEffect]:
-    """Its first push is frozen and answered."""
+    """Freezes the cluster's first push and answers it; returns the effects of the answer."""
     push = PushId(WHO, 1)
     assert any(effect == cl.Freeze(push, V1) for effect in machine.on(cl.Trained(1)))
     machine.on(cl.Frozen(push, "manifest"))
@@ -78,7 +78,7 @@ def test_with_overlap_a_newer_version_is_taken_in_the_middle_of_a_round() -> Non
 
 
 def test_a_fetch_that_is_under_way_goes_on_though_newer_versions_come() -> None:
-    """Where a fetch took longer than a round it was begun anew with each version, and never ended."""
+    """Former bug: a fetch slower than a round was begun anew with each version, and never ended."""
     machine = training(overlap=True)
     (version,) = fetched(effects := machine.on(Told(Served(1, V2, JobProgress()))))
     assert version == V2
@@ -92,7 +92,9 @@ def test_a_fetch_that_is_under_way_goes_on_though_newer_versions_come() -> None:
 
 
 def test_what_is_here_is_adopted_before_a_newer_version_is_fetched() -> None:
-    """Heartbeats named the newer one, so a summary of the chain left the one out that was the base soon after."""
+    """Former bug: heartbeats named the newer version, so a summary of the chain left out the one that was the base soon
+    after.
+    """
     machine = training(overlap=True)
     machine.on(Told(Served(1, V2, JobProgress())))
     machine.on(cl.Got(V2), resting=False)
@@ -120,7 +122,7 @@ def test_a_fetch_of_what_is_too_old_after_an_answer_is_given_up() -> None:
 
 
 def test_without_overlap_a_version_is_taken_between_two_rounds_alone() -> None:
-    """Assigned in the middle of a round, it would wipe out steps that the next push claims to cover."""
+    """A version adopted in the middle of a round would wipe out steps that the next push claims to cover."""
     machine = training(overlap=False)
     assert fetched(machine.on(Told(Served(1, V2, JobProgress())))) == []
     assert fetched(answered(machine, PushAnswer.ACCEPTED, V3)) == []
@@ -132,7 +134,7 @@ def test_without_overlap_a_version_is_taken_between_two_rounds_alone() -> None:
 
 
 def ahead(machine: ClusterMachine, steps: int) -> ClusterMachine:
-    """Its first push is under way, and it has trained so many steps since."""
+    """Brings the cluster's first push under way, and trains so many steps since."""
     push = PushId(WHO, 1)
     assert any(effect == cl.Freeze(push, V1) for effect in machine.on(cl.Trained(1)))
     machine.on(cl.Frozen(push, "manifest"))
@@ -144,7 +146,9 @@ def ahead(machine: ClusterMachine, steps: int) -> ClusterMachine:
 
 @pytest.mark.parametrize(("given", "most"), [(0, 2), (1, 1), (5, 5)])
 def test_beyond_a_push_it_trains_so_many_steps_and_then_waits_for_the_version(*, given: int, most: int) -> None:
-    """Steps of a millisecond went on without bound, hundreds of them on one base (O9a)."""
+    """Former bug: a cluster with steps of a millisecond trained on without bound, hundreds of steps on one base
+    (O9a).
+    """
     machine = ahead(training(overlap=True, ahead_steps=given), most)
     assert not machine.may_train
     assert machine.waits_for == f"the next version: it is {most} steps ahead of its last push (ahead_steps)"
@@ -178,7 +182,7 @@ def test_while_the_server_lacks_something_it_trains_on(*, goes: cl.ClusterEvent,
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_after_a_void_the_next_push_has_a_newer_base(*, overlap: bool) -> None:
-    """Its progress stays, and from the same base it would be as stale again."""
+    """The progress of an expired push stays, and from the same base the next push would be as stale again."""
     machine = training(overlap=overlap)
     machine.on(Told(Served(1, V2, JobProgress())))
     effects = answered(machine, PushAnswer.VOID, NO_VERSION)
@@ -210,7 +214,7 @@ def test_at_the_end_of_the_job_its_last_version_is_fetched_also_with_an_open_pus
 
 
 def test_the_last_version_lacks_what_a_rollback_opened_again() -> None:
-    """An operator may end a job before such a push is answered; its steps were left out."""
+    """An operator may end a job before a reopened push is answered; the count of missing steps left its steps out."""
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
     machine.on(Told(Served(1, V2, JobProgress())))
@@ -221,7 +225,9 @@ def test_the_last_version_lacks_what_a_rollback_opened_again() -> None:
 
 
 def test_while_a_push_is_frozen_nothing_is_offered_that_a_rollback_opened_again() -> None:
-    """Its rejection would drop the residual, and who comes in before all have encoded the push would encode others."""
+    """A rejection of the reopened push would drop the residual, and a rank that comes in before all have encoded the
+    frozen push would encode other values.
+    """
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
     machine.on(Told(Served(1, V2, JobProgress())))
@@ -246,7 +252,7 @@ def test_a_last_version_that_nobody_gives_is_waited_for_a_while() -> None:
 
 
 def test_who_was_away_at_the_end_of_the_job_takes_its_last_version() -> None:
-    """It came in anew, was told that the job is over, and ended well with what it had trained itself."""
+    """Former bug: a cluster came in anew, was told that the job is over, and ended well with its own weights."""
     before = training(overlap=True)
     assert before.on(Told(Dismissed(1, "it was silent", again=True))) == [cl.Over("it was silent", again=True)]
     machine = before.anew()
@@ -268,7 +274,7 @@ def test_an_end_without_the_jobs_last_version_is_no_success(told: Dismissed | Jo
 
 
 def test_who_has_had_no_part_in_a_job_does_not_end_with_its_last_version() -> None:
-    """It may be the next fit of the same script, and the server that of the fit before."""
+    """The cluster may be the next fit of the same script, and the server that of the fit before."""
     machine = ClusterMachine("home", "here", "nonce", training(overlap=True).agreement)
     machine.on(Connected())
     (over,) = machine.on(Told(JobFinished(1, V3, "it ends")))
@@ -277,7 +283,7 @@ def test_who_has_had_no_part_in_a_job_does_not_end_with_its_last_version() -> No
 
 
 def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
-    """Nothing was left to push, so it left at once, and the step that was under way was in no push."""
+    """Former bug: a cluster with nothing to push left at once, and the step that was under way was in no push."""
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
     machine.on(Told(Served(1, V2, JobProgress())))
@@ -290,7 +296,9 @@ def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
 
 
 def test_the_clock_does_not_stand_still_between_a_round_and_its_version() -> None:
-    """All that the round accepted was in neither, so a job went beyond its last step."""
+    """Former bug: steps of an accepted push counted neither as own nor in a version for a while, so a job went beyond
+    its last step.
+    """
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
     machine.on(cl.Trained(1))
@@ -301,7 +309,9 @@ def test_the_clock_does_not_stand_still_between_a_round_and_its_version() -> Non
 
 
 def test_who_is_let_in_as_another_incarnation_than_it_knows_begins_anew() -> None:
-    """Its hello was said before it knew the first one, which was removed meanwhile: nobody would heed its pushes."""
+    """The cluster sent its hello before it knew the first incarnation, which was removed meanwhile: its pushes would be
+    ignored.
+    """
     machine = training(overlap=True)
     (over,) = (e for e in machine.on(Told(Welcomed(2, IncarnationId("home", 2), 1, V1, True, JobProgress()))) if e)
     assert over == cl.Over("home~1 was removed, and let in again as home~2", again=True)

@@ -1,4 +1,4 @@
-"""Sums that do not depend on who added what, and in which order."""
+"""Sums that do not depend on the adding ranks, nor on the order of additions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Real followers, as processes, with a real leader and the bytes of a cluster's pushes: killed, and there again."""
+"""Real followers, as processes, with a real leader and the bytes of a cluster's pushes: they are killed, and started
+again.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def content(number: int) -> Tensor:
 
 
 class PushingCluster(ScriptedCluster):
-    """Its pushes have bytes, which it serves to the followers that it is told of."""
+    """Cluster whose pushes have bytes, which it serves to the followers that the leader names."""
 
     def __init__(self, endpoints: str) -> None:
         super().__init__(endpoints)
@@ -71,7 +73,7 @@ class PushingCluster(ScriptedCluster):
         self._beats.start()
 
     def _beat_on(self) -> None:
-        """A follower may need longer for its start than the leader waits for a cluster that says nothing."""
+        """Sends heartbeats: a follower may need longer for its start than the leader waits for a silent cluster."""
         while not self._over.wait(0.2):
             if self.me is not None:
                 self.beat()
@@ -130,7 +132,7 @@ def following(endpoint: str, name: str, folder: Path) -> Iterator[Child]:
 
 
 def replayed(shelf: Shelf) -> Tensor:
-    """Returns what the newest version of this chain is, by the kernel alone."""
+    """Returns the newest version of this chain, computed by the kernel alone."""
     chain = load_chain(MemoryStore(shelf=shelf))
     state = OuterState(GRID.whole, torch.zeros(GRID.elements))
     for version in sorted(chain.versions):

@@ -1,4 +1,4 @@
-"""A follower's process with a scripted leader and real connections: what it computes, saves, loads, and tells."""
+"""A follower's process with a scripted leader and real connections: it computes, saves, loads, and reports."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def noise(seed: int, scale: float = 1.0) -> Tensor:
 
 
 class ScriptedLeader:
-    """The far end of a follower's stream: hears all that it says, and says what a test wants."""
+    """Leader's end of a follower's stream: records all messages, and sends those that a test wants."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -108,7 +108,7 @@ class ScriptedLeader:
         pass
 
     def heard(self, kind: type[T], **fields: Any) -> T:
-        """The last message of this kind with these fields, waited for."""
+        """Waits for a message of this kind with these fields; returns the last one."""
 
         def found() -> list[T]:
             fits = [m for m in self.said if isinstance(m, kind)]
@@ -119,7 +119,7 @@ class ScriptedLeader:
 
 
 class Chain:
-    """Entries, one after the other."""
+    """Entries of a chain, one after the other."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -142,7 +142,7 @@ class Chain:
 
 
 class Reference:
-    """Reference: what the kernel makes of the same entries."""
+    """Reference state, computed from the same entries by the kernel."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
@@ -170,7 +170,7 @@ class Reference:
 
 
 class ClusterEnd:
-    """A cluster's process, as followers see it."""
+    """Process of a cluster, as followers see it."""
 
     def __init__(self, who: IncarnationId, shards: int) -> None:
         self.who, self.server = who, StateServer(SERVING)
@@ -188,7 +188,7 @@ class ClusterEnd:
 
 
 class Rig:
-    """A follower that holds one of some shards, two clusters, and the chain that its leader writes."""
+    """Follower that holds one of some shards, two clusters, and the chain that its leader writes."""
 
     def __init__(self, folder: Path, shard: int = 0, shards: int = 1, agreement: Agreement = AGREEMENT) -> None:
         self.folder, self.shard, self.shards, self.agreement = folder, shard, shards, agreement
@@ -209,7 +209,7 @@ class Rig:
         return [fields for found, fields in self.notes if found == name]
 
     def begin(self) -> None:
-        """A new process on the same files, which the same leader has obey."""
+        """Starts a new follower process on the same files, under the same leader."""
         if self.process is not None:
             self.process.close()
         self.leader = ScriptedLeader()
@@ -328,7 +328,7 @@ def test_products_are_exact_and_leave_out_reduced_buffers(rig: Rig) -> None:
 
 
 def test_in_di_ps_a_stale_push_is_subtracted_from_the_version_before_its_round(tmp_path: Path) -> None:
-    """Algorithm 1 by hand: theta - f_j with the theta that a round finds, whatever the push began from."""
+    """Algorithm 1 is computed by hand: theta - f_j with the theta that a round finds, whatever base the push had."""
     rig = Rig(tmp_path, agreement=BY_PARAMETERS)
     try:
         rig.found()
@@ -485,7 +485,7 @@ def test_who_computes_other_bits_than_those_that_were_marked_is_named(rig: Rig) 
 
 
 def test_a_rollback_has_the_content_of_the_older_version(rig: Rig) -> None:
-    """Computed again: the founding's content is all that it needs, and the lost push is needed no more."""
+    """The older version is computed again from the founding's content alone; the lost push is needed no more."""
     rig.found()
     founded = rig.chain.newest
     one, _ = rig.staged(HOME, 2, noise(1, 0.1))
@@ -668,7 +668,7 @@ def test_no_thread_of_it_is_left(tmp_path: Path) -> None:
 
 
 class Alive:
-    """Memory of states, pushes and versions that a follower's threads have made since, and that is still there."""
+    """Memory of states, pushes and versions that a follower's threads have made since, and that still exists."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._made: list[StorageWeakRef] = []
@@ -696,7 +696,7 @@ class Alive:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all of this memory."""
         return sum(size for made, size in zip(self._made, self._sizes, strict=True) if not made.expired())
 
 
@@ -731,7 +731,7 @@ def test_the_most_pushes_that_were_held_at_once_are_told(rig: Rig) -> None:
 
 
 def test_bytes_of_a_push_are_told_over_all_attempts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt that fetched all anew told of its own alone, so nobody saw what had come in vain."""
+    """Former bug: an attempt that fetched all anew reported its own bytes alone, so bytes sent in vain went unseen."""
     fetch_push, parts = staging.fetch_push, list[Part]()
 
     def fails_first(offer: Offer, part: Part, *given: Any, progress: Callable[[Progress], None], **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which versions followers keep for those who fetch them, and who says so (O8c)."""
+"""Tests which versions followers keep for clusters that fetch them, and who announces that (O8c)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ V1, V2, V3 = (VersionId(number, f"hash {number}") for number in (1, 2, 3))
 
 
 class Rig:
-    """A leader with a follower and three clusters, each of which says what it fetches."""
+    """Leader with a follower and three clusters, each of which says what it fetches."""
 
     def __init__(self) -> None:
         self.machine, self.now, self.held = LeaderMachine(OuterChain(), 1, 1), 0.0, list[VersionId]()
@@ -50,7 +50,7 @@ class Rig:
                     self.held.append(effect.message.version)
 
     def beats(self, who: IncarnationId, fetching: VersionId) -> list[VersionId]:
-        """Returns what followers have been told to hold so far."""
+        """Sends heartbeats; returns the versions that followers have been told to hold so far."""
         self.now += 1.0
         self.feed(fx.Heard(1 + who.number, Beat(who, 0.0, 0.0, NO_VERSION, 0, 0, False, fetching)))
         return self.held
@@ -93,7 +93,7 @@ def test_a_follower_that_comes_hears_what_is_held() -> None:
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool) -> None:
-    """Nothing is said of a link that broke: what has come by it is of use for the same version alone."""
+    """A broken link is no reason to tell: the bytes that came over it are of use for the same version alone."""
     changed, missed, tries, whose = threading.Condition(), list[VersionId](), 0, object()
 
     def get(attempt: Attempt) -> None:
@@ -116,7 +116,9 @@ def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool)
 
 
 def test_a_fetch_of_what_nobody_wants_any_more_is_given_up() -> None:
-    """One thread fetches: what was wanted next came after the end of what was wanted no more."""
+    """Former bug: the one fetching thread finished the fetch of an unwanted version before it began the next wanted
+    one.
+    """
     changed, wanted, begun, whose = threading.Condition(), [V1], threading.Event(), object()
 
     def get(attempt: Attempt) -> None:
@@ -140,7 +142,9 @@ def test_a_fetch_of_what_nobody_wants_any_more_is_given_up() -> None:
 
 
 def test_where_an_older_version_is_held_the_one_before_the_newest_is_not_served() -> None:
-    """It was told as served as soon as all had computed it, and who had computed the next one had it no more."""
+    """Former bug: a version was announced as soon as all had computed it, but followers that had computed the next one
+    no longer had it.
+    """
     world = World(replace(FAMILIES["far"](3), adopt_s=0.0))
     world.run()
     machine = world.leader.machine if world.leader is not None else None

@@ -1,4 +1,4 @@
-"""Tests what a round makes of its pushes: weights, momentum, clock, gates."""
+"""Tests a round's judgement of its pushes: weights, momentum, clock, gates."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def product(one: Vector, other: Vector) -> float:
 
 @dataclass
 class Server:
-    """The leader's state, and a follower that applies factors as judging.py says."""
+    """State of the leader, and a follower that applies factors as judging.py says."""
 
     settings: OuterSettings
     theta: torch.Tensor = field(default_factory=lambda: torch.zeros(SIZE, dtype=torch.float64))
@@ -96,14 +96,14 @@ class Server:
         return made
 
     def push(self, *deltas: Vector, usual: int = 0) -> Judgement:
-        """A round of one push of each of so many clusters, named in this order."""
+        """Makes a round of one push of each of so many clusters, named in this order."""
         self.number += 1
         offers = {offer(f"c{place}", self.number): delta for place, delta in enumerate(deltas)}
         return self.round(offers, usual or len(deltas))
 
 
 def alike(seed: int, count: int = 4, size: float = 1.0, likeness: float = 1.0) -> list[Vector]:
-    """Good pushes: one direction in common, the rest by chance, as in real training."""
+    """Returns good pushes: one direction in common, the rest by chance, as in real training."""
     chance = random.Random(seed)
     common = [chance.gauss(0, 1) for _ in range(SIZE)]
     common = scaled(common, (SIZE / product(common, common)) ** 0.5)
@@ -149,7 +149,7 @@ def test_full_rounds_are_synchronous_diloco(rounds: list[list[Vector]], optimize
 
 @given(st.integers(1, 5), st.lists(vectors, min_size=1, max_size=12))
 def test_pushes_one_by_one_are_delayed_nesterov(clusters: int, deltas: list[Vector]) -> None:
-    """Liu et al., Asynchronous Local-SGD, algorithm 3 with c = 0."""
+    """Single pushes follow Liu et al., Asynchronous Local-SGD, algorithm 3 with c = 0."""
     server = Server(rules())
     eta, mu = server.settings.outer_lr, server.settings.outer_momentum
     theta = m = gathered = torch.zeros(SIZE, dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_pushes_one_by_one_are_delayed_nesterov(clusters: int, deltas: list[Vect
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 6))
 def test_momentum_moves_by_the_average_of_what_came_since(samples: list[int], clusters: int) -> None:
-    """Counted exactly, whatever parts the rounds have: the momentum gets b N / a, an average over a samples."""
+    """Whatever parts the rounds have, the momentum gets exactly b N / a, an average over a samples."""
     server, full = Server(rules()), FULL * clusters
     gathered, pending = Fraction(), 0
     for number, covered in enumerate(samples, 1):
@@ -299,7 +299,7 @@ def test_the_average_is_clipped_without_anybody_having_seen_it(deltas: list[Vect
 
 
 def test_what_is_too_stale_is_void_unless_it_is_not_finite() -> None:
-    """A void push comes again within the next one, and a NaN with it."""
+    """An expired push comes again within the next one, and a NaN with it."""
     server = Server(rules(policy="robust"))
     offers = [offer(name) for name in "abc"]
     pushes = [
@@ -377,7 +377,7 @@ def test_a_small_push_is_no_outlier() -> None:
 
 
 def test_pushes_of_unequal_inner_steps_compare() -> None:
-    """A cluster of four times the steps has a norm of about twice the size, which is no explosion."""
+    """A push of four times the steps has about twice the norm, which is no explosion."""
     server = Server(rules(policy="robust"))
     warm(server, 10)
     good = alike(10)
@@ -401,7 +401,7 @@ def test_a_cluster_whose_ranks_have_left_is_no_outlier() -> None:
 
 
 def test_rejected_pushes_do_not_raise_what_is_usual() -> None:
-    """Planted: statistics updated by rejected pushes let the same explosion in after a while."""
+    """Planted bug: statistics updated by rejected pushes let the same explosion in after a while."""
     server = Server(rules(policy="robust", gate_again=1000))
     warm(server)
     usual = server.gate
@@ -435,18 +435,18 @@ def test_an_acceptance_ends_a_row_of_rejections_of_all() -> None:
 
 
 def long(delta: Vector, size: float = 1.0) -> Vector:
-    """As long as a usual push, times `size`."""
+    """Returns this push with the norm of a usual one, times `size`."""
     return scaled(delta, size * math.sqrt(SIZE / product(delta, delta)))
 
 
 def usual(seed: int, count: int = 4, size: float = 1.0) -> list[Vector]:
-    """Pushes that differ by a tenth in length, as those of one round do in real training."""
+    """Returns pushes that differ by a tenth in length, as those of one round do in real training."""
     chance = random.Random(seed)
     return [long(delta, size * math.exp(chance.uniform(-0.1, 0.1))) for delta in alike(seed, count)]
 
 
 def warmed_up() -> Server:
-    """Which does not judge directions: those of `alike` differ by chance."""
+    """Returns a server after four rounds, which does not judge directions: those of `alike` differ by chance."""
     server = Server(rules(policy="robust", gate_cosine=-1.0))
     for number in range(4):
         assert not server.push(*usual(number)).rejected
@@ -459,7 +459,7 @@ def row(server: Server, cluster: str) -> RefusedRow | None:
 
 @given(st.floats(1.8, 3.5), st.integers(0, 1000), st.integers(1, 5))
 def test_one_cluster_too_long_is_let_in_after_a_while_and_does_no_harm(size: float, seed: int, patience: int) -> None:
-    """A newcomer with a cold inner optimizer, while the others train: the gate does not shut it out for good."""
+    """A newcomer has a cold inner optimizer, while the others train: the gate does not shut it out for good."""
     server = warmed_up()
     server.settings = replace(server.settings, gate_patience=patience)
     for number in range(patience + 4):
@@ -510,7 +510,7 @@ def test_ten_times_the_norm_now_and_then_is_never_let_in() -> None:
 
 
 def test_a_shortened_push_is_judged_by_its_direction_and_hides_nobody_s() -> None:
-    """At its full length it would be most of the sum by which the others are judged."""
+    """At its full length this push would be most of the sum by which the others are judged."""
     server = Server(rules(policy="robust", gate_patience=1))
     common = [[1.0, *(0.1 if place == n else 0.0 for place in range(1, SIZE))] for n in range(1, 5)]
     for _ in range(4):
@@ -524,7 +524,7 @@ def test_a_shortened_push_is_judged_by_its_direction_and_hides_nobody_s() -> Non
 
 
 def test_a_learning_rate_raised_for_one_and_only_cluster_is_learned_anew() -> None:
-    """Shortened pushes are no proof of what is usual."""
+    """Shortened pushes do not count in the statistics of usual norms."""
     server = warmed_up()
     said = [server.push(*usual(20 + n, 1, 3.0), usual=4) for n in range(9)]
     assert [len(made.rejected) for made in said] == [1, 1] + [0] * 7
@@ -533,7 +533,9 @@ def test_a_learning_rate_raised_for_one_and_only_cluster_is_learned_anew() -> No
 
 
 def test_the_inner_optimizer_begins_anew_ever_more_rarely() -> None:
-    """Cleared at each rejection it stays cold, and its pushes too long; cleared once, what spoils it again stays."""
+    """An optimizer cleared at each rejection stays cold, and its pushes too long; one cleared only once keeps later
+    damage.
+    """
     grid = Grid((SIZE,), 64)
     content = OuterContent(Replica([("w", torch.zeros(SIZE))]), grid, codec_named("bf16"))
     name = offer("a").push
@@ -552,7 +554,7 @@ def test_the_inner_optimizer_begins_anew_ever_more_rarely() -> None:
 
 
 def test_a_push_is_encoded_though_its_incarnation_ends_meanwhile() -> None:
-    """A cluster that was dismissed just then ended with an AssertionError, where it was to come in again."""
+    """Former bug: a cluster that was dismissed just then ended with an AssertionError, instead of coming in again."""
     grid = Grid((SIZE,), 64)
     content = OuterContent(Replica([("w", torch.ones(SIZE))]), grid, codec_named("fp32"))
     content.base = Part.of(grid.whole, torch.zeros(grid.elements))
@@ -563,7 +565,7 @@ def test_a_push_is_encoded_though_its_incarnation_ends_meanwhile() -> None:
 
 
 def test_shared_buffers_are_told_by_all_their_names() -> None:
-    """An export had the first one alone."""
+    """Former bug: an export had a shared buffer under its first name alone."""
     shared = torch.nn.BatchNorm1d(4)
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), shared, shared)
     replica = Replica.of_module(module, reduced_buffers(module))
@@ -614,7 +616,7 @@ def test_one_turned_push_among_good_ones_is_found(seed: int, count: int, which: 
 
 
 def along(seed: int, count: int = 4) -> list[Vector]:
-    """Pushes of one direction, the same in every round, and of a bit of chance."""
+    """Returns pushes of one direction, the same in every round, with a bit of chance."""
     chance = random.Random(seed)
     return [long([1.0, *(chance.uniform(-0.3, 0.3) for _ in range(SIZE - 1))]) for _ in range(count)]
 
@@ -622,7 +624,7 @@ def along(seed: int, count: int = 4) -> list[Vector]:
 def opposed(
     server: Server, good: Sequence[Vector], delta: Vector, **given: int
 ) -> tuple[Judgement, dict[Offer, Vector]]:
-    """A round in which cluster c9 pushes this, beside the others."""
+    """Makes a round in which cluster c9 pushes this delta, beside the others."""
     server.number += 1
     deltas = {offer(f"c{place}", server.number): one for place, one in enumerate(good)}
     deltas[offer("c9", server.number, **given)] = delta
@@ -630,7 +632,7 @@ def opposed(
 
 
 def moved_by(made: Judgement, deltas: Mapping[Offer, Vector], who: Collection[str]) -> Vector:
-    """Returns what these clusters' pushes make of the round's average."""
+    """Returns the sum of these clusters' accepted pushes, each times its factor in the round."""
     said = [(w.factor, deltas[w.offer]) for w in made.accepted if w.offer.push.incarnation.cluster in who]
     return [math.fsum(factor * delta[place] for factor, delta in said) for place in range(SIZE)]
 
@@ -639,7 +641,7 @@ def moved_by(made: Judgement, deltas: Mapping[Offer, Vector], who: Collection[st
 def test_a_cluster_that_is_against_all_is_let_in_after_a_while_and_does_little_harm(
     seed: int, count: int, size: float, patience: int, times: int
 ) -> None:
-    """A newcomer with other data, or a broken cluster: nobody can tell, so it has a say, and a small one."""
+    """The gate cannot tell a newcomer with other data from a broken cluster, so its pushes get a small weight."""
     server = Server(rules(policy="robust", gate_again=patience, discount_stale=True))
     names = [f"c{place}" for place in range(count)]
     for number in range(4):
@@ -676,7 +678,7 @@ def test_several_that_are_let_in_do_no_more_harm_together() -> None:
 
 
 def test_refusals_of_both_kinds_are_one_row() -> None:
-    """Too long, and then turned round: it is the same cluster that nobody has heard."""
+    """A cluster's pushes are too long, and then turned round: all its refusals count as one row."""
     server = Server(rules(policy="robust", gate_again=4, gate_patience=4))
     for number in range(4):
         assert not server.push(*along(number)).rejected
@@ -692,7 +694,7 @@ def test_refusals_of_both_kinds_are_one_row() -> None:
 
 
 def test_pushes_that_are_long_now_and_then_are_not_shut_out() -> None:
-    """Each long one grows from the one before, and is refused; the others of its cluster are let in."""
+    """Each long push grows from the one before, and is refused; the others of its cluster are let in."""
     server = Server(rules(policy="robust"))
     for number in range(4):
         assert not server.push(*along(number)).rejected
@@ -719,7 +721,7 @@ def test_what_is_too_long_and_turned_is_shortened_for_both() -> None:
 
 
 def test_turned_pushes_now_and_then_are_never_let_in() -> None:
-    """One in five of a cluster, as accidents go: it never waits long enough."""
+    """One push in five is turned, as accidents go: its cluster is never refused long enough to be let in."""
     server, chance = Server(rules(policy="robust")), random.Random(5)
     assert not server.push(*along(999)).rejected
     for number in range(100):
@@ -756,7 +758,7 @@ def test_a_push_against_the_others_is_no_turned_one_if_the_momentum_is_on_its_si
 
 
 def test_a_push_that_is_alone_is_not_judged_by_the_momentum() -> None:
-    """Good pushes were seen at a cosine of -0.08 with it."""
+    """Good pushes were seen at a cosine of -0.08 with the momentum."""
     server = Server(rules(policy="robust"))
     warm(server)
     assert not server.push(turned(alike(100)[0]), usual=4).rejected
@@ -801,7 +803,7 @@ def test_sync_and_async_trust_everybody(policy: str) -> None:
 
 
 def test_async_is_naive() -> None:
-    """A lone push gets the full learning rate, and the momentum moves each time: what the paper says diverges."""
+    """A lone push gets the full learning rate, and the momentum moves each time: the paper says that this diverges."""
     made = Server(rules(policy="async")).push([1.0] * SIZE, usual=4)
     assert (made.factors.rate, made.factors.outer, made.factors.step) == (0.7, 1.0, 0.7 * 0.8)
     tamed = Server(rules(policy="async", optimizer="delayed_nesterov")).push([1.0] * SIZE, usual=4)
@@ -835,7 +837,7 @@ def test_di_ps_is_the_paper_s_penalty_to_the_letter() -> None:
 
 
 def test_di_ps_with_negative_scores_rejects_every_push_for_ever() -> None:
-    """The paper's flaw, which the careful gate does not have: beta max(E) lies below all scores."""
+    """The paper's rule has this flaw, and the careful gate has not: beta max(E) lies below all scores."""
     settings = rules(policy="di_ps")
     gate = GateState(10, 1.0, 0.01, 0, (-0.5, -1.0))
     for number in range(1, 20):

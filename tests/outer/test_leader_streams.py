@@ -1,4 +1,4 @@
-"""On which stream a leader answers a cluster."""
+"""The stream on which a leader answers a cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lab.outer.processes import agreement
 
 
 def fed(machine: LeaderMachine, event: fx.LeaderEvent) -> list[fx.LeaderEffect]:
-    """Effects of this event and of what it has stored."""
+    """Returns the effects of this event and of the entries that it has stored."""
     found, waiting = [], [event]
     while waiting:
         for effect in machine.on(1.0, waiting.pop(0)):
@@ -34,7 +34,9 @@ def fed(machine: LeaderMachine, event: fx.LeaderEvent) -> list[fx.LeaderEffect]:
 
 
 def test_a_rank_that_is_gone_and_says_hello_last_takes_nobodys_place() -> None:
-    """Its cluster was never let in: the leader knew the last stream alone, and forgot it when that ended."""
+    """Former bug: a cluster was never let in: the leader knew only its last stream, and forgot the cluster when that
+    ended.
+    """
     machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
     hello = ClusterHello("e", "here", "n", 0, None, NO_VERSION, NO_VERSION, agreed)
     machine.on(1.0, fx.Heard(3, hello))
@@ -46,7 +48,7 @@ def test_a_rank_that_is_gone_and_says_hello_last_takes_nobodys_place() -> None:
 
 
 def test_two_clusters_of_one_name_that_wait_at_once_are_both_answered() -> None:
-    """The first one waited for ever."""
+    """Former bug: the first of two waiting clusters of one name waited for ever."""
     machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
     for conn, nonce in ((2, "n"), (3, "another")):
         machine.on(1.0, fx.Heard(conn, ClusterHello("e", "here", nonce, 0, None, NO_VERSION, NO_VERSION, agreed)))
@@ -58,7 +60,9 @@ def test_two_clusters_of_one_name_that_wait_at_once_are_both_answered() -> None:
 
 
 def test_a_cluster_that_had_an_answer_which_the_chain_lacks_proves_an_older_copy() -> None:
-    """Its next push was never answered: the leader waited for the one before, and the cluster had done with that."""
+    """Former bug: a cluster's next push was never answered: the leader waited for the one before, which the cluster
+    took for answered.
+    """
     machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
     who = IncarnationId("e", 1)
     fed(machine, fx.Heard(1, FollowerHello("f", "n", 0, (), NO_VERSION)))
@@ -70,7 +74,7 @@ def test_a_cluster_that_had_an_answer_which_the_chain_lacks_proves_an_older_copy
 
 
 def test_a_cluster_whose_last_stream_ended_is_answered_where_it_is_heard() -> None:
-    """A rank that was put out says hello after the one that took its place, and goes."""
+    """A rank that was put out says hello after the one that took its place, and leaves."""
     machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
     who = IncarnationId("e", 1)
 
@@ -91,7 +95,9 @@ def test_a_cluster_whose_last_stream_ended_is_answered_where_it_is_heard() -> No
 
 
 def test_a_second_cluster_of_a_name_that_comes_first_to_a_new_leader_is_not_let_in() -> None:
-    """Both of them trained: the one that was in came a moment later, and was taken over."""
+    """Former bug: after a takeover both clusters of one name were in and trained, as the second one reached the new
+    leader before the first.
+    """
     chain, agreed = OuterChain(), agreement(OuterSettings(heartbeat_s=1.0), 0)
     who = IncarnationId("home", 1)
     founded = Founded(1, Offer(PushId(who, 1), NO_VERSION, "m", 0, 0))
@@ -114,7 +120,9 @@ def test_a_second_cluster_of_a_name_that_comes_first_to_a_new_leader_is_not_let_
 
 @pytest.mark.parametrize("holds_alone", [False, True])
 def test_a_name_is_kept_for_a_while_for_who_has_yet_to_come(holds_alone: bool) -> None:
-    """Where that one alone may hold a push it is not removed for ten minutes, and all of them its name was taken."""
+    """Former bug: the name of a cluster that alone may hold a push, and so is not removed for ten minutes, was blocked
+    for all that time.
+    """
     chain, agreed = OuterChain(), agreement(OuterSettings(reconnect_s=0.5), 0)
     who = IncarnationId("home", 1)
     bodies = [JobOpened(agreed, "a test"), Cut(("f",)), Joined(who, "here")]

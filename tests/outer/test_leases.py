@@ -1,4 +1,6 @@
-"""Leases of a shared epoch: who trains what, and what each answer, removal and rollback makes of it."""
+"""Leases of a shared epoch: which cluster trains which positions, and the effects of answers, removals and
+rollbacks.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def back(to, *lost, number=99):
 
 
 def again(leases):
-    """The state after a way through the chain's summary."""
+    """Returns the leases after a way through the chain's summary."""
     return Leases.decode(json.loads(json.dumps(leases.encode())))
 
 
@@ -133,7 +135,7 @@ def test_what_a_dead_one_leaves_is_dealt_again_in_whole_steps():
     ids=["any", "two at least", "a rest of three", "too few", "drop_last", "drop_last, accumulated", "both", "devices"],
 )
 def test_an_epoch_s_last_positions(batches, length, leased, taken, aside):
-    """A step is leased as a whole, no batch has fewer than `least`, and what nobody makes a batch of is set aside."""
+    """A step is leased as a whole, no batch has fewer than `least`, and positions that make no batch are set aside."""
     leases, found, sizes = leases_of(A, length=length), [], []
     while (body := leases.grant(A, 1, batches) or leases.grant_rest(A, batches)) is not None:
         leases.lease(body)
@@ -350,7 +352,9 @@ def test_a_void_push_is_covered_by_the_next_one():
 
 
 def rolled_back():
-    """Rounds 1 to 3 accepted a push of A each and B's first; 2 and 3 are taken back."""
+    """Returns leases after rounds 1 to 3, each with a push of A, the second also with B's first; rounds 2 and 3 are
+    rolled back.
+    """
     leases = leases_of(A, B)
     granted(leases, A, 16)
     granted(leases, B, 4)
@@ -497,7 +501,7 @@ class Place:
 
 @dataclass
 class Trainee:
-    """A cluster as far as it matters here: what it has trained, and its pushes."""
+    """Cluster with the facts that leases depend on: its trained positions, and its pushes."""
 
     trained: set = field(default_factory=set)
     number: int = 1
@@ -561,7 +565,7 @@ class Walk(RuleBasedStateMachine):
         return {(each.epoch, p) for each in push.covers for p in positions_of(each.spans)}
 
     def recent(self):
-        """Rounds that stand and can be taken back."""
+        """Returns the rounds that stand and can be taken back."""
         return sorted(round_ for round_, _ in self.standing.values() if round_ > self.settled)
 
     # what happens
@@ -622,7 +626,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.trainees)
     @rule(index=st.integers(0, 3), samples=st.integers(1, POSITIONS))
     def push(self, index, samples):
-        """Freezes what was trained; who has trained nothing, or has nothing to train, sees to that first."""
+        """Freezes the trained positions; a cluster without any trains or leases some first."""
         who = self.pick(index)
         trainee = self.trainees[who]
         if trainee.open:
@@ -646,7 +650,7 @@ class Walk(RuleBasedStateMachine):
         verdicts=st.lists(VERDICTS, min_size=1, max_size=4),
     )
     def decide(self, index, samples, verdicts):
-        """Answers a cluster's pushes in order; where none awaits an answer it freezes one."""
+        """Answers a cluster's pushes in order; if none awaits an answer, freezes one."""
         who = self.pick(index)
         for verdict in verdicts:
             if not self.trainees[who].next:
@@ -728,7 +732,7 @@ class Walk(RuleBasedStateMachine):
         verdicts=st.lists(VERDICTS, max_size=4),
     )
     def roll_back(self, index, lost, verdicts):
-        """Takes some of the last rounds back, and answers some of what is offered again."""
+        """Takes some of the last rounds back, and answers some of the pushes that are offered again."""
         to = self.recent()[-1 - index % len(self.recent())] - 1
         self.round += 1
         taken = sorted(push for push, (round_, _) in self.standing.items() if round_ > to)
@@ -754,7 +758,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule()
     def takeover(self):
-        """A new leader goes on from the summary."""
+        """Makes a new leader go on from the summary."""
         plain = self.leases.encode()
         self.leases = self.kind.decode(json.loads(json.dumps(plain)))
         assert self.leases.encode() == plain
@@ -767,7 +771,7 @@ class Walk(RuleBasedStateMachine):
         rejected=st.booleans(),
     )
     def stray(self, index, positions, epoch, rejected):
-        """A push of anything: it is fine only if all of it is leased, and asking changes nothing."""
+        """Offers a push of any positions: it is valid only if all of them are leased, and asking changes nothing."""
         who, before = self.pick(index), self.leases.encode()
         push = offer(who, 1000, *spans_of(positions), epoch=epoch)
         mine = self.covered(push) <= self.holds(who)
@@ -826,7 +830,7 @@ class Walk(RuleBasedStateMachine):
                 assert {(epoch, p) for p in gone} == {place for place in aside if place[0] == epoch}
 
     def teardown(self):
-        """From any state the epochs that are begun come to their end, and then nothing is lost."""
+        """Brings the begun epochs to their end, and checks that nothing is lost."""
         if not hasattr(self, "leases"):
             return
         for index in range(2):
@@ -860,7 +864,7 @@ TestWalk.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 class LeasesStagedOnes(Leases):
-    """A mistake: what a staged push covers is taken for free."""
+    """Planted bug: positions of a staged push count as free."""
 
     staged: tuple = ()
 
@@ -870,7 +874,7 @@ class LeasesStagedOnes(Leases):
 
 
 class GivesKeptOnesBack(Leases):
-    """A mistake: a rollback gives back samples of pushes that are kept, and will be offered again."""
+    """Planted bug: a rollback gives back samples of pushes that are kept, and will be offered again."""
 
     def rollback(self, body):
         super().rollback(RolledBack(body.number, body.to, tuple(self._accepted), body.reason))
@@ -881,14 +885,14 @@ def walk_with(mistake):
         kind = mistake
 
         def it_is_as_the_oracle_has_it(self):
-            """Left out: the mistake is to be seen by what must hold, not by a comparison."""
+            """Skips the comparison with the oracle: the invariants must show the planted bug."""
 
         def expected_grant(self, who, samples, among):
             body = self.granted(who, samples, among)
             return [(body.epoch, p) for p in positions_of(body.spans)] if body else []
 
         def teardown(self):
-            """Left out likewise."""
+            """Skips the end of the epochs likewise."""
 
     found = settings(
         max_examples=300,

@@ -1,4 +1,4 @@
-"""Models of 100,000 tensors: what names all of them fits into records and messages."""
+"""Models of 100,000 tensors: lists of all their names fit into records and messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def many() -> Agreement:
 
 
 def test_the_first_record_of_a_job_names_all_tensors() -> None:
-    """A model of 15,800 tensors ended the leader: its record had more than 1 MiB."""
+    """Former bug: a model of 15,800 tensors ended the leader: its record had more than 1 MiB."""
     opened = JobOpened(many(), "home at a test", "nonce")
     record = StoreRecord(1, "JobOpened", 1, body_bytes(opened), "")
     assert entry_of(record, "").body == opened

@@ -12,7 +12,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Covered, IncarnationId
 
 
 def pushed(rig: Rig, who: IncarnationId, number: int, **changed: object) -> Offer:
-    """Offers a push that is as usual but for this, and has the follower stage it."""
+    """Offers a push with the usual values but for these, and has the follower stage it."""
     base = rig.machine.chain.newest
     given: dict[str, object] = {"manifest": f"{who}/{number}", "samples": 8, "steps": 1, **changed}
     offer = Offer(PushId(who, number), base, **given)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def begun(length: int = 0) -> tuple[Rig, IncarnationId]:
     ],
 )
 def test_what_nobody_can_have_trained_is_rejected(changed: dict[str, object], words: str) -> None:
-    """Negative samples gave factors [1, 1, -1] and a count of -3 million; many steps ended the leader."""
+    """Former bug: negative samples gave factors [1, 1, -1] and a count of -3 million; many steps ended the leader."""
     rig, home = begun()
     before = rig.machine.chain.counters
     pushed(rig, home, 2, **changed)

@@ -1,4 +1,4 @@
-"""Jobs of real processes, judged from their logs: nothing is lost or counted twice, and gaps close after a kill."""
+"""Jobs of real processes, judged from their logs: no push is lost or counted twice, and gaps close after a kill."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTH = 16 * 400
 
 
 def train_shared(server: str, name: str, logs: str, go: str) -> None:
-    """A cluster of a job that shares one epoch; waits for `go` long before that is over."""
+    """Trains as a cluster of a job that shares one epoch; waits for `go` long before that is over."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, ROBUST, length=LENGTH)

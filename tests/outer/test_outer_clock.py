@@ -1,4 +1,4 @@
-"""A wall clock that jumps by an hour, again and again, changes nothing: all decisions go by a clock that cannot."""
+"""A wall clock that jumps by an hour, again and again, changes nothing: all decisions go by a monotonic clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EACH = OuterSettings(policy="robust", inner_steps=2, batch=16)
 
 @pytest.fixture
 def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From the call on each reading of the wall clock is an hour early, late, or right."""
+    """Function after whose call each reading of the wall clock is an hour early, late, or right."""
     right, off = time.time, cycle((HOUR_S, 0.0, -HOUR_S))
 
     def wrong() -> float:
@@ -55,7 +55,7 @@ def meanwhile() -> Iterator[ExitStack]:
 
 
 def follow(place: str, folder: Path, note: Callable[..., None]) -> FollowerProcess:
-    """A follower in this process, started."""
+    """Returns a started follower in this process."""
     made = FollowerProcess(
         *("f0", ShardFiles(folder, "default"), ("127.0.0.1", 0), b""),
         lambda **calls: ControlClient([place], b"", call="Follow", **calls),
@@ -66,7 +66,7 @@ def follow(place: str, folder: Path, note: Callable[..., None]) -> FollowerProce
 
 
 def train_until(session: OuterSession, model: torch.nn.Module, number: int) -> None:
-    """Until it has adopted a version of this number, or a later one."""
+    """Trains until the session has adopted a version of this number, or a later one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     steps = iter(range(1_000_000))
 
@@ -119,9 +119,7 @@ ON_WALL_TIME = {"server_main.py:put_away": 1, "server_main.py:run": 1, "upkeep.p
 
 
 def test_nothing_of_outer_sync_reads_the_wall_clock() -> None:
-    """All that would go by it: a lease, a window, a heartbeat. (Certificates and the lines of logs are others'
-    parts.)
-    """
+    """Leases, windows and heartbeats would go by it. (Certificates and the lines of logs are others' parts.)"""
     found = []
 
     def walk(path: Path, within: str, node: ast.AST) -> None:

@@ -1,4 +1,4 @@
-"""Codecs: what comes back, what special numbers become, and that a block looks at nothing but itself."""
+"""Codecs: decoded values, special numbers, and that a block depends on nothing but itself."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_a_codec_names_both_directions() -> None:
 
 
 class Halves:
-    """A format of somebody else's, without a base class."""
+    """Third-party codec without a base class."""
 
     name = "halves"
     residual = True

@@ -1,4 +1,4 @@
-"""The stream to the leading leader: it is found, left when it is silent, and found again; what is said arrives."""
+"""The stream to the leading leader: it is found, left when it is silent, and found again; messages arrive."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_callback_may_close_the_client() -> None:
 
 
 class Odd(ParameterServerServicer):  # type: ignore[misc]
-    """Says what a later version might."""
+    """Server that sends messages as a later version might."""
 
     def Follow(self, _requests: Any, _context: Any) -> Iterator[Any]:
         odd = outer_pb2.ToFollowerEnvelope()

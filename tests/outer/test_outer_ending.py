@@ -14,7 +14,7 @@ from lab.outer.processes import product
 
 
 def rolled_back_at_its_end(*, asked: bool) -> tuple[Rig, IncarnationId, Offer]:
-    """A job that is about to end goes back before an accepted push of its oldest cluster, which lives."""
+    """Returns a job about to end that is rolled back before an accepted push of its oldest cluster, which lives."""
     rig = Rig()
     home = rig.comes("home", 2)
     rig.push(home, 1)
@@ -37,7 +37,7 @@ def rolled_back_at_its_end(*, asked: bool) -> tuple[Rig, IncarnationId, Offer]:
 
 
 def test_what_a_rollback_opens_again_is_answered_before_the_job_ends() -> None:
-    """No round was decided any more, and the end voided it."""
+    """Former bug: no round was decided after the rollback, and the job's end expired the push that it had reopened."""
     rig, home, offer = rolled_back_at_its_end(asked=False)
     newest, chain = rig.machine.chain.newest, rig.machine.chain
     rig.feed(fx.Heard(1, say.Written("f", newest, "digest")))
@@ -56,7 +56,7 @@ def test_what_a_rollback_opens_again_is_answered_before_the_job_ends() -> None:
 
 
 def ended(rig: Rig) -> VersionId:
-    """The version with which this job has ended."""
+    """Ends this job; returns its last version."""
     home = rig.comes("home", 2)
     rig.push(home, 1)
     rig.feed(fx.EndAsked("an operator asked"))
@@ -84,7 +84,9 @@ def test_who_comes_after_the_end_is_told_where_the_last_version_is() -> None:
 
 
 def test_a_server_that_starts_after_the_end_has_the_last_version_loaded_for_who_comes() -> None:
-    """Its followers were told of the end at once, and ended: nobody had the version any more."""
+    """Former bug: followers of a finished job were told of its end at once, and ended: none had the last version any
+    more.
+    """
     rig = Rig()
     last = ended(rig)
     again = LeaderMachine(rig.machine.chain, 2, 1)
@@ -113,7 +115,9 @@ def test_an_operator_ends_a_job_that_was_rolled_back() -> None:
 
 
 def test_an_operator_ends_a_job_that_lost_its_first_version() -> None:
-    """It never ended: nothing was left that could become durable, and nobody may found it anew."""
+    """Former bug: the job never ended: no version was left that could become durable, and no cluster may found it
+    anew.
+    """
     rig = Rig(full=True)
     gone = rig.comes("gone", 2)
     rig.push(gone, 1)

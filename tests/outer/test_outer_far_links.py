@@ -1,4 +1,6 @@
-"""A cluster far from its server: its whole link is cut while a push, or a version, is under way; or swallows all."""
+"""A cluster far from its server: its whole link is cut, or swallows all bytes, while a push or a version is under
+way.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ FAR_BPS = 1.6e6
 
 @pytest.fixture
 def relay() -> Iterator[LinkRelay]:
-    """Returns what this process dials for data goes through it."""
+    """Relay through which this process dials for data."""
     with LinkRelay() as relay, emulating(relay=relay.address):
         yield relay
 
@@ -38,7 +40,7 @@ def wide_model() -> nn.Module:
 
 
 class FarLink:
-    """All that is between a cluster and its server: control, and data of one follower."""
+    """Link between a cluster and its server: control, and data of one follower."""
 
     def __init__(self, clusters: Clusters, relay: LinkRelay, control: Way, home: Cluster) -> None:
         self.harness, self.relay, self.control, self.home = clusters.harness, relay, control, home
@@ -46,12 +48,12 @@ class FarLink:
         relay.shape("home", "f0", rate_bps=FAR_BPS)
 
     def passes(self, start: str, end: str) -> Callable[[], bool]:
-        """Whether a third of a push or version has passed from here on."""
+        """Returns a function that tells whether a third of a push or version has passed from here on."""
         before, third = self.relay.passed()[start, end], 2 * sum(p.numel() for p in self.home.model.parameters()) / 3
         return lambda: self.relay.passed()[start, end] - before > third
 
     def cut(self) -> None:
-        """The leader has noticed it when this returns."""
+        """Cuts the link; returns when the leader has noticed it."""
         self.relay.cut("home", "f0")
         self.control.cut()
         self.lost = self.harness.wait_for("cluster_stream", lambda r: not r["up"], after=self.lost)
@@ -62,7 +64,7 @@ class FarLink:
 
 
 def accepted(clusters: Clusters) -> list[str]:
-    """Pushes by the rounds that took them."""
+    """Returns the accepted pushes by round."""
     rounds = [r["body"] for r in clusters.harness.records if r.name == "entry" and r["kind"] == "Round"]
     return [str(each["offer"]["push"]["number"]) for body in rounds for each in body["accepted"]]
 
@@ -107,7 +109,7 @@ def test_a_link_that_is_cut_in_mid_push_and_in_mid_version_costs_neither(cluster
 def test_a_stream_that_swallows_everything_is_given_up_and_its_push_is_answered_on_another_one(
     clusters: Clusters,
 ) -> None:
-    """As where a NAT has forgotten it: neither end is told, and what is dialled anew passes."""
+    """A NAT has forgotten the stream: neither end is told, and a newly dialled one passes."""
     with closing(Way(clusters.job.server)) as one, closing(Way(clusters.job.server)) as another:
         places = f"{one.endpoint},{another.endpoint}"
         home = clusters.come_in("home", rules=RULES, server=places)

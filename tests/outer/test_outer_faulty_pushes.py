@@ -38,7 +38,7 @@ def with_inf(delta: torch.Tensor) -> torch.Tensor:
 
 
 def settled(all_of_them: list[Cluster]) -> None:
-    """Until the newest version that any of them has heard of is the base of all."""
+    """Waits until the newest version that any cluster has heard of is the base of all."""
     machines = [each.session._life.machine for each in all_of_them]
 
     def same() -> bool:
@@ -50,7 +50,9 @@ def settled(all_of_them: list[Cluster]) -> None:
 
 
 def together(all_of_them: list[Cluster], twist: Twist = lambda delta: delta) -> None:
-    """Each trains a step from the newest version, and pushes; `twist` is done to what the last one has learned."""
+    """Trains a step of each cluster from the newest version, and pushes; `twist` changes the delta of the last
+    cluster.
+    """
     odd = all_of_them[-1]
     settled(all_of_them)
     before = [p.detach().clone() for p in odd.model.parameters()]
@@ -87,7 +89,7 @@ def test_a_faulty_push_is_answered_with_its_reason_and_the_others_count(
     heard: Record | None = None
 
     def round_of(twist: Twist) -> tuple[Record, dict[str, Any]]:
-        """Returns what the odd one heard of its push, and the round that says so."""
+        """Returns the answer to the odd cluster's push, and the round that contains it."""
         nonlocal heard
         together(all_of_them, twist)
         heard = harness.wait_for("push_answered", node="odd", after=heard)

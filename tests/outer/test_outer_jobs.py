@@ -1,4 +1,4 @@
-"""Whole outer jobs of real processes: what clusters get is what the arithmetic says, whoever dies."""
+"""Whole outer jobs of real processes: clusters get the values that the arithmetic gives, whatever process dies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SYNC = OuterSettings(policy="sync", inner_steps=STEPS, batch=16, heartbeat_s=2.0
 
 
 def keep_pushes(pushes: str) -> None:
-    """From now on this process leaves a copy of each push in that folder."""
+    """Makes this process leave a copy of each later push in that folder."""
     encoder = OuterContent.encoder
 
     def keeping_encoder(content: OuterContent) -> Callable[[], Part]:
@@ -65,7 +65,7 @@ def keep_pushes(pushes: str) -> None:
 
 
 def train_locally(server: str, name: str, logs: str, go: str, out: str, rounds: int = ROUNDS) -> None:
-    """A cluster with its own data; waits for `go` once it is in. Its pushes are kept beside `go`."""
+    """Trains as a cluster with its own data; waits for `go` once it is in. Its pushes are kept beside `go`."""
     keep_pushes(str(Path(go).parent / "pushes"))
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -85,7 +85,7 @@ def train_locally(server: str, name: str, logs: str, go: str, out: str, rounds: 
 
 
 def one_process(names: list[str], rounds: int = ROUNDS) -> torch.Tensor:
-    """The same DiLoCo in one process, on the same kernel; its parameters, flat."""
+    """Computes the same DiLoCo in one process, on the same kernel; returns its parameters, flat."""
     models = [small_model() for _ in names]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
     replicas = [Replica.of_module(model) for model in models]
@@ -110,7 +110,7 @@ def one_process(names: list[str], rounds: int = ROUNDS) -> torch.Tensor:
 
 
 def with_torch(names: list[str]) -> torch.Tensor:
-    """And with torch's own SGD as the outer optimizer."""
+    """Computes the same DiLoCo with torch's own SGD as the outer optimizer; returns its parameters, flat."""
     outer = small_model()
     optimizer = torch.optim.SGD(outer.parameters(), lr=SYNC.outer_lr, momentum=SYNC.outer_momentum, nesterov=True)
     for number in range(ROUNDS):
@@ -156,7 +156,9 @@ def test_sync_in_fp32_is_diloco_bit_for_bit(tmp_path: Path, followers: int) -> N
 
 
 def train_beyond_the_end(server: str, name: str, logs: str, out: str, go: str) -> None:
-    """A cluster that ends the job once `go` is there, or ("late") has trained a step when another one does."""
+    """Trains as a cluster that ends the job once `go` is there, or ("late") has trained a step when another one
+    does.
+    """
     model, settings = small_model(), OuterSettings(policy="async", inner_steps=STEPS, batch=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, settings)
@@ -178,7 +180,7 @@ def train_beyond_the_end(server: str, name: str, logs: str, out: str, go: str) -
 
 
 def test_who_is_cut_off_by_the_end_has_the_jobs_last_version(tmp_path: Path) -> None:
-    """All that it had trained since the last freezing is in no version, and was left in its model."""
+    """Former bug: a cluster's steps since its last freezing are in no version, and were left in its model."""
     with Harness(tmp_path, deadline_s=120) as harness:
         job = OuterJob(harness).start()
         arguments = train_beyond_the_end, job.server
@@ -193,7 +195,7 @@ def test_who_is_cut_off_by_the_end_has_the_jobs_last_version(tmp_path: Path) -> 
 
 
 def train_until_over(server: str, name: str, logs: str, done: str) -> None:
-    """A cluster that trains until its part is over, or the file `done` is there."""
+    """Trains as a cluster until its part is over, or the file `done` is there."""
     model, settings = small_model(), OuterSettings(policy="async", inner_steps=STEPS, batch=16, heartbeat_s=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, settings)
@@ -210,7 +212,9 @@ def train_until_over(server: str, name: str, logs: str, done: str) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_of_an_earlier_job_that_wakes_in_the_next_one_is_not_let_in(tmp_path: Path) -> None:
-    """It knew more versions than the next job had, and ended each leader of it. It asks again and again for its own."""
+    """Former bug: an earlier job's cluster knew more versions than the next job had, and ended each leader of that job.
+    It asks again and again for its own.
+    """
     with Harness(tmp_path, deadline_s=120) as harness:
         job, done = OuterJob(harness).start(), tmp_path / "done"
         given = (str(harness.logs), str(done))
@@ -239,7 +243,7 @@ def test_a_cluster_of_an_earlier_job_that_wakes_in_the_next_one_is_not_let_in(tm
 
 
 def train_with_halves(server: str, name: str, logs: str) -> None:
-    """A cluster whose pushes travel by a codec of its own."""
+    """Trains as a cluster whose pushes travel by a codec of its own."""
     importlib.import_module("halves_codec")
     model, settings = small_model(), replace(SYNC, policy="async")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -283,7 +287,9 @@ RULES = {
 def train_shared(
     server: str, name: str, logs: str, pushes: str, pause_s: float, leave: str = "never", policy: str = "robust"
 ) -> None:
-    """A cluster that shares the data, and keeps a copy of each push; it leaves once the file `leave` is there."""
+    """Trains as a cluster that shares the data, and keeps a copy of each push; it leaves once the file `leave` is
+    there.
+    """
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, RULES[policy], length=LENGTH)
@@ -309,7 +315,7 @@ PartOf = Callable[[Offer], Part]
 
 
 def chain_of(store: Path, pushes: Path) -> tuple[OuterChain, PartOf]:
-    """The chain, and what gives the clusters' own copies of their pushes."""
+    """Returns the chain, and a function that gives the clusters' own copies of their pushes."""
     chain = OuterChain()
     with SqliteStore(store, read_only=True) as log:
         for record in log.read()[1]:
@@ -331,7 +337,9 @@ def grid_of(chain: OuterChain) -> Grid:
 
 
 def by_robust(chain: OuterChain, part: PartOf) -> torch.Tensor:
-    """Returns what `robust` makes of the same pushes, everybody in: it refuses none, and its parameters, flat."""
+    """Returns the parameters, flat, that `robust` computes from the same pushes with all clusters in; it must refuse
+    none.
+    """
     whole, robust = grid_of(chain).whole, replace(SYNC, policy="robust")
     state, counters, gate = OuterState(whole, torch.zeros(whole.elements)), Counters(), GateState()
     for version in [*chain.line()][::-1]:
@@ -360,7 +368,9 @@ def by_robust(chain: OuterChain, part: PartOf) -> torch.Tensor:
 
 
 def replayed(store: Path, pushes: Path, shards: int) -> tuple[OuterChain, list[str]]:
-    """The chain, and the digests of its last version, computed from the clusters' own copies of their pushes."""
+    """Returns the chain, and the digests of its last version, computed from the clusters' own copies of their
+    pushes.
+    """
     chain, part = chain_of(store, pushes)
     assert chain.agreement is not None
     grid, settings = grid_of(chain), OuterSettings.of_words(chain.agreement.settings)
@@ -416,7 +426,7 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, p
 
 
 def copy_chain(store: Path, to: Path) -> None:
-    """Copies what the chain's file holds at this moment, with its write-ahead log; no process uses `to`."""
+    """Copies the chain's file as it is now, with its write-ahead log; no process uses `to`."""
     for left in to.parent.glob(f"{to.name}-*"):
         left.unlink()  # of a leader that was killed
     with contextlib.closing(sqlite3.connect(store)) as source, contextlib.closing(sqlite3.connect(to)) as target:
@@ -463,7 +473,7 @@ def test_a_leader_on_an_older_copy_of_its_store_decides_nothing_and_says_what_to
 
 
 def follow_on_a_full_disk(full: str, arguments: list[str]) -> None:
-    """A follower whose disk takes nothing as long as this file is there."""
+    """Runs a follower whose disk counts as full while this file is there."""
     write = ShardFiles._write
 
     def full_disk(*given: object) -> None:
@@ -547,7 +557,7 @@ def test_a_job_that_was_stopped_goes_on_from_its_files(tmp_path: Path) -> None:
 
 
 def train_shared_without_versions(hold: str, *told: Any) -> None:
-    """As `train_shared`; while the file `hold` is there no version comes to this cluster."""
+    """Trains like `train_shared`; while the file `hold` is there no version comes to this cluster."""
     fetch = push_serving.fetch_version
 
     def fetch_later(*given: Any, **named: Any) -> int:
@@ -564,8 +574,9 @@ def removes(record: Record, cluster: str) -> bool:
 
 
 def test_clusters_that_are_killed_come_back_and_each_sample_counts_once(tmp_path: Path) -> None:
-    """One is killed when it has heard that its push is in, and has not adopted its version; then all are killed, and
-    one of them comes back."""
+    """A cluster is killed when it has heard that its push is in, and has not adopted its version; then all are killed,
+    and one of them comes back.
+    """
     pushes, hold = tmp_path / "pushes", tmp_path / "hold"
     pushes.mkdir()
     with Harness(tmp_path, deadline_s=150) as harness:

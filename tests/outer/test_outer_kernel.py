@@ -1,4 +1,6 @@
-"""The outer state's arithmetic: the same bits for any cut, address and number of threads; DiLoCo with everybody in."""
+"""The outer state's arithmetic: the same bits for any cut, address and number of threads; DiLoCo with all
+clusters in.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ PARTLY = replace(nesterov(p=0.9), outer=0.83)
 
 
 def noise(count: int, seed: int, scale: float = 1.0) -> Tensor:
-    """Numbers of all magnitudes, some of them 0.0 and -0.0."""
+    """Returns numbers of all magnitudes, some of them 0.0 and -0.0."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=generator) * scale
     values *= torch.exp2(torch.randint(-20, 3, (count,), generator=generator).float())
@@ -51,7 +53,9 @@ def noise(count: int, seed: int, scale: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Act:
-    """A round's pushes, for all of the grid, and its factors; the blocks of tensors from `averaged` on are buffers."""
+    """Pushes of one round, for all of the grid, and its factors; the blocks of tensors from `averaged` on are
+    buffers.
+    """
 
     weights: tuple[float, ...]
     deltas: tuple[Tensor, ...]
@@ -71,7 +75,7 @@ def acts(grid: Grid, rounds: Sequence[Factors], pushes: int, seed: int = 0) -> l
 
 
 class Reference:
-    """The rule of the module in numpy, whose operations never fuse: the whole state, block after block."""
+    """Update rule of the module in numpy, whose operations never fuse: the whole state, block after block."""
 
     def __init__(self, grid: Grid, theta: Tensor) -> None:
         self.grid = grid
@@ -111,7 +115,7 @@ class Reference:
 
 @dataclass
 class Held:
-    """A shard's state, at odd addresses."""
+    """State of a shard, at odd addresses."""
 
     state: OuterState
 
@@ -262,7 +266,7 @@ def test_several_threads_may_share_a_round() -> None:
 
 
 def test_a_state_that_was_loaded_goes_on_with_the_same_bits() -> None:
-    """Whether a buffer is empty is looked up, not remembered: after a restart nobody could."""
+    """The kernel looks up whether a buffer is empty: a remembered flag would be lost by a restart."""
     rounds = acts(GRID, MIXED, 2)
     rounds.insert(2, Act((1.0,), (torch.full((GRID.elements,), -0.0),), DELAYED))
     rounds.insert(0, rounds[2])
@@ -297,7 +301,7 @@ def test_digests_do_not_depend_on_the_cut_and_see_each_part_of_the_state() -> No
 
 
 def test_with_everybody_in_it_is_nesterov_bit_for_bit() -> None:
-    """A plain process: theta -= eta (delta + mu m), over whole tensors, with the same roundings."""
+    """One plain process computes theta -= eta (delta + mu m), over whole tensors, with the same roundings."""
     eta, mu = 0.7, 0.8
     rounds = acts(GRID, [nesterov(eta, mu)] * 5, 3)
     theta = noise(GRID.elements, 7)
@@ -326,7 +330,9 @@ def test_with_everybody_in_it_is_the_optimizer_of_torch(fused: bool) -> None:
 
 
 def test_alone_and_each_in_turn_it_is_delayed_nesterov() -> None:
-    """arXiv 2401.09135, Algorithm 3 with c = 0: K pushes are taken as they come, and then the momentum moves."""
+    """Pushes follow arXiv 2401.09135, Algorithm 3 with c = 0: K pushes are applied as they come, and then the momentum
+    moves.
+    """
     eta, mu, clusters = 0.7, 0.8, 4
     p = 1 / clusters
     lone = Factors(rate=eta * p, buffer=p, momentum=mu)
@@ -352,7 +358,9 @@ def test_a_round_without_an_accepted_push_changes_nothing() -> None:
 
 
 def test_of_parameters_the_round_takes_the_difference_to_what_it_finds() -> None:
-    """As a push of theta - f, one rounding each: in any cut, and in the second round of what the first left."""
+    """A push of parameters f acts like one of theta - f, with one rounding each: in any cut, and in the second round
+    from the theta that the first left.
+    """
     theta, averaged = noise(GRID.elements, 7), GRID.whole.since(4)
     first, second = (theta + noise(GRID.elements, seed, 1e-2) for seed in (1, 2))
     expected = OuterState(GRID.whole, theta.clone())
@@ -524,7 +532,7 @@ def test_parameters_that_need_gradients_are_read_and_written() -> None:
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60), st.integers(0, 2**31), st.booleans())
 def test_products_of_many_short_blocks_are_those_of_each(sizes: list[int], seed: int, broken: bool) -> None:
-    """Blocks of one length are taken together, and each sum has the same bits as alone."""
+    """Blocks of one length are computed together, and each sum has the same bits as alone."""
     grid = Grid((*sizes, *sorted(sizes)), 64)
     one, other = noise(grid.elements, seed), noise(grid.elements, seed + 1)
     if broken:

@@ -1,4 +1,6 @@
-"""Certificates that end under outer sync: who is shut out is told what to do, others go on, and nothing hangs."""
+"""Certificates that expire under outer sync: the excluded process is told what to do, others go on, and nothing
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ EACH = OuterSettings(policy="async", inner_steps=1, batch=16)
 
 
 class KeysThatEnd:
-    """Folders of keys, each of which counts for as long as a test wants."""
+    """Folders of keys, each of which is valid for as long as a test wants."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._cluster = keyfiles.init(folder / "owner", [])
 
     def lasts(self, name: str, role: str, seconds: float) -> Path:
-        """From now on this name has keys that count for so long."""
+        """Writes keys for this name that are valid for so many seconds from now on; returns their folder."""
         return write_keys(self._folder / name, keyfiles.issue(self._cluster, KeyHolder(name, role), seconds / DAY_S))
 
     def of(self, name: str, role: str, seconds: float = LONG_S) -> Credentials:

@@ -65,7 +65,7 @@ class Notes:
 
 
 class Follower:
-    """A listener and its state server."""
+    """Listener and its state server."""
 
     def __init__(self, name: str, port: int = 0, secret: bytes = TOKEN) -> None:
         self.name, self.notes, self.server = name, Notes(), StateServer(SERVING)
@@ -84,7 +84,7 @@ class Follower:
 
 
 class Home:
-    """A cluster's process."""
+    """Process of a cluster."""
 
     def __init__(self, me: str = str(HOME), **options: Any) -> None:
         self.me, self.notes, self.server = me, Notes(), StateServer(SERVING)
@@ -102,7 +102,7 @@ def threads() -> list[str]:
 
 @pytest.fixture
 def stage() -> Iterator[Callable[[Any], Any]]:
-    """Closes what a test made, and then no thread is left."""
+    """Function that closes at the end what a test made; no thread may be left then."""
     with ExitStack() as stack:
 
         def entered(made: Any) -> Any:
@@ -119,7 +119,7 @@ def random_part(seed: int = 0) -> Part:
 
 
 def blank_part(shard: Shard = GRID.whole) -> Part:
-    """Memory with nothing in it: fresh memory may hold what another test left there, and that is not fetched again."""
+    """Returns zeroed memory: fresh memory may hold another test's content, which would not be fetched again."""
     part = Part.empty(shard, BF16)
     part.data.zero_()
     return part
@@ -192,7 +192,7 @@ def test_names_tell_pushes_versions_formats_and_shards_apart() -> None:
 
 
 class Breaks:
-    """Given to a fetch as `progress`: does something once the first bytes have come."""
+    """Progress callback of a fetch that acts once the first bytes have come."""
 
     def __init__(self, what: Callable[[], None]) -> None:
         self.what, self.seen = what, list[int]()
@@ -243,7 +243,7 @@ def sent_by(home: Home) -> int:
 
 
 def of_ranks(stage: Any, follower: Follower, count: int) -> list[Home]:
-    """Processes of one incarnation, each with a connection parked."""
+    """Returns processes of one incarnation, each with a connection parked."""
     ranks = [stage(Home(count=1)) for _ in range(count)]
     for each in ranks:
         each.lines.follow([follower.holder])
@@ -265,13 +265,13 @@ def test_all_processes_of_a_cluster_send_a_part_of_a_push(stage: Any) -> None:
         hold_back(each, barrier)
     fetch_push(offer, part, follower.listener.dial, donors=donors, deadline_s=LIMIT_S)
     assert torch.equal(part.data, whole.data)
-    # All that was sent is counted after it was sent.
+    # Sent bytes are counted only after they were sent.
     until(lambda: sum(map(sent_by, ranks)) >= whole.data.numel() and all(map(sent_by, ranks)), "a part of each")
     assert sum(map(sent_by, ranks)) == whole.data.numel(), "nothing comes twice"
 
 
 def hold_back(home: Home, barrier: threading.Barrier) -> None:
-    """Its first bytes are sent when those of all others are, too."""
+    """Holds the first bytes of this process back until those of all others are ready, too."""
     answer, first = home.server._answer, threading.Event()
 
     def held(channel: Any, request: Any, peer: str) -> None:
@@ -341,14 +341,14 @@ def test_processes_of_a_cluster_share_its_rate(stage: Any) -> None:
 
 
 def paced(home: Home) -> list[int]:
-    """Bytes a second that its connections may send."""
+    """Returns the bytes a second that its connections may send."""
     lines_ = [line for each in home.lines._lines.values() for line in each]
     socks = [line._sock for line in lines_ if line._sock is not None]
     return [struct.unpack("=Q", s.getsockopt(socket.SOL_SOCKET, 47, 8))[0] for s in socks]
 
 
 def test_a_process_with_other_bytes_under_a_pushs_name_is_passed_over(stage: Any) -> None:
-    """As where a commit was taken back: what it holds is not what was offered."""
+    """A process holds other bytes than the offered ones, as after a commit that was taken back."""
     follower = stage(Follower("f0"))
     strange, other = of_ranks(stage, follower, 2)
     offered(strange, random_part(1), 1)
@@ -453,7 +453,7 @@ def test_a_version_whose_link_is_cut_in_the_middle_goes_on_with_what_is_missing(
 def test_a_connection_that_swallows_everything_is_given_up_for_another_one(
     stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a NAT has forgotten it, and no end has noticed yet."""
+    """A NAT has forgotten the connection, and neither end has noticed yet."""
     monkeypatch.setattr(fetching, "STALL_S", 0.3)
     follower, home = stage(Follower("f0")), stage(Home(count=1))
     whole = random_part()
@@ -475,7 +475,7 @@ def test_a_connection_that_swallows_everything_is_given_up_for_another_one(
 
 
 def forget(sock: socket.socket) -> None:
-    """The connection ends at this end without a word to the other one."""
+    """Ends the connection at this end without a word to the other one."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
     except OSError:
@@ -513,7 +513,7 @@ def test_both_ends_have_the_kernel_ask_after_ten_seconds_and_give_up_three_later
 
 
 class Recorded(threading.Event):
-    """Does not wait, but notes for how long it would have; set after some times."""
+    """Event that does not wait, but notes for how long it would have; set after some times."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -705,7 +705,9 @@ def test_a_part_is_fetched_by_its_name_with_its_manifest(stage: Any) -> None:
 
 
 def test_pushes_and_versions_are_paced(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the setting, by what is enough if that is less, and shared among the processes that send."""
+    """Sending is paced by the setting, by the sufficient rate if that is less, and shared among the sending
+    processes.
+    """
     paced: dict[str, list[float | None]] = {"lines": [], "server": []}
     monkeypatch.setattr(
         "chaos_lightning.outer.exchange.lines.pace", lambda _, rate_bps: paced["lines"].append(rate_bps)

@@ -1,4 +1,6 @@
-"""A leader whose store was replaced by an older copy: whoever knows more ends it before it decides anything (O4)."""
+"""A leader whose store was replaced by an older copy: any process that knows more ends it before it decides anything
+(O4).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ Who = TypeVar("Who", ScriptedCluster, ScriptedFollower)
 
 
 class Job:
-    """A leader's file and port; its leaders come one after the other."""
+    """File and port of a leader; its leaders come one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self.store = folder / "chain.sqlite"
@@ -51,7 +53,7 @@ class Job:
         until(lambda: fetch_facts(self.place, b"")["versions"]["durable"][-1:] == [str(version)], "a durable mark")
 
     def again(self, before: Who) -> Who:
-        """The same process on another stream, with all that it knows."""
+        """Returns the same process on another stream, with all that it knows."""
         other = type(before)(self.place)
         for name in ("nonce", "me", "base", "newest", "term", "job_id", "number", "disk", "version"):
             if hasattr(before, name):

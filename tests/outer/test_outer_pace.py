@@ -1,4 +1,4 @@
-"""Dynamic local steps."""
+"""Dynamic local steps: the number of inner steps by a cluster's speed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_steps_change_by_at_most_a_quarter() -> None:
 
 
 def test_a_cluster_of_few_steps_can_still_change() -> None:
-    """A quarter of 1 is nothing: it would do one step for ever."""
+    """A quarter of 1 rounds to nothing: a cluster of one step would do one step for ever."""
     a, b = ids(2)
     assert local_steps({a: 1.0, b: 1.0}, {a: 1, b: 3}, 4)[0] == {a: 2, b: 4}
 

@@ -1,4 +1,4 @@
-"""`chaos-lightning ps`: a whole server as a user runs it, its supervisor, and what the command shows."""
+"""`chaos-lightning ps`: a whole server as a user runs it, its supervisor, and the output of the command."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STARTS_S = 60.0
 
 
 class Up:
-    """A running `ps up`, started as a user does."""
+    """Running `ps up`, started as a user does."""
 
     def __init__(self, folder: Path, *more: str, port: int = 0) -> None:
         self.folder = folder
@@ -207,7 +207,9 @@ def test_a_job_is_not_begun_anew_for_who_had_one(tmp_path: Path) -> None:
 
 
 def test_another_jobs_server_is_not_started_for_who_had_one(tmp_path: Path) -> None:
-    """The server of a job ran on a folder of its own; what lay at the default place ended training for good."""
+    """Former bug: a job's server ran on a folder of its own; another job's files at the default place ended training
+    for good.
+    """
     options = ServerOptions(listen=f"127.0.0.1:{free_port()}", dir=str(tmp_path / "job"))
     assert options.store_path is not None
     with SqliteStore(options.store_path, options.job) as store:
@@ -229,8 +231,9 @@ def test_a_server_that_cannot_run_says_why(tmp_path: Path) -> None:
 def test_who_lost_the_race_for_a_server_waits_for_the_winner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both write to one log: the loser's words were not its last ones, so its cluster ended; or they were, and told
-    the user to end the winner."""
+    """Former bug: both servers write to one log: the loser's words were not the last ones, so its cluster ended; or
+    they were, and told the user to end the winner.
+    """
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as ended:
         ended.wait()
     log = tmp_path / "job.log"
@@ -261,7 +264,7 @@ sys.exit(Supervisor(["-I", "-S", "-c", sys.argv[1]], {}, emit).run())
 
 @contextmanager
 def supervising(leader: str, folder: Path) -> Iterator[Child]:
-    """A supervisor whose leader is this program."""
+    """Yields a supervisor whose leader is this program."""
     child = start_command("supervisor", [sys.executable, "-c", SUPERVISE, leader], folder / "log", env=os.environ)
     try:
         yield child

@@ -1,4 +1,4 @@
-"""When the leader decides a round on what is staged."""
+"""When the leader decides a round on the staged pushes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sum_of(value: float) -> str:
 
 
 class Led:
-    """A leader of one follower and one cluster, and what it has stored."""
+    """Leader of one follower and one cluster, and the entries that it has stored."""
 
     def __init__(self, settings: OuterSettings) -> None:
         self.machine, self.stored = LeaderMachine(OuterChain(), 1, 1), list[Entry]()

@@ -24,7 +24,7 @@ def run(*arguments: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another test's scheduler may have the default port."""
+    """Makes the scheduler at the default port, which may be another test's, unreachable."""
 
     def silent(*args: object, **kwargs: object) -> None:
         raise SchedulerUnreachableError("nobody answers")

@@ -1,4 +1,4 @@
-"""A cluster's session in this process, with a real leader and follower, where what happens when is the test's."""
+"""A cluster's session in this process, with a real leader and follower; the test times each event."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from chaos_lightning.strategies.outer_ranks import RankedSession, RankGroup
 
 
 class RanksDouble(RankGroup):
-    """Rank 0's group; it takes a while until the others have a version."""
+    """Group of rank 0; it takes a while until the others have a version."""
 
     def __init__(self) -> None:
         self.rank, self.shared = 0, 0
@@ -47,12 +47,14 @@ class RanksDouble(RankGroup):
 
 
 def told_of(clusters: Clusters, name: str) -> list[Record]:
-    """Returns what the logs tell of this so far."""
+    """Returns the events of this name in the logs so far."""
     return [record for record in clusters.harness.records if record.name == name]
 
 
 def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(clusters: Clusters) -> None:
-    """It took the other one's place, and training ended with an AssertionError. Now it waits for its turn."""
+    """Former bug: the newer version took the other one's place, and training ended with an AssertionError. Now it waits
+    for its turn.
+    """
     fast, slow = clusters.come_in("fast", codec="int8"), clusters.come_in("slow", codec="int8")
     machine = slow.session._life.machine
     slow.train()
@@ -69,7 +71,7 @@ def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(cluste
 def test_who_is_through_long_before_the_others_leaves(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A plain loop waited for ever, without a word."""
+    """Former bug: a plain loop that had finished waited for ever, without a word."""
     monkeypatch.setattr(leaving, "TELL_S", 0.2)
     clusters.come_in("first")
     second = clusters.come_in("second", patience_s=0.5)
@@ -85,7 +87,9 @@ def test_who_is_through_long_before_the_others_leaves(
 def test_training_goes_on_while_pushes_are_hashed(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """It stood, for they were made ready to be asked for under the lock that each boundary takes."""
+    """Former bug: training stopped while pushes were hashed, as that happened under the lock that each boundary
+    takes.
+    """
     began, go_on, waits = threading.Event(), threading.Event(), list[bool]()
 
     def hold(*given: Any) -> str:
@@ -133,8 +137,9 @@ def test_a_push_that_is_freed_while_it_is_hashed_is_not_served(
 
 
 def test_the_log_has_all_that_training_waited_for(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had what the boundaries waited that adopt, and not those that freeze; of a cluster with ranks, not the sending
-    of a version to them."""
+    """Former bug: the log of a cluster had the waits of boundaries that adopt, and not of those that freeze; nor, of a
+    cluster with ranks, the sending of a version to them.
+    """
     copies, home = threading.Event(), clusters.come_in("home")
     session, freeze = home.session, home.session._content.freeze
 
@@ -165,7 +170,7 @@ def test_a_session_that_is_closed_closes_its_log(clusters: Clusters) -> None:
 
 
 class Masked(nn.Module):
-    """Constants in buffers, one of which is not finite, and a mean that forward passes keep."""
+    """Module with constants in buffers, one of which is not finite, and a mean that forward passes keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +186,9 @@ class Masked(nn.Module):
 
 
 def test_constant_buffers_of_a_plain_loop_stay_as_they_are(clusters: Clusters) -> None:
-    """All floating buffers travelled: no job could be founded with a causal mask, and tables were rounded to bf16."""
+    """Former bug: all floating buffers travelled: no job could be founded with a causal mask, and tables were rounded
+    to bf16.
+    """
     told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False}
     model = Masked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -209,7 +216,9 @@ def test_what_no_job_can_begin_with_is_named(clusters: Clusters) -> None:
 
 
 def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clusters) -> None:
-    """The loop ended with a ValueError, or the thread that hears the leader did, and nobody heard it any more."""
+    """Former bug: on doubly leased positions a plain loop ended with a ValueError, or its listening thread did, and
+    heard the leader no more.
+    """
     session = clusters.come_in("home").session
     granted = Granted(session._life.machine.term, (Covered(0, ((0, 4), (2, 6))),))
     session._feed(session._life, Told(granted))
@@ -218,7 +227,7 @@ def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clu
 
 
 def test_a_version_that_does_not_come_is_waited_for_no_longer_than_patience(clusters: Clusters) -> None:
-    """A cluster without overlap waited for ever at a server that is gone."""
+    """Former bug: a cluster without overlap waited for ever at a server that is gone."""
     home = clusters.come_in("home", overlap=False, patience_s=0.5)
     clusters.job.kill_server()
     for _ in range(home.session.inner_steps - 1):
@@ -228,7 +237,7 @@ def test_a_version_that_does_not_come_is_waited_for_no_longer_than_patience(clus
 
 
 def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: Clusters) -> None:
-    """Another cluster has all there is, and does not get on."""
+    """Another cluster has leased all samples, and makes no progress."""
     data = TensorDataset(torch.zeros(64, 8), torch.zeros(64, 3))
     told = {"server": clusters.job.server, "block": 64, "host_server": False, "patience_s": 0.5, "inner_steps": 4}
     models = small_model(), small_model()
@@ -246,7 +255,7 @@ def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: 
 
 
 def test_a_plain_loop_has_the_batch_of_its_loader(clusters: Clusters) -> None:
-    """It was silently 32, by which the server weighed its rounds."""
+    """Former bug: a plain loop's batch size was silently 32, and the server weighed its rounds by it."""
     x, y = torch.zeros(24, 8), torch.zeros(24, 3)
     told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False}
     loaders: list[tuple[Any, str]] = [
@@ -267,7 +276,7 @@ def test_a_plain_loop_has_the_batch_of_its_loader(clusters: Clusters) -> None:
 
 
 def test_a_plain_loop_names_the_outer_optimizer(clusters: Clusters) -> None:
-    """`optimizer` is the inner one's argument, and nothing else named the server's."""
+    """Former bug: the argument `optimizer` is the inner one, and no other argument named the server's."""
     told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False, "inner_steps": 4}
     model, x = small_model(), torch.randn(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -284,7 +293,7 @@ def test_a_plain_loop_names_the_outer_optimizer(clusters: Clusters) -> None:
 
 
 def test_an_optimizer_whose_state_is_not_finite_begins_anew_with_the_first_rejection(clusters: Clusters) -> None:
-    """Each push was rejected for it, until the second one in a row."""
+    """Former bug: each push was rejected for the optimizer's state, until the second rejection in a row cleared it."""
     told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False, "inner_steps": 4}
     model = small_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -303,7 +312,9 @@ def test_an_optimizer_whose_state_is_not_finite_begins_anew_with_the_first_rejec
 
 
 def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server and the first rank were gone: the next one could not start the server, and all ranks stopped."""
+    """Former bug: the server and the first rank were gone: the next one could not start the server, and all ranks
+    stopped.
+    """
     ranks = clusters.elastic("ranks")
     base, cluster = ranks.cluster.base, ranks.cluster
     asked: list[dict[str, Any]] = []
@@ -325,7 +336,7 @@ def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pyte
 
 
 class Tied(nn.Module):
-    """One tensor under two names, and a norm whose statistics are averaged."""
+    """Module with one tensor under two names, and a norm whose statistics are averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +349,9 @@ class Tied(nn.Module):
 
 
 def test_two_clusters_average_statistics_and_a_tensor_with_two_names_once(clusters: Clusters) -> None:
-    """As two models in one process do, each with a step of its own, and an outer optimizer that takes their mean."""
+    """The result equals that of two models in one process, each with a step of its own, and an outer optimizer that
+    takes their mean.
+    """
     names = "left", "right"
     rules = OuterSettings(policy="sync", optimizer="sgd", outer_lr=1.0, inner_steps=1, batch=16)
     both = [clusters.come_in(name, Tied(), rules, codec="fp32") for name in names]

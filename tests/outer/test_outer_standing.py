@@ -42,7 +42,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
 
 @contextmanager
 def leader(etcd: EtcdServers, job: str, *, keep_finished: bool = False) -> Iterator[str]:
-    """One in this process; its endpoint."""
+    """Runs a leader in this process; yields its endpoint."""
     standing = OuterCandidacy(etcd.address, job, keep_finished=keep_finished)
     with outer_serving(standing.open_store, standing=standing, job=job) as served:
         yield served.endpoint

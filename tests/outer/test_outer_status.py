@@ -1,4 +1,4 @@
-"""Tests what a leader tells of a job that waits, or that is not as it should be (outer/follower/snapshot.py)."""
+"""Tests a leader's status of a job that waits, or has troubles (outer/follower/snapshot.py)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_a_push_that_is_refused_again_and_again_is_told_once() -> None:
 
 
 def test_a_push_that_is_refused_at_the_door_is_shown_until_one_is_taken() -> None:
-    """Only the leader's log told of it, and its cluster offered it with each heartbeat for good."""
+    """Former bug: only the leader's log told of the refused push, and its cluster offered it with each heartbeat for
+    good.
+    """
     rig = Rig()
     home = rig.comes("home", 2)
     rig.push(home, 1)

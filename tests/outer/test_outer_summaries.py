@@ -1,4 +1,6 @@
-"""The chain's summary: who begins with it goes on as one who has read all, and what is kept stays small (O1a)."""
+"""The chain's summary: a reader that begins with it goes on like one that has read all, and records stay small
+(O1a).
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ HOME, AWAY, GONE = IncarnationId("home", 1), IncarnationId("away", 2), Incarnati
 
 
 class Told:
-    """A chain that entries are put to."""
+    """Chain to which a test appends entries."""
 
     def __init__(self) -> None:
         self.chain = OuterChain()
@@ -71,14 +73,14 @@ class Told:
         return entry
 
     def begin(self) -> Told:
-        """A job with one shard and three clusters, and its first version twice durable but for one mark."""
+        """Appends a job with one shard and three clusters, and its first version, twice durable but for one mark."""
         self.put(JobOpened(SHARED, "home at a test"), Started("one", "n"), Cut(("one",)))
         self.put(*(Joined(who, "a test") for who in (HOME, AWAY, GONE)))
         self.put(Founded(1, Offer(PushId(HOME, 1), NO_VERSION, "first", 0, 0)))
         return self
 
     def round(self, number: int, base: VersionId | None = None) -> None:
-        """One that accepts one push of home, which is durable then."""
+        """Appends a round that accepts one push of home, and is durable then."""
         chain = self.chain
         assert chain.leases is not None
         leased = chain.leases.grant(HOME, 1, Batches(1, 1), (HOME,))
@@ -102,7 +104,7 @@ def begun_at(entry: Entry) -> OuterChain:
 
 
 def facts(chain: OuterChain) -> dict[str, object]:
-    """All that decides what follows."""
+    """Returns all facts of the chain that decide its further course."""
     alive = {who: known for who, known in chain.incarnations.items() if not known.over}
     return {
         **{name: getattr(chain, name) for name in ("position", "hash", "newest", "durable", "safe", "joined", "cut")},

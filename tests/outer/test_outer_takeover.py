@@ -1,4 +1,6 @@
-"""A leader that takes over knows what the one before knew: gate, arrivals, rates and paces are part of rounds (O12)."""
+"""A leader that takes over knows all that the one before knew: gate, arrivals, rates and paces are part of rounds
+(O12).
+"""
 
 from __future__ import annotations
 

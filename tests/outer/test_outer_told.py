@@ -1,4 +1,4 @@
-"""A cluster's console says who comes, goes and is refused, and when the server is away."""
+"""A cluster's console shows clusters that come, go and are refused, and says when the server is away."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ME = IncarnationId("paris", 2)
 
 
 def news(effects: list[Any], conn: int) -> list[str]:
-    """Lines that the leader sends on this stream."""
+    """Returns the console lines that the leader sends on this stream."""
     return [e.message.text for e in effects if isinstance(e, fx.SendTo) and e.conn == conn and _is_news(e.message)]
 
 
@@ -27,7 +27,7 @@ def _is_news(message: object) -> bool:
 
 
 class Heard(Rig):
-    """A leader; `sent` has all its effects."""
+    """Leader with a record of all its effects in `sent`."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -67,7 +67,7 @@ class Machine:
 
 @pytest.fixture
 def model() -> tuple[ClusterModel, list[str]]:
-    """The telling part of a cluster's model, and what it says."""
+    """The console part of a cluster's model, and the lines that it prints."""
     made = ClusterModel.__new__(ClusterModel)
     said: list[str] = []
     made.tells = True

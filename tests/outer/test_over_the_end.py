@@ -17,7 +17,7 @@ def weights(cluster: Cluster) -> torch.Tensor:
 
 
 def ended_without(clusters: Clusters) -> tuple[Cluster, Cluster]:
-    """Two clusters; the first one has lost its stream, and an operator has ended the job (`ps end`)."""
+    """Returns two clusters; the first one has lost its stream, and an operator has ended the job (`ps end`)."""
     away, other = clusters.come_in("away"), clusters.come_in("other")
     away.train()
     other.train()

@@ -23,7 +23,9 @@ from chaos_lightning.outer.rules.grid import Grid
 def test_a_push_is_spread_with_what_tells_about_its_tensors(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], nbytes: int
 ) -> None:
-    """A push of 16,000 tensors took eight seconds at the rate of its own bytes, for its table is twenty times that."""
+    """Former bug: a push of 16,000 tensors took eight seconds at the rate of its own bytes, as its table of tensors is
+    twenty times that.
+    """
     grid = Grid(sizes)
     part = Part.encoded(grid.whole, BF16, torch.zeros(grid.elements))
     told: list[float] = []

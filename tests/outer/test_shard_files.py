@@ -1,4 +1,6 @@
-"""A follower's files: whatever is interrupted, cut, flipped or full, what was reported is there, or named."""
+"""A follower's files: writes are interrupted, files are cut or flipped, disks are full; every reported version is
+there, or the loss is named.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ OLD, NEW = VersionId(7, "7" * 32), VersionId(8, "8" * 32)
 
 
 class Killed(BaseException):
-    """The process ends here: nothing cleans up."""
+    """End of the process: nothing cleans up."""
 
 
 def state(seed: int) -> OuterState:
@@ -103,7 +105,7 @@ STEPS: tuple[tuple[object, str], ...] = (
 
 
 def interrupt(patch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseException]) -> list[str]:
-    """Every step up to this one happens, and this one does not; returns their names as they come."""
+    """Lets every step up to this one happen, and this one fail; returns the steps' names as they come."""
     seen: list[str] = []
 
     def wrap(name: str, true: Callable[..., object]) -> Callable[..., object]:
@@ -132,7 +134,7 @@ def test_the_steps_of_a_save_are_in_order(files: ShardFiles, monkeypatch: pytest
 def test_a_start_syncs_the_folder_before_it_tells_what_lies_there(
     files: ShardFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member that was here before may have been killed between a file's new name and the folder's sync."""
+    """The process before may have been killed between a file's new name and the folder's sync."""
     files.save(NEW, state(0), COUNTERS)
     synced: list[str] = []
     true = os.fsync
@@ -176,14 +178,14 @@ def test_a_step_that_fails_is_an_error_and_leaves_no_part(
             files.save(NEW, state(1), COUNTERS)
     assert ShardFile(OLD, old) in files.look().whole
     if at < 3:
-        # All that failed was not read back; had unlinking failed, too, the part would go at the next start.
+        # Only reading back failed; if unlinking had failed, too, the part would be deleted at the next start.
         assert [path.name for path in files.folder.iterdir()] == [files.path(OLD).name]
     assert files.save(NEW, state(1), COUNTERS) == state(1).digest
 
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """No file of this process can grow beyond 2,000 bytes: writes end in the middle, and then fail."""
+    """Limits files of this process to 2,000 bytes: writes end in the middle, and then fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     yield

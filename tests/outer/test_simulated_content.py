@@ -1,4 +1,4 @@
-"""Simulated ranks report all that was thrown away (O9), and nothing that may count yet or that they lost."""
+"""Simulated ranks report all discarded steps (O9), and none that may count yet or that they lost."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ FIRST, SECOND = (PushId(IncarnationId("home", 1), number) for number in (1, 2))
 
 
 def frozen(content: Content, push: PushId) -> tuple[int, ...]:
-    """Inner steps that the push sends."""
+    """Returns the inner steps that the push sends."""
     content.freeze(push)
     content.pushes[push] = content.encoded()
     return content.pushes[push].steps
 
 
 def sending_a_residual() -> tuple[Content, set[int], set[int]]:
-    """The second push is open, and what the first one left out is in it; that of the first, and that residual."""
+    """Returns a content whose second push is open and holds the residual of the first; the steps of the first; and that
+    residual.
+    """
     content = Content(lossy=True, base=VersionId(1, "1"), live=[*range(100)])
     first = set(frozen(content, FIRST))
     assert content.settle(FIRST, PushAnswer.ACCEPTED) == []

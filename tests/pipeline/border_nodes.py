@@ -1,4 +1,4 @@
-"""Members with nothing but links and border tensors; each can be a process of its own, as `stage_process.py` is."""
+"""Members with only links and border tensors; each can be a process of its own, as `stage_process.py` is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEADLINE_S = 60.0
 
 
 class BorderNode:
-    """A listener, links and an exchange; what links tell is kept.
+    """Listener, links and an exchange; events of the links are kept.
 
     Attributes:
         exchange: For an executor.
@@ -44,7 +44,7 @@ class BorderNode:
         return Member(self.id, self.id.partition("~")[0], "host", "127.0.0.1", self.links.port)
 
     def connect(self, *others: Member) -> None:
-        """Has links to these, and waits for them."""
+        """Asks for links to these members, and waits for them."""
         self.loop.call(lambda: self.links.want(others))
         names = {m.id for m in others}
         with self._changed:
@@ -52,7 +52,7 @@ class BorderNode:
         assert not self._crashes, self._crashes
 
     def wait_broken(self) -> str:
-        """The evidence of the first link that broke."""
+        """Returns the evidence of the first link that broke."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._crashes or self.broken, DEADLINE_S)
         assert not self._crashes, self._crashes

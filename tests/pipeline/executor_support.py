@@ -55,7 +55,7 @@ class SequentialPass:
 
 
 class SequentialLayers:
-    """Runs blocks of an `nn.Sequential`; the last stage gives `loss(x, batch)`. Specs say who needs a gradient."""
+    """Layers of an `nn.Sequential`; the last stage gives `loss(x, batch)`. Specs say which tensors need a gradient."""
 
     def __init__(self, net, loss):
         self.net, self.loss = net, loss
@@ -89,7 +89,7 @@ class SequentialLayers:
 
 
 class Post:
-    """Holds what members send each other, until it is taken or its attempt ends."""
+    """Messages between members, held until they are taken or their attempt ends."""
 
     def __init__(self):
         self.lock = threading.Condition()
@@ -106,7 +106,7 @@ class Post:
 
 
 class MemoryExchange:
-    """One member's end of a `Post`."""
+    """End of one member at a `Post`."""
 
     def __init__(self, post, me):
         self.post, self.me, self.looks = post, me, 0
@@ -170,7 +170,7 @@ class Member:
 
 
 def run_all(members, view, batches, weights, attempt=FIRST, empty=(), call=None):
-    """All members' sums, by name; a thread each. An attempt that was ended gives the error."""
+    """Runs all members, a thread each; returns their sums by name, or the error of an attempt that was ended."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -193,7 +193,7 @@ def run_all(members, view, batches, weights, attempt=FIRST, empty=(), call=None)
 
 
 def plan_of(cuts, micro_batches, **more):
-    """Members a, b, c, ... in order; a cut has a pipeline's borders."""
+    """Returns a plan over members a, b, c, ... in order; a cut has a pipeline's borders."""
     names = iter("abcdefghijklm")
     rows = [
         Pipeline(tuple(PlanStage(next(names), a, b) for a, b in pairwise(c)), m)
@@ -205,7 +205,9 @@ def plan_of(cuts, micro_batches, **more):
 
 
 def detoured():
-    """DP 2, PP 2 with 2 + 3 micro-batches of 4 layers; c runs the first two layers of micro-batch 1 for a."""
+    """Returns pipelines of DP 2, PP 2 with 2 + 3 micro-batches of 4 layers; c runs the first two layers of micro-batch
+    1 for a.
+    """
     plan = plan_of([(0, 2, 4), (0, 2, 4)], [2, 3], detours=(Detour(1, 0, 2, "c"),))
     lists = {
         "a": "0F0 0B0",
@@ -219,7 +221,7 @@ def detoured():
 
 
 def vacant():
-    """The same after b is lost: d runs the last layers of all micro-batches."""
+    """Returns the same pipelines after b is lost: d runs the last layers of all micro-batches."""
     rows = (
         Pipeline((PlanStage("a", 0, 2), PlanStage("", 2, 4)), 2),
         Pipeline((PlanStage("c", 0, 2), PlanStage("d", 2, 4)), 3),
@@ -236,7 +238,7 @@ def _instruction(text):
 
 
 def one_process(net, loss, batches, weights, order):
-    """Sums of weighted gradients by parameter, as one process has them."""
+    """Returns the sums of weighted gradients by parameter, as one process has them."""
     net = copy.deepcopy(net)
     for j in order:
         (loss(net(batches[j][0]), batches[j]) * weights[j]).backward()
@@ -244,7 +246,7 @@ def one_process(net, loss, batches, weights, order):
 
 
 def summed(members):
-    """Sums over members, by parameter; None where no member has any."""
+    """Returns the sums over members, by parameter; None where no member has any."""
     found = {}
     for m in members:
         for name, p in m.net.named_parameters():

@@ -20,7 +20,7 @@ VOCABULARY, WIDTH, LENGTH = 97, 32, 16
 
 
 class Block(nn.Module):
-    """A transformer's block."""
+    """Block of a transformer."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small GPT whose way through its blocks subclasses change."""
+    """Small GPT whose way through its blocks subclasses change."""
 
     def __init__(self, blocks: int = 4, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class GPT(nn.Module):
 
 
 class Holder(nn.Module):
-    """A root module that holds others by name."""
+    """Root module that holds others by name."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def run_cut(
     batch: Any,
     randomness: Randomness | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Runs a copy of the model in stages, each with its own copy, whose other blocks are left out.
+    """Runs a copy of the model in stages, each of which has its own copy without the other blocks.
 
     Returns:
         The result of the step, and the sums of the stages' gradients by name.
@@ -143,7 +143,7 @@ def run_whole(
 
 
 class Checkpointed(GPT):
-    """Its caller of blocks saves activations."""
+    """GPT that saves memory by checkpointing each block."""
 
     reentrant = False
 
@@ -154,7 +154,7 @@ class Checkpointed(GPT):
 
 
 class Segments(GPT):
-    """One checkpoint for all blocks."""
+    """GPT with one activation checkpoint for all blocks."""
 
     def through(self, x: Tensor, mask: Tensor) -> Tensor:
         return checkpoint(super().through, x, mask, use_reentrant=False)
@@ -168,7 +168,7 @@ def assert_equal(
     batch: Any,
     randomness: Randomness | None = None,
 ) -> None:
-    """Results and gradients in stages are those of the whole, bit for bit."""
+    """Checks that results and gradients in stages are those of the whole, bit for bit."""
     result, gradients = run_whole(model, path, step_for, batch, randomness)
     cut, cut_gradients = run_cut(model, path, cuts, step_for, batch, randomness)
     assert torch.equal(result, cut)

@@ -1,4 +1,4 @@
-"""Engines in threads of one process, and a script in the scheduler's place: it says what views there are.
+"""Engines in threads of one process, and a script in the scheduler's place, which decides the views.
 
 Engines are the product's, with links, the machine of a member, transfers and units. The script founds the job, decides
 after a member's death, and announces views; it knows no rule but those that a test needs.
@@ -59,13 +59,13 @@ CONFIG = {
 
 
 def positions(step, j, batch):
-    """Returns where the samples of a micro-batch of a step are in the epoch."""
+    """Returns the positions in the epoch of a micro-batch's samples, for a step."""
     start = 1000 * step + 100 * j
     return (Spent("", 0, ((start, start + len(batch[0])),)),)
 
 
 class Control:
-    """In place of a control stream: what this member says is kept."""
+    """Stand-in for a control stream: this member's messages are kept."""
 
     def __init__(self, said):
         self.send = said.append
@@ -103,7 +103,7 @@ class Held:
 
 
 class ScriptedMember:
-    """An engine with a model, of which it has memory for what it holds."""
+    """Engine with a model; it has memory only for the parts that it holds."""
 
     def __init__(self, job, name, net, layers_for, make_optimizer, config):
         self.job, self.name = job, name
@@ -143,7 +143,7 @@ class ScriptedMember:
             assert self.loop.call_and_wait(lambda m=message: self.shell.control(m), DEADLINE_S)
 
     def found(self, view):
-        """Stands at GENESIS, with what the view has it make."""
+        """Places the member at GENESIS, with the parts that it makes in the view."""
         parts = division(view)
         made = [parts.names[p] for start, stop in parts.made(self.name) for p in range(start, stop)]
         self.held.memory.leave_out([n for n, part in self.job.parts.part_of.items() if part not in made])
@@ -160,16 +160,16 @@ class ScriptedMember:
         )
 
     def join(self):
-        """As a process that has just been started: it has memory for nothing."""
+        """Joins like a process that has just been started: it has memory for no part."""
         self.held.memory.leave_out(list(self.job.parts.part_of))
         return self.engine.join(fingerprint={}, quota=1, accumulate=1, state=self.rest)
 
     def last(self, kind):
-        """The last message of this kind that it has said; None if there is none."""
+        """Returns the member's last message of this kind; None if there is none."""
         return next((s for s in reversed(self.said) if isinstance(s, kind)), None)
 
     def train(self, steps, batches, weights):
-        """Optimizer steps, each over all micro-batches; returns the headers."""
+        """Makes optimizer steps, each over all micro-batches; returns the headers."""
         torch.set_num_threads(1)
         headers = []
         while len(headers) < steps and not self.engine.out:
@@ -191,7 +191,7 @@ class ScriptedMember:
         return headers
 
     def after_commit(self, outcome):
-        """Before the optimizer steps."""
+        """Runs before the optimizer steps; subclasses use it."""
 
     def _attempt(self, attempt, view, seq):
         self.attempts.append((view.id, seq))
@@ -214,7 +214,7 @@ class ScriptedMember:
 
 
 class ScriptedJob:
-    """The members, and the script."""
+    """Members and the script."""
 
     def __init__(self, net, names, layers_for, make_optimizer, config=None):
         self.parts = parts_of(net)
@@ -223,7 +223,7 @@ class ScriptedJob:
         self.number = 0
 
     def view(self, pipelines, members, leaving=(), joiners=()):
-        """The next view, with pipelines of these members."""
+        """Returns the next view, with pipelines of these members."""
         self.number += 1
         text = replace(pipelines, shared=self.shared).to_json()
         return View(
@@ -246,7 +246,7 @@ class ScriptedJob:
         return view
 
     def welcome(self):
-        """Gives the members their ids, and has them make links."""
+        """Gives the members their ids, and makes them link up."""
         rows = {m.name: m.member for m in self.members}
         for m in self.members:
             m.hear(
@@ -259,9 +259,7 @@ class ScriptedJob:
             until(lambda m=m: any(isinstance(s, Ready) for s in m.said), f"links of {m.name}")
 
     def recover(self, pipelines, members):
-        """Returns what the scheduler does after a death: all go on with this view from the newest header that any
-        has.
-        """
+        """Recovers like the scheduler after a death: all go on with this view from the newest header that any has."""
         self.number += 1
         number = ViewId(1, self.number)
         for m in members:
@@ -276,14 +274,14 @@ class ScriptedJob:
         return view
 
     def announce(self, pipelines, members, leaving=()):
-        """A view that the next header carries."""
+        """Announces a view that the next header carries; returns it."""
         view = self.view(pipelines, members, leaving)
         for m in self.members:
             m.hear(NextView(view))
         return view
 
     def train(self, steps, batches, weights, members=None, meanwhile=lambda: None):
-        """All members' headers, by name, or the error of one that died."""
+        """Trains all members; returns their headers by name, or the error of one that died."""
         members = members or self.members
 
         def one(member):
@@ -298,7 +296,7 @@ class ScriptedJob:
         return {name: f.result() for name, f in futures.items()}
 
     def parameters(self, members=None):
-        """By name, at the members that have them; all owners' are equal."""
+        """Returns the parameters by name, at the members that have them; all owners' are equal."""
         found = {}
         for m in members or self.members:
             for name, p in m.net.named_parameters():
@@ -313,11 +311,11 @@ class ScriptedJob:
 
 
 class DeathError(Exception):
-    """The member is no more."""
+    """Death of this member."""
 
 
 class Dying:
-    """Has a member die before a unit of its own, and the others recover with other pipelines."""
+    """Plan by which a member dies before a unit of its own, and the others recover with other pipelines."""
 
     def __init__(self, job, member, at, pipelines):
         self._job, self._member, self._pipelines = job, member, pipelines

@@ -1,4 +1,5 @@
-"""One member of a pipeline as a process: links of its own, and one optimizer step. Run by `test_two_processes.py`.
+"""Runs one member of a pipeline as a process: links of its own, and one optimizer step. Started by
+`test_two_processes.py`.
 
 It writes its port, reads the others' members as JSON, runs its units, and writes gradients and parameters to a file.
 """
@@ -44,7 +45,7 @@ def weight_of(batch):
 
 
 def step_of(net, total):
-    """One step of SGD over the sums in `.grad`, divided by all weights."""
+    """Makes one step of SGD over the sums in `.grad`, divided by all weights."""
     for p in net.parameters():
         if p.grad is not None:
             p.grad /= total

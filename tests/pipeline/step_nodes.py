@@ -1,4 +1,4 @@
-"""Members of a pipeline with links, gradients and border tensors, and nothing else: a `PipelineStep` each."""
+"""Members of a pipeline with only links, gradients and border tensors: a `PipelineStep` each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, LinkSpec, Plan
 
 
 def parts_of(net):
-    """Parts of an `nn.Sequential` whose children are the layers; tied parameters are shared."""
+    """Returns the parts of an `nn.Sequential` whose children are the layers; tied parameters are shared."""
     users: dict[int, set[int]] = {}
     for layer, block in enumerate(net):
         for _, _, _, tensor in named_tensors(block):
@@ -46,13 +46,13 @@ def layers_of(view, member):
 
 
 def owners_of(parts, view, members):
-    """By part: its owners, the oldest first."""
+    """Returns by part its owners, the oldest first."""
     owned = {m: parts.owned_by(layers_of(view, m)) for m in members}
     return {part: [m for m in members if part in owned[m]] for part in parts.users}
 
 
 class StepMember:
-    """A member with a copy of the model, of which it has memory for what it owns."""
+    """Member with a copy of the model; it has memory only for the parts that it owns."""
 
     def __init__(self, job, name, net, layers_for):
         self.job, self.name = job, name
@@ -89,7 +89,7 @@ class StepMember:
         return self.reducer.memory.layout.owned(owners_of(self.job.parts, self.job.pipelines[view.id], view.ids()))
 
     def own(self, view):
-        """Frees what this member does not own in the view."""
+        """Frees the parts that this member does not own in the view."""
         owned = self.job.parts.owned_by(layers_of(view, self.name))
         self.model_memory.leave_out([n for n, part in self.job.parts.part_of.items() if part not in owned])
         self.step.remember_base()
@@ -100,7 +100,7 @@ class StepMember:
         return self.step.run(number, batches.__getitem__, weights.__getitem__)
 
     def end(self, view):
-        """Returns what the I/O thread does at a recovery."""
+        """Ends attempts as the I/O thread does at a recovery."""
         self.reducer.drop(view)
         self.node.links.drop(view)
         self.step.end(view)
@@ -139,14 +139,16 @@ class StepJob:
             )
 
     def view(self, number, pipelines, members=None):
-        """A view with these pipelines, which members know from now on."""
+        """Returns a view with these pipelines, which members know from now on."""
         rows = tuple(m.node.member for m in members or self.members)
         view = View(ViewId(1, number), ViewId(1, number - 1), rows, plan=PlanSpec("rotating", 16384), links=self.links)
         self.pipelines[view.id] = pipelines
         return view
 
     def run(self, attempt, view, number, batches, weights, empty=(), members=None):
-        """An attempt at all members, a thread each: their contributions by name, or how it ended."""
+        """Runs an attempt at all members, a thread each; returns their contributions by name, or the error that ended
+        it.
+        """
         members = members or self.members
         torch.set_num_threads(1)
         for m in members:
@@ -170,7 +172,7 @@ class StepJob:
             m.node.loop.call_and_wait(lambda m=m: m.end(view), DEADLINE_S)
 
     def commit(self, seq, given, members=None):
-        """The header of these contributions, applied at all members."""
+        """Makes the header of these contributions and applies it at all members."""
         shares = equal_shares((c.weight, 1.0) for c in given.values())
         nbytes = max(len(c.presence) for c in given.values())
         presence = bytes(sum_bits(c.presence[i] for c in given.values() if i < len(c.presence)) for i in range(nbytes))
@@ -192,7 +194,7 @@ def sum_bits(values):
 
 
 class Ending:
-    """Has one member end the attempt as it looks at it for the n-th time, for all members, as a recovery does.
+    """Check that makes one member end the attempt at its n-th look, for all members, as a recovery does.
 
     The member that looks goes on once the attempt has ended at all of them, so the attempt always ends there.
 

@@ -1,4 +1,4 @@
-"""Border tensors in frames: what is written is read again, and hostile bytes are refused by name."""
+"""Border tensors in frames: written ones are read again, and hostile bytes are refused by name."""
 
 from __future__ import annotations
 

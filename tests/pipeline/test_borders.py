@@ -1,4 +1,4 @@
-"""Border tensors over links: attempts, what waits, what is refused, and real bytes between members."""
+"""Border tensors over links: attempts, waiting and refused frames, and real bytes between members."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY, BACK = BorderKey(FORWARD, 1, 1), BorderKey(BACKWARD, 0, 2)
 
 
 class Sent:
-    """An exchange, and the frames that it has sent."""
+    """Exchange with a record of the frames that it has sent."""
 
     def __init__(self, limit_nbytes: int = 1 << 20) -> None:
         self.frames: list[tuple] = []
@@ -196,7 +196,7 @@ def test_what_waits_is_bounded():
 
 
 def test_who_joins_again_begins_with_any_view():
-    """Views of another chain begin anew, and are older than those that were dropped."""
+    """Views of another chain are numbered anew, so they may be older than those that were dropped."""
     exchange = opened()
     deliver(exchange, "a~1", NEXT, KEY, write(a_border()))
     exchange.drop(LATER.view)

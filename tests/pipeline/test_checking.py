@@ -1,4 +1,4 @@
-"""A cut is compared with the whole before training."""
+"""Compares a cut with the whole model before training."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_statistics_count_once_and_come_back() -> None:
 
 
 class Residual(nn.Module):
-    """A block as of torchvision's ResNet, which writes to its own sum."""
+    """Block as of torchvision's ResNet, which writes to its own sum."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_short_chains_are_one_stretch(blocks: int) -> None:
 
 
 class Sneaky(Block):
-    """Hands something to the next block of this class by another way than its output."""
+    """Block that hands a tensor to the next block of this class by another way than its output."""
 
     kept: list[Tensor]
 
@@ -245,7 +245,7 @@ def test_memory_decides_what_is_compared(nbytes: int, words: str, monkeypatch: p
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("too much"), ValueError("no weights")])
 def test_what_cannot_be_compared_is_told_and_is_no_reason_to_end(error: Exception) -> None:
-    """Made-up values may be refused by the user's code; an error with the model's own values is one of the user's."""
+    """The user's code may refuse made-up values; an error with the model's own values is the user's own."""
 
     def raises(model: Any, calls: list[int]) -> Any:
         def step(batch: Any) -> Tensor:

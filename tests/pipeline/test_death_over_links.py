@@ -1,4 +1,6 @@
-"""DP 2 x PP 2 over real links: a member dies in the middle of a step, and the others run it again on other routes."""
+"""DP 2 x PP 2 over real links: a member dies in the middle of a step, and the others run the step again on other
+routes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class DeathError(Exception):
 
 
 def numbered(view):
-    """The same with ids of members, whose numbers say who dials."""
+    """Returns the same pipelines with ids of members, whose numbers say which one dials."""
     text = view.to_json()
     for number, name in enumerate("abcd", 1):
         text = text.replace(f'"{name}"', f'"{name}~{number}"')
@@ -38,7 +40,7 @@ def a_loss(x, batch):
 
 
 class LinkedMember:
-    """A member whose borders go over links, and which may die as it begins a unit."""
+    """Member whose borders go over links, and which may die as it begins a unit."""
 
     def __init__(self, name, net):
         self.name, self.net, self.dies_at = name, copy.deepcopy(net), None

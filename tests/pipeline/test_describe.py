@@ -1,4 +1,4 @@
-"""A model is described to the planner before anything is trained, whatever of it is here."""
+"""A model is described to the planner before training, whichever of its parts have memory here."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_weight_of_several_layers_counts_at_each() -> None:
 
 
 class Clock:
-    """A clock of its own: it moves where its maker's thread looks at it or sleeps, and at nothing else.
+    """Clock of the test's own: it moves where its maker's thread looks at it or sleeps, and at nothing else.
 
     Threads that earlier tests left behind sleep as ever.
     """
@@ -134,7 +134,7 @@ class Clock:
 
 
 class Slow(GPT):
-    """Its blocks sleep, each for another time."""
+    """GPT whose blocks sleep, each for another time."""
 
     SLEEPS_S = (0.0, 0.04, 0.0, 0.06)
 
@@ -146,7 +146,7 @@ class Slow(GPT):
 
 
 def only_largest(layers: Sequence[Layer]) -> int:
-    """Returns memory that holds any layer with its gradients and what it keeps, but not all of them."""
+    """Returns memory in bytes for any one layer with its gradients and activations, but not for all of them."""
     return max(x.parameter_nbytes + x.gradient_nbytes + x.activation_nbytes for x in layers) + 5 * LENGTH * LENGTH
 
 
@@ -181,7 +181,7 @@ def test_times_and_bytes_are_alike_however_they_are_measured(
 
 
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Returns a list that takes the stretches which are run with gradients."""
+    """Returns a list to which each stretch of layers that is run with gradients is added."""
     found: list[tuple[int, int]] = []
     run = LayerChain.run
 
@@ -195,7 +195,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_a_whole_that_keeps_too_much_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parameters and gradients fit, and what a micro-batch keeps does not."""
+    """Parameters and gradients of the whole model fit, and the activations of a micro-batch do not."""
     model = GPT()
     layers = described(model).layers
     state = sum(x.parameter_nbytes + x.gradient_nbytes for x in layers)

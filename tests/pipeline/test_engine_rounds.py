@@ -42,7 +42,7 @@ def call(given):
 
 
 class Rounds:
-    """Runs rounds at the members of a job, a thread each."""
+    """Rounds at the members of a job, a thread each."""
 
     def __init__(self, job, batches):
         self.job, self.batches = job, batches
@@ -101,7 +101,7 @@ def expected(net, batches, count=MICRO_BATCHES):
 
 
 def assert_round(results, values):
-    """All members have the values of all batches."""
+    """Checks that all members have the values of all batches."""
     assert len({header.hash for header, _ in results.values()}) == 1
     for _, found in results.values():
         assert [found[j][1] for j in sorted(found)] == values
@@ -146,7 +146,7 @@ def test_rounds_and_steps_follow_each_other(job):
 
 @pytest.mark.parametrize("at", [0, 2])
 def test_the_others_run_the_round_again_when_a_member_dies_in_it(job, at):
-    """The closed round before stays; the step after it is the one that it would have been."""
+    """The closed round before stays; the step after the repeated round is the same as without the death."""
     net, batches = a_net(tied=True), batches_of(MICRO_BATCHES)
     weights, made = weights_of(batches), job(net, NAMES)
     first = made.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))

@@ -94,7 +94,7 @@ def test_founders_pull_what_others_make_and_train_as_one_process(jobs, shape, ti
 
 @pytest.mark.parametrize("at", [0, 3, 5, 6])
 def test_the_others_run_a_step_again_when_a_member_dies_in_it(jobs, at):
-    """The death comes with the second step under way; momentum of the dead one's layers is at the other owner."""
+    """A member dies with the second step under way; momentum of its layers is at the other owner."""
     net, (batches, weights) = a_net(tied=True), equal()
     job = jobs(net, NAMES)
     first = job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -138,7 +138,7 @@ def test_a_layer_moves_with_its_optimizer_state(jobs, make_optimizer):
 
 
 def test_parts_move_with_a_decision_in_the_middle_of_a_step(jobs):
-    """Another plan for those that are left: a keeps one of its layers, c the other one."""
+    """The survivors get another plan: a keeps one of its layers, c the other one."""
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -157,7 +157,9 @@ def test_parts_move_with_a_decision_in_the_middle_of_a_step(jobs):
 
 
 def test_a_member_without_the_part_pulls_it_from_its_owner_after_a_decision(jobs):
-    """d takes layer 1 over in the middle of a step; c stands by from then on, and drops its layers with the header."""
+    """Member d takes layer 1 over in the middle of a step; c stands by from then on, and drops its layers with the
+    header.
+    """
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -227,7 +229,7 @@ def used(steps, batches):
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_all_members_know_norm_losses_and_samples_of_a_step(jobs, dies):
-    """Also if it ran again after a death; each position is spent once."""
+    """The values are right even if the step ran again after a death; each position is spent once."""
     net, (batches, weights) = a_net(tied=True), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))
@@ -281,7 +283,9 @@ def test_members_clip_alike_by_the_norm_of_the_whole(jobs):
 
 
 def in_groups(net, batches, weights, steps):
-    """One process: in each step each group's micro-batches move the buffers from where it began; these are averaged."""
+    """Trains in one process: in each step each group's micro-batches move the buffers from where it began; these are
+    averaged.
+    """
     net = copy.deepcopy(net)
     optimizer = momentum(net.parameters())
     for groups in steps:
@@ -301,7 +305,7 @@ def in_groups(net, batches, weights, steps):
 
 
 def tensors(members):
-    """Parameters and buffers by name; all owners' are equal."""
+    """Returns parameters and buffers by name; checks that all owners' are equal."""
     found = {}
     for m in members:
         for name, t in (*m.net.named_parameters(), *m.net.named_buffers()):
@@ -337,7 +341,7 @@ def test_running_statistics_of_a_step_that_runs_again_count_each_micro_batch_onc
 
 
 def test_a_part_that_moves_within_a_step_has_the_buffers_of_its_base(jobs):
-    """d takes layer 1 over from members that have run micro-batches of the open step through it."""
+    """Member d takes layer 1 over from members that have run micro-batches of the open step through it."""
     net, (batches, weights) = a_net(norm=True), equal()
     job = jobs(net, NAMES)
     job.found(pipelines([(0, 2, 4), (0, 2, 4)], [2, 3]))

@@ -1,4 +1,6 @@
-"""The executor: gradients as in one process over all plans, attempts that are dropped, and what goes wrong by name."""
+"""The executor: gradients as in one process over all plans, attempts that are dropped, and errors that name the
+cause.
+"""
 
 from __future__ import annotations
 
@@ -427,7 +429,7 @@ def test_a_layer_that_raises_in_backward_is_named():
 
 
 class Remembers(nn.Module):
-    """Writes to its last output when it is called again."""
+    """Module that writes to its last output when it is called again."""
 
     def __init__(self):
         super().__init__()

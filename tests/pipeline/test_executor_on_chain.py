@@ -57,7 +57,7 @@ VIEWS = {
 
 
 class TakesTurns:
-    """A chain whose passes run one at a time: random numbers are the process's, and members are threads of one."""
+    """Chain whose passes run one at a time: random numbers are the process's, and members are threads of one."""
 
     lock = threading.Lock()
 
@@ -85,14 +85,14 @@ def chain_of(path, step_for):
 
 
 def whole(model, path, step_for, batches, weights):
-    """The same micro-batches in one member that runs all layers."""
+    """Runs the same micro-batches in one member that runs all layers."""
     view = ViewPipelines.of(plan_of([(0, 4)], [len(batches)]))
     member = Member(Post(), "a", model, None, chain_of(path, step_for))
     return run([member], view, batches, weights)
 
 
 def run(members, view, batches, weights, attempt=FIRST):
-    """The sums of all members, and what each has."""
+    """Runs all members; returns the sums over them, and each one's own."""
     sums = run_all(members, view, batches, weights, attempt)
     return summed(members), sums
 

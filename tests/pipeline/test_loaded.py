@@ -36,7 +36,7 @@ def load(member: Holder, found: dict[str, Any]) -> LoadedParts:
 
 
 def check(member: Holder, whole: Holder, layers: Any) -> None:
-    """Checks that an owner's layers are as in `whole`, and that nothing else has memory."""
+    """Checks that an owner's layers are as in `whole`, and that no other tensor has memory."""
     wanted, names = values_of(whole.model), names_of(layers)
     for name, _, _, tensor in named_tensors(member.model):
         assert is_absent(tensor) == (name not in names), name
@@ -64,7 +64,7 @@ def test_a_member_takes_what_it_owns(tmp_path: Path, kind: str, owned: str) -> N
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_parts_get_their_values_when_they_get_memory(tmp_path: Path, kind: str) -> None:
-    """A plan is known later than the checkpoint is loaded; what is here already stays as it is by then."""
+    """A plan is known later than the checkpoint is loaded; parts that have memory by then stay as they are."""
     whole = trained(kind)
     member = holding(trained(kind, steps=1), kind, (1,))
     loaded = load(member, saved(tmp_path, whole))
@@ -100,7 +100,7 @@ def test_a_member_that_owns_all_trains_on_as_one_process(tmp_path: Path) -> None
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("layers", [(0,), ()])
 def test_keys_and_shapes_are_reported_as_torch_reports_them(strict: bool, layers: Any) -> None:
-    """Also those of parts that are elsewhere."""
+    """Missing keys and wrong shapes of parts at other members are reported, too."""
     whole = trained()
     state = whole.model.state_dict()
     state["middle.extra"] = state.pop("middle.bias")

@@ -1,4 +1,4 @@
-"""Which parameter and buffer belongs to which part."""
+"""Maps parameters and buffers to parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of optimizer state are those that a step makes, and nothing is changed by asking."""
+"""The predicted bytes of optimizer state are those that a step makes; the prediction changes nothing."""
 
 from __future__ import annotations
 

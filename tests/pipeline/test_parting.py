@@ -44,7 +44,7 @@ def kept(member):
 
 
 def parted(job, batches, weights, steps=1):
-    """All members are let go by one header; returns what each of them tells."""
+    """Lets all members go by one header; returns the record that each of them keeps."""
     job.announce(BEFORE, (), job.members)
     job.train(steps, batches, weights)
     assert all(m.engine.out and m.engine.header.step == m.shell.machine.step for m in job.members)
@@ -52,7 +52,9 @@ def parted(job, batches, weights, steps=1):
 
 
 def come_back(job, number, pipelines, *, joiners, batches, weights, steps):
-    """New processes with these pipelines: their heads as they come in, and headers of the steps that they train."""
+    """Starts new processes with these pipelines; returns their heads as they come in, and headers of the steps that
+    they train.
+    """
     job.number = number
 
     def one(member):
@@ -81,7 +83,7 @@ def come_back(job, number, pipelines, *, joiners, batches, weights, steps):
 
 
 def test_all_leave_and_all_come_back_from_their_files(jobs):
-    """The one that stood by comes back as an owner, and gets what it owns from both of the others."""
+    """The member that stood by comes back as an owner, and gets its parts from both of the others."""
     net, (batches, weights) = a_net(tied=True), equal()
     job = jobs(net, NAMES[:3])
     job.found(BEFORE)
@@ -112,7 +114,7 @@ def test_all_leave_and_all_come_back_from_their_files(jobs):
 
 
 def owned(member):
-    """Parameters, buffers and optimizer state of the layers that it has memory for."""
+    """Returns parameters, buffers and optimizer state of the layers that the member has memory for."""
     found = {}
     for state in member.held.states([f"layer.{i}" for i in range(4)]):
         if not any(is_absent(t) for _, t in state.tensors()):
@@ -199,7 +201,7 @@ def test_a_state_that_is_not_stepped_is_neither_kept_nor_given(jobs):
 
 
 def test_a_process_offers_a_file_that_no_other_one_offers(jobs):
-    """A member that has the name of one that kept its parts takes these; others take what is left, each another one."""
+    """A process takes the file of a member of the same name; others take the remaining files, one each."""
     net, (batches, weights) = a_net(), equal()
     job = jobs(net, NAMES[:3])
     job.found(pipelines([(0, 1, 2, 4)], [5]))
@@ -216,6 +218,6 @@ def test_a_process_offers_a_file_that_no_other_one_offers(jobs):
 
 
 def hello_of(member):
-    """The hello of a member that has not joined."""
+    """Returns the hello of a member that has not joined."""
     member.found(member.job.view(BEFORE, ()))
     return member.engine._hello

@@ -212,7 +212,7 @@ def test_a_lightning_script_is_profiled_without_a_changed_line(folder: Path) -> 
 def test_a_script_that_waits_for_others_trains_alone(
     folder: Path, script: tuple[str, ...], who: str, micro_batches: int
 ) -> None:
-    """Asserts that nobody listens where its job would be, and that nothing is left of one."""
+    """No scheduler may listen at the job's endpoint, and no files of a job may be left."""
     state = folder / "state"
     chain = ("--chain", "net.blocks") if micro_batches == 1 and len(script) > 1 else ()
     words = ("profile", "--steps", "4", *chain, "--", "python", *script)

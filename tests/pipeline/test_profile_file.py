@@ -1,4 +1,4 @@
-"""Tests what was measured, as a file: the planner takes it as it is, whichever fleet it names."""
+"""Tests a file of measurements: the planner takes it as it is, whichever fleet it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model is measured while somebody's loop trains it: bytes exactly, times by ratios that are huge."""
+"""Measures a model while a user's loop trains it: bytes exactly, times by ratios that are huge."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMPILING = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor t
 
 
 class Block(nn.Module):
-    """A linear layer and ReLU; may sleep in its forward pass."""
+    """Linear layer and ReLU; may sleep in its forward pass."""
 
     def __init__(self, sleep_s: float = 0.0) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Text(nn.Module):
-    """An embedding, blocks, and a head that may be the embedding."""
+    """Embedding, blocks, and a head that may be the embedding."""
 
     def __init__(self, *blocks: nn.Module, tied: bool = False, run: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int = 1) -> None:
-    """One step of a plain loop."""
+    """Makes one step of a plain loop."""
     optimizer.zero_grad()
     for _ in range(accumulate):
         loss_of(model).backward()
@@ -94,7 +94,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int = 
 
 @pytest.fixture
 def measured() -> Iterator[Callable[..., Outcome]]:
-    """Measures a model in a loop of the caller's; afterwards no hook is left anywhere."""
+    """Function that measures a model in a loop of the caller's; afterwards no hook may be left anywhere."""
     real = torch.autograd.backward
     profilers: list[ModelProfiler] = []
 
@@ -123,7 +123,7 @@ def profile_of(outcome: Outcome) -> ModelProfile:
 
 
 def about_the_model(profile: ModelProfile) -> list[str]:
-    """Returns the notes, but for that of a machine that is busy."""
+    """Returns the notes, except the one about a busy machine."""
     return [note for note in profile.notes if "half of the steps differ" not in note]
 
 
@@ -474,7 +474,7 @@ def test_a_chain_that_is_not_clear_is_asked_for(lists: tuple[int, ...], path: st
 
 
 def test_passes_of_stages_are_timed_though_they_overlap() -> None:
-    """As 1F1B runs them: the second micro-batch's forward pass comes before the first one's backward pass."""
+    """Passes overlap as in 1F1B: the second micro-batch's forward pass comes before the first one's backward pass."""
     blocks = [Block(), Block(SLEEP_S), Block()]
     timer = LayerTimer(blocks, LayerClock(torch.device("cpu")))
     timer.attach()

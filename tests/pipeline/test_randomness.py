@@ -1,4 +1,4 @@
-"""Random numbers depend on what is computed, not on who computes it when."""
+"""Random numbers depend on the computation, not on the member or the time at which it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chaos_lightning.pipeline.randomness import Randomness
 
 
 class Careless(GPT):
-    """Its checkpoints do not care for random numbers."""
+    """GPT whose activation checkpoints do not restore random numbers."""
 
     def through(self, x: Tensor, mask: Tensor) -> Tensor:
         for block in self.blocks:
@@ -28,7 +28,7 @@ class Careless(GPT):
 
 
 class Between(GPT):
-    """It draws between blocks, too."""
+    """GPT that draws random numbers between blocks, too."""
 
     def through(self, x: Tensor, mask: Tensor) -> Tensor:
         for block in self.blocks:
@@ -44,7 +44,7 @@ def test_dropout_is_the_same_wherever_layers_run(kind: type[GPT], cuts: list[int
 
 
 def test_numbers_that_the_step_draws_are_the_same_in_all_stages() -> None:
-    """Noise that goes in at the front and is looked for at the end, and a mixture of a batch."""
+    """The step adds noise at the front and looks for it at the end, and draws a mixture of a batch."""
 
     def noisy(model: Any) -> Any:
         def step(batch: tuple[Tensor, Tensor]) -> Tensor:

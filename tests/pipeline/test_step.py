@@ -60,7 +60,7 @@ def weights_of(batches):
 
 
 def pipelines(cuts, micro_batches, names=NAMES, **more):
-    """Pipelines of these members in order, each by its cut."""
+    """Returns pipelines of these members in order, each by its cut."""
     text = ViewPipelines.of(plan_of(cuts, micro_batches, **more)).to_json()
     for letter, name in zip("abcdefg", names, strict=False):
         text = text.replace(f'"{letter}"', f'"{name}"')
@@ -95,7 +95,7 @@ SHAPES = {
 
 
 def averages(job):
-    """`.grad` by name at each owner; bits are equal at all owners."""
+    """Returns `.grad` by name at each owner; checks that bits are equal at all owners."""
     found = {}
     for m in job.members:
         for name, p in m.net.named_parameters():
@@ -225,7 +225,7 @@ def test_an_attempt_that_ends_while_gradients_are_reduced_is_dropped(jobs):
 
 
 def test_the_others_run_the_step_again_after_a_death(jobs):
-    """Other routes, the same owners of the parts that are left: the average is the same up to rounding."""
+    """The routes change, the owners of the remaining parts do not: the average is the same up to rounding."""
     net, batches, view = a_net(tied=True), batches_of(), pipelines([(0, 2, 4), (0, 2, 4)], [2, 3])
     weights = weights_of(batches)
     job, first = begun(jobs, net, NAMES, view)
@@ -272,7 +272,7 @@ def test_several_steps_train_as_one_process(jobs, optimizer):
 
 
 def test_buffers_are_averaged_over_micro_batches(jobs):
-    """Owners saw 2 and 3 micro-batches; all of them, and nobody else, have the weighted mean."""
+    """Owners saw 2 and 3 micro-batches; all owners, and no other members, have the weighted mean."""
     net, batches, view = a_net(norm=True), batches_of(), pipelines([(0, 2, 4), (0, 2, 4)], [2, 3])
     job, the_view = begun(jobs, net, NAMES, view)
     given = job.run(SlotAttempt(the_view.id, 1), the_view, 1, batches, weights_of(batches))
@@ -328,7 +328,7 @@ def test_a_gradient_that_a_user_changes_after_it_was_sent_is_refused(jobs):
 
 
 def test_a_models_tied_embedding_is_reduced_over_the_owners_of_all_layers_that_use_it(jobs):
-    """A GPT by its own training step: the embedding is used by the first and the last layers."""
+    """A GPT runs its own training step: the embedding is used by the first and the last layers."""
     torch.manual_seed(0)
     net = GPT(4, tied=True).double()
     chain = LayerChain(net, "blocks", step_of(net))
@@ -399,7 +399,7 @@ def test_a_step_is_told_of_the_view_by_whose_plan_it_runs(jobs):
 
 
 def test_a_member_that_joins_again_waits_for_attempts_of_any_view(jobs):
-    """All that it was told of ended and reduced attempts is of the chain before."""
+    """The member's record of ended and reduced attempts is of the chain before."""
     view = pipelines([(0, 2, 4)], [5])
     job, the_view = begun(jobs, a_net(), NAMES[:2], view)
     for m in job.members:

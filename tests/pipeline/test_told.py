@@ -1,4 +1,6 @@
-"""Tests what members say beside a step's gradients: as bytes, from strangers, and what all of them conclude from it."""
+"""Tests the facts that members send beside a step's gradients: as bytes, from strangers, and the conclusions that all
+draw from them.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_numbers_that_cannot_be_are_refused_by_name(told, words):
 
 
 def test_the_words_of_a_large_step_fit():
-    """256 layers and 64 micro-batches, whoever owns what; and 0.9 MiB of a strategy's for each micro-batch."""
+    """The message holds facts of 256 layers and 64 micro-batches, whatever their owners; and 0.9 MiB of a strategy's
+    for each micro-batch.
+    """
     norms, losses = {p: PartNorm(1.0, True) for p in range(256)}, dict.fromkeys(range(64), (1.0, 1.0))
     assert len(ToldStep(norms, losses, samples=1).encode()) < 4700
     extra = {j: bytes(int(0.9 * (1 << 20))) for j in range(64)}

@@ -27,7 +27,7 @@ def line_of(process):
 
 
 def run_processes(folder, view, kind):
-    """Runs a process for each member; returns what each has written, by member."""
+    """Runs a process for each member; returns the output of each, by member."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     names = sorted(view.plan.stages)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Tests what a step changes in Python is put back, and the graph, gradients and random numbers with it."""
+"""Tests that changes which a step makes in Python are undone, and those of the graph, gradients and random numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chaos_lightning.pipeline.undo import MOST_ITEMS, Undo, undone
 
 
 class Counting(nn.Module):
-    """A model whose step counts in every way that users count."""
+    """Model whose step counts in every way that users count."""
 
     def __init__(self) -> None:
         super().__init__()

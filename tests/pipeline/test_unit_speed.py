@@ -1,4 +1,4 @@
-"""A member's speed beside what it foresaw: from what the device computed, whichever layers, and never from waits."""
+"""A member's speed relative to its forecast: from the device's computation, whichever layers, and never from waits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job(speed: float = 1.0, unit_s: float = 0.0) -> TrainingJob:
 
 
 def ran(first: int, end: int, slower: float = 1.0) -> list[UnitTime]:
-    """Units of a step through these layers, which took so many times what was foreseen."""
+    """Returns the timed units of a step through these layers, which took so many times the forecast."""
     work_s = sum(1.0 + i for i in range(first, end))
     found, now = [], 0.0
     for kind, seconds in ((FORWARD, work_s), (BACKWARD, 2 * work_s)):
@@ -124,7 +124,7 @@ class Sleeping(nn.Module):
 
 
 class LateExchange(MemoryExchange):
-    """Border tensors come late, and take their time to go."""
+    """Exchange whose border tensors come late, and take their time to be sent."""
 
     def take(self, attempt: SlotAttempt, key: object) -> Border:
         time.sleep(0.3)

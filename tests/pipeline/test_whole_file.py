@@ -72,7 +72,7 @@ def test_another_process_goes_on_from_it_as_from_a_plain_one(tmp_path: Path, kin
 
 
 def test_only_parts_that_are_in_the_checkpoint_are_asked_for(tmp_path: Path) -> None:
-    """A checkpoint may have weights only, and some of them, as where a user leaves out what was not trained."""
+    """A checkpoint may have weights only, and only some of them, if a user leaves out those that were not trained."""
     whole = trained()
     member = holding(whole, "adamw", (2,))
     checkpoint = member.checkpoint()
@@ -89,7 +89,9 @@ def test_only_parts_that_are_in_the_checkpoint_are_asked_for(tmp_path: Path) -> 
 
 
 def test_absent_tensors_may_be_taken_along_by_any_name(tmp_path: Path) -> None:
-    """In other dicts, lists, and within modules; what is of two elements of its own is not taken for a stand-in."""
+    """Absent tensors may be in other dicts, lists, and modules; a user's own tensor of two elements is not taken for
+    one.
+    """
     whole = trained()
     member = holding(whole, "adamw", ())
     state = partial_state_dict(member.model)
@@ -122,7 +124,7 @@ def test_absent_tensors_may_be_taken_along_by_any_name(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_are_elsewhere_are_not_used(use: Any) -> None:
-    """As in `on_save_checkpoint`: there is no answer but a wrong one."""
+    """In `on_save_checkpoint`, say, any value for an absent tensor would be wrong."""
     member = holding(trained(), "adamw", (0,))
     absent = partial_state_dict(member.model)["middle.weight"]
     assert isinstance(absent, AbsentTensor)
@@ -163,7 +165,7 @@ def test_a_state_dict_of_the_users_own_uses_no_values_that_are_elsewhere() -> No
 
 
 class Changed(FromOwners):
-    """An owner that has something else."""
+    """Owner whose part differs from the recorded one."""
 
     def __init__(self, whole: Holder, manifest: Any = None, tensors: Any = None) -> None:
         super().__init__(whole)
@@ -242,7 +244,7 @@ def test_the_size_of_the_file_is_known_before(tmp_path: Path) -> None:
 
 
 class Watched(FromOwners):
-    """Looks whether what it gave before is still somewhere."""
+    """Source that checks that the tensors which it gave before are freed."""
 
     def tensors(self, part: str) -> list[tuple[str, Tensor]]:
         assert [ref for ref in self.given if ref() is not None] == []
@@ -321,7 +323,7 @@ assert len(optimizer.state) == 1
 
 
 def test_one_part_of_the_others_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    """The whole has 48 tensors of this size, a part 3. Reading, pages of the file count as memory, too."""
+    """The whole model has 48 tensors of this size, a part 3. In a read, pages of the file count as memory, too."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path / "x")], capture_output=True, text=True, timeout=170, check=False
     )

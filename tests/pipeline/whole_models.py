@@ -64,7 +64,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
 
 
 class Holder:
-    """A model with its optimizer, of which some parts are here."""
+    """Model with its optimizer, of which some parts are here."""
 
     def __init__(self, model: nn.Module, kind: str) -> None:
         self.model = model
@@ -82,7 +82,7 @@ class Holder:
         return PartState(name, self.model, PARTS.names(name), [self.optimizer])
 
     def checkpoint(self, **more: Any) -> dict[str, Any]:
-        """As Lightning makes it at this member."""
+        """Returns the checkpoint that Lightning makes at this member."""
         return {
             "epoch": 1,
             "global_step": 3,
@@ -95,7 +95,7 @@ class Holder:
 
 
 def trained(kind: str = "adamw", steps: int = 3) -> Holder:
-    """Returns one that holds all parts, after some steps."""
+    """Returns a model that holds all parts, after some steps."""
     torch.manual_seed(0)
     found = Holder(Model(), kind)
     train(found, steps)
@@ -111,7 +111,7 @@ def train(holder: Holder, steps: int, seed: int = 1) -> None:
 
 
 def holding(whole: Holder, kind: str, layers: Collection[int], seed: int = 5) -> Holder:
-    """Returns one that holds what an owner of these layers owns, with the values of `whole`."""
+    """Returns a model that holds the parts of an owner of these layers, with the values of `whole`."""
     model = copy.deepcopy(whole.model)
     found = Holder(model, kind)
     found.optimizer.load_state_dict(whole.optimizer.state_dict())
@@ -125,7 +125,7 @@ def holding(whole: Holder, kind: str, layers: Collection[int], seed: int = 5) ->
 
 
 class FromOwners:
-    """A source of parts, out of a model that is whole.
+    """Source of parts, out of a model that is whole.
 
     Attributes:
         asked: Parts whose tensors were asked for.

@@ -15,7 +15,7 @@ class Rank(NamedTuple):
 
 
 def network_of(links, access=None, hosts=None):
-    """From {"ab": Mbps}: members are the letters in order."""
+    """Returns a network from {"ab": Mbps}: members are the letters in order."""
     names = sorted({name for pair in links for name in pair})
     return Network(
         [Rank(n, (hosts or {}).get(n, "")) for n in names],
@@ -26,7 +26,7 @@ def network_of(links, access=None, hosts=None):
 
 @st.composite
 def inputs(draw, least=1, most=6, access=False, hosts=False):
-    """(members, links, access) of a connected network; directions differ, and some pairs have no link."""
+    """Draws (members, links, access) of a connected network; directions differ, and some pairs have no link."""
     size = draw(st.integers(least, most))
     names = [f"m{i}~{i}" for i in range(size)]
     rates = st.sampled_from([1e6, 1e7, 3e7, 1e8, 3e8, 1e9])
@@ -47,6 +47,6 @@ def networks(draw, least=1, most=6, access=False, hosts=False):
 
 
 def brute_force_trees(network):
-    """All spanning trees of a small network."""
+    """Returns all spanning trees of a small network."""
     size = len(network)
     return [tree for tree in combinations(network.edges, size - 1) if len(spanning(size, tree)) == size - 1]

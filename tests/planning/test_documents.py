@@ -1,4 +1,4 @@
-"""Files that a person wrote are refused by line where they say too much, or one thing twice."""
+"""Files that a person wrote are refused by line if they have unknown keys, or one key twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts and ways of a graph, against what the definitions say of small ones."""
+"""Parts and paths of a graph, against the definitions applied to small ones."""
 
 from collections.abc import Iterable
 from itertools import combinations, product
@@ -22,7 +22,9 @@ NAMES = tuple(f"m{i}" for i in range(9))
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[tuple[str, ...], list[Pair]]:
-    """Members in a rank order of their own, and links of which some name others, themselves, or are there twice."""
+    """Draws members in a rank order of their own, and links of which some name others, themselves, or are there
+    twice.
+    """
     members = tuple(draw(st.permutations(NAMES)))[: draw(st.integers(0, 8))]
     pairs = st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES))
     return members, draw(st.lists(pairs, max_size=20))
@@ -56,7 +58,7 @@ def test_parts_hold_all_that_can_reach_each_other(graph: tuple[tuple[str, ...], 
 
 
 class Counted(dict[str, list[str]]):
-    """Neighbours by member; counts those that were looked at."""
+    """Dict of neighbours by member that counts those that were looked at."""
 
     seen = 0
 
@@ -99,7 +101,7 @@ def test_a_parting_node_leaves_more_parts_behind(
 
 
 def test_long_lines_are_walked() -> None:
-    """Deeper than Python's stack: a line of 5,000, of which each node but the ends parts the others."""
+    """A line of 5,000 nodes is deeper than Python's stack; each node but the ends separates the others."""
     members = [f"m{i}" for i in range(5000)]
     links = [(members[i], members[i + 1]) for i in range(4999)]
     near = neighbours(members, links)

@@ -32,7 +32,7 @@ def test_no_spanning_tree_is_wider_than_the_widest(network):
 @settings(deadline=None)
 @given(networks(most=5, access=True))
 def test_a_packing_carries_what_brute_force_finds_and_the_bound_says(network):
-    """With all spanning trees at hand the same program must give the same amount: no tree was missed."""
+    """The same program, given all spanning trees, must find the same amount: no tree was missed."""
     assume(len(network) > 1)
     packing = pack(network)
     everything = sum(weigh(network, brute_force_trees(network)))
@@ -68,7 +68,7 @@ def test_the_bound_is_that_of_tutte_and_nash_williams(network):
 @settings(deadline=None)
 @given(networks(most=5, access=True, hosts=True))
 def test_no_set_of_trees_carries_more_across_any_parts_than_is_said(network):
-    """Links, accesses and cards of machines count; brute force has all trees and all parts."""
+    """The bound counts links, accesses and cards of machines; brute force tries all trees and all parts."""
     assume(len(network) > 1)
     everything = sum(weigh(network, brute_force_trees(network)))
     for parts in partitions(list(range(len(network)))):

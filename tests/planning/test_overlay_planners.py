@@ -103,7 +103,7 @@ def test_packed_uses_what_one_tree_leaves_over():
 
 
 def test_a_small_buffer_goes_by_few_hops():
-    """For 4 KiB latency is all there is: a fast detour of five hops is worth nothing."""
+    """For 4 KiB only latency counts: a fast detour of five hops is worth nothing."""
     members = [Rank(n) for n in "abcdef"]
     links = dict.fromkeys(zip("abcde", "bcdef", strict=True), (0.001, 1000000000.0, 1000000000.0))
     links |= {("a", y): (0.001, 2e8, 2e8) for y in "cdef"}
@@ -175,7 +175,7 @@ def test_fastest_ways_to_several_roots():
 
 
 def by_name_backwards(network, nbytes):
-    """A user's planner: a chain in reverse order."""
+    """Plans like a user's planner: a chain in reverse order."""
     parents = tuple(i - 1 for i in range(len(network)))
     return network.spec([(parents, 1.0)]), "the user's own"
 

@@ -1,4 +1,4 @@
-"""Plans that users write: names, files, and what is refused before anything begins."""
+"""Plans that users write: names, files, and refusals before training begins."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_weights_that_cannot_be_are_refused_with_the_files_name(tmp_path: Path, 
 
 @pytest.mark.parametrize("plan", [WEIGHTED, RANGES, PlanSpec("auto"), PlanSpec("tree:3", 4096)])
 def test_a_plan_travels_with_the_settings(plan: PlanSpec) -> None:
-    """A scheduler of the job's own gets them as JSON; one that does not know a field of its plan ends at once."""
+    """A job's own scheduler gets the settings as JSON; one that does not know a field of its plan ends at once."""
     assert settings_from_json(settings_to_json(Settings(plan=plan))).plan == plan
 
 

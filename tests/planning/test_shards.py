@@ -23,7 +23,7 @@ FEW = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_
 
 
 def brute(count: int, size: int, neighbours: Sequence[Neighbour]) -> float:
-    """The best of all assignments of equal shards."""
+    """Returns the seconds of the best of all assignments of equal shards."""
     best = math.inf
     for counts in itertools.product(range(count + 1), repeat=len(neighbours)):
         if sum(counts) == count:
@@ -33,7 +33,7 @@ def brute(count: int, size: int, neighbours: Sequence[Neighbour]) -> float:
 
 
 def whole(plan: SharePlan, nbytes: int, neighbours: Sequence[Neighbour]) -> None:
-    """It is a plan at all."""
+    """Checks that the plan is valid."""
     assert sum(plan.shares.values()) == nbytes
     assert all(share > 0 for share in plan.shares.values())
     assert set(plan.shares) <= {n.member for n in neighbours}
@@ -41,12 +41,12 @@ def whole(plan: SharePlan, nbytes: int, neighbours: Sequence[Neighbour]) -> None
 
 
 def figure_1() -> list[Neighbour]:
-    """Chaos, Fig. 1: the newcomer's three links, in time units per unit of data."""
+    """Returns the newcomer's three links in Fig. 1 of the Chaos paper, in time units per unit of data."""
     return [Neighbour("3", 0.0, 8.0), Neighbour("6", 0.0, 31.0), Neighbour("9", 0.0, 44.0)]
 
 
 def test_figure_1_of_the_paper() -> None:
-    """Ten units: 80 from the fastest neighbour, 88 from all nodes, 62 from three neighbours."""
+    """For ten units: 80 from the fastest neighbour, 88 from all nodes, 62 from three neighbours."""
     near = figure_1()
     assert baselines.single(10, near).seconds == 80
     overlay = {("11", n.member): (0.0, n.s_per_byte) for n in near}
@@ -110,7 +110,7 @@ def test_algorithm_2_and_the_exact_assignment_are_what_brute_force_finds(
 
 
 def letter(count: int, size: int, neighbours: Sequence[Neighbour]) -> list[int]:
-    """Algorithm 2, line by line."""
+    """Computes the shards of each neighbour by Algorithm 2, line by line."""
     counts = [0] * len(neighbours)
     for _ in range(count):
         loads = [n.delay_s + counts[i] * (size * n.s_per_byte) for i, n in enumerate(neighbours)]

@@ -1,4 +1,4 @@
-"""Places on a tape, and the positions that lie there."""
+"""Places on a tape (a sequence of samples), and the positions that lie there."""
 
 from __future__ import annotations
 

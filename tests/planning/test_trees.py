@@ -13,7 +13,7 @@ worlds = st.integers(1, 9).map(lambda n: tuple(f"n{i}~{i}" for i in range(n)))
 
 
 def check_tree(tree, members):
-    """Spans all members, one root, no cycle, and children mirror parents."""
+    """Checks that a tree spans all members, with one root and no cycle, and that children mirror parents."""
     for m in members:
         at, hops = m, 0
         while (above := tree.parent_of(at)) is not None:

@@ -1,4 +1,4 @@
-"""Trees of a buffer's parts: each over its owners alone, by the view's plan where that fits them."""
+"""Trees of a buffer's parts: each over its owners alone, by the view's plan if that fits them."""
 
 from __future__ import annotations
 

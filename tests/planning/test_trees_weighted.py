@@ -1,4 +1,4 @@
-"""Plans of kind "trees": weights become byte ranges; which plans fit which links."""
+"""Plans of kind "trees": weights become byte ranges; checks of plans against links."""
 
 import pytest
 from hypothesis import given
@@ -64,7 +64,7 @@ def test_every_byte_is_in_one_chunk_and_every_tree_gets_its_weight(weights, leng
 
 
 def test_trees_take_turns_over_the_whole_section():
-    """Were the ranges one behind the other, links that only the last tree uses would idle at first."""
+    """If the ranges came one behind the other, links that only the last tree uses would idle at first."""
     found = expand(trees(3.0, 1.0), NAMES, 1 << 24, ())
     light = [t for t in found if t.root == "b"]
     assert sum(t.nbytes for t in light) == 1 << 22

@@ -1,4 +1,4 @@
-"""A view told by what it changes of the one before it."""
+"""A view encoded as its changes to the one before it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chaos_lightning.protocol.types import LinkSpec, PlanSpec, TreeSpec, View, V
 
 
 def without(view: View, *gone: str, trees: bool = True) -> View:
-    """The view after these have died; what hung below them in a tree is hung below its root."""
+    """Returns the view after these have died; their children in a tree are hung below its root."""
     members = tuple(m for m in view.members if m.id not in gone)
     links = tuple(link for link in view.links if link.a not in gone and link.b not in gone)
     made = []
@@ -36,7 +36,7 @@ def without(view: View, *gone: str, trees: bool = True) -> View:
 
 
 def told(before: View, view: View) -> PackedChange:
-    """The change as a store gives it back."""
+    """Returns the change as a store gives it back."""
     change = change_to(before, view, "0")
     assert change is not None
     back = codec.decode(PackedChange, codec.encode(change))

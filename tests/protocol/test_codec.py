@@ -1,4 +1,4 @@
-"""chaos.proto against protocol/types.py, and the codec between them."""
+"""Compares chaos.proto with protocol/types.py, and tests the codec between them."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_a_drifted_enum_or_union_is_found_at_import() -> None:
 
 @dataclass(frozen=True)
 class Push:
-    """Message that another service than the job's scheduler might be told."""
+    """Message of another service than the job's scheduler."""
 
     view: ViewId
     spans: tuple[tuple[int, int], ...]
@@ -324,7 +324,7 @@ class Applied:
 
 
 def other_stubs() -> SimpleNamespace:
-    """Returns what protoc would make of a second proto file, which imports the job's."""
+    """Returns the stubs that protoc would make of a second proto file, which imports the job's."""
     file = descriptor_pb2.FileDescriptorProto(
         name="elsewhere/other.proto", package="other", syntax="proto3", dependency=[chaos_pb2.DESCRIPTOR.name]
     )
@@ -383,7 +383,7 @@ def test_an_absent_header_stays_absent() -> None:
 
 
 def test_the_committed_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
-    """The stubs may come from another protoc; what must agree is the descriptor."""
+    """The stubs may come from another protoc; only their descriptor must agree."""
     if importlib.util.find_spec("grpc_tools") is None:
         pytest.skip("grpcio-tools is not installed")
     generate.generate(tmp_path)

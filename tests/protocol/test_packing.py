@@ -1,4 +1,4 @@
-"""A view's packed form: one for each view, small, and nothing else is unpacked."""
+"""A view's packed form: one for each view, small, and no other bytes are unpacked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals of positions and bytes; what a ledger does with them is in tests/planning/test_ledger.py."""
+"""Intervals of positions and bytes; tests/planning/test_ledger.py tests their use in ledgers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every test keeps its chains, tokens and settings to itself."""
+"""Fixtures: every test keeps its chains, tokens and settings to itself."""
 
 from __future__ import annotations
 

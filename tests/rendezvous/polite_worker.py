@@ -1,4 +1,4 @@
-"""A worker that only tells which signals it gets, one word a line. Arguments: where to write, and how it ends.
+"""Runs a worker that only writes which signals it gets, one word a line. Arguments: where to write, and how it ends.
 
 "leave" ends well when it is asked to; "fail" ends with an error then; "stay" ignores the first wish.
 """

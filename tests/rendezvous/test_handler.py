@@ -1,4 +1,4 @@
-"""The handler by itself: what torchrun's agent asks of it."""
+"""The handler by itself: the calls that torchrun's agent makes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from chaos_lightning.rendezvous.handler import ChaosRendezvousHandler
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """The handler writes to os.environ, as it must; put it back."""
+    """Restores os.environ, to which the handler must write."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -43,7 +43,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostedScheduler]]:
-    """Schedulers that were started; ended by their own pid."""
+    """Schedulers that were started; each is ended by its own pid."""
     found: list[HostedScheduler] = []
     original = hosting._spawn
 
@@ -145,7 +145,9 @@ def test_a_scheduler_that_is_gone_is_started_again_while_workers_run(
 def test_a_scheduler_that_none_of_its_members_has_come_to_says_nothing_of_the_jobs_chain(
     endpoint: str, started: list[HostedScheduler]
 ) -> None:
-    """Its store may be another job's by the same name: then none would be started on the job's own any more."""
+    """The scheduler's store may be another job's by the same name: then none would be started on the job's own any
+    more.
+    """
     first = ViewId(1, 1)
     alone = View(first, NO_VIEW, (Member("a~1", "a", "host", "127.0.0.1", 4000),))
     with JobChain(SqliteStore(default_store("job", int(endpoint.rpartition(":")[2])), "job")) as store:

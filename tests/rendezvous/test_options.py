@@ -1,4 +1,4 @@
-"""--rdzv-conf: what is read, what is refused, what workers inherit."""
+"""Options of --rdzv-conf: reading, refusals, and the variables that workers inherit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(
 
 
 def worker_config(options: RendezvousOptions, local_rank: int = 0, **more: str) -> EngineConfig:
-    """Returns what a worker of this agent will use."""
+    """Returns the configuration that a worker of this agent will use."""
     return EngineConfig.build({}, {**options.environment(), "LOCAL_RANK": str(local_rank), **more})
 
 
@@ -181,7 +181,7 @@ def test_torchruns_own_timeout_comes_after_the_environment() -> None:
 
 
 def test_an_agents_candidate_is_told_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By way of the environment, as its workers may start it again."""
+    """The agent passes the address by the environment, as its workers may start the candidate again."""
     options = read({"store": "etcd://127.0.0.1+127.0.0.2", "advertise": "gate.example:4000"})
     assert options.scheduler.advertise == "gate.example:4000"
     monkeypatch.delenv("CHAOS_ADVERTISE", raising=False)

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Agent:
-    """torchrun without a scheduler, whose workers tell what they get."""
+    """Agent of torchrun without a scheduler, whose workers write which signals they get."""
 
     def __init__(self, harness: Harness, folder: Path, end: str, *arguments: str) -> None:
         self.harness = harness
@@ -44,7 +44,7 @@ class Agent:
         return {int(line.split()[1]) for line in lines}
 
     def ready(self, workers: int = 1) -> None:
-        """Until workers run."""
+        """Waits until workers run."""
         self.harness.wait_until(lambda: all("start" in self.words(rank) for rank in range(workers)), "a worker")
 
     def end(self) -> int:
@@ -111,7 +111,7 @@ def test_a_worker_that_fails_on_its_way_out_is_not_started_again(agent: Callable
 
 
 def polite_signal(one: Agent, number: signal.Signals) -> str:
-    """Sends it once the agent's own handlers stand; torch's would end it at once."""
+    """Sends a signal once the agent's own handlers are installed; torch's would end it at once."""
     one.harness.wait_until(lambda: f"{number.name} is passed on" in one.log(), "the polite handlers")
     one.process.send(number)
     one.harness.wait_until(lambda: number.name in one.words(), "the signal at the worker")

@@ -1,4 +1,4 @@
-"""`chaos-lightning run` by itself: real workers, a rendezvous that the test decides on, and signals."""
+"""`chaos-lightning run` by itself: real workers, a rendezvous that the test controls, and signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Act = Callable[[], object]
 
 
 class Rendezvous:
-    """In place of the handler; `acts` are what happens at its calls, by their number from 1."""
+    """Rendezvous in place of the handler; `acts` happen at its calls, by their number from 1."""
 
     use_agent_store = False
     patience_s = 5.0
@@ -53,7 +53,7 @@ class Rendezvous:
 
 
 class Room:
-    """A node with workers that tell what they get; its tests play in a thread, as the node needs the main one."""
+    """Node with workers that report; its tests run in a thread, as the node needs the main one."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
@@ -80,7 +80,7 @@ class Room:
         until(lambda: any(text in said for said in self.said), f"{text!r} in {self.said}")
 
     def run(self, handler: Rendezvous, play: Act, *arguments: str) -> int:
-        """The exit code. When `play` is through, however that went, the node is asked to end by SIGINT."""
+        """Returns the exit code. When `play` has ended, in whatever way, the node is asked to end by SIGINT."""
         self._patch.setattr(run, "create_handler", lambda parameters: handler)
         given = run.parser().parse_args([*arguments, str(WORKER), str(self._folder / "worker"), "leave"])
         given.master_port = 29500

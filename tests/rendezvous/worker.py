@@ -1,4 +1,4 @@
-"""A worker for torchrun tests: a member without torch, which tells what happens to it, one JSON line each.
+"""Runs a worker for torchrun tests: a member without torch, which reports its events, one JSON line each.
 
 Arguments: "once" fails in its first life; "stay" (default) stays until SIGTERM, then leaves politely.
 """

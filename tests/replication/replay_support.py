@@ -1,4 +1,4 @@
-"""Members that train and keep what a log keeps, newcomers that replay it, and optimizers of all kinds."""
+"""Members that train and keep the log of their steps, newcomers that replay it, and optimizers of all kinds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ Clip = Callable[[Optimizer], Any]
 
 
 class Net(nn.Module):
-    """Two branches, so that a parameter may have no gradient, and BatchNorm, whose statistics are reduced."""
+    """Model with two branches, so that a parameter may have no gradient, and BatchNorm, whose statistics are
+    reduced.
+    """
 
     def __init__(self, seed: int = 0, norm: bool = True) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class Net(nn.Module):
 
 
 class Matrices(nn.Module):
-    """Matrices alone, as Muon takes them."""
+    """Model of matrices alone, as Muon takes them."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class Side:
 
 
 class Member(Side):
-    """Trains, and keeps of each step what a log keeps: the header and the raw sums."""
+    """Member that trains and keeps each step's log entry: the header and the raw sums."""
 
     log: list[tuple[Header, bytes]]
 
@@ -93,7 +95,7 @@ class Member(Side):
         self._data = torch.Generator().manual_seed(1)
 
     def step(self, section: int = 0, branch: int = 0) -> None:
-        """One step of two members' batches, 5 and 8 samples."""
+        """Makes one step of two members' batches, 5 and 8 samples."""
         seq = len(self.log) + 1
         dtype = next(self.net.parameters()).dtype
         total = bytearray(self.layout.nbytes)
@@ -116,7 +118,7 @@ class Member(Side):
         self.log.append((header, raw))
 
     def empty(self) -> None:
-        """A step that nobody had samples for."""
+        """Makes a step without any samples."""
         seq = len(self.log) + 1
         header = Header(seq, Kind.STEP, seq, NO_VIEW, "", NO_VIEW, "section 0", equal_shares([(0.0, 0.0)]))
         self.gradients.arm(0, 0.0)
@@ -139,7 +141,7 @@ class Newcomer(Side):
         self.replay: Replay = OptimizerReplay(optimizers, clip)
 
     def receive(self, member: Side) -> None:
-        """The state as a pull leaves it."""
+        """Takes over a member's state as a pull leaves it."""
         self.state.prepare(member.state.manifest(), None)  # type: ignore[arg-type]
         theirs = dict(member.tensors())
         with torch.no_grad():
@@ -156,7 +158,7 @@ class Newcomer(Side):
 
 
 def same(a: Side, b: Side) -> None:
-    """All parameters, buffers and optimizer tensors, bit by bit."""
+    """Checks that all parameters, buffers and optimizer tensors are equal, bit by bit."""
     mine, theirs = a.tensors(), b.tensors()
     assert [n for n, _ in mine] == [n for n, _ in theirs]
     differ = [n for (n, x), (_, y) in zip(mine, theirs, strict=True) if not torch.equal(x, y)]
@@ -174,7 +176,7 @@ def clipped(kind: str) -> Clip | None:
 
 
 def two_groups(make: Callable[[Any], Optimizer]) -> Callable[[nn.Module], Optimizer]:
-    """Groups with rates of their own, which schedulers move apart."""
+    """Returns parameter groups with rates of their own, which schedulers move apart."""
 
     def made(net: nn.Module) -> Optimizer:
         params = list(net.parameters())

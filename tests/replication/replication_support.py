@@ -34,7 +34,7 @@ LIMIT_S = 60.0
 
 
 class Plain:
-    """A StateAccess of tensors and a dict, without any logic."""
+    """StateAccess of tensors and a dict, without any logic."""
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]], manifest: Mapping[str, object] | None = None) -> None:
         self.named = list(tensors)
@@ -55,7 +55,7 @@ class Plain:
 
 
 def numbered(count: int, elements: int, *, seed: int = 0) -> Plain:
-    """`count` float tensors of `elements` numbers that depend on the seed."""
+    """Returns a state of `count` float tensors of `elements` numbers that depend on the seed."""
     generator = torch.Generator().manual_seed(seed)
     return Plain([(f"t{i}", torch.randn(elements, generator=generator)) for i in range(count)], {"step": seed})
 
@@ -70,7 +70,7 @@ def dial(endpoint: Endpoint) -> socket.socket:
 
 @dataclass
 class Acceptor:
-    """Gives each connection to `handle` in a thread of its own."""
+    """Listener that gives each connection to `handle` in a thread of its own."""
 
     handle: Callable[[socket.socket], object]
     listener: socket.socket = field(default_factory=listen)
@@ -108,7 +108,7 @@ class Acceptor:
 
 @dataclass
 class ThreadDonor:
-    """A StateServer of this process behind a listening socket."""
+    """StateServer of this process behind a listening socket."""
 
     member: str
     server: StateServer
@@ -132,7 +132,7 @@ def start_donor(member: str, config: StateServerConfig | None = None) -> ThreadD
 
 @contextlib.contextmanager
 def donors(*members: str, config: StateServerConfig | None = None) -> Iterator[list[ThreadDonor]]:
-    """Running donors that have not published anything yet."""
+    """Yields running donors that have not published anything yet."""
     started = [start_donor(m, config) for m in members]
     try:
         yield started
@@ -143,7 +143,7 @@ def donors(*members: str, config: StateServerConfig | None = None) -> Iterator[l
 
 @contextlib.contextmanager
 def publishing(state: Any, *members: str, config: StateServerConfig | None = None) -> Iterator[list[ThreadDonor]]:
-    """Running donors that all serve this very state at HEAD."""
+    """Yields running donors that all serve this very state at HEAD."""
     with donors(*members, config=config) as started:
         for donor in started:
             donor.server.publish(HEAD, SEQ, state.tensors(), state.manifest())
@@ -154,7 +154,7 @@ Damage = Callable[[bytearray, int], None]
 
 
 class Proxy:
-    """Forwards both ways; `damage(data, position)` may change what the donor sends, or raise to cut the line."""
+    """Forwarder in both directions; `damage(data, position)` may change the donor's bytes, or raise to cut the line."""
 
     def __init__(self, target: Endpoint, damage: Damage) -> None:
         self._target = target
@@ -194,12 +194,12 @@ class _CutError(Exception):
 
 
 def cut() -> None:
-    """Within `damage`: break the connection."""
+    """Breaks the connection; for use within `damage`."""
     raise _CutError
 
 
 class Network(nn.Module):
-    """Parameters (two tied), a batch norm and a buffer that is not persistent."""
+    """Model with parameters (two tied), a batch norm and a buffer that is not persistent."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Network(nn.Module):
 
 
 def train(state: ModuleState, steps: int, *, seed: int = 0) -> None:
-    """Some optimizer steps on random data that depend on the seed alone."""
+    """Makes some optimizer steps on random data that depend on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for optimizer in state.optimizers:
@@ -233,7 +233,7 @@ PATIENT = PullConfig(deadline_s=LIMIT_S, stall_timeout_s=LIMIT_S, request_nbytes
 
 
 class First(TransferPolicy):
-    """All work to one donor as long as it lives: whatever is to happen to it does happen."""
+    """Policy that gives all work to one donor as long as it lives, so that planned harm does hit it."""
 
     def __init__(self, member: str) -> None:
         self.member = member

@@ -1,4 +1,4 @@
-"""State and reduced bytes that are read out of a donor's memory, and what of it was not still any more."""
+"""Reads state and reduced bytes out of a donor's memory, and notices bytes that changed meanwhile."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ READER = "joiner"
 
 
 def lend(server: StateServer, *, to: str = READER, nbytes: int = 4096) -> list[memoryview]:
-    """Has a server lend its memory to one member; its result buffers."""
+    """Makes a server lend its memory to one member; returns its result buffers."""
     results = [memoryview(bytearray(nbytes)) for _ in range(2)]
     server.memory_export = MemoryExport(lambda peer: peer == to, Generation(), results)
     return results
 
 
 def hurried(server: StateServer, hold_s: float = LIMIT_S) -> None:
-    """As if it had taken steps before: so long are readers waited for."""
+    """Makes the server believe that it has taken steps before: it waits for readers for so many seconds."""
     for _ in range(10):
         server.pace.step(hold_s / 0.6, 0.0)
 
@@ -53,7 +53,7 @@ def snapshot(donor: ThreadDonor, state: Any, learners: Sequence[str] = (READER,)
 
 
 class Reading:
-    """A reader and the connections that it gave back."""
+    """Reader and the connections that it gave back."""
 
     def __init__(self, started: Sequence[ThreadDonor], state: Any, abandoned: Callable[[], bool] = lambda: False):
         self.spares: dict[str, BulkSocket] = {}

@@ -18,7 +18,7 @@ PARTS = 3
 
 
 class State:
-    """Some MiB; whoever reads its second part waits for `gate`."""
+    """State of some MiB; a reader of its second part waits for `gate`."""
 
     nbytes = PARTS * PART_NBYTES
 

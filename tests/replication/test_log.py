@@ -1,4 +1,4 @@
-"""The log of committed slots: kept by members, read by learners, and what happens when either cannot keep up."""
+"""The log of committed slots: kept by members, read by learners; and either of them may fail to keep up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NBYTES = 4096
 
 @pytest.fixture(autouse=True, params=[0, 1 << 16], ids=["apart", "inline"])
 def inline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Slots of this size as if they were large, and as they are."""
+    """Limit in bytes by which slots count as large, or as they are."""
     nbytes = int(request.param)
     monkeypatch.setattr(log_reader, "INLINE_NBYTES", nbytes)
     return nbytes
@@ -39,7 +39,7 @@ WHOLE: tuple[Span, ...] = ((0, NBYTES),)
 
 
 def chain(length: int) -> list[Header]:
-    """A step, another step, a gather, and so on."""
+    """Returns headers: a step, another step, a gather, and so on."""
     headers, prev = [], GENESIS
     for number in range(1, length + 1):
         kind = Kind.GATHER if number % 3 == 0 else Kind.STEP
@@ -81,7 +81,7 @@ def three() -> Iterator[list[ThreadDonor]]:
 
 
 def read(reader: LogReader, count: int) -> list[Header]:
-    """So many entries, each checked against what was reduced."""
+    """Returns so many entries' headers, each entry checked against the reduced bytes."""
     found = []
     for _ in range(count):
         entry = reader.take(LIMIT_S)
@@ -109,7 +109,7 @@ def test_entries_come_in_order_with_their_bytes(three: list[ThreadDonor], inline
 
 
 def test_what_was_told_about_the_members_grows_old(three: list[ThreadDonor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked while no buffer is free: members go on meanwhile, at the pace that they had."""
+    """The reader asks for nothing while no buffer is free: members go on meanwhile, at the pace that they had."""
     now = 100.0
     monkeypatch.setattr(log_reader, "time", SimpleNamespace(monotonic=lambda: now))
     for header in chain(4):
@@ -268,7 +268,7 @@ def test_shares_cover_everything_once(lengths: list[int], rates: list[float]) ->
 
 
 class Lending:
-    """A donor whose result buffers can be read, as an engine keeps them: each slot in one of two."""
+    """Donor whose result buffers can be read, as an engine keeps them: each slot in one of two."""
 
     def __init__(self, donor: ThreadDonor) -> None:
         self.log = donor.server.log
@@ -295,27 +295,27 @@ class Lending:
         )
 
     def begin(self, seq: int) -> None:
-        """The attempt of this slot is open."""
+        """Opens the attempt of this slot."""
         self.open = seq
         self.generation.set(NO_VIEW, seq)
 
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of this size as if they were large."""
+    """Makes slots of this size count as large."""
     monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)
     monkeypatch.setattr(log_reader, "INLINE_NBYTES", 0)
 
 
 def no_copy(log: SlotLog, seq: int) -> bool:
-    """Whether this entry is there without bytes of its own, and its turn to be copied is over."""
+    """Returns whether this entry has no bytes of its own, and its turn to be copied is over."""
     with log._changed:
         entry = log._entries.get(seq)
         return entry is not None and entry.raw is None
 
 
 def copied(log: SlotLog, header: Header) -> bool:
-    """Whether this slot's bytes, if it has any, are kept beside its buffer."""
+    """Returns whether this slot's bytes, if it has any, are kept beside its buffer."""
     return header.kind is not Kind.STEP or log._entries[header.seq].raw is not None
 
 

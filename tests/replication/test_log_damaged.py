@@ -1,4 +1,6 @@
-"""Entries of the log that are damaged on their way: none is applied, others give them, or the reading ends in words."""
+"""Entries of the log are damaged on their way: none is applied, other donors give them, or the reading ends with an
+error.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ AT = 600
 
 
 class Damage:
-    """Flips a bit of the stream, once."""
+    """Damage that flips a bit of the stream, once."""
 
     def __init__(self) -> None:
         self.done = False

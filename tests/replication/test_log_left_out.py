@@ -1,4 +1,6 @@
-"""Tests what a learner hears of an entry that a member could not copy in time, and of a log that was ended."""
+"""Tests the answers to a learner about an entry that a member could not copy in time, and about a log that was
+ended.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from chaos_lightning.replication.server import StateServerConfig
 
 @pytest.mark.parametrize("last", [4, 2])
 def test_whoever_asks_for_an_entry_that_was_left_out_hears_why(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it is the last one; nobody waits for the next commit to learn that this one will not come."""
+    """Even for the last entry, no learner waits for the next commit to learn that this entry will not come."""
     monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)  # as if slots were large
     with donors("a", config=StateServerConfig(pending_interval_s=0.01)) as started:
         for header in chain(last):
@@ -33,7 +35,7 @@ def test_whoever_asks_for_an_entry_that_was_left_out_hears_why(last: int, monkey
 def test_who_settles_has_the_last_slot_copied_at_once(
     readers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it was to be read in place by somebody who has all the time of a step for it."""
+    """The slot is copied even if a reader in place has all the time of a step for it."""
     monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)  # as if slots were large
     log = SlotLog(threading.Condition())
     header, used_again = chain(1)[-1], threading.Event()

@@ -13,7 +13,7 @@ NBYTES = 100_000_000
 
 
 def calm(pace: Pace, step_s: float = 0.1, steps: int = 10) -> float:
-    """Steps without a newcomer; the time after them."""
+    """Makes steps without a newcomer; returns the time after them."""
     for number in range(steps):
         pace.step(step_s, number * step_s)
     return steps * step_s

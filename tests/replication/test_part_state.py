@@ -1,4 +1,4 @@
-"""The training state by parts: what a part is, how it is served, pulled and proved, and kept in files."""
+"""The training state by parts: their contents, how they are served, pulled and proved, and kept in files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEED = 5
 
 
 class Model(nn.Module):
-    """Two layers, a weight that both use (by two names), and a buffer that nobody changes."""
+    """Two layers, a weight that both use (by two names), and a buffer that no step changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ PARTS["layer.0"] += ("norm.num_batches_tracked",)
 
 
 class Member:
-    """A model of which some parts are owned, with an optimizer of all parameters."""
+    """Model of which some parts are owned, with an optimizer of all parameters."""
 
     def __init__(self, owned=tuple(PARTS), kind: str = "adamw") -> None:
         self.model = Model()
@@ -78,7 +78,7 @@ class Member:
 
 
 def trained(steps: int = 3, kind: str = "adamw") -> Member:
-    """A member that owns all, after some steps."""
+    """Returns a member that owns all, after some steps."""
     torch.manual_seed(0)
     member = Member((), kind)
     fresh = Model()
@@ -105,7 +105,7 @@ def whole(member: Member) -> str:
 
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "lbfgs"])
 def test_the_parts_together_are_the_state(kind):
-    """Training goes on alike, with each part taken over by itself."""
+    """After each part was taken over by itself, training goes on alike."""
     theirs, mine = trained(kind=kind), Member(kind=kind)
     for a, b in zip(theirs.parts(), mine.parts(), strict=True):
         carry(a, b)
@@ -135,7 +135,7 @@ def test_each_tensor_is_of_one_part_and_tied_ones_have_their_first_name():
 
 
 def test_a_part_is_pulled_from_those_that_have_it_and_others_stay():
-    """The donors' forward passes go on meanwhile: what they change was copied."""
+    """The donors' forward passes go on meanwhile: the buffers that these change were copied."""
     theirs = trained()
     mine = Member(("layer.1",))
     carry(theirs.part("layer.1"), mine.part("layer.1"))
@@ -155,7 +155,7 @@ def test_a_part_is_pulled_from_those_that_have_it_and_others_stay():
 
 
 def test_only_pieces_that_differ_are_sent():
-    """As where a part has drifted in one tensor (P12)."""
+    """A part has drifted in one tensor, as in P12."""
     theirs, mine = trained(), Member()
     for a, b in zip(theirs.parts(), mine.parts(), strict=True):
         carry(a, b)
@@ -239,7 +239,7 @@ def test_a_part_that_went_to_another_member_leaves_nothing_behind():
 
 
 def test_the_rest_has_no_copies_of_the_model():
-    """Each member has some layers of the model only, so an average of it is nowhere whole."""
+    """Each member has some layers of the model only, so no member has an average of the whole."""
     with pytest.raises(StateError, match="'ema' is a copy of the model"):
         ModuleState(Model(), (), {"ema": Model()}, rest=PARTS["rest"])
 

@@ -1,4 +1,4 @@
-"""Parts of files that a writer's death left behind, and those of writers that live."""
+"""Temporary parts of files that dead writers left behind, and those of living writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what a pull says about itself can be sent, from its first word on."""
+"""Tests that a pull's progress can be sent, from its first report on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from chaos_lightning.replication.session import PullMeter
 
 
 def test_progress_before_anything_was_measured() -> None:
-    """The sum of no rates was a whole number, which the codec refuses: every pull with a listener ended there."""
+    """Former bug: the sum of no rates was a whole number, which the codec refuses: every pull with a listener ended
+    there.
+    """
     said: list[Progress] = []
     meter = PullMeter(100, 0, said.append)
     meter(0, {})

@@ -1,4 +1,4 @@
-"""Tests what can be replayed and what cannot is known beforehand, and said."""
+"""Tests that optimizers which cannot be replayed are known beforehand, and reported."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from chaos_lightning.replication.replay import ModuleReplay, OptimizerReplay, Re
 
 
 class Own(Adam):
-    """A subclass may do anything."""
+    """Subclass of an optimizer, which may do anything."""
 
 
 class ClosureFirst(Optimizer):
-    """Wants its closure, as third-party optimizers may."""
+    """Optimizer that requires its closure, as third-party ones may."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -80,7 +80,7 @@ def test_hooks_of_all_optimizers_count() -> None:
 
 
 def test_a_hook_that_only_looks_does_not_count() -> None:
-    """As the one of a profile, which stays in its process."""
+    """A profile's hook only looks, and stays in its process."""
 
     def looks(*_: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The pull that lets in a newcomer which has replayed: as a rule it only proves, and it notices whatever is wrong."""
+"""The pull that lets in a newcomer after its replay: as a rule it only proves, and it notices any difference."""
 
 from __future__ import annotations
 

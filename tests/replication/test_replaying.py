@@ -33,7 +33,7 @@ def test_every_optimizer_that_counts_as_pure_is_tried_here() -> None:
 @pytest.mark.parametrize(("clip", "start"), [("none", 0), ("norm", 3), ("value", 3)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replayed_steps_are_those_that_were_trained(name: str, clip: str, start: int) -> None:
-    """With rates that a scheduler moves, and steps in which parameters have no gradient."""
+    """Replay follows rates that a scheduler moves, and steps in which parameters have no gradient."""
     kind = Matrices if name == "Muon" else Net
     make = two_groups(OPTIMIZERS[name])
     nets = kind(), kind(seed=9)
@@ -56,7 +56,7 @@ def test_replayed_steps_are_those_that_were_trained(name: str, clip: str, start:
 
 
 def test_rates_of_the_header_decide() -> None:
-    """The same without them ends elsewhere: the test above would see a rate that was not followed."""
+    """A replay without the header's rates ends elsewhere: the test above would notice a rate that was not followed."""
     nets = Net(), Net()
     member = Member(nets[0], [SGD(nets[0].parameters(), 0.1, momentum=0.9)])
     newcomer = Newcomer(nets[1], [SGD(nets[1].parameters(), 0.1, momentum=0.9)])

@@ -1,4 +1,4 @@
-"""Tests what the training state of a plain PyTorch loop consists of, and how a joiner takes it over."""
+"""Tests the contents of the training state of a plain PyTorch loop, and how a joiner takes it over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def carry(source: StateAccess, target: StateAccess) -> None:
-    """Does what a pull does, without a network: encode, prepare, copy, adopt."""
+    """Does the work of a pull, without a network: encode, prepare, copy, adopt."""
     encoded = encode_manifest(source.manifest(), source.tensors())
     table = build_table(source.tensors(), encoded.tensors)
     shapes = {e.name: torch.empty(e.shape, device="meta") for e in table.entries}
@@ -154,7 +154,7 @@ def test_state_under_other_keys_travels() -> None:
 
 
 class Counting(nn.Module):
-    """Keeps something beside its tensors."""
+    """Module that keeps a count beside its tensors."""
 
     def __init__(self) -> None:
         super().__init__()

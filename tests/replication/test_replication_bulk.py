@@ -1,4 +1,4 @@
-"""Frames on a bulk socket: nothing odd is believed, allocated for, or waited for without end."""
+"""Frames on a bulk socket: no odd value is believed, allocated for, or waited for without end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FRAMES = st.builds(
 def forge(
     *, magic: bytes = b"CLRB", version: int = 1, kind: int = 20, flags: int = 0, length: int = 0, offset: int = 0
 ):  # type: ignore[no-untyped-def]
-    """A header with a right checksum and anything else wrong."""
+    """Returns a header with a right checksum and anything else wrong."""
     fields = struct.pack("!4sBBHQ8sQQQ", magic, version, kind, flags, 0, b"12345678", offset, length, 0)
     return fields + xxhash.xxh3_64_digest(fields)
 
@@ -280,7 +280,7 @@ def test_a_malformed_digest(text: bytes) -> None:
 
 
 def ask(server: StateServer, *requests: BulkFrame) -> list[tuple[BulkFrame, bytes]]:
-    """Send all requests at once, return all replies."""
+    """Sends all requests at once, returns all replies."""
     near, far = socket.socketpair()
     with near:
         thread = threading.Thread(target=server.serve, args=(far, "peer"))

@@ -48,7 +48,7 @@ from chaos_lightning.replication import (
 
 
 def _doomed(pipe: Connection) -> None:
-    """A process that serves a state and is killed by SIGKILL in the middle of its third range."""
+    """Runs a process that serves a state and is killed by SIGKILL in the middle of its third range."""
     donor = start_donor("doomed")
     state = numbered(20, 100_000)
     donor.server.publish(HEAD, SEQ, state.tensors(), state.manifest())
@@ -247,7 +247,9 @@ def test_an_abandoned_pull_ends() -> None:
 
 
 def flip_payload(every: int | None = None) -> object:
-    """Flip a bit at the middle of the stream's range payloads: once, or in each `every` bytes."""
+    """Returns a damage that flips a bit at the middle of the stream's range payloads: once, or in each `every`
+    bytes.
+    """
     flipped = []
 
     def damage(data: bytearray, position: int) -> None:
@@ -336,7 +338,7 @@ def test_corrupted_reduced_bytes_are_pulled_again() -> None:
 
 @pytest.mark.parametrize("manifest", [None, [1], "text", 3])
 def test_a_donor_whose_manifest_is_no_values_by_name_is_out(manifest: object) -> None:
-    """Such as somebody hostile sends; the joiner ended with a TypeError."""
+    """A hostile donor may send such a manifest; the joiner ended with a TypeError."""
     with donors("a") as (donor,):
         state = numbered(2, 1000)
         donor.server.publish(HEAD, SEQ, state.tensors(), cast(Any, manifest))
@@ -346,7 +348,7 @@ def test_a_donor_whose_manifest_is_no_values_by_name_is_out(manifest: object) ->
 
 @pytest.mark.parametrize("manifest", [{}, {"optimizers": 3}, {"optimizers": [], "extra": [1], "modules": {}}])
 def test_a_manifest_that_does_not_fit_the_state_is_an_error_in_words(manifest: dict[str, object]) -> None:
-    """A joiner ended with a KeyError out of its own state."""
+    """Former bug: a joiner ended with a KeyError out of its own state when the manifest did not fit."""
     module = torch.nn.Linear(2, 2)
     with donors("a") as (donor,):
         donor.server.publish(HEAD, SEQ, ModuleState(module).tensors(), manifest)

@@ -1,4 +1,4 @@
-"""The typed codec: what goes in comes out, what cannot travel is named, what is odd is refused."""
+"""The typed codec: values come back as they went in, values that cannot travel are named, odd bytes are refused."""
 
 from __future__ import annotations
 

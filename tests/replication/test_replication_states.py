@@ -125,7 +125,7 @@ def test_adopting_must_not_change_the_state() -> None:
 
 
 def test_losing_the_lead_before_its_manifests_tensors_arrived() -> None:
-    """Each donor's callbacks hold other values: the state is shared, but what the lead alone has is lost with it."""
+    """Each donor's callbacks hold other values: the state is shared, but the lead's own values are lost with it."""
     theirs, mine = numbered(10, 100_000), numbered(10, 100_000, seed=1)
     lost = threading.Event()
 

@@ -164,7 +164,7 @@ def test_limits_of_containers_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["/batch/job7", "/host/folder/that/is/not/mounted"])
 def test_limits_of_control_groups_of_version_1_count(tmp_path: Path, place: str) -> None:
-    """A container may see only its own group, as the root. What is not limited has a limit beyond all memory."""
+    """A container may see only its own group, as the root. A group without a limit shows one beyond all memory."""
     root = tmp_path / "memory"
     group = root / "batch" / "job7"
     group.mkdir(parents=True)

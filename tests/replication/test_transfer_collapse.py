@@ -18,7 +18,7 @@ NEW = "new"
 
 @pytest.mark.parametrize("estimates", [{"a": (0.0, RATE_BPS), "b": (0.0, RATE_BPS)}, None], ids=["planned", "unknown"])
 def test_a_link_that_falls_to_one_percent_is_relieved(estimates: dict[str, tuple[float, float]] | None) -> None:
-    """It was to bring one half, and another half minute would go by if it still had to."""
+    """The link was to bring one half, and another half minute would go by if it still had to."""
     theirs, mine = numbered(40, 100_000), numbered(40, 100_000, seed=1)
     fell_at: list[int] = []
     with LinkRelay() as relay, publishing(theirs, "a", "b") as donors:

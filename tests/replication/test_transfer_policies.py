@@ -1,4 +1,4 @@
-"""Transfer policies: what they decide, and that each really moves a state, also when sources fail."""
+"""Transfer policies: their decisions, and that each really moves a state, also when sources fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ESTIMATES = {"a": (0.001, 100e6), "b": (0.001, 300e6)}
 
 @contextlib.contextmanager
 def overlay(state: Any, folder: Path) -> Iterator[dict[str, ThreadDonor]]:
-    """a and b are the newcomer's neighbours; c lies behind b, d behind c."""
+    """Yields donors by name: a and b are the newcomer's neighbours; c lies behind b, d behind c."""
     with publishing(state, "a", "b", "c", "d") as started:
         by_name = {d.member: d for d in started}
         for donor in started:

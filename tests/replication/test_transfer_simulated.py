@@ -1,4 +1,4 @@
-"""The adaptive policy on links that change and die, in virtual time, against what no transfer can beat.
+"""The adaptive policy on links that change and die, in virtual time, against a bound that no transfer can beat.
 
 The work queue and the policy are the real ones; links are arithmetic. A link sends the requests that it was given in
 order, at its rate of the moment; a request and its bytes each take the link's latency.
@@ -23,7 +23,7 @@ GRAIN = 1 << 20
 
 @dataclass
 class Link:
-    """Bytes per second by time; 0 from some moment on means that it is dead, and known to be so."""
+    """Rate in bytes per second by time; 0 from some moment on means that the link is dead, and known to be so."""
 
     rate: Callable[[float], float]
     latency_s: float = 0.001
@@ -46,7 +46,7 @@ class Race:
         self.nbytes = nbytes
 
     def run(self) -> float:
-        """Seconds until everything is there."""
+        """Runs the pull; returns the seconds until everything is there."""
         while not self.work_queue.over:
             assert self.now < 1000, "it does not end"
             for name in [n for n, link in self.links.items() if self.now >= link.dies_at]:
@@ -76,7 +76,9 @@ class Race:
 
 
 def optimum(nbytes: int, links: dict[str, Link]) -> float:
-    """All links busy from their first byte to the last of all, knowing everything beforehand."""
+    """Returns the seconds of a pull with all links busy from their first byte to the last of all, knowing everything
+    beforehand.
+    """
     now, left = 0.0, float(nbytes)
     while left > 0:
         now += TICK_S
@@ -154,7 +156,9 @@ def test_a_source_that_dies_in_mid_transfer(victim: str) -> None:
 
 
 def test_long_links_are_kept_busy() -> None:
-    """50 ms there and 50 ms back: two small requests at a time would leave the fast link idle most of the time."""
+    """A link takes 50 ms there and 50 ms back: two small requests at a time would leave the fast link idle most of the
+    time.
+    """
     links = {"near": Link(constant(200), 0.001), "far": Link(constant(800), 0.05)}
     assert race(SIZE, links, exact(links))[0] <= 1.05
     links = {"near": Link(constant(200), 0.001), "far": Link(constant(800), 0.05)}
@@ -163,7 +167,9 @@ def test_long_links_are_kept_busy() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_links_that_are_never_what_they_seem(seed: int) -> None:
-    """2 to 8 links of 100 to 1000 Mbps, estimates wrong by up to half, each link changes once in mid-transfer."""
+    """A pull has 2 to 8 links of 100 to 1000 Mbps, estimates wrong by up to half, and each link changes once in
+    mid-transfer.
+    """
     chance = random.Random(seed)
     links = {}
     for i in range(chance.randint(2, 8)):
@@ -178,7 +184,7 @@ def test_links_that_are_never_what_they_seem(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "optimal", "even", "single"])
 def test_fixed_shares_pay_for_a_collapse(name: str) -> None:
-    """All that the adaptive policy is for: the same collapse costs fixed shares several times the bound."""
+    """The same collapse, for which the adaptive policy is made, costs fixed shares several times the bound."""
     links = three()
     links["c"].rate = falling(600, 2.0, 0.1)
     bound = optimum(SIZE, links)

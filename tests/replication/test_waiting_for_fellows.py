@@ -1,4 +1,4 @@
-"""Founders that get the state from founders that are still loading it are refused only if nobody loads any more."""
+"""Founders that get the state from other loading founders are refused only if none loads any more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = StateServerConfig(publish_timeout_s=TIMEOUT_S, pending_interval_s=0.0
 
 
 class Clock:
-    """The time that state servers see: it runs as usual, and jumps when told to."""
+    """Time that state servers see: it runs as usual, and jumps when told to."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -90,13 +90,13 @@ class Founders:
         return self._clock.monotonic() - self.servers[name]._grew_at
 
     def until(self, idle_s: float) -> None:
-        """Waits until all of them know that something came to one of them so many seconds ago at most."""
+        """Waits until all know that one of them got bytes so many seconds ago at most."""
         waiting = [n for n in self.servers if n != "m0"]
         with self._heard:
             assert self._heard.wait_for(lambda: all(self.idle_s(n) < idle_s for n in waiting), LIMIT_S)
 
     def hear(self) -> None:
-        """Waits until each has heard a further word, or one was refused."""
+        """Waits until each has heard a further message, or one was refused."""
         with self._heard:
             before = dict(self._words)
             assert self._heard.wait_for(
@@ -122,7 +122,9 @@ def sparse(*links: tuple[int, int], count: int) -> View:
 
 
 def test_eleven_founders_behind_a_slow_one_wait_for_it_and_for_each_other(clock: Clock) -> None:
-    """It takes four times as long as one that hears nothing would be waited for. Some see it only through others."""
+    """The slow founder takes four times as long as a silent one would be waited for. Some see its progress only through
+    others.
+    """
     count = 12
     links = [(0, 1), *((1, i) for i in range(2, 6)), *((i, i + 4) for i in range(2, 8))]
     links += [(i, 11) for i in range(2, 11)]
@@ -133,7 +135,7 @@ def test_eleven_founders_behind_a_slow_one_wait_for_it_and_for_each_other(clock:
         all_of_them.publish("m0")
 
         def slowly(data: bytearray, position: int) -> None:
-            """Two seconds pass for each 64 KiB, and everybody hears of them."""
+            """Lets two seconds pass for each 64 KiB, and all founders hear of these bytes."""
             nonlocal passed
             while position + len(data) > passed << 16:
                 passed += 1
@@ -156,7 +158,7 @@ def test_eleven_founders_behind_a_slow_one_wait_for_it_and_for_each_other(clock:
 
 
 def test_founders_that_can_only_ask_each_other_are_refused(clock: Clock) -> None:
-    """Each says that something came when the other one says so; nothing came."""
+    """Each says that bytes came when the other one says so; none came."""
     with founders(3, clock) as three:
         three.servers["m1"].grew()
         three.load("m1", [three.ways["m2"]])

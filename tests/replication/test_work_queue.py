@@ -1,4 +1,4 @@
-"""The work queue: who owns which bytes, and that nobody writes into verified memory again."""
+"""The work queue: which source owns which bytes, and that no source writes into verified memory again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ SIZE = 8
 
 
 class Eager(TransferPolicy):
-    """Everything to the first source; others steal one job at a time, and duplicate whatever is under way."""
+    """Policy that gives everything to the first source; others steal one job at a time, and duplicate whatever is under
+    way.
+    """
 
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
         return Shares({sources[0]: list(jobs)}, "all to the first")
@@ -312,7 +314,7 @@ def test_an_estimate_counts_until_something_is_measured() -> None:
 
 @pytest.mark.parametrize("kind", [HostRegion, StridedRegion, DeviceRegion])
 def test_a_held_copy_gets_to_its_place_in_any_memory(kind: type[HostRegion | StridedRegion | DeviceRegion]) -> None:
-    """The accelerator's way works on host tensors as well."""
+    """The accelerator's regions work on host tensors as well."""
     tensor = torch.zeros(4, 6).t() if kind is StridedRegion else torch.zeros(6, 4)
     place = kind(tensor)
     sink = StateSink([place])

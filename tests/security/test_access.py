@@ -1,4 +1,4 @@
-"""Tokens and settings."""
+"""Tests tokens and settings for access to a scheduler."""
 
 from __future__ import annotations
 

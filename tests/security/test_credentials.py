@@ -1,4 +1,4 @@
-"""A folder of keys as a process sees it: read anew when it changes, errors that name the file, nothing secret shown."""
+"""A folder of keys as a process sees it: read anew when it changes, errors that name the file, no secret shown."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_one_that_will_expire_soon_and_one_that_others_can_read_are_warned_of(
 def test_who_runs_on_with_a_certificate_that_has_ended_says_so_once(
     keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server whose own certificate had ended let nobody in any more, and said nothing."""
+    """Former bug: a server whose own certificate had ended let nobody in any more, and said nothing."""
     folder = KeyFolder(write_keys(tmp_path / "odd", keys.issued(MEMBER, 30)))
     assert caplog.text == ""
     write_keys(tmp_path / "odd", keys.issued(MEMBER, -0.001))

@@ -13,7 +13,7 @@ from lab.simulate.world import World, simulate
 
 
 def run(text: str) -> tuple[World, Outcome]:
-    """The finished world and its outcome; fails with the violation, if there is one."""
+    """Returns the finished world and its outcome; raises the violation, if there is one."""
     world = World(parse(text))
     outcome = world.run()
     if outcome.violation:
@@ -22,7 +22,7 @@ def run(text: str) -> tuple[World, Outcome]:
 
 
 def notes(world: World, name: str) -> list[dict[str, object]]:
-    """Fields of all notes of this name by the scheduler alive at the end."""
+    """Returns the fields of all notes of this name by the scheduler alive at the end."""
     return [dict(note.fields) for _, note in world.scheduler.notes if note.name == name]
 
 
@@ -56,13 +56,13 @@ run, and may go."""
 
 @cache
 def violation(name: str, seed: int) -> str:
-    """Returns what this bug does in the job of this seed; "" for no harm."""
+    """Returns the violation that this bug causes in the job of this seed; "" for none."""
     bug = BUGS[name]
     return simulate(bug.plan(seed), bug.hooks, validate=False).violation
 
 
 def showing(name: str) -> Iterator[tuple[int, str]]:
-    """Seeds below BOUND that show the bug, with the violation; the one of SHOWED comes first."""
+    """Yields seeds below BOUND that show the bug, with the violation; the one of SHOWED comes first."""
     first = SHOWED.get(name, 0)
     for seed in (first, *(s for s in range(BOUND) if s != first)):
         if found := violation(name, seed):

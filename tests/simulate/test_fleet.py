@@ -1,4 +1,4 @@
-"""Jobs on simulated fleets, by policy: where their time goes, what they train, and the command."""
+"""Jobs on simulated fleets, by policy: the use of their time, the trained samples, and the command."""
 
 from __future__ import annotations
 

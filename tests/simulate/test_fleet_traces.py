@@ -1,4 +1,4 @@
-"""Histories of fleets: drawn, written and read back, and refused where they cannot be."""
+"""Histories of fleets: drawn, written and read back, and refused if they are impossible."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_chance_that_cannot_be_is_refused() -> None:
 
 
 def by_counts(trace: Trace) -> list[tuple[float, int]]:
-    """Returns what a step function tells."""
+    """Returns the segments of a step function."""
     found: dict[float, int] = {}
     for at, count in trace.counts():
         found[round(at, 2)] = count

@@ -1,4 +1,4 @@
-"""Each starred rule of protocol.md, broken on purpose, is noticed; with only the masking guard off, nothing is."""
+"""Each starred rule of protocol.md, broken on purpose, is noticed; with only the masking guard off, no violation is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_planted_bug_is_noticed(name: str) -> None:
 @pytest.mark.slow  # the seeds of test_simulated_*.py show the same in the ordinary run
 @pytest.mark.parametrize("name", BUGS)
 def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
-    """Or the plan, or the other guard that is off, would be what is noticed."""
+    """Otherwise the plan, or the other guard that is off, could be the cause of the violation."""
     bug = BUGS[name]
     found, _ = next(showing(name))
     for seed in range(max(found + 1, 10)):
@@ -36,7 +36,7 @@ def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
 
 @pytest.mark.parametrize("module", [members, learners, links, schedulers, staged])
 def test_each_planted_behaviour_replaces_one_that_is_there(module: object) -> None:
-    """A method that was renamed in the machines is replaced no more, and nothing is planted."""
+    """A planted method replaces none if it was renamed in the machines, and then plants no bug."""
     own = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == getattr(module, "__name__", "")]
     assert own
     for kind in own:
@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_of_rules_of_pipelines_names_what_there_is() -> None:
-    """Planted bugs by name, all of them, and tests by their ids."""
+    """The table lists all planted bugs by name, and tests by their ids."""
     text = (ROOT / "docs/protocol.md").read_text()
     table = text.partition("### Where they are tested")[2].partition("\n## ")[0]
     planted = set(re.findall(r"`(P\d+-[a-z-]+)`", table))

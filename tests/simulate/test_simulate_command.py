@@ -1,4 +1,4 @@
-"""`python -m lab.simulate`."""
+"""Runs the command `python -m lab.simulate`."""
 
 from __future__ import annotations
 

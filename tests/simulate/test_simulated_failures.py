@@ -38,7 +38,7 @@ def test_frozen_member_wakes_up_excluded_and_joins_again() -> None:
 
 
 def test_frozen_member_that_wakes_before_the_decision_stays_in() -> None:
-    """Its death is taken back as long as no view has excluded it."""
+    """The frozen member's death is taken back as long as no view has excluded it."""
     world, outcome = run("seed 4\nnodes n0 n1 n2\nset min_nodes 3\nprogram length 80\nat 0.20 freeze n1 for 1.2")
     assert [str(n["member"]).partition("~")[0] for n in notes(world, "death")] == ["n1"]
     assert outcome.ejections == 0
@@ -106,7 +106,7 @@ def test_donor_dies_while_a_joiner_loads() -> None:
 
 
 def test_control_streams_break() -> None:
-    """No member is put out, no view changes."""
+    """All control streams break in turn: no member is put out, no view changes."""
     world, outcome = run(
         "seed 7\nnodes n0 n1 n2\nset min_nodes 3\nat 0.2 stream n0\nat 0.21 stream n1\nat 0.3 stream n2"
     )
@@ -115,7 +115,7 @@ def test_control_streams_break() -> None:
 
 
 def test_link_breaks_between_the_living() -> None:
-    """All that was under way on it is lost: the slot is reduced again in a view with the same members."""
+    """All bytes under way on the link are lost: the slot is reduced again in a view with the same members."""
     world, outcome = run("seed 7\nnodes n0 n1 n2\nset min_nodes 3\nat 0.2 link n0 n1")
     assert outcome.ejections == 0
     last = world.store.views[-1]
@@ -124,7 +124,7 @@ def test_link_breaks_between_the_living() -> None:
 
 
 def test_heartbeats_late_but_links_alive() -> None:
-    """A suspicion that the neighbours do not confirm."""
+    """A member's heartbeats are late; the neighbours do not confirm the suspicion."""
     world, outcome = run("seed 8\nnodes n0 n1 n2\nset min_nodes 3\nprogram length 80\nat 0.2 lag n1 for 0.8")
     assert notes(world, "suspect")
     assert not notes(world, "death")
@@ -157,7 +157,7 @@ def test_scheduler_dies_after_it_reserved_a_number() -> None:
 
 
 def test_stale_gradient_is_refused_by_name() -> None:
-    """A member whose thread missed a commit is put out by name, and nobody applies the sum (4a, 6b)."""
+    """A member whose thread missed a commit is put out by name, and no member applies the sum (4a, 6b)."""
     world, outcome = run("seed 9\nnodes n0 n1 n2\nset min_nodes 3\nat 0.2 stale n1")
     assert (outcome.violation, outcome.errors, outcome.ejections) == ("", 0, 1), "it is put out (6b)"
     assert any("n1~" in view.reason and "prev_hash" in view.reason for view in world.store.views)
@@ -171,7 +171,7 @@ def test_standby_gets_a_dead_members_place() -> None:
 @pytest.mark.parametrize("seq", range(1, 12))
 @pytest.mark.parametrize("skip", [0, 1])
 def test_root_dies_at_any_header(seq: int, skip: int) -> None:
-    """Whatever kind of slot it is, however far it got."""
+    """The root dies at a slot of any kind, after any number of its headers were sent."""
     run(f"{THREE}program gather_every 1\nset min_nodes 2\nlater j0 at 0.12\nwhen n0 header {seq} {skip} kill n0")
 
 

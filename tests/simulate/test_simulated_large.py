@@ -33,7 +33,9 @@ def test_where_few_links_are_given_others_make_up_for_a_nodes_loss() -> None:
 
 
 def given_donors(monkeypatch: pytest.MonkeyPatch, size: int) -> tuple[str, float, tuple[str, ...]]:
-    """A job of so many members with a learner j0, when it is told to begin (s), and its donors' names."""
+    """Returns a job of so many members with a learner j0, the time at which it is told to begin (s), and its donors'
+    names.
+    """
     chosen: list[tuple[float, tuple[str, ...]]] = []
     choose = Learners._donors_of
 
@@ -53,7 +55,7 @@ def given_donors(monkeypatch: pytest.MonkeyPatch, size: int) -> tuple[str, float
 
 
 def begins_again(job: str) -> None:
-    """The learner of this job comes in by replay, and was given other donors on its way."""
+    """Checks that this job's learner comes in by replay, and was given other donors on its way."""
     world, outcome = run(job)
     ways = [(n["way"], str(n["reason"])[:15]) for n in notes(world, "way_in") if str(n["member"]).startswith("j0~")]
     assert [way for way, _ in ways] == ["replay", "replay"]
@@ -73,7 +75,7 @@ def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
 
 @pytest.mark.slow
 def test_a_learner_that_sleeps_while_its_donors_die_begins_again_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once awake, it says that nobody serves it, though others have been given to it meanwhile."""
+    """Once awake, the learner says that no donor serves it, though it was given others meanwhile."""
     job, at, donors = given_donors(monkeypatch, 27)
     job += "when j0 observe 0 0 freeze j0 for 0.25\n"
     begins_again(job + "".join(f"at {at + 0.1:.6f} kill {name}\n" for name in donors))

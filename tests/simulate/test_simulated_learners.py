@@ -39,7 +39,7 @@ JOIN = THREE + "later j0:replay=yes at 0.1\n"
 
 
 def run_with(text: str, replaying: Replaying, **nodes: bool) -> tuple[World, Outcome]:
-    """As `run`, where replay is like this; `nodes` says who has memory for a copy."""
+    """Runs a scenario with this kind of replay; `nodes` says which have memory for a copy."""
     plan = replace(parse(text), replaying=replaying)
     specs = tuple(replace(n, memory=nodes.get(n.name, True)) for n in plan.nodes)
     world = World(replace(plan, nodes=specs))
@@ -50,7 +50,7 @@ def run_with(text: str, replaying: Replaying, **nodes: bool) -> tuple[World, Out
 
 
 def ways(world: World, name: str) -> list[tuple[object, object]]:
-    """Returns what the scheduler chose for this node, with its reasons."""
+    """Returns the ways in that the scheduler chose for this node, with its reasons."""
     return [(n["way"], n["reason"]) for n in notes(world, "way_in") if str(n["member"]).startswith(f"{name}~")]
 
 
@@ -62,7 +62,7 @@ def test_nothing_is_left_to_move_when_a_newcomer_comes_in_by_replay() -> None:
 
 
 def test_members_train_on_while_it_pulls_and_replays() -> None:
-    """With a transfer that takes long they commit step after step before they rest for the newcomer."""
+    """During a long transfer members commit step after step before they rest for the newcomer."""
     world, outcome = run_with(JOIN, Replaying(pull_s=0.25))
     observation = world.nodes["j0"].observation
     assert observation is not None
@@ -72,7 +72,7 @@ def test_members_train_on_while_it_pulls_and_replays() -> None:
 
 @pytest.mark.parametrize("skip", range(3))
 def test_root_dies_while_it_greets_the_learner(skip: int) -> None:
-    """With the header through to some: handed on or done again, and the newcomer gets in."""
+    """The header has reached some members: it is handed on or made again, and the newcomer gets in."""
     world, outcome = run(
         f"{JOIN}when n0 greeting 1 0 kill n0\nlater j1:replay=yes at 0.1\nwhen n1 greeting 1 {skip} stream n1"
     )
@@ -92,7 +92,7 @@ def test_root_dies_at_any_slot_around_a_replay(kind: str, seq: int) -> None:
 @pytest.mark.parametrize("trap", ["observe", "pull", "entered"])
 @pytest.mark.parametrize("how", ["kill j0", "freeze j0 for 1.5", "leave j0", "stream j0", "link j0 n0"])
 def test_learner_comes_to_harm(trap: str, how: str) -> None:
-    """No other member is touched, and members keep nothing for it in the end."""
+    """The learner fails: no other member is touched, and members keep nothing for it in the end."""
     world, outcome = run(f"{JOIN}program length 270\nwhen j0 {trap} 0 0 {how}")
     assert all(outcome_of(world, n).startswith("left: the job is finished") for n in ("n0", "n1", "n2"))
     assert all(world.nodes[n].keeper.copy is None for n in ("n0", "n1", "n2"))
@@ -106,7 +106,7 @@ def test_all_donors_but_the_newest_die_while_it_observes() -> None:
 
 
 def test_last_donor_dies_and_the_learner_founds_the_job_from_its_own_state() -> None:
-    """All that it had pulled was a state of another beginning; the chain says that the job begins again."""
+    """The learner's pulled bytes were of another beginning of the job; the chain says that the job begins again."""
     world, outcome = run_with(
         "seed 3\nnodes n0\nprogram length 60\nlater j0:replay=yes at 0.1\nat 0.2 kill n0",
         Replaying(pull_s=0.3),
@@ -116,7 +116,7 @@ def test_last_donor_dies_and_the_learner_founds_the_job_from_its_own_state() -> 
 
 
 def test_scheduler_restarts_while_a_newcomer_observes() -> None:
-    """It knows no learners, nor do members any more; the newcomer knocks again and comes in."""
+    """The new scheduler knows no learners, nor do members any more; the newcomer knocks again and comes in."""
     world, _ = run(f"{JOIN}program length 200\nwhen n1 greeting 1 0 lag n1 for 0.01\nat 0.16 sched-crash for 0.2")
     assert world.store.term == 2
     assert any(m.startswith("j0~") for m in world.store.views[-1].ids())
@@ -163,7 +163,9 @@ def test_no_donor_has_memory_for_a_copy() -> None:
 
 
 def test_steps_that_are_no_pure_function_cost_a_pull_and_harm_nobody() -> None:
-    """A member vouched for them wrongly: what differs is moved while all wait, and the hash is the proof (19)."""
+    """A member vouched for such steps wrongly: bytes that differ are moved while all wait, and the hash is the proof
+    (19).
+    """
     world, outcome = run_with(f"{JOIN}program length 150", Replaying(impure=1.0, pull_s=0.1))
     assert outcome.replays == 1
     assert 0 < outcome.moved <= world.program.ranges + 1
@@ -217,7 +219,7 @@ def test_first_seeds_hold_all_contracts(plan: Callable[[int], Plan], seeds: int)
 
 
 def test_families_of_plans_do_come_in_by_replay() -> None:
-    """Or clean seeds would prove nothing."""
+    """If no plan used replay, seeds without violations would prove nothing."""
     outcomes = [simulate(learner_plan(seed)) for seed in range(40)]
     assert sum(o.replays for o in outcomes) >= 20
     assert sum(o.moved for o in outcomes) > 0

@@ -27,7 +27,7 @@ LINE = "seed 7\nnodes n0:neighbours=n1 n1:neighbours=n0+n2 n2:neighbours=n1+n3 n
 
 
 def names(world: World, number: int) -> set[frozenset[str]]:
-    """The links of the view with this number, by node."""
+    """Returns the links of the view with this number, by node."""
     view = next(v for v in world.store.views if v.id.number == number)
     return {frozenset(m.partition("~")[0] for m in ends) for ends in links_of(view)}
 
@@ -164,7 +164,7 @@ def test_bridge_that_dies_lets_one_side_go_on() -> None:
 
 
 def test_silent_member_is_not_judged_by_those_who_never_had_a_link_to_it() -> None:
-    """Its stream is slow, and only its neighbour can say that it lives."""
+    """The member's stream is slow, and only its neighbour can say that it lives."""
     world, outcome = run(f"{LINE}set min_nodes 4\nat 0.6 lag n3 for 1")
     assert outcome.ejections == 0
     assert not notes(world, "death")
@@ -241,7 +241,7 @@ def test_removal_of_a_link_of_a_view_that_is_still_to_come_breaks_nothing() -> N
 
 
 def test_nodes_that_cannot_reach_each_other_found_one_job_and_not_two() -> None:
-    """The other one waits; it was not there for the founding of anything."""
+    """The node that is not in the founding waits, as it has no link to the other."""
     world, _ = run("seed 7\nnodes n0 n1\nunlinked n0 n1\nprogram length 60")
     assert len(world.store.views) == 1
     assert len(world.store.views[0].members) == 1

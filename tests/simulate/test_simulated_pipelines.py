@@ -1,4 +1,4 @@
-"""Simulated jobs with pipelines: nothing is lost wherever in a step a member dies, and whatever moves meanwhile."""
+"""Simulated jobs with pipelines: no part is lost wherever in a step a member dies, and whatever moves meanwhile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_jobs_of_the_family_are_well(seed: int) -> None:
 
 
 def test_members_that_have_no_room_for_all_layers_may_wait_for_others() -> None:
-    """Two with room for two layers each of six; nobody else comes."""
+    """Two members have room for two layers each of six; no other one comes."""
     world = World(staged.staged_plan(650), StagedHooks())
     assert world.run().violation == ""
     assert not world.store.views
@@ -76,7 +76,7 @@ def test_many_jobs_are_well(plan: Callable[[int], Plan]) -> None:
 
 
 class PlannedHooks(StagedHooks):
-    """Pipelines are those of the planner, as in a real scheduler."""
+    """Hooks with the planner's pipelines, as in a real scheduler."""
 
     def pipeliner_for(self, program: Program, seed: int) -> PipelinerFactory:
         return planned
@@ -94,14 +94,14 @@ def test_jobs_at_which_something_is_aimed_are_well_with_the_planners_pipelines(p
 
 
 class HastyHooks(StagedHooks):
-    """Decisions deal stages in turn, and better pipelines are searched for later."""
+    """Hooks whose decisions deal stages in turn, and search for better pipelines later."""
 
     def pipeliner_for(self, program: Program, seed: int) -> PipelinerFactory:
         return lambda requests: DealtAtFirst(requests, RoundRobin(program, seed))
 
 
 class DealtAtFirst(PlannedPipeliner):
-    """See HastyHooks."""
+    """Pipeliner of HastyHooks: deals stages in turn at first, and plans later."""
 
     def __init__(self, requests: Mapping[str, PipelineRequest], dealer: RoundRobin) -> None:
         super().__init__(requests)
@@ -129,7 +129,7 @@ def test_many_jobs_are_well_with_the_planners_pipelines(plan: Callable[[int], Pl
 
 
 def job_plan(*faults: Fault, members: int = 4, stages: int = 2, length: int = 480, **program: Any) -> Plan:
-    """A job of length / 4 steps."""
+    """Returns the plan of a job of length / 4 steps."""
     return Plan(
         seed=5,
         settings=Settings(job="sim", min_nodes=members - 1),
@@ -147,7 +147,7 @@ def run(plan: Plan) -> World:
 
 
 def job(*faults: Fault, members: int = 4, stages: int = 2) -> World:
-    """A finished job of 120 steps."""
+    """Returns the world of a finished job of 120 steps."""
     return run(job_plan(*faults, members=members, stages=stages))
 
 
@@ -175,7 +175,7 @@ def steps(world: World) -> int:
 
 
 def test_all_come_back_and_go_on_from_what_each_wrote_down() -> None:
-    """Each has some of the parts in its file, and gets none of them from the others."""
+    """Each member has some of the parts in its file, and gets none of them from the others."""
     plan = job_plan(*(Fault(action="leave", node=f"n{i}", at=0.4) for i in range(2)), members=2)
     again = tuple(NodeSpec(name=f"r{i}", after=f"n{i}") for i in range(2))
     world = run(replace(plan, nodes=(*plan.nodes, *again), starts=(*plan.starts, 0.1, 0.1)))
@@ -192,7 +192,7 @@ def test_all_come_back_and_go_on_from_what_each_wrote_down() -> None:
 
 
 def test_a_job_begins_anew_only_where_a_file_is_missing() -> None:
-    """n1 dies before it has written its layers down, and nobody else has them; n0 keeps its own, and need not wait."""
+    """Member n1 dies before it has written its layers, which no other one has; n0 keeps its own, and need not wait."""
     faults = [Fault(action="leave", node=f"n{i}", at=0.4) for i in range(2)]
     plan = job_plan(*faults, Fault(action="kill", node="n1", trap=("keeps", 0, 0)), members=2)
     world = World(plan, StagedHooks())
@@ -224,7 +224,9 @@ MACHINES = {"the root": "n0", "another member": "n2", "the scheduler": ""}
 
 
 def dying(machine: str, skip: int) -> Plan:
-    """A job in which a machine dies before the effect with this number; a member leaves, and its layers move."""
+    """Returns a plan in which a machine dies before the effect with this number; a member leaves, and its layers
+    move.
+    """
     node, more = MACHINES[machine], {"gather_every": 3, "evaluates": True, "shared": True, "work_s": 0.4}
     fault = Fault(action="kill" if node else "sched-crash", node=node, lasts=0.1, trap=("any", 0, skip))
     leaves = Fault(action="leave", node="n3", at=0.1)
@@ -235,7 +237,7 @@ def dying(machine: str, skip: int) -> Plan:
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12))])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_death_before_any_effect_loses_nothing(machine: str, part: int) -> None:
-    """The root, another member and the scheduler die, until there is no such effect any more."""
+    """The root, another member and the scheduler die before each of their effects in turn."""
     deaths = 0
     for skip in range(part, 1200, 12):
         world = run(dying(machine, skip))
@@ -256,7 +258,7 @@ def test_all_leave_at_one_header() -> None:
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_pipelines_that_are_dealt_run_each_micro_batch_once(members: int, stages: int) -> None:
-    """Also after members have gone, one after the other."""
+    """Each micro-batch runs once, also after members have gone, one after the other."""
     program = Program(layers=5, stages=stages, micro_batches=4)
     for seed in range(6):
         dealer, text = RoundRobin(program, seed), ""

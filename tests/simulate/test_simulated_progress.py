@@ -1,4 +1,4 @@
-"""Jobs in which much goes wrong get on, or can say why they do not (lab/simulate/progress.py)."""
+"""Jobs with many faults make progress, or can say why they do not (lab/simulate/progress.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def test_newcomer_that_bridges_a_link_that_carries_nothing_comes_in_with_one_vie
 
 
 def test_two_newcomers_whose_link_carries_nothing_come_in() -> None:
-    """Their links are judged by the view that they are to come in with: it needs this one, as it is a row, too."""
+    """The newcomers' links are judged in the view with which they are to come in: its nodes are in a row, so it needs
+    the link that carries nothing.
+    """
     world, _ = run(
         "seed 3\nnodes n0:neighbours=n1 n1:neighbours=n0\nmeasured\nprogram length 120\n"
         "later j0:neighbours=n1+j1 at 0.3\nlater j1:neighbours=j0+n0 at 0.3\n"

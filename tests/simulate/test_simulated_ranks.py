@@ -62,14 +62,14 @@ def test_a_rule_of_ranks_that_is_broken_shows_within_forty_seeds(name: str) -> N
 
 
 def joined(seed: int, script: OuterScript, replaying: Replaying) -> World:
-    """Nothing goes wrong, and newcomers that replay come while versions are adopted."""
+    """Returns a world without faults, in which newcomers that replay come while versions are adopted."""
     plan = calm_plan(seed)
     starts = tuple(at + 0.6 if at > 0.05 else at for at in plan.starts)
     return World(replace(plan, outer=script, replaying=replaying, starts=starts), OuterHooks())
 
 
 def test_who_replays_passes_over_the_adoption_of_a_version_and_nothing_moves() -> None:
-    """All that the newcomer replayed is what the members hold (18)."""
+    """The newcomer's replayed state equals the members' (18)."""
     script = OuterScript(inner_steps=2, lossy=True, answer_s=(0.02, 0.06))
     outcomes = [run(joined(seed, script, Replaying(calm=True, pull_s=0.1))) for seed in range(6)]
     assert sum(outcome.passed for outcome in outcomes) > 3

@@ -1,4 +1,4 @@
-"""Whole jobs told line by line: scenario above the dashes, what happened below. CHAOS_REWRITE=1 writes them anew."""
+"""Whole jobs, line by line: the scenario above the dashes, its events below. CHAOS_REWRITE=1 writes them anew."""
 
 from __future__ import annotations
 

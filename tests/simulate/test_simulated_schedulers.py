@@ -21,7 +21,7 @@ FOUR = "seed 4\nnodes n0:host=h1 n1:host=h1 n2:host=h2 n3:host=h2\nprogram lengt
 
 @pytest.mark.parametrize("number", range(1000, 1015))
 def test_plans_with_failing_schedulers_hold_all_contracts(number: int) -> None:
-    """Each kind of plan; others of them are among the seeds of test_simulated_seeds.py."""
+    """Each kind of plan runs; others of them are among the seeds of test_simulated_seeds.py."""
     assert simulate(failing_family(number)).violation == ""
 
 
@@ -80,7 +80,9 @@ def test_members_of_a_lost_chain_train_on() -> None:
 
 
 def test_a_newcomer_whose_view_was_announced_comes_in_though_the_chain_is_lost() -> None:
-    """It stands in no view when it finds the next scheduler, and does a moment later, when the header comes."""
+    """The newcomer is in no view when it finds the next scheduler, and is in one a moment later, when the header
+    comes.
+    """
     world = World(replace(parse(FOUR + "program work_s 0.2\nlater j0 at 0.5"), limit_s=6.0))
     lost = Fault(action="chain-lost", lasts=0.02)
 

@@ -1,4 +1,4 @@
-"""Shared by the strategy tests: Lightning's own warnings under this torch, and small models and data."""
+"""Fixtures of the strategy tests: filters for Lightning's own warnings under this torch, and small models and data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST_NOISE = (
     "ignore:The number of training batches .* is smaller than the logging interval",
     # Loaders that are not shuffled, so that tests can tell their samples.
     "ignore:shuffle=False where clusters share the data",
-    # All that rank zero is told about models and checkpoints that tests use with less than they were made for.
+    # Warnings to rank zero about models and checkpoints of which tests use only a part.
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
     "ignore:You are using the `dataloader_iter` step flavor",
     "ignore:Be aware that when using `ckpt_path`",
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[type]:
-    """The strategy with an engine that needs no network, in a job of its own."""
+    """Strategy with an engine that needs no network, in a job of its own."""
     from engine_double import EngineDouble
 
     import chaos_lightning.strategies.session as module
@@ -57,8 +57,8 @@ def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A job with real processes; its scheduler ends with the test."""
-    # It keys the order of samples, and this process, or the one that members are forked from, may have been seeded.
+    """Job with real processes; its scheduler ends with the test."""
+    # This seed keys the order of samples, and this process, or the one that members fork from, may have been seeded.
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     from forked_support import patient, scheduler
     from strategy_job import Job

@@ -1,4 +1,4 @@
-"""Clusters of the tests: a Trainer.fit with gates and a pace, and a report of how it ended."""
+"""Clusters of the tests: a Trainer.fit with gates and a pace, and a report of its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chaos_lightning.strategies import ChaosStrategy, DiLoCoStrategy
 
 
 class Paced(models.Regression):
-    """Each step takes some time, as a larger model's does."""
+    """Model each of whose steps takes some time, as a larger model's does."""
 
     step_s = 0.0
 
@@ -32,7 +32,7 @@ class Paced(models.Regression):
 
 
 class Rough(Paced):
-    """Two optimizers by hand."""
+    """Model that steps two optimizers by hand."""
 
     def __init__(self) -> None:
         super().__init__(lr=0.01, sync=True)
@@ -54,7 +54,7 @@ class Rough(Paced):
 
 
 class Another(Paced):
-    """Not the model of the others."""
+    """Model that differs from the others'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ KINDS: dict[str, Any] = {"paced": partial(Paced, lr=0.01, sync=True), "rough": R
 
 
 class Follows(pl.Callback):
-    """Positions of the loops."""
+    """Callback that records positions of the loops."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, int, int]] = []
@@ -88,7 +88,7 @@ class Follows(pl.Callback):
 
 
 class Poison(pl.Callback):
-    """Once the job has made so many steps nothing is a number, for once; never: -1."""
+    """Callback that makes all parameters NaN, once, when the job has made so many steps; never: -1."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -101,7 +101,7 @@ class Poison(pl.Callback):
 
 
 def cluster(spec: dict[str, Any]) -> None:
-    """One cluster.
+    """Trains one cluster.
 
     Args:
         spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates",
@@ -116,12 +116,12 @@ def cluster(spec: dict[str, Any]) -> None:
 
 
 def last(spec: dict[str, Any]) -> list[pl.Callback]:
-    """Writes its last checkpoint to the folder "last", if there is one."""
+    """Returns a callback that writes the last checkpoint to the folder "last", if there is one."""
     return [pl.callbacks.ModelCheckpoint(spec["last"], save_last=True)] if "last" in spec else []
 
 
 def files_in(folder: str) -> dict[str, Any]:
-    """Arguments of a Trainer that logs there."""
+    """Returns the arguments of a Trainer that logs to this folder."""
     return {"logger": [kind(folder) for kind in FILE_LOGGERS]}
 
 
@@ -149,7 +149,7 @@ def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callba
 
 
 def loop(spec: dict[str, Any]) -> None:
-    """A cluster that is a plain loop, until the job ends; reports how many steps it has made.
+    """Runs a cluster that is a plain loop, until the job ends; reports how many steps it has made.
 
     Args:
         spec: "name", "server", "out", "told" (of `DiLoCo`), "step_s", "device".
@@ -169,7 +169,7 @@ def loop(spec: dict[str, Any]) -> None:
 
 
 def ddp(spec: dict[str, Any]) -> None:
-    """One process of a cluster whose ranks are DDP's, as Lightning's launcher starts it.
+    """Runs one process of a cluster whose ranks are DDP's, as Lightning's launcher starts it.
 
     Args:
         spec: As of `cluster`; "rank", "ranks", "port" (of their group), "kind" (of model), "keep" (checkpoints).
@@ -184,7 +184,7 @@ def ddp(spec: dict[str, Any]) -> None:
 
 
 def rank(spec: dict[str, Any]) -> None:
-    """One rank of an elastic cluster.
+    """Runs one rank of an elastic cluster.
 
     Args:
         spec: As of `cluster`; "cluster" (its name), "port" (of the inner job's scheduler), "min_nodes", "options" (of

@@ -1,4 +1,4 @@
-"""An engine without a network: one member, every slot commits at once. For what concerns Lightning alone."""
+"""An engine without a network: one member, every slot commits at once. For tests that concern Lightning alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from chaos_lightning.settings import EngineConfig
 
 
 class EngineDouble:
-    """The engine's interface with a world of one; `made` lists all instances of a test."""
+    """Interface of the engine with a world of one; `made` lists all instances of a test."""
 
     made: ClassVar[list[EngineDouble]] = []
     setting: ClassVar[dict[str, Any]] = {}
@@ -101,7 +101,7 @@ class EngineDouble:
         return self.header
 
     def _keep(self, state: Any) -> None:
-        """The state at the beginning: what a fenced member pulls here, so that it starts all over."""
+        """Keeps the state at the beginning, which a fenced member pulls here, so that it starts all over."""
         encoded = encode_manifest(state.manifest(), state.tensors())
         self._tensors = [(n, t.detach().clone()) for n, t in (*state.tensors(), *encoded.tensors)]
         self._manifest = encoded.data

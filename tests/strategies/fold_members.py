@@ -1,4 +1,4 @@
-"""Members whose script calls fit once for each fold; which samples a fold leaves out, its data set alone knows."""
+"""Members whose script calls fit once for each fold; only the fold's data set knows which samples it leaves out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chaos_lightning.trainer import Trainer
 
 
 class Folds(Dataset):  # type: ignore[type-arg]
-    """Every third sample is held out; all folds have the same length and type."""
+    """Data set with every third sample held out; all folds have the same length and type."""
 
     def __init__(self, fold: int) -> None:
         self.rows = [row for number, row in enumerate(models.data(24)) if number % 3 != fold]

@@ -15,7 +15,7 @@ from chaos_lightning.trainer import Trainer
 
 
 class Odd(models.Regression):
-    """A regression of any width, with any optimizer and, if wanted, a falling learning rate."""
+    """Regression of any width, with any optimizer and, if wanted, a falling learning rate."""
 
     def __init__(self, width: int = 8, optimizer: str = "Adam", lr: float = 0.05, **settings: Any) -> None:
         super().__init__(lr)
@@ -31,7 +31,7 @@ class Odd(models.Regression):
 
 
 def odd(spec: dict[str, Any]) -> None:
-    """A member of strategy_members with another package version, if `spec` has "package"."""
+    """Runs a member of strategy_members with another package version, if `spec` has "package"."""
     models.Odd = Odd  # type: ignore[attr-defined]
     if "package" in spec:
         hello.package_version = lambda: spec["package"]
@@ -39,7 +39,7 @@ def odd(spec: dict[str, Any]) -> None:
 
 
 class Alone(models.Regression):
-    """A model of whose members one asks the others for something that they do not foresee.
+    """Model of whose members one asks the others for a collective that they do not foresee.
 
     Args:
         asks: "save_checkpoint", "log", or "stop".
@@ -51,7 +51,9 @@ class Alone(models.Regression):
         self.asks, self.folder, self.together = asks, folder, 0
 
     def _is_time(self) -> bool:
-        """In an epoch that both train from its beginning: the second batch of three, or the last one to stop."""
+        """Returns whether this is the second batch of three (for a stop: the last one) in an epoch that both train from
+        its beginning.
+        """
         self.together += self.trainer.world_size == 2
         return bool(self.trainer.is_global_zero and self.together == (5 if self.asks == "stop" else 4))
 
@@ -74,7 +76,7 @@ def alone(spec: dict[str, Any]) -> None:
 
 
 def saves_alone(spec: dict[str, Any]) -> None:
-    """A plain loop in which rank 0 of two alone saves, or breaks.
+    """Runs a plain loop in which rank 0 of two alone saves, or breaks.
 
     Args:
         spec: name, port, out, asks, gates {step: fifo}.
@@ -101,7 +103,7 @@ def saves_alone(spec: dict[str, Any]) -> None:
 
 
 class Drifts(models.Regression):
-    """A model of which one member has another learning rate from some step on; gathers too much at some step.
+    """Model of which one member has another learning rate from some step on; gathers too much at some step.
 
     Args:
         drifts_at: Step; 0: never.
@@ -128,13 +130,13 @@ class Drifts(models.Regression):
 
 
 def drifts(spec: dict[str, Any]) -> None:
-    """As `strategy_members.member`, with Drifts."""
+    """Runs `strategy_members.member` with Drifts."""
     models.Drifts = Drifts  # type: ignore[attr-defined]
     member({"model": "Drifts", **spec})
 
 
 def drifts_plainly(spec: dict[str, Any]) -> None:
-    """A plain loop of Drifts; reports its last step.
+    """Runs a plain loop of Drifts; reports its last step.
 
     Args:
         spec: name, port, out, epochs, model_args, gates {step: fifo}.

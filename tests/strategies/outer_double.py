@@ -1,4 +1,4 @@
-"""A cluster's session without a server: it is alone, or the test says what others do. For what concerns Lightning."""
+"""A cluster's session without a server: it is alone, or the test plays the others. For tests that concern Lightning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chaos_lightning.protocol.spans import count, normalise, subtract, union
 
 
 class SessionDouble:
-    """The session's interface. Each push is accepted at once, and the version is what this cluster has.
+    """Interface of the session. Each push is accepted at once, and the version is this cluster's state.
 
     Attributes:
         made: All instances of a test.
@@ -112,7 +112,7 @@ class SessionDouble:
         return Boundary(self.base)
 
     def pause(self, timeout_s: float) -> None:
-        """Nothing happens meanwhile."""
+        """Returns at once: nothing happens meanwhile."""
 
     def waits_for(self) -> str:
         return "nothing"

@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def set_without_chance(module: nn.Module) -> None:
-    """Sets parameters: one process draws other random numbers than members."""
+    """Sets parameters by formula: one process draws other random numbers than members."""
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             waves = torch.sin(torch.arange(1.0, parameter.numel() + 1) * (1.7 + number))
@@ -111,7 +111,7 @@ class Tower(pl.LightningModule):
 
 
 class Llama(Tower):
-    """A small Llama of `transformers`, from a config."""
+    """Small Llama of `transformers`, from a config."""
 
     chaos_chain = "net.model.layers"
 
@@ -129,7 +129,7 @@ class Llama(Tower):
 
 
 class Watched(Tower):
-    """Clips by itself, looks at gradients before each step, and has a frozen block."""
+    """Tower that clips by itself, looks at gradients before each step, and has a frozen block."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -144,7 +144,7 @@ class Watched(Tower):
 
 
 class Last(pl.Callback):
-    """Saves a checkpoint at the end of training."""
+    """Callback that saves a checkpoint at the end of training."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -154,7 +154,7 @@ class Last(pl.Callback):
 
 
 class Rows(pl.Callback):
-    """Loss of each step, as `outputs` and as what was logged."""
+    """Callback that keeps the loss of each step, as `outputs` and as logged."""
 
     def __init__(self, paced_s: float = 0.0) -> None:
         self.paced_s = paced_s
@@ -221,7 +221,9 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
 
 
 def let_rest_wait(path: Path) -> None:
-    """Parts of the model are pulled at once, the rest when this file is there; "asked" is put beside it before."""
+    """Delays pulls of the rest of the state until this file is there; parts of the model are pulled at once; writes
+    "asked" beside it before.
+    """
     pull = PartMoves._pull
 
     def late(moves: Any, wanted: Any, part: int, state: Any, deadline: float) -> bool:
@@ -235,7 +237,7 @@ def let_rest_wait(path: Path) -> None:
 
 
 def member(spec: dict[str, Any]) -> None:
-    """One member.
+    """Runs one member.
 
     Args:
         spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments

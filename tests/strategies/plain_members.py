@@ -21,12 +21,12 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def scaler() -> torch.amp.GradScaler:
-    """As that of Lightning's members (`strategy_members`): it overflows at first, and grows."""
+    """Returns a scaler like that of Lightning's members (`strategy_members`): it overflows at first, and grows."""
     return torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
 
 
 def member(spec: dict[str, Any]) -> None:
-    """One member.
+    """Runs one member.
 
     Args:
         spec: name, port, out (folder of the report), samples, batch, epochs, precision, prepare (arguments), settings,
@@ -98,7 +98,7 @@ def member(spec: dict[str, Any]) -> None:
 
 
 def dies_writing(spec: dict[str, Any]) -> None:
-    """A member that is killed as its checkpoint lies beside its place."""
+    """Runs a member that is killed when its checkpoint is written and not yet renamed."""
     from chaos_lightning.member import checkpoints
 
     write = checkpoints.write
@@ -112,7 +112,7 @@ def dies_writing(spec: dict[str, Any]) -> None:
 
 
 def fails_writing(spec: dict[str, Any]) -> None:
-    """A member that reports what `save` raised."""
+    """Runs a member that reports the error that `save` raised."""
     try:
         member(spec)
     except Exception as error:
@@ -121,8 +121,8 @@ def fails_writing(spec: dict[str, Any]) -> None:
 
 
 def leaves_batches_out(spec: dict[str, Any]) -> None:
-    """A member that makes steps of lr 1 with the loss mean(w x), x the same number throughout, so that a step moves w
-    by the average of x over the samples that count. It reports how far each one did.
+    """Runs a member that makes steps of lr 1 with the loss mean(w x), x the same number throughout, so that a step
+    moves w by the average of x over the samples that count. It reports by how much each step moved w.
 
     Args:
         spec: name, port, out, x, and `out_at` {step: "zeroed" or "stale"}: the batches that it leaves out, and whether

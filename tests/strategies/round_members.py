@@ -75,7 +75,7 @@ class Validates(Model):
 
 
 class Measures(Validates):
-    """With metrics, of which one is logged and one computed at the end."""
+    """Model with metrics, of which one is logged and one computed at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Measures(Validates):
 
 
 class Endless(IterableDataset):
-    """Samples of which nobody knows how many there are."""
+    """Samples of unknown number."""
 
     def __init__(self, count: int) -> None:
         self.rows = list(samples(count))
@@ -132,7 +132,7 @@ class Heard(pl.Callback):
 
 
 class Memory(Logger):
-    """Keeps what it is given."""
+    """Logger that keeps all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Memory(Logger):
 
 
 class Post:
-    """Border tensors on their way, and what members bring to a round."""
+    """Border tensors on their way, and the contributions of members to a round."""
 
     def __init__(self, view: View, failing: Sequence[tuple[str, int, int]] = ()) -> None:
         self.view, self.changed = view, threading.Condition()
@@ -174,7 +174,7 @@ class Post:
 
 
 class Ends:
-    """One member's end: an exchange, a step and an engine."""
+    """End of one member: an exchange, a step and an engine."""
 
     def __init__(self, post: Post, member: str) -> None:
         self.post, self.member_id, self.view = post, member, post.view
@@ -225,7 +225,7 @@ class Ends:
     # engine ----------------------------------------------------------------------------------
 
     def gather_by_units(self, name: str, attempt: Any, order: str) -> dict[str, bytes]:
-        """A round, with one attempt more if one fails; all members take part in each attempt."""
+        """Makes a round, with one attempt more if one fails; all members take part in each attempt."""
         self.seq += 1
         self.rounds.append((name, order))
         for number in (1, 2):
@@ -257,7 +257,7 @@ class Ends:
 
 
 class LoggedLayers:
-    """A chain whose units log for training, too, of which one pass runs in this process at a time."""
+    """Chain whose units log for training, too, of which one pass runs in this process at a time."""
 
     def __init__(self, chain: LayerChain, logs: UnitLogs) -> None:
         self.chain, self.logs = chain, logs
@@ -271,7 +271,7 @@ class LoggedLayers:
 
 
 class RoundStrategy(SingleDeviceStrategy):
-    """Validates in rounds; holds the layers of its member alone, unless it is told to hold all."""
+    """Strategy that validates in rounds; holds the layers of its member alone, unless it is told to hold all."""
 
     def __init__(self, ends: Ends, *, frees: bool) -> None:
         super().__init__(device="cpu")
@@ -304,7 +304,7 @@ class RoundStrategy(SingleDeviceStrategy):
         prepare_validation(trainer)
 
     def gather(self, name: str, attempt: Any, order: str) -> dict[str, bytes] | None:
-        """A round; where it runs again, metrics are put back as the engine's units do."""
+        """Makes a round; if the round runs again, metrics are put back as the engine's units do."""
         if self.ends.out_after == self.ends.seq:
             return None
         kept = [(m._copy_state_dict(), m._update_count) for m in self.metrics]
@@ -333,7 +333,7 @@ class RoundStrategy(SingleDeviceStrategy):
 
 
 def a_view(cut: Sequence[int], micro_batches: int) -> View:
-    """One pipeline of members a, b, ..."""
+    """Returns a view with one pipeline of members a, b, ..."""
     names = "abcdef"[: len(cut) - 1]
     stages = tuple(PlanStage(n, a, b) for n, (a, b) in zip(names, pairwise(cut), strict=True))
     plan = PipelinePlan(BLOCKS, (Pipeline(stages, micro_batches),))
@@ -367,7 +367,7 @@ def fit_in_rounds(
     out_after: int = -1,
     **settings: Any,
 ) -> dict[str, tuple[Heard, Memory, Ends]]:
-    """Results of all members, by name."""
+    """Returns the results of all members, by name."""
     post = Post(a_view(cut, micro_batches), failing)
     # Threads share one generator of random numbers.
     made = {name: (make(), loaders()) for name in post.view.ids()}

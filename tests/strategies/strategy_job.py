@@ -26,13 +26,13 @@ class Job:
         self.scheduler = scheduler
 
     def start(self, name: str, **spec: Any) -> None:
-        """A member; see `strategy_members.member`."""
+        """Starts a member; see `strategy_members.member`."""
         from strategy_members import member
 
         self.harness.start_function(name, member, {"name": name, "port": self.port, "out": str(self.out), **spec})
 
     def gate(self, name: str) -> str:
-        """A new gate; `open` it later."""
+        """Makes a new gate; `open` it later."""
         path = self.out / f"gate-{name}"
         os.mkfifo(path)
         return str(path)
@@ -43,16 +43,16 @@ class Job:
             pass
 
     def wait_admitted(self, name: str) -> None:
-        """A view with this newcomer is decided, and the others know; the next boundary lets it in."""
+        """Waits until a view with this newcomer is decided, and the others know; the next boundary lets it in."""
         self.harness.wait_admitted(name, self.options.settings.job)
 
     def fresh(self, **settings: Any) -> None:
-        """Another scheduler in place of the one that nobody has spoken to yet."""
+        """Replaces the scheduler, which no member has spoken to yet, by another one."""
         self.scheduler.stop()
         self.again(**settings)
 
     def again(self, **settings: Any) -> None:
-        """A new job at the same endpoint, with a chain of its own."""
+        """Starts a new job at the same endpoint, with a chain of its own."""
         from dataclasses import replace
 
         from forked_support import scheduler

@@ -1,4 +1,4 @@
-"""Member processes of the tests: a Trainer.fit with gates, and a report of how it ended."""
+"""Member processes of the tests: a Trainer.fit with gates, and a report of its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from chaos_lightning.transport.links import Links
 
 
 class Gates(pl.Callback):
-    """Stops this member until the test opens the gate (a FIFO: no polling).
+    """Callback that stops this member until the test opens the gate (a FIFO: no polling).
 
     Args:
         steps: Gates after these optimizer steps.
@@ -62,7 +62,7 @@ class Gates(pl.Callback):
 
 
 class Trace(pl.Callback):
-    """Where the loops stood at each batch: equal on all members, line by line."""
+    """Callback that records the loops' positions at each batch: equal on all members, line by line."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -105,7 +105,7 @@ class Founding(pl.Callback):
 
 
 class ByRank(pl.LightningDataModule):
-    """Validation data that the user takes a part of by rank, as Lightning's documentation has it for DDP."""
+    """Validation data of which the user takes a part by rank, as Lightning's documentation has it for DDP."""
 
     def __init__(self, train: DataLoader, samples: int, batch: int) -> None:
         super().__init__()
@@ -121,7 +121,9 @@ class ByRank(pl.LightningDataModule):
 
 
 def die_writing(when: str) -> None:
-    """The next checkpoint is this process's end: "half": some of its bytes are written; "whole": all, but not moved."""
+    """Makes this process die at the next checkpoint: "half": some of its bytes are written; "whole": all, but not
+    moved.
+    """
     real = TorchCheckpointIO.save_checkpoint
 
     def save_checkpoint(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
@@ -134,7 +136,7 @@ def die_writing(when: str) -> None:
 
 
 def full_disk(after: int) -> None:
-    """There is room for so many checkpoints of this process."""
+    """Leaves room for so many checkpoints of this process."""
     real, written = TorchCheckpointIO.save_checkpoint, 0
 
     def save_checkpoint(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
@@ -149,7 +151,7 @@ def full_disk(after: int) -> None:
 
 
 def slow_acceptor() -> None:
-    """The thread that accepts links takes half a second to end."""
+    """Makes the thread that accepts links take half a second to end."""
     real = Links._accept_all
 
     def accept_all(self: Any) -> None:
@@ -160,7 +162,9 @@ def slow_acceptor() -> None:
 
 
 def evaluate(trainer: pl.Trainer, model: pl.LightningModule, samples: int, batch: int) -> dict[str, Any]:
-    """validate, test and predict before fit, on data that the user shards by rank; the last time with a word of it."""
+    """Validates and tests before fit, on data that the user shards by rank, and predicts on all data; returns the
+    results.
+    """
     held_out = models.data(samples)
     rows = {}
     for name in ("validate", "test"):
@@ -172,7 +176,7 @@ def evaluate(trainer: pl.Trainer, model: pl.LightningModule, samples: int, batch
 
 
 def leave_at(step: int) -> None:
-    """This process asks to leave as that step has been committed, and before the optimizer has made it."""
+    """Makes this process ask to leave when that step has been committed, and before the optimizer has made it."""
     real = Engine.step
     engine_module.MAY_GO_S = 40.0
 
@@ -190,7 +194,7 @@ def make_model(spec: dict[str, Any]) -> pl.LightningModule:
 
 
 def member(spec: dict[str, Any]) -> None:
-    """One member.
+    """Runs one member.
 
     Args:
         spec: name, port, out (folder of the report); samples, batch, val_samples, val_batch, val_loaders, epochs,

@@ -28,7 +28,7 @@ def loader(samples: int = 24, batch_size: int = 4, shuffle: bool = False, seed: 
 
 
 class Stream(IterableDataset):
-    """Own data of a node that nobody knows the length of."""
+    """Own data of a node, of unknown length."""
 
     def __init__(self, samples: int, seed: int) -> None:
         self.rows = list(data(samples, seed))
@@ -64,7 +64,7 @@ class Regression(pl.LightningModule):
 
 
 class AssignsBuffer(Regression):
-    """A running mean, written as an assignment; which buffers are averaged is said."""
+    """Model with a running mean that is written as an assignment; `averaged` names the averaged buffers."""
 
     def __init__(self, averaged: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -79,7 +79,8 @@ class AssignsBuffer(Regression):
 
 
 class Looks(Regression):
-    """Notes the gradient that each hook sees, by hook and by (step, micro-batch of the step, whether it is the last).
+    """Model that notes the gradient that each hook sees, by hook and by (step, micro-batch of the step, whether it is
+    the last).
 
     Args:
         manual: Manual optimization.
@@ -136,7 +137,7 @@ class Looks(Regression):
 
 
 class ClipsAfterBackward(Regression):
-    """Clips in the hook; counts its calls, which are as many as steps on each member."""
+    """Model that clips in the hook; counts its calls, which are as many as steps on each member."""
 
     counter = 0
 
@@ -152,7 +153,7 @@ class ClipsInBackward(Regression):
 
 
 class MinesHard(Regression):
-    """Notes each sample's loss, by its first number; what was hardest comes first in the next epoch."""
+    """Model that notes each sample's loss, by its first number; the hardest samples come first in the next epoch."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -166,7 +167,7 @@ class MinesHard(Regression):
 
 
 class ByLoss(Sampler):
-    """The order of 24 samples by the losses that this member has seen."""
+    """Sampler of 24 samples in order of the losses that this member has seen."""
 
     def __init__(self, model: MinesHard) -> None:
         self.model = model
@@ -180,7 +181,9 @@ class ByLoss(Sampler):
 
 
 class Dealt(Sampler):
-    """Batches of 24 samples in an order of the epoch that this sampler was told; `told` says which ones."""
+    """Sampler of batches of 24 samples in an order that depends on the epoch that it was told; `told` lists these
+    epochs.
+    """
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -199,7 +202,7 @@ class Dealt(Sampler):
 
 
 class Deals(Regression):
-    """Tells its loader's batch sampler the epoch, as Lightning does not.
+    """Model that tells its loader's batch sampler the epoch, as Lightning does not.
 
     Args:
         tells: It does.
@@ -215,7 +218,7 @@ class Deals(Regression):
 
 
 class Grows(Regression):
-    """Makes its own loaders: each second epoch has other data than those before, and more of them."""
+    """Model that makes its own loaders: each second epoch has other data than those before, and more of them."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -242,7 +245,7 @@ class Grows(Regression):
 
 
 class AsksForItsFolder(Regression):
-    """As Lightning's documentation of `trainer.log_dir` has it; notes what it was told, by the step."""
+    """Model that reads `trainer.log_dir` as in Lightning's documentation; notes the answers, by step."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -279,7 +282,7 @@ def fitted(tmp_path: Any, model: pl.LightningModule, *args: Any, **kwargs: Any) 
 
 
 class WithMetrics(Regression):
-    """torchmetrics in training and validation, one of them with list states."""
+    """Model with torchmetrics in training and validation, one of them with list states."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -309,7 +312,7 @@ class WithMetrics(Regression):
 
 
 class Counted(Regression):
-    """Each way to show a value of the training epoch, and what each shows in the end."""
+    """Model with each way to show a value of the training epoch, and the final value of each."""
 
     def __init__(self, rows: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -346,7 +349,7 @@ class Counted(Regression):
 
 
 class Counting(Regression):
-    """Sums and means over the validation set, per step too; none of them asks for sync but one."""
+    """Model with sums and means over the validation set, per step too; only one of them asks for sync."""
 
     validated = 0
 
@@ -360,7 +363,7 @@ class Counting(Regression):
 
 
 class Evaluated(Counting):
-    """Can be tested and asked, too."""
+    """Model that can also be tested, and asked for predictions."""
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_count", float(len(batch[0])), reduce_fx="sum")
@@ -370,7 +373,7 @@ class Evaluated(Counting):
 
 
 class Gan(pl.LightningModule):
-    """Two optimizers, manual optimization, a scheduler stepped by hand, toggled parameters."""
+    """Model with two optimizers, manual optimization, a scheduler stepped by hand, toggled parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +413,7 @@ class Gan(pl.LightningModule):
 
 
 class Scheduled(Regression):
-    """A closure scheduler, one on a plateau of a synced metric, and a module that keeps state of its own."""
+    """Model with a closure scheduler, one on a plateau of a synced metric, and a module that keeps state of its own."""
 
     def __init__(self, kind: str = "onecycle", **kwargs: Any) -> None:
         super().__init__(lr=0.01, **kwargs)
@@ -443,7 +446,7 @@ class Scheduled(Regression):
 
 
 class LogsOnce(Regression):
-    """Logs in the second batch of an epoch of two members only, where one of them has no samples."""
+    """Model that logs in the second batch of an epoch of two members only, where one of them has no samples."""
 
     def __init__(self, manual: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -473,7 +476,9 @@ class LogsOnce(Regression):
 
 
 class OwnClocks(Regression):
-    """Members' clocks differ: rank 0 says that validation is due after these steps, others say so after every step."""
+    """Model by which members' clocks differ: rank 0 says that validation is due after these steps, others say so after
+    every step.
+    """
 
     due = (3, 7)
 
@@ -483,7 +488,7 @@ class OwnClocks(Regression):
 
 
 class Manual(Regression):
-    """Manual optimization in many ways; a second optimizer trains a scale of the output.
+    """Model with manual optimization in many ways; a second optimizer trains a scale of the output.
 
     Kind "each": all of `MANUAL` in turn, each for two epochs and from the first weights; `ends` has the last ones.
     """
@@ -542,7 +547,7 @@ class Manual(Regression):
         optimizer.step()
 
     def step_look(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Steps by what `.grad` says."""
+        """Makes a step that depends on the values in `.grad`."""
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         for param in self.net.parameters():
@@ -550,7 +555,7 @@ class Manual(Regression):
         optimizer.step()
 
     def step_twice(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Two backward passes, one step; then one more of each."""
+        """Makes two backward passes and one step; then one more of each."""
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         self.manual_backward(0.1 * self.net(batch[0]).abs().mean())
@@ -560,14 +565,14 @@ class Manual(Regression):
         optimizer.step()
 
     def step_accumulate(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """A step each second batch, which need not be in the same epoch."""
+        """Makes a step each second batch, which need not be in the same epoch."""
         self.manual_backward(self.loss(batch) / 2)
         if (self.trainer.fit_loop.epoch_loop.total_batch_idx + 1) % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
 
     def step_quiet(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """As above; the first one asks for no communication."""
+        """Makes a step each second batch; the first batch asks for no communication."""
         steps = (self.trainer.fit_loop.epoch_loop.total_batch_idx + 1) % 2 == 0
         with optimizer.toggle_model(sync_grad=steps):
             self.manual_backward(self.loss(batch) / 2)
@@ -584,7 +589,9 @@ class Manual(Regression):
             self.untoggle_optimizer(one)
 
     def step_both(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Each pass reaches both; what the other one got is used, too."""
+        """Makes two passes that reach the parameters of both optimizers; gradients that the other one got are used,
+        too.
+        """
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         optimizer.step()
@@ -602,7 +609,7 @@ class Manual(Regression):
         optimizer.step(closure=closure)
 
     def step_raw(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Neither through Lightning's backward nor, for the other one, through any."""
+        """Computes gradients without Lightning's backward, for the other optimizer without any backward pass."""
         optimizer.zero_grad()
         self.loss(batch).backward()
         optimizer.step()
@@ -610,7 +617,9 @@ class Manual(Regression):
         other.step()
 
     def step_raw_clip(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """A plain backward pass; each second batch is clipped to a norm and stepped with, after a look at it."""
+        """Makes plain backward passes; each second batch is clipped to a norm and stepped with, after a look at the
+        gradients.
+        """
         (self.loss(batch) / 2).backward()
         if (self.trainer.fit_loop.epoch_loop.total_batch_idx + 1) % 2 == 0:
             self.clip_gradients(optimizer, 0.1, "norm")

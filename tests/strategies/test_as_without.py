@@ -1,4 +1,4 @@
-"""Tests where a Trainer with chaos behaved unlike one without: each was met by one of Lightning's own tests."""
+"""Tests cases in which a Trainer with chaos behaved unlike one without: Lightning's own tests found each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Stop(Exception):
-    """The user's own error."""
+    """Error of the user's own."""
 
 
 class Raises(Regression):
-    """Ends fit in the middle of an epoch."""
+    """Module that ends fit in the middle of an epoch."""
 
     at = 8
 
@@ -35,8 +35,9 @@ class Raises(Regression):
 
 @pytest.mark.parametrize("ends", ["raises", "stops"])
 def test_what_is_saved_after_fit_stands_where_fit_ended(tmp_path: Path, ends: str) -> None:
-    """The data's place in a checkpoint that is written after fit, in the middle of an epoch, is the place that fit came
-    to: a job that resumes there trains on the rest of that epoch, and on the next one."""
+    """A checkpoint that is written after fit, in the middle of an epoch, holds the data's position at which fit ended:
+    a job that resumes there trains on the rest of that epoch, and on the next one.
+    """
     if ends == "raises":
         first: Regression = Raises()
         run = trainer(tmp_path, max_epochs=2)
@@ -79,7 +80,7 @@ def test_tuner_works_with_a_trainer_that_has_fitted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_outside_fit_loaders_are_the_users(tmp_path: Path, stage: str) -> None:
-    """One process evaluates: a DistributedSampler in place of the user's sampler shards nothing, and may pad."""
+    """One process evaluates: a DistributedSampler in place of the user's sampler would shard nothing, and may pad."""
     model = Regression()
     model.test_step = model.validation_step  # type: ignore[method-assign]
     model.predict_step = lambda batch, batch_idx: model.net(batch[0])  # type: ignore[method-assign]
@@ -97,7 +98,7 @@ def test_the_base_class_hears_of_an_exception(tmp_path: Path) -> None:
 
 
 class Reloads(Regression):
-    """Notes in which epochs it is asked for validation data."""
+    """Module that notes in which epochs it is asked for validation data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +116,7 @@ class Reloads(Regression):
 def test_validation_data_are_made_anew_in_the_same_epochs(
     tmp_path: Path, each: int, check: int, plain: list[int]
 ) -> None:
-    """They are made once more at the start of fit, and then in the epochs in which Lightning would."""
+    """Validation loaders are made once more at the start of fit, and then in the epochs in which Lightning would."""
     settings: dict[str, Any] = {
         "max_epochs": 9, "limit_train_batches": 1, "num_sanity_val_steps": 0,
         "check_val_every_n_epoch": check, "reload_dataloaders_every_n_epochs": each,

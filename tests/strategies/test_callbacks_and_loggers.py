@@ -45,7 +45,9 @@ def test_fit_leaves_the_list_of_callbacks_as_it_was(tmp_path: Path, model: type[
 
 
 class KeyedByType(Callback):
-    """As callbacks were before Lightning 1.5, and as those may be that read checkpoints of that time."""
+    """Callback whose state is keyed by its type, as before Lightning 1.5 and in callbacks that read such
+    checkpoints.
+    """
 
     value = 0
 
@@ -89,7 +91,7 @@ def test_what_the_user_put_in_place_of_log_metrics_is_called_and_stays(tmp_path:
 
 
 class CountedTqdm(tqdm_progress.Tqdm):
-    """Remembers how often its total was set."""
+    """Progress bar that remembers how often its total was set."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "total":
@@ -152,7 +154,7 @@ class Measured(Regression):
 
 
 class FoundAMember:
-    """The place of one that found a member in the job, which is gone when this one comes in."""
+    """Place of a process that found a member in the job, which is gone when the process comes in."""
 
     rank, world_size = 1, 2
 
@@ -177,7 +179,9 @@ def test_who_becomes_the_writer_measures_throughput_from_there_on(
 
 
 class Inherits(Callback):
-    """Rank 1 of two until the second batch of the first validation; then the other one is gone."""
+    """Callback by which this member is rank 1 of two until the second batch of the first validation; then the other one
+    is gone.
+    """
 
     place = (1, 2)
 
@@ -190,7 +194,7 @@ class Inherits(Callback):
 def test_a_writer_that_dies_in_validation_hands_on_its_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: Any
 ) -> None:
-    """Its successor measures this validation from there on, and the next epoch as a whole."""
+    """The writer's successor measures this validation from there on, and the next epoch as a whole."""
     inherits = Inherits()
     monkeypatch.setattr("chaos_lightning.strategies.strategy.Place", FoundAMember)
     monkeypatch.setattr(double, "rank", property(lambda self: inherits.place[0]))
@@ -207,7 +211,7 @@ def test_a_writer_that_dies_in_validation_hands_on_its_measuring(
 def test_who_joins_again_measures_the_world_that_it_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: Any
 ) -> None:
-    """Put out of a job of three, where it counts as one of two, and back into a job of two."""
+    """A member is put out of a job of three, counts as one of two, and joins a job of two again."""
     monkeypatch.setattr(double, "world_size", property(lambda self: 2 if self.rejoined else 3))
     double.setting["fence_at"] = 4
     monitor = ThroughputMonitor(batch_size_fn=len)

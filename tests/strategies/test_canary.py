@@ -1,4 +1,6 @@
-"""Everything private of Lightning that the strategy touches exists: a new minor version must not be met at run time."""
+"""Checks that all private names of Lightning that the strategy uses exist: a new minor version must not be met at run
+time.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ def test_what_is_logged_has_the_arguments_that_are_recorded() -> None:
 
 
 def test_a_metric_looks_its_sync_up_on_its_class() -> None:
-    """All that `compute` calls was wrapped when the metric was made; our `sync` takes its place later."""
+    """The methods that `compute` calls were wrapped when the metric was made; our `sync` replaces the original
+    later.
+    """
     metric, asked = MeanSquaredError(), []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Metric, "sync", lambda *_, **__: asked.append(True))

@@ -18,7 +18,9 @@ from chaos_lightning.errors import FencedError
 
 
 def test_a_full_disk_ends_all_members_at_one_header(job: Job) -> None:
-    """There is room for one checkpoint only. Nobody becomes the writer to fail in turn; the older file stays."""
+    """The disk has room for one checkpoint only. No member takes over as writer to fail in turn; the older file
+    stays.
+    """
     spec = {"epochs": 4, "samples": 48, "callbacks": ("steps",), "model_args": {"sync": True}, "room": 1}
     job.harness.declare("a", "b", "c")
     start_three(job, spec)
@@ -34,7 +36,7 @@ def test_a_full_disk_ends_all_members_at_one_header(job: Job) -> None:
 
 @pytest.mark.usefixtures("double")
 def test_the_error_says_how_much_is_missing(tmp_path: Path) -> None:
-    """The limit of a file's size stands for the full disk; nothing is left beside."""
+    """A limit of the file's size stands for the full disk; no temporary file is left."""
 
     class Limit(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -56,7 +58,7 @@ def test_the_error_says_how_much_is_missing(tmp_path: Path) -> None:
 def test_who_is_put_out_while_it_fails_to_write_joins_again(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its error concerns nobody: the others have a writer of their own."""
+    """The writer's error ends no other member: these have a writer of their own."""
     from chaos_lightning.strategies import saving as module
 
     failed: list[str] = []

@@ -1,4 +1,6 @@
-"""Checkpoint files as other strategies write and read them; whom a job asks for state; optimizers without closures."""
+"""Checkpoint files as other strategies write and read them; objects that are asked for state; optimizers without
+closures.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ ENDED = "resuming from a checkpoint that ended before the epoch ended"
 @pytest.mark.parametrize("every", [4, 6], ids=["mid-epoch", "end of an epoch"])
 @pytest.mark.parametrize(("first", "second"), [("chaos", "auto"), ("auto", "chaos")])
 def test_another_strategy_goes_on_from_a_checkpoint(tmp_path: Path, first: str, second: str, every: int) -> None:
-    """Its loaders have no state: Lightning refuses a checkpoint that brings one for them. Within an epoch that means
-    that some samples are used twice, and a user is told so."""
+    """The other strategy's loaders have no state: Lightning refuses a checkpoint that brings one for them. Within an
+    epoch that means that some samples are used twice, and a user is told so.
+    """
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=every)
     trainer(tmp_path, max_steps=every, strategy=first, callbacks=[keeper], enable_checkpointing=True).fit(
         Regression(), loader()
@@ -41,7 +44,7 @@ def test_another_strategy_goes_on_from_a_checkpoint(tmp_path: Path, first: str, 
 
 
 class Saves(Callback):
-    """Writes a checkpoint before the first batch."""
+    """Callback that writes a checkpoint before the first batch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +63,7 @@ def test_another_strategy_goes_on_from_a_checkpoint_written_before_the_first_bat
 
 
 def test_a_checkpoint_that_is_written_twice_keeps_its_place_in_the_data(tmp_path: Path) -> None:
-    """One and the same dictionary, as where the first file was lost."""
+    """One dictionary is written twice, as after the loss of the first file."""
     run = trainer(tmp_path, max_steps=4)
     run.fit(Regression(), loader())
     checkpoint = run._checkpoint_connector.dump_checkpoint()
@@ -94,7 +97,7 @@ def test_the_end_of_an_epoch_that_was_limited_is_no_lost_place(tmp_path: Path) -
 
 
 class OneCycle(Regression):
-    """Asks for the job's length before Lightning has read the checkpoint."""
+    """Module that asks for the job's length before Lightning has read the checkpoint."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -111,7 +114,7 @@ def test_the_place_in_the_data_is_kept_where_the_length_was_asked_for_first(tmp_
 
 
 class Counts(Callback):
-    """How often its state was asked for."""
+    """Callback that counts how often its state was asked for."""
 
     asked = 0
 
@@ -127,14 +130,14 @@ def test_a_callback_is_asked_for_its_state_once_when_the_job_is_founded(tmp_path
 
 
 class IgnoresClosure(torch.optim.SGD):
-    """As many optimizers of users are."""
+    """Optimizer that ignores its closure, as many optimizers of users do."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
 
 
 class Manual(Regression):
-    """Manual optimization, with an optimizer that never calls what `step` gives it."""
+    """Module with manual optimization, whose optimizer never calls the closure that `step` gives it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +154,7 @@ class Manual(Regression):
 
 
 def test_manual_optimization_needs_no_closure_to_be_called(tmp_path: Path) -> None:
-    """The average is there by then."""
+    """The averaged gradients are there before the optimizer could call its closure."""
     ours, plain = Manual(), Manual()
     run = trainer(tmp_path)
     run.fit(ours, loader())
@@ -161,14 +164,14 @@ def test_manual_optimization_needs_no_closure_to_be_called(tmp_path: Path) -> No
 
 
 class Sees(Regression):
-    """Notes the keys of the checkpoint that it loads."""
+    """Module that notes the keys of the checkpoint that it loads."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.keys = set(checkpoint)
 
 
 def test_hooks_see_the_checkpoint_that_lightning_has_written(tmp_path: Path) -> None:
-    """All that is added to the file is no part of it."""
+    """Hooks do not see the parts that we add to the file."""
     seen = []
     for strategy in ("chaos", "auto"):
         keeper = ModelCheckpoint(tmp_path / strategy, every_n_train_steps=6)

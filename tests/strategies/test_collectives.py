@@ -1,4 +1,4 @@
-"""Lightning's collectives: payloads, reductions, and what happens inside training_step and outside a job."""
+"""Lightning's collectives: payloads, reductions, and their effects inside training_step and outside a job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_reductions(op: str, expected: float) -> None:
 
 
 def test_a_mean_of_integers_is_no_integer() -> None:
-    """Lightning divides two means, so a rounded one would be wrong."""
+    """Lightning divides two means, so a rounded mean would be wrong."""
     assert reduced([torch.tensor(4), torch.tensor(5)], "mean") == 4.5
     assert reduced([torch.tensor(4), torch.tensor(5)], "sum").dtype == torch.int64
 
@@ -89,7 +89,7 @@ def test_shapes_and_operations_that_do_not_fit_are_named() -> None:
 
 
 class Members:
-    """Others that answer what they are told; remembers names."""
+    """Other members with fixed answers; remembers the names of the calls."""
 
     def __init__(self, *others: Any) -> None:
         self.others = others
@@ -141,7 +141,7 @@ def test_outside_a_job_everything_is_local() -> None:
 
 
 def log(collection: _ResultCollection, made: Collectives, key: str, value: float, **more: Any) -> Any:
-    """As `self.log(on_step=True, sync_dist=True)`; what it shows of the step."""
+    """Logs like `self.log(on_step=True, sync_dist=True)`; returns the value that is shown for the step."""
 
     def reduce(value: Any, *, reduce_op: str, group: Any = None) -> Any:
         return made.reduce(value, reduce_op)
@@ -152,7 +152,7 @@ def log(collection: _ResultCollection, made: Collectives, key: str, value: float
 
 
 def said(**values: float) -> dict[str, Any]:
-    """Returns what another member brings that logged these."""
+    """Returns the contribution of another member that logged these values."""
     collection, members = _ResultCollection(training=True), Members()
     made = collectives(members)
     made.enter_step("training_step")

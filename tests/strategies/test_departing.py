@@ -1,4 +1,4 @@
-"""The last member is released within a batch: no step uses that batch, so nothing counts it."""
+"""The last member is released within a batch: no step uses that batch, so it counts nowhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chaos_lightning.errors import LeftJobError
 
 
 class Ends(pl.Callback):
-    """The steps at which hooks were told of a batch that is over."""
+    """Callback that lists the steps at which hooks were told of a finished batch."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -27,7 +27,7 @@ class Ends(pl.Callback):
 
 
 def scheduled(module: pl.LightningModule) -> pl.LightningModule:
-    """The same with a learning rate that falls with each step."""
+    """Gives the module a learning rate that falls with each step; returns it."""
 
     def configure_optimizers() -> Any:
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
@@ -38,7 +38,7 @@ def scheduled(module: pl.LightningModule) -> pl.LightningModule:
 
 
 def left(tmp_path: Path, double: Any, slots: int, model: pl.LightningModule, **arguments: Any) -> tuple[Any, Any, Ends]:
-    """A fit whose member is released after so many slots."""
+    """Runs a fit whose member is released after so many slots."""
     double.made.clear()
     double.setting.clear()
     double.setting.update(depart_at=slots, departs_armed=arguments.pop("armed", False))
@@ -63,8 +63,9 @@ def left(tmp_path: Path, double: Any, slots: int, model: pl.LightningModule, **a
 def test_a_batch_that_no_step_uses_is_counted_nowhere(
     tmp_path: Path, double: Any, accumulate: int, armed: bool, sync: bool
 ) -> None:
-    """Wherever in it the member learns of its release: as gradients are sent, as it waits for the step, or as values
-    are exchanged that it has logged; also in the epoch's last batch."""
+    """A member may learn of its release anywhere in a batch: as gradients are sent, as it waits for the step, or as
+    logged values are exchanged; also in the epoch's last batch.
+    """
     _, whole, _ = left(tmp_path / "whole", double, -1, Regression(sync=sync), accumulate_grad_batches=accumulate)
     names = [header.name for header in whole.log]
     places = [at for at, name in enumerate(names) if name.startswith(("section", "values logged"))]
@@ -95,7 +96,7 @@ def test_a_batch_that_no_step_uses_is_counted_nowhere(
 
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 def test_a_batch_of_manual_optimization_that_no_step_uses(tmp_path: Path, double: Any) -> None:
-    """It ends at its first backward pass."""
+    """The unused batch ends at its first backward pass."""
     _, whole, told = left(tmp_path / "whole", double, -1, Manual())
     each = sum(header.name.startswith("section") for header in whole.log) // len(told.steps)
     third = [at for at, header in enumerate(whole.log) if header.name.startswith("section")][2 * each]

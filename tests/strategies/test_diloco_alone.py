@@ -1,4 +1,4 @@
-"""DiLoCoStrategy in one process whose session needs no server: Lightning's words hold for the job."""
+"""DiLoCoStrategy in one process with a session double, which needs no server: Lightning's settings apply to the job."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_two_epochs_use_each_sample_twice_and_end_the_job(tmp_path: Path) -> Non
 
 
 def test_alone_it_trains_as_one_process_does(tmp_path: Path) -> None:
-    """The double's version is what this cluster has; so the order is all that differs, and that is the seed's."""
+    """The session double's version equals this cluster's state; only the order of samples, which is the seed's,
+    differs.
+    """
     mine, plain = Regression(), Regression()
     fitted(tmp_path, mine, models.loader())
     models.fitted(tmp_path, plain, models.loader(), strategy="auto")
@@ -97,7 +99,7 @@ def test_a_short_accumulation_takes_its_step_at_the_end_of_what_is_dealt(tmp_pat
 
 
 def test_a_batch_that_no_loader_tells_is_demanded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was silently 32. What the environment says went behind what the loader says."""
+    """Former bug: the batch size was silently 32. A size from the environment counts less than the loader's."""
 
     def batch(**told: Any) -> str:
         fitted(tmp_path, Regression(), loader, told={"inner_steps": 4, **told})
@@ -114,7 +116,7 @@ def test_a_batch_that_no_loader_tells_is_demanded_by_name(tmp_path: Path, monkey
 
 
 def test_the_epoch_goes_on_where_more_of_it_is_dealt(tmp_path: Path) -> None:
-    """All that another cluster had is dealt again, so the batch that was known as the last one was not."""
+    """All samples of another cluster are dealt again, so the batch that seemed to be the last one was not."""
 
     class Dies(SessionDouble):
         def _spend(self, *, dry: bool) -> None:
@@ -171,7 +173,7 @@ def test_a_late_joiner_of_a_job_that_is_through_trains_nothing(tmp_path: Path) -
 
 
 def test_epochs_that_went_by_without_this_cluster_are_skipped(tmp_path: Path) -> None:
-    """It stood still; meanwhile the others went through two epochs."""
+    """This cluster stood still; meanwhile the others went through two epochs."""
 
     class Sleeps(SessionDouble):
         def _spend(self, *, dry: bool) -> None:
@@ -205,7 +207,7 @@ def test_epochs_that_went_by_without_this_cluster_are_skipped(tmp_path: Path) ->
 
 
 def test_what_is_validated_and_saved_is_a_version(tmp_path: Path) -> None:
-    """In the middle of a round, where training is ahead of it."""
+    """Validation and checkpoints use the last version, also in the middle of a round, where training is ahead of it."""
 
     class Looks(Regression):
         validated: list[torch.Tensor]
@@ -407,7 +409,9 @@ def test_who_becomes_the_oldest_cluster_writes_from_then_on(tmp_path: Path) -> N
 
 
 def test_who_becomes_the_oldest_cluster_goes_on_in_the_folder_of_the_job(tmp_path: Path) -> None:
-    """It was written to up to a step that this one has yet to make; a later folder is another job's."""
+    """The former oldest cluster wrote logs up to a step that this one has yet to make; a later folder is another
+    job's.
+    """
 
     class Goes(Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:

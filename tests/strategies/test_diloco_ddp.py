@@ -17,10 +17,10 @@ RANKS = 2
 
 
 class RanksJob(OuterJob):
-    """With clusters of two processes."""
+    """Outer job with clusters of two processes."""
 
     def ranks(self, name: str, **spec: Any) -> list[str]:
-        """Starts one; the names of its processes."""
+        """Starts a cluster of two ranks; returns the names of its processes."""
         from diloco_members import ddp
 
         port, names = free_port(), [f"{name}.{rank}" for rank in range(RANKS)]
@@ -30,7 +30,7 @@ class RanksJob(OuterJob):
         return names
 
     def ended(self, name: str) -> list[dict[str, Any]]:
-        """Returns what its processes have reported."""
+        """Returns the reports of a cluster's processes."""
         for rank in range(RANKS):
             assert self.harness.wait_exit(f"{name}.{rank}") == 0
         return [self.report(f"rank-{rank}/{name}") for rank in range(RANKS)]
@@ -62,7 +62,7 @@ def test_a_ddp_cluster_and_a_single_process_train_one_model(ranks: RanksJob) -> 
 
 
 def test_leftovers_of_an_odd_number_of_samples_count_once(ranks: RanksJob) -> None:
-    """And where ranks step by hand."""
+    """The leftover samples count once, also if ranks step by hand."""
     ranks.serve()
     ranks.ranks("many", told=told(ranks), samples=61, kind="rough", trainer={"max_epochs": 2})
     first, second = ranks.ended("many")

@@ -32,7 +32,7 @@ from chaos_lightning.testing.harness import Harness
 
 
 class ElasticJob:
-    """A parameter server, schedulers of elastic clusters, and their ranks."""
+    """Parameter server, schedulers of elastic clusters, and their ranks."""
 
     def __init__(self, harness: Harness, out: Path) -> None:
         self.harness, self.out = harness, out
@@ -41,7 +41,7 @@ class ElasticJob:
         self._options: dict[str, SchedulerOptions] = {}
 
     def serve(self, keys: Path | None = None) -> None:
-        """A leader and a follower; `keys` has a folder for each."""
+        """Starts a leader and a follower; `keys` has a folder for each."""
         logs = ["--log-dir", str(self.harness.logs)]
         chain, where = str(self.out / "chain-of-versions.sqlite"), str(self.out / "follower")
         leader = ["--listen", self.server, "--store", chain, "--followers", "1", *logs]
@@ -52,7 +52,7 @@ class ElasticJob:
             self.harness.start_function(name, run, module, arguments, environment)
 
     def rank(self, name: str, cluster: str = "home", **spec: Any) -> None:
-        """A rank of an elastic cluster, which gets a scheduler with its first one."""
+        """Starts a rank of an elastic cluster, which gets a scheduler with its first one."""
         from diloco_members import rank
 
         if cluster not in self._schedulers:
@@ -73,7 +73,7 @@ class ElasticJob:
         os.kill(self._schedulers.pop(cluster).pid, signal.SIGKILL)
 
     def start_scheduler(self, cluster: str = "home") -> None:
-        """Again, on its chain."""
+        """Starts the scheduler of the inner job again, on its chain."""
         self._schedulers[cluster] = scheduler(self._options[cluster])
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
@@ -82,7 +82,9 @@ class ElasticJob:
         return [torch.load(self.out / f"{name}.pt", weights_only=False) for name in names]
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
-        """Each once: who leads next writes the last one again, lest its log lacks it."""
+        """Returns the chain's entries of a kind, each once: a new leader logs the last entry again, in case its log
+        lacks it.
+        """
         told = [r for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
         return [*{r["hash"]: r["body"] for r in told}.values()]
 
@@ -102,7 +104,7 @@ def job(tmp_path: Path) -> Iterator[ElasticJob]:
 
 
 def audited(job: ElasticJob) -> None:
-    """Nothing of what the logs say is violated, neither of the outer job nor within the clusters."""
+    """Checks that the logs show no violation, neither of the outer job nor within the clusters."""
     records = job.harness.records
     assert [text for r in records for text in problems(r.name, r.fields)] == []
     judged = audit_folder(job.harness.logs)
@@ -111,7 +113,7 @@ def audited(job: ElasticJob) -> None:
 
 
 def counted(job: ElasticJob) -> tuple[int, int]:
-    """Samples and inner steps of all pushes that were accepted; none of them twice."""
+    """Returns the samples and inner steps of all accepted pushes; checks that none is there twice."""
     offers = [each["offer"] for body in job.entries("Round") for each in body["accepted"]]
     names = [str(offer["push"]) for offer in offers]
     assert len(names) == len(set(names))
@@ -119,7 +121,7 @@ def counted(job: ElasticJob) -> tuple[int, int]:
 
 
 def spent(job: ElasticJob) -> dict[int, int]:
-    """How many positions of each epoch count; none twice."""
+    """Returns how many positions of each epoch count; checks that none counts twice."""
     covers: dict[int, list[tuple[int, int]]] = {}
     for body in job.entries("Round"):
         for each in (each for accepted in body["accepted"] for each in accepted["offer"]["covers"]):
@@ -128,7 +130,7 @@ def spent(job: ElasticJob) -> dict[int, int]:
 
 
 def hashes(job: ElasticJob) -> dict[int, list[str]]:
-    """Returns what ranks of one cluster found of their state, by slot; all of them the same."""
+    """Returns the state hashes of one cluster's ranks, by slot; checks that they are all the same."""
     found: dict[int, list[str]] = {}
     for record in job.harness.records:
         if record.name == "state_hash":
@@ -180,7 +182,9 @@ def test_metrics_go_on_in_one_folder_when_the_oldest_elastic_cluster_dies(job: E
 
 @pytest.mark.slow
 def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
-    """The push ends without being begun anew, as one of the same incarnation, and no inner step is lost."""
+    """The push of the first rank is finished by another one of the same incarnation, without a new begin, and no inner
+    step is lost.
+    """
     job.serve()
     harness = job.harness
     for name in ("a", "b"):
@@ -208,7 +212,9 @@ def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
 
 @pytest.mark.slow
 def test_the_last_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
-    """All that it had not pushed is gone; its cluster comes again with the next rank, and what counted counts once."""
+    """The last rank's steps that were not pushed are lost; its cluster comes again with the next rank, and accepted
+    pushes count once.
+    """
     job.serve()
     harness = job.harness
     rules = {"last_holder_timeout_s": 0.5}
@@ -256,8 +262,10 @@ def test_a_rank_joins_between_push_and_adoption(job: ElasticJob) -> None:
 
 
 def test_a_cluster_of_one_process_beside_it(job: ElasticJob) -> None:
-    """It came first, so it writes the checkpoints, and the ranks of the other cluster write none. It is through last:
-    who is in the middle of an epoch at the job's end has steps of its own on top of the last version."""
+    """The single process came first, so it writes the checkpoints, and the ranks of the other cluster write none. It
+    also ends last: a cluster in the middle of an epoch at the job's end has steps of its own on top of the last
+    version.
+    """
     from diloco_members import cluster
 
     job.serve()
@@ -277,7 +285,9 @@ def test_a_cluster_of_one_process_beside_it(job: ElasticJob) -> None:
 
 
 def test_ranks_leave_and_the_last_one_takes_the_cluster_along(job: ElasticJob) -> None:
-    """The first rank leaves and the next one goes on as the same incarnation; the last one pushes what is there."""
+    """The first rank leaves and the next one goes on as the same incarnation; the last one pushes the remaining
+    steps.
+    """
     job.serve()
     harness = job.harness
     for name in ("a", "b"):
@@ -298,7 +308,9 @@ def test_ranks_leave_and_the_last_one_takes_the_cluster_along(job: ElasticJob) -
 
 
 def test_who_begins_with_what_a_cluster_that_left_had_kept_comes_in_anew(job: ElasticJob, tmp_path: Path) -> None:
-    """The state said that the cluster's part is over, so training ended at once, and nothing was trained."""
+    """Former bug: the kept state said that the cluster's part is over, so training ended at once, and nothing was
+    trained.
+    """
     job.serve()
     harness = job.harness
     keeps = {"on_last_exit": str(tmp_path / "kept")}
@@ -316,7 +328,7 @@ def test_who_begins_with_what_a_cluster_that_left_had_kept_comes_in_anew(job: El
 
 
 def asked_again(job: ElasticJob, name: str, words: str) -> None:
-    """A rank that was asked to leave, and waits, is asked once more: it says this, and waits on."""
+    """Signals a leaving rank a second time; checks that it prints this, and waits on."""
     child = job.harness.children[name]
     job.harness.wait_until(lambda: "leaving the job" in child.tail(), "word of the first signal")
     job.harness.terminate(name)
@@ -326,7 +338,7 @@ def asked_again(job: ElasticJob, name: str, words: str) -> None:
 
 
 def test_a_second_signal_says_what_it_may_cost(job: ElasticJob) -> None:
-    """It aborted: the last rank of a cluster lost all that was not durable."""
+    """Former bug: the second signal aborted the process: the last rank of a cluster lost all that was not durable."""
     job.serve()
     harness = job.harness
     for name in ("a", "b"):
@@ -354,7 +366,7 @@ def test_a_second_signal_says_what_it_may_cost(job: ElasticJob) -> None:
 
 
 def wait_for_meetings(job: ElasticJob, trained: int = 0) -> None:
-    """Nothing that was under way lets the ranks train any more: they only meet, once they have `trained` samples."""
+    """Waits until the ranks have `trained` samples and only meet, as nothing under way lets them train any more."""
 
     def waits() -> bool:
         slots = [r for r in job.harness.records if r.name == "committed"]
@@ -365,7 +377,7 @@ def wait_for_meetings(job: ElasticJob, trained: int = 0) -> None:
 
 
 def leave_a_meeting(job: ElasticJob, trained: int = 0) -> None:
-    """Rank a leaves while the ranks only meet."""
+    """Lets rank a leave while the ranks only meet."""
     harness = job.harness
     wait_for_meetings(job, trained)
     harness.terminate("a")
@@ -375,7 +387,9 @@ def leave_a_meeting(job: ElasticJob, trained: int = 0) -> None:
 
 
 def leave_while_it_waits(job: ElasticJob, stopped: str) -> None:
-    """The first rank leaves while its cluster waits for who stands still; the last one stays until all is durable."""
+    """Lets the first rank leave while its cluster waits for the stopped process; the last rank stays until all is
+    durable.
+    """
     harness = job.harness
     harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
     harness.stop(stopped)
@@ -394,7 +408,7 @@ def leave_while_it_waits(job: ElasticJob, stopped: str) -> None:
 
 
 def test_a_rank_leaves_while_its_cluster_waits_for_an_answer(job: ElasticJob) -> None:
-    """Between two batches."""
+    """The rank leaves between two batches."""
     job.serve()
     spec: dict[str, Any] = {"step_s": 0.02, "samples": 100_000, "trainer": {"max_epochs": 1}}
     for name in ("a", "b"):
@@ -404,7 +418,7 @@ def test_a_rank_leaves_while_its_cluster_waits_for_an_answer(job: ElasticJob) ->
 
 
 def test_a_rank_leaves_while_all_that_its_cluster_was_dealt_is_used(job: ElasticJob) -> None:
-    """Within a batch, of which the step is made."""
+    """The rank leaves within a batch, whose step is made."""
     job.serve()
     rules = {"heartbeat_s": 2.0, "lease_ahead_s": 0.3, "ahead_steps": 1000}
     spec: dict[str, Any] = {"step_s": 0.02, "samples": 100_000, "trainer": {"max_epochs": 1}, "rules": rules}
@@ -419,7 +433,9 @@ THROUGH = 400
 
 
 def through(job: ElasticJob, **rules: Any) -> None:
-    """Ranks a and b are through, or will be soon, and a cluster of one process stands still until `go_on`."""
+    """Starts ranks a and b, which are through or will be soon, and a cluster of one process that stands still until
+    `go_on`.
+    """
     from diloco_members import cluster
 
     job.serve()
@@ -435,13 +451,13 @@ def through(job: ElasticJob, **rules: Any) -> None:
 
 
 def go_on(job: ElasticJob) -> dict[str, Any]:
-    """The cluster of one process goes on to its end."""
+    """Lets the cluster of one process go on to its end; returns its report."""
     (job.out / "gate").write_text("")
     return job.finish("solo")[0]
 
 
 def left_in_good_order(job: ElasticJob) -> None:
-    """The cluster of ranks a and b was out before the other went on, and all that it has trained counts."""
+    """Checks that the cluster of ranks a and b left before the other went on, and that all its samples count."""
     removed = job.harness.wait_for("entry", lambda r: r["kind"] == "Removed")
     assert "it was asked to leave" in removed["body"]["reason"]
     assert job.harness.children["solo"].running
@@ -483,7 +499,7 @@ def test_all_ranks_are_asked_to_leave_at_once_while_their_cluster_is_through(job
 
 @pytest.mark.slow
 def test_all_ranks_leave_while_their_cluster_is_through_and_their_scheduler_is_away(job: ElasticJob) -> None:
-    """No member can let one of them go, so they go together."""
+    """Without a scheduler no single rank can be let go, so the ranks leave together."""
     through(job)
     wait_for_meetings(job, THROUGH)
     job.kill_scheduler()
@@ -505,7 +521,7 @@ def test_a_cluster_of_ranks_that_is_through_long_before_the_others_leaves(job: E
 
 @pytest.mark.slow
 def test_a_rank_comes_when_the_others_are_through(job: ElasticJob) -> None:
-    """It trains nothing, and is the last one, which takes the cluster along."""
+    """The late rank trains nothing, and is the last one, which takes the cluster along."""
     through(job)
     wait_for_meetings(job, THROUGH)
     job.rank("c", step_s=0.1, samples=THROUGH, trainer={"max_epochs": 1})
@@ -523,7 +539,7 @@ def test_a_rank_comes_when_the_others_are_through(job: ElasticJob) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_cannot_even_leave_give_up(job: ElasticJob) -> None:
-    """The push after the last step is not answered: they wait, are to leave, and wait as long for that."""
+    """The push after the last step is not answered: the ranks wait, are asked to leave, and wait as long for that."""
     job.serve()
     harness = job.harness
     rules = {"patience_s": 2.0, "ahead_steps": 1000}
@@ -577,7 +593,7 @@ def test_what_ranks_of_a_cluster_cannot_be_told_is_refused_by_name(tmp_path: Pat
 
 
 def test_clusters_share_the_data_and_each_sample_counts_once_an_epoch(job: ElasticJob) -> None:
-    """Two ranks share out what their cluster is leased, beside a cluster of one process."""
+    """Two ranks share out the positions that their cluster leases, beside a cluster of one process."""
     from diloco_members import cluster
 
     job.serve()
@@ -623,7 +639,7 @@ def test_ranks_die_and_join_while_they_share_out_leases(job: ElasticJob) -> None
 
 
 def test_what_a_rejection_gives_back_is_dealt_again(job: ElasticJob) -> None:
-    """The ranks take the version outright, and go on with a new tape."""
+    """After the rejection the ranks adopt the version outright, and go on with a new sample sequence."""
     job.serve()
     rules = {"lease_ahead_s": 0.3}
     for name in ("a", "b"):
@@ -690,7 +706,7 @@ def test_a_checkpoint_founds_a_cluster_of_ranks_that_goes_on_from_it(job: Elasti
 
 @pytest.mark.slow
 def test_the_scheduler_of_the_ranks_dies_and_training_goes_on(job: ElasticJob) -> None:
-    """While it is away pushes and versions go on; then the first rank dies, and the next scheduler replaces it."""
+    """Without the scheduler pushes and versions go on; then the first rank dies, and the next scheduler replaces it."""
     job.serve()
     harness = job.harness
     for name in ("a", "b"):
@@ -713,7 +729,9 @@ def test_the_scheduler_of_the_ranks_dies_and_training_goes_on(job: ElasticJob) -
 
 @pytest.mark.slow
 def test_a_dismissed_cluster_comes_in_again(job: ElasticJob) -> None:
-    """All its ranks are frozen for longer than the leader waits: what they had not pushed is lost, and told."""
+    """All ranks of a cluster are frozen for longer than the leader waits: their steps that were not pushed are lost,
+    and reported.
+    """
     job.serve()
     harness = job.harness
     rules = {"last_holder_timeout_s": 0.5}

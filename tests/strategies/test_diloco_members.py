@@ -23,7 +23,7 @@ from chaos_lightning.testing.harness import Harness
 
 
 class OuterJob:
-    """A leader, followers and clusters, each a process."""
+    """Leader, followers and clusters, each a process."""
 
     def __init__(self, harness: Harness, out: Path) -> None:
         self.harness, self.out = harness, out
@@ -69,11 +69,11 @@ class OuterJob:
         return {}
 
     def epoch(self) -> int:
-        """Returns whose positions are leased."""
+        """Returns the epoch whose positions are leased."""
         return int(self.facts().get("leases", {}).get("epoch", 0))
 
     def accepted(self, cluster: str) -> int:
-        """Pushes of this cluster that count."""
+        """Returns the number of this cluster's pushes that count."""
         return next((each["accepted"] for each in self.facts().get("clusters", ()) if each["name"] == cluster), 0)
 
     def report(self, name: str) -> dict[str, Any]:
@@ -85,7 +85,9 @@ class OuterJob:
         return [self.report(name) for name in names]
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
-        """Each once: who leads next writes the last one again, lest its log lacks it."""
+        """Returns the chain's entries of a kind, each once: a new leader logs the last entry again, in case its log
+        lacks it.
+        """
         told = [r for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
         return [*{r["hash"]: r["body"] for r in told}.values()]
 
@@ -97,13 +99,13 @@ def job(tmp_path: Path) -> Iterator[OuterJob]:
 
 
 def told(job: OuterJob, **options: Any) -> dict[str, Any]:
-    """Rules for jobs of seconds."""
+    """Returns settings for jobs of seconds."""
     quick = {"heartbeat_s": 0.2, "lease_ahead_s": 0.3, "log_dir": str(job.harness.logs)}
     return {"inner_steps": 8, "options": {**quick, **options}}
 
 
 def spent(job: OuterJob) -> dict[int, int]:
-    """How many positions of each epoch count; none twice."""
+    """Returns how many positions of each epoch count; checks that none counts twice."""
     covers: dict[int, list[tuple[int, int]]] = {}
     for body in job.entries("Round"):
         for accepted in body["accepted"]:
@@ -125,7 +127,9 @@ def epochs(*numbers: int) -> list[tuple[str, int]]:
 
 
 def went_through(report: dict[str, Any], *numbers: int) -> bool:
-    """Whether it saw these epochs. Another cluster's end may come during the last validation; no epoch ends then."""
+    """Returns whether a cluster saw these epochs. Another cluster's end may come during the last validation; no epoch
+    ends then.
+    """
     return marks(report) in (epochs(*numbers), epochs(*numbers)[:-1])
 
 
@@ -143,7 +147,7 @@ def test_two_clusters_train_each_sample_once_an_epoch_and_end_alike(job: OuterJo
 
 
 def test_a_late_cluster_takes_over_and_trains_on_where_another_dies(job: OuterJob) -> None:
-    """It comes in a later epoch; the one that dies takes samples with it that others are dealt again."""
+    """The late cluster comes in a later epoch; samples of the one that dies are dealt again to others."""
     job.serve()
     job.cluster("one", told=told(job), step_s=0.03, trainer={"max_epochs": 4})
     job.cluster("dies", told=told(job), step_s=0.03, trainer={"max_epochs": 4})
@@ -211,20 +215,20 @@ def test_metrics_go_on_in_one_folder_when_the_oldest_cluster_dies(job: OuterJob,
 
 
 def steps_logged(folder: Path) -> list[int]:
-    """Steps whose loss a folder's metrics.csv has, in order."""
+    """Returns the steps whose loss a folder's metrics.csv has, in order."""
     with (folder / "metrics.csv").open() as file:
         return [int(row["step"]) for row in csv.DictReader(file) if row.get("loss_step")]
 
 
 def audited(job: OuterJob) -> None:
-    """Nothing of what the logs say is violated."""
+    """Checks that the logs show no violation."""
     (judged,) = audit_folder(job.harness.logs)
     assert [str(found) for found in judged.findings if found.verdict == VIOLATED] == []
 
 
 @pytest.mark.slow
 def test_a_frozen_cluster_is_removed_and_comes_in_again(job: OuterJob) -> None:
-    """All that it had not pushed is lost, its samples are dealt again, and each counts once."""
+    """A frozen cluster loses all steps that it had not pushed; their samples are dealt again, and each counts once."""
     job.serve()
     harness = job.harness
     job.cluster("one", told=told(job, last_holder_timeout_s=0.5), step_s=0.02, trainer={"max_epochs": 2})

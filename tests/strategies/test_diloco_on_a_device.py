@@ -44,7 +44,7 @@ def device() -> str:
 
 
 def on_the_device(**more: Any) -> dict[str, Any]:
-    """Arguments of a Trainer."""
+    """Returns the arguments of a Trainer on the accelerator."""
     return {"accelerator": device(), "devices": 1, "max_epochs": 3, **more}
 
 
@@ -54,7 +54,7 @@ def same(*reports: dict[str, Any]) -> bool:
 
 
 def test_clusters_on_a_device_and_one_on_the_cpu_train_one_model(job: OuterJob) -> None:
-    """One of them in mixed precision: what travels are fp32 parameters all the same."""
+    """One of the clusters trains in mixed precision: all of them exchange fp32 parameters all the same."""
     job.serve(followers=2)
     for name, precision in PRECISIONS.items():
         job.cluster(name, told=told(job), step_s=0.01, trainer=on_the_device(**precision))
@@ -68,7 +68,7 @@ def test_clusters_on_a_device_and_one_on_the_cpu_train_one_model(job: OuterJob) 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
 def test_exact_versions_on_a_device(job: OuterJob, overlap: bool) -> None:
-    """Without loss on the way both hold the same bits, and the drift goes on what the device holds."""
+    """With a lossless codec both clusters hold the same bits; the own drift is added to the device's weights."""
     job.serve()
     rules = told(job) | {"data": "local", "policy": "sync", "codec": "fp32", "overlap": overlap}
     for name in ("one", "two"):
@@ -92,7 +92,7 @@ def test_ranks_of_an_elastic_cluster_share_a_device_and_one_is_killed(elastic: E
 
 
 def test_a_process_group_of_a_device_has_meetings_on_the_cpu(job: OuterJob) -> None:
-    """One rank, for two cannot share a device under NCCL; its group of meetings is another."""
+    """The cluster has one rank, as two cannot share a device under NCCL; its meetings use another process group."""
     from diloco_members import ddp
 
     from chaos_lightning.machine.listener import free_port

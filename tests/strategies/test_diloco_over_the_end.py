@@ -25,7 +25,9 @@ def job(tmp_path: Path) -> Iterator[OuterJob]:
 
 
 def start(job: OuterJob, name: str, server: str, *, shared: bool, step_s: float) -> None:
-    """Both write to one folder, as the docs have it; an epoch of its own data takes a cluster ten steps."""
+    """Starts a cluster; both write to one folder, as the docs have it; an epoch of its own data takes a cluster ten
+    steps.
+    """
     rules = told(job, last_holder_timeout_s=0.5, reconnect_s=2.0)
     rules |= {} if shared else {"data": "local"}
     spec = {"samples": 240 if shared else 40, "trainer": {"max_epochs": 2 if shared else 10_000}}
@@ -34,8 +36,9 @@ def start(job: OuterJob, name: str, server: str, *, shared: bool, step_s: float)
 
 @pytest.mark.parametrize("ending", ["its data is trained", "an operator ends it"])
 def test_who_is_cut_off_over_the_end_ends_with_the_last_version(job: OuterJob, ending: str) -> None:
-    """It is removed and trains on meanwhile, which is in no version; both clusters end with 0, and alike. So does the
-    last checkpoint, which the one that is away has written before, and the other one writes now."""
+    """The cut-off cluster is removed and trains on meanwhile, which is in no version; both clusters end with 0, and
+    alike. So does the last checkpoint, which the one that is away has written before, and the other one writes now.
+    """
     shared = ending == "its data is trained"
     job.serve()
     with closing(Way(job.server)) as way:
@@ -61,7 +64,7 @@ def test_who_is_cut_off_over_the_end_ends_with_the_last_version(job: OuterJob, e
 
 
 def check_last(job: OuterJob, name: str) -> None:
-    """The last checkpoint is of the version with which this cluster has ended."""
+    """Checks that the last checkpoint is of the version with which this cluster has ended."""
     found: dict[str, Any] = torch.load(job.out / "last" / "last.ckpt", weights_only=False)
     report = job.report(name)
     assert found["global_step"] == report["step"]
@@ -69,7 +72,9 @@ def check_last(job: OuterJob, name: str) -> None:
 
 
 def test_the_next_oldest_saves_last_where_the_oldest_died_just_before_the_end(job: OuterJob) -> None:
-    """It had heard of that in no batch: no last checkpoint was written, or the older one of the dead was left."""
+    """Former bug: the next oldest cluster had heard of the death in no batch: no last checkpoint was written, or the
+    dead one's older file was left.
+    """
     job.serve()
     start(job, "dies", job.server, shared=False, step_s=0.03)
     job.harness.wait_for("version_adopted", node="dies")

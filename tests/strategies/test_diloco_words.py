@@ -1,4 +1,4 @@
-"""How DiLoCoStrategy is asked for, by whom, and what it refuses by name before training starts."""
+"""How DiLoCoStrategy is configured, by which ways, and the settings that it refuses by name before training starts."""
 
 from __future__ import annotations
 
@@ -136,14 +136,16 @@ def test_fabric_is_told_what_to_use_instead() -> None:
 
 
 class Joins(Exception):
-    """Here these tests end."""
+    """End of these tests: the moment at which a cluster would join."""
 
 
 @pytest.mark.parametrize(("given", "leaves", "seed"), [({}, True, "0"), ({"leave_on_signals": False}, False, "7")])
 def test_an_elastic_cluster_is_told_its_options(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], leaves: bool, seed: str
 ) -> None:
-    """`leave_on_signals` was the inner strategy's alone, and `seed` too, where ranks share the cluster's own data."""
+    """Former bug: only the inner strategy got `leave_on_signals`, and `seed` where ranks share the cluster's own
+    data.
+    """
     found = list[Any]()
 
     def join(engine: Any, *, fingerprint: dict[str, str], **_: Any) -> None:

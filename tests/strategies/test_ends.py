@@ -1,4 +1,6 @@
-"""Real processes that are asked to end: what becomes of the state, of fit, and of what follows it (docs/ends.md)."""
+"""Real processes that are asked to end: the outcomes for the state, for fit, and for the code behind fit
+(docs/ends.md).
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ Terminal = tuple[str, Callable[[], None]]
 
 
 class Unit:
-    """All that one start brings about: what it starts, and what goes on behind it, bears the same mark."""
+    """All processes of one start, which bear one mark: those that it starts, and those that go on behind it."""
 
     def __init__(self, folder: Path, harness: Harness, mark: Mark) -> None:
         self.folder, self.harness, self.mark = folder, harness, mark
         self.port = free_port()
 
     def start(self, name: str = "a", **settings: Any) -> None:
-        """A plain script, once it trains."""
+        """Starts a plain script, and waits until it trains."""
         (self.folder / name).mkdir(exist_ok=True)
         self.harness.start_function(name, ending_members.fit, str(self.folder / name), self.port, settings)
         self.trains(name)
@@ -61,7 +63,7 @@ def unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Unit]:
 
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    """Its path, and a call that closes it."""
+    """Path of a terminal, and a function that closes it."""
     ours, its = pty.openpty()
     path, opened = os.ttyname(its), [ours, its]
 
@@ -88,7 +90,7 @@ def test_a_closed_terminal_is_a_polite_leave(unit: Unit, terminal: Terminal, wor
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_for_the_whole_group_ends_no_worker_of_the_loader(unit: Unit, number: signal.Signals) -> None:
-    """A terminal sends Ctrl+C to all, and whoever ends a process group SIGTERM."""
+    """A terminal sends Ctrl+C to all its processes, and other tools send SIGTERM to a process group."""
     unit.harness.declare("a")
     unit.start(workers=2)
     unit.harness.terminate("a", number=number, group=True)
@@ -111,7 +113,7 @@ def test_a_drained_process_does_not_end_as_if_it_had_trained(unit: Unit) -> None
 
 
 def test_a_validation_that_is_under_way_keeps_its_workers(unit: Unit) -> None:
-    """It goes on to its end, for a state is kept between two batches of training."""
+    """The validation goes on to its end, for a state is kept between two batches of training."""
     unit.harness.declare("a")
     unit.start(workers=2, marks="validation")
     unit.harness.terminate("a", group=True)
@@ -122,7 +124,7 @@ def test_a_validation_that_is_under_way_keeps_its_workers(unit: Unit) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_sweep_and_the_state_belongs_to_its_run(unit: Unit) -> None:
-    """It starts no other run, and a sweep that is started anew does not go on from the old one's state."""
+    """The ended sweep starts no other run, and a sweep that is started anew does not go on from the old one's state."""
 
     def start(dated: str) -> None:
         unit.harness.declare("a")
@@ -171,8 +173,9 @@ def test_the_exit_code_says_that_it_is_no_success_but_to_who_would_take_it_for_a
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chaos", "diloco"])
 def test_a_unit_all_of_whose_processes_get_sigterm_leaves_as_one(unit: Unit, kind: str) -> None:
-    """systemd stops a service so: the scheduler (or the server, its leader and followers), watchers and workers get the
-    signal with the process that trains. It leaves well all the same, nothing is started again, and all is gone."""
+    """Systemd stops a service so: the scheduler (or the server, its leader and followers), watchers and workers get the
+    signal with the process that trains. The unit leaves well all the same, nothing is started again, and all is gone.
+    """
 
     def start(**settings: Any) -> None:
         folder = unit.folder / "a"
@@ -200,7 +203,7 @@ def test_a_unit_all_of_whose_processes_get_sigterm_leaves_as_one(unit: Unit, kin
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "way"), [("torchrun", "closed"), ("torchrun", "nohup"), ("run", "closed")])
 def test_an_agent_whose_terminal_is_closed(unit: Unit, terminal: Terminal, program: str, way: str) -> None:
-    """It lets its worker leave, which prints to that terminal, too; under `nohup` it goes on."""
+    """The torchrun agent lets its worker leave, which prints to that terminal, too; under `nohup` it goes on."""
     path, close = terminal
     (unit.folder / "a").mkdir()
     worker = [ending_members.__file__, str(unit.folder / "a"), str(unit.port), "{}"]

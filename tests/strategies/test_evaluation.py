@@ -1,4 +1,4 @@
-"""Validation with several loaders at once: which member does which combined batches, and after a death."""
+"""Validation with several loaders at once: the combined batches that each member does, also after a death."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = ("max_size", "min_size", "max_size_cycle")
 
 
 class Meetings:
-    """The others, who meet at the end of a pass.
+    """Other members, which meet at the end of a pass.
 
     Args:
         here: Members that come, meeting by meeting.
@@ -34,14 +34,14 @@ class Meetings:
         """Takes part in the others' step."""
 
     def leave_step(self, collection: Any, *, always: bool) -> None:
-        """Likewise."""
+        """Takes part in the others' step, likewise."""
 
     def exchange(self, name: str, value: Any) -> None:
         return None
 
 
 def evaluated(me: str, members: str, meetings: Meetings, combined: CombinedLoader, **settings: Any) -> list[Any]:
-    """Returns what this member evaluates in one pass, and how many batches Lightning was told to fetch."""
+    """Returns the batches that this member evaluates in one pass, and how many Lightning was told to fetch."""
     fetcher = SimpleNamespace(length=1)
     loop = SimpleNamespace(
         _results=_ResultCollection(training=False), _combined_loader=combined, _data_fetcher=fetcher,

@@ -1,4 +1,6 @@
-"""Fenced at any slot: the same fit throws its state away, joins again, and ends as if nothing had happened."""
+"""A member is fenced at any slot: the same fit throws its state away, joins again, and ends as if nothing had
+happened.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def run(tmp_path: Path, double: Any, case: str, fence_at: int) -> tuple[Any, Any
 
 
 def places(slots: list[str]) -> list[int]:
-    """Each kind of slot after each other kind, for the first and for the last time; one before the first is none."""
+    """Returns the positions of each kind of slot after each other kind, for the first and for the last time; one before
+    the first is none.
+    """
     ways = [(before, name) for before, name in pairwise(slots)]
     return [at + 1 for at, way in enumerate(ways) if way not in ways[:at] or way not in ways[at + 1 :]]
 
@@ -78,7 +82,7 @@ def test_fenced_at_any_slot(tmp_path: Path, double: Any, case: str) -> None:
 
 
 def test_a_drifted_member_pulls_the_state_again(tmp_path: Path, double: Any) -> None:
-    """Its state hash differed from the majority's: as good as fenced."""
+    """The member's state hash differed from the majority's: it acts as after a fence."""
     _, reference, engine = run(tmp_path, double, "epochs", -1)
     at = [h.seq for h in engine.log if h.kind == "step"][4]
     double.setting["drift_at"] = at
@@ -90,7 +94,7 @@ def test_a_drifted_member_pulls_the_state_again(tmp_path: Path, double: Any) -> 
 
 
 def test_boundary_is_run_before_the_next_window(tmp_path: Path, double: Any) -> None:
-    """Asked for by a step's header, with other slots in between; not in the middle of a window."""
+    """A step's header asks for the boundary, with other slots in between; it is not run in the middle of a window."""
     double.setting["boundary_at"] = 2
     trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(Regression(sync=True), loader(20, 4), loader(8))
     names = [h.name for h in double.made[0].log]
@@ -102,7 +106,7 @@ def test_boundary_is_run_before_the_next_window(tmp_path: Path, double: Any) -> 
 def test_a_newcomer_may_come_in_with_a_view_that_no_header_names(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it does with a recovery for which those who are left are too few."""
+    """A recovery that leaves too few members lets a newcomer in so."""
     joined, committed = double.join, double._commit
 
     def let_in(engine: Any, **words: Any) -> Any:

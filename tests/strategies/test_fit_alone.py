@@ -117,7 +117,7 @@ def test_whole_job_resumes_exactly_once(tmp_path: Path, stop: int) -> None:
 
 
 def test_who_founds_from_the_end_of_an_epoch_tells_the_others_that_its_rest_is_due(tmp_path: Path) -> None:
-    """They get the state from it, and must make the same collectives."""
+    """The other founders get the state from this member, and must make the same collectives."""
     told = []
 
     class Asks(pl.Callback):

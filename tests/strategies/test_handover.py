@@ -1,4 +1,4 @@
-"""Tests what a member has logged and counted in an epoch goes over to another when it is gone."""
+"""Tests that the values that a member has logged and counted in an epoch pass to another member when it is gone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Side:
             self.metrics.remove()
 
     def trains(self, *values: float, fx: str = "training_step") -> None:
-        """A batch for each value."""
+        """Trains a batch for each value."""
         with self.at_work():
             for value in values:
                 self.sum.update(torch.tensor(value))
@@ -87,7 +87,7 @@ class Members:
         return self.sides[name]
 
     def step(self, *, without: str = "", leaves: str = "") -> None:
-        """Those of `without` have died before it, those of `leaves` are let go by its header."""
+        """Makes a step; those of `without` have died before it, those of `leaves` are let go by its header."""
         for name in without:
             del self.sides[name]
         names = sorted(self.sides)
@@ -139,7 +139,7 @@ def test_what_no_step_has_committed_is_logged_by_those_who_train_it(members: Mem
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_the_heir_goes_too(members: Members, steps: int) -> None:
-    """Before it has said what it has taken over, or after; each part counts once."""
+    """The heir goes before it has said what it has taken over, or after; each part counts once."""
     members.step(without="c")
     for _ in range(steps):
         members.step()
@@ -153,7 +153,7 @@ def test_two_go_at_once(members: Members) -> None:
 
 
 def test_an_heir_without_samples_gets_the_keys(members: Members) -> None:
-    """It has logged nothing in this epoch."""
+    """The heir itself has logged nothing in this epoch."""
     other = Members("ab")
     other.b.trains(7.0)
     other.step()

@@ -1,4 +1,4 @@
-"""The last member of a job in Lightning goes, and the next fit goes on from where it stood."""
+"""The last member of a job in Lightning leaves, and the next fit goes on from its state."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ def test_a_fit_that_the_last_member_left_goes_on_as_if_it_had_not(
 def test_a_fit_that_is_left_in_the_last_step_of_its_epoch_goes_on(
     job: Job, tmp_path: Path, limit: dict[str, int]
 ) -> None:
-    """Nothing is fetched after it: the validation, the end of the epoch, and maybe that of fit are what is left."""
+    """No batch is left after this step: only the validation, the end of the epoch, and maybe that of fit remain."""
     goes_on(job, tmp_path, "in the step", limit.get("max_steps", 13), **limit)
 
 
 def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> None:
-    """Weights, statistics, trace and schedules of both parts together are those of one run without a break."""
+    """Checks that weights, statistics, trace and schedules of both parts together are those of one run without a
+    break.
+    """
     spec: dict[str, Any] = {
         "model": "Scheduled",
         "model_args": {"norm": True},

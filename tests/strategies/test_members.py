@@ -1,4 +1,4 @@
-"""Members that come, go and die, with real processes: whoever is in ends with the same bits."""
+"""Members come, go and die, with real processes: all that are in at the end have the same bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strategy_job import Job
 
 
 def same(reports: list[dict[str, Any]], lines: int = 0) -> None:
-    """All members hold the same bits and took the same branches since the last of them came.
+    """Checks that all members hold the same bits and took the same branches since the last of them came.
 
     Args:
         reports: Of `strategy_members.member`.
@@ -39,7 +39,7 @@ def same(reports: list[dict[str, Any]], lines: int = 0) -> None:
 
 @pytest.mark.parametrize("step", [2, 6, 21])
 def test_newcomer_has_the_same_counters(job: Job, step: int) -> None:
-    """Joined in the first epoch, at its end, and in the fourth."""
+    """A newcomer joins in the first epoch, at its end, or in the fourth."""
     job.start(
         "a", epochs=6, gates={step: job.gate("a")}, callbacks=("checkpoint", "stopping"), model_args={"sync": True}
     )
@@ -134,13 +134,13 @@ def test_leaving_ends_fit_with_code_zero(job: Job, who: str, number: int) -> Non
 
 
 def logged_steps(job: Job, who: str) -> list[int]:
-    """Steps whose loss this member wrote, in order."""
+    """Returns the steps whose loss this member wrote, in order."""
     (file,) = (job.out / "csv" / who).rglob("metrics.csv")
     return [int(line["step"]) for line in csv.DictReader(file.read_text().splitlines()) if line["loss_step"]]
 
 
 def test_fenced_member_joins_again_in_the_same_fit(job: Job) -> None:
-    """Frozen until the others went on without it; thawed, it throws its state away and catches up."""
+    """A member is frozen until the others go on without it; thawed, it throws its state away and catches up."""
     spec = {"epochs": 12, "samples": 48, "callbacks": ("stopping",), "patience": 40, "model_args": {"sync": True}}
     job.start("a", gates={2: job.gate("a"), 60: job.gate("a2")}, **spec)
     job.harness.wait_step(2)
@@ -159,7 +159,9 @@ def test_fenced_member_joins_again_in_the_same_fit(job: Job) -> None:
 
 
 def test_whole_job_resumes_with_another_number_of_members(job: Job) -> None:
-    """One member trained and saved; two resume. The epoch that was cut goes on where it was, each sample once."""
+    """One member trained and saved; two resume. The epoch that was cut goes on at the same position, each sample
+    once.
+    """
     one = {"epochs": 2, "samples": 26, "callbacks": ("steps",)}
     job.start("a", **one)
     (a,) = job.finish("a", audit=False)
@@ -185,7 +187,7 @@ def as_set(samples: torch.Tensor) -> set[tuple[float, ...]]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["map", "iterable"])
 def test_each_with_data_of_its_own(job: Job, stream: bool) -> None:
-    """An epoch ends when everybody's data are used; who is through sooner is idle until then."""
+    """An epoch ends when the data of all members are used; a member that is through sooner is idle until then."""
     spec = {"epochs": 3, "data": "local", "stream": stream, "model_args": {"sync": True}, "callbacks": ("stopping",)}
     job.start("a", samples=20, data_seed=1, gates={2: job.gate("a")}, **spec)
     job.harness.wait_step(2)
@@ -208,7 +210,9 @@ def expected_validation(report: dict[str, Any], samples: int) -> None:
 
 @pytest.mark.parametrize("loaders", [1, 2])
 def test_validation_is_divided(job: Job, loaders: int) -> None:
-    """22 samples in batches of 4: each once over all members, and every member has the values of all."""
+    """Members evaluate 22 samples in batches of 4: each once over all members, and every member has the values of
+    all.
+    """
     spec = {"epochs": 2, "samples": 48, "model": "Counting", "val_samples": 22, "val_loaders": loaders}
     start_three(job, spec)
     reports = job.finish("a", "b", "c")
@@ -224,7 +228,7 @@ def test_validation_is_divided(job: Job, loaders: int) -> None:
 
 
 def start_two(job: Job, spec: dict[str, Any], first: int, of_a: dict[str, Any], of_b: dict[str, Any]) -> None:
-    """Member a, which waits after step `first` until b is let in; `of_a` and `of_b` are theirs alone."""
+    """Starts member a, which waits after step `first` until b is let in; `of_a` and `of_b` are theirs alone."""
     job.start("a", gates={first: job.gate("first")}, **of_a, **spec)
     job.harness.wait_step(first)
     job.start("b", **of_b, **spec)
@@ -235,7 +239,7 @@ def start_two(job: Job, spec: dict[str, Any], first: int, of_a: dict[str, Any], 
 def start_three(
     job: Job, spec: dict[str, Any], first: int = 1, of_b: dict[str, Any] | None = None, **of_a: Any
 ) -> None:
-    """Member a, then b after step `first`, then c; `of_a` is for the first alone, `of_b` for the second."""
+    """Starts member a, then b after step `first`, then c; `of_a` is for the first alone, `of_b` for the second."""
     start_two(job, spec, first, {"worlds": {2: job.gate("two")}, **of_a}, of_b or {})
     job.harness.wait_for("joined", node="b")
     job.start("c", **spec)
@@ -244,14 +248,16 @@ def start_three(
 
 
 def start_validating(job: Job, spec: dict[str, Any]) -> int:
-    """Members a and b, of which b waits in its first validation, at a gate of its name; the step that it follows."""
+    """Starts members a and b, of which b waits in its first validation, at a gate of its name; returns the step before
+    that.
+    """
     start_two(job, spec, 1, {}, {"val_gate": job.gate("b")})
     begun = job.harness.wait_for("committed", lambda r: "validation_step" in str(r.get("call")), node="b")
     return int(begun["step"])
 
 
 def test_death_during_validation(job: Job) -> None:
-    """All that the dead had evaluated is evaluated again by the others."""
+    """All batches that the dead member had evaluated are evaluated again by the others."""
     spec = {"epochs": 2, "samples": 48, "model": "Counting", "val_samples": 22}
     start_validating(job, spec)
     job.harness.kill("b")
@@ -262,8 +268,9 @@ def test_death_during_validation(job: Job) -> None:
 
 @pytest.mark.parametrize(("manual", "accumulate"), [(False, 1), (False, 2), (True, 1)])
 def test_first_value_is_logged_while_a_member_has_no_samples(job: Job, manual: bool, accumulate: int) -> None:
-    """9 samples for two members in batches of 4: in the second batch one of them is idle, and only then somebody logs.
-    Validation has five batches, so that one member has a third one, where it logs."""
+    """Two members have 9 samples in batches of 4: in the second batch one of them is idle, and only then the other one
+    logs. Validation has five batches, so that one member has a third one, where it logs.
+    """
     spec = {
         "epochs": 4, "samples": 9, "val_samples": 20, "model": "LogsOnce", "model_args": {"manual": manual},
         "trainer": {"accumulate_grad_batches": accumulate},
@@ -276,7 +283,7 @@ def test_first_value_is_logged_while_a_member_has_no_samples(job: Job, manual: b
 
 
 def test_validation_comes_when_the_writers_clock_says_so(job: Job) -> None:
-    """With a time as interval: b's clock says so after every step, a's after two of them."""
+    """The interval is a time: b's clock says so after every step, a's after two of them."""
     settings = {"val_check_interval": {"hours": 1}, "check_val_every_n_epoch": None}
     start_two(job, {"epochs": 4, "model": "OwnClocks", "trainer": settings}, 1, {}, {})
     reports = job.finish("a", "b")
@@ -287,8 +294,9 @@ def test_validation_comes_when_the_writers_clock_says_so(job: Job) -> None:
 
 
 def test_one_of_several_processes_writes_what_it_evaluates_before_fit(job: Job) -> None:
-    """All run one script, which validates, tests and predicts before it trains; the third one comes late. Each judges
-    all data, one logs."""
+    """All processes run one script, which validates, tests and predicts before it trains; the third one comes late.
+    Each judges all data, one logs.
+    """
     job.fresh(min_nodes=2)
     spec = {
         "samples": 48, "model": "Evaluated", "val_samples": 22, "evaluates": True, "min_nodes": 2,
@@ -310,8 +318,8 @@ def test_one_of_several_processes_writes_what_it_evaluates_before_fit(job: Job) 
 
 
 def folders(job: Job, *reports: dict[str, Any]) -> set[str]:
-    """Returns what `trainer.log_dir` was within training steps, by whose folder it is; the same to all who made a
-    step.
+    """Returns the values of `trainer.log_dir` within training steps, by the member whose folder it is; checks that they
+    are the same for all members of a step.
     """
     told: dict[int, set[str]] = {}
     for report in reports:
@@ -331,7 +339,7 @@ def test_founders_are_told_where_the_writer_logs(job: Job) -> None:
 
 @pytest.mark.parametrize("join_by", ["pause", pytest.param("replay", marks=pytest.mark.slow)])
 def test_newcomers_and_heirs_are_told_where_the_writer_logs(job: Job, join_by: str) -> None:
-    """Each member logs to a folder of its own. b comes to a, then c to both, then the writer dies."""
+    """Each member logs to a folder of its own. Member b comes to a, then c to both, then the writer dies."""
     spec = {"epochs": 40, "samples": 48, "model": "AsksForItsFolder", "callbacks": ("log",)}
     job.start("a", log_as="a", gates={2: job.gate("start")}, worlds={2: job.gate("two"), 3: job.gate("a")}, **spec)
     job.harness.wait_step(2)
@@ -349,7 +357,7 @@ def test_newcomers_and_heirs_are_told_where_the_writer_logs(job: Job, join_by: s
 
 
 def test_no_thread_outlives_fit(job: Job) -> None:
-    """Also where the thread that accepts links is slow to notice that its socket is closed."""
+    """No thread is left, even if the one that accepts links is slow to notice that its socket is closed."""
     job.start("a", epochs=1, slow_acceptor=True)
     (a,) = job.finish("a")
     assert a["threads"] == []
@@ -357,8 +365,9 @@ def test_no_thread_outlives_fit(job: Job) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["beside the scheduler", "elsewhere"])
 def test_founders_have_one_rank_zero_and_judge_all_data(job: Job, elsewhere: bool) -> None:
-    """Two found the job: before their first batch one is rank 0 of 2, the other rank 1; a third one comes later. What
-    each gives a DistributedSampler of its own for validation is divided, so the figure is that of one process."""
+    """Two processes found the job: before their first batch one is rank 0 of 2, the other rank 1; a third one comes
+    later. With a DistributedSampler of its own each validates a part, so the figure is that of one process.
+    """
     job.fresh(min_nodes=2)
     spec = {
         "epochs": 3, "samples": 48, "model": "Counting", "val_samples": 22, "by_rank": True, "min_nodes": 2,

@@ -1,4 +1,4 @@
-"""Members that wait for a job, or come, or wake up, when it is finished: no code behind fit runs on other weights."""
+"""Members wait for a job, or come, or wake up, when it is finished: no code behind fit runs on other weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import equal
 
 
 def finished_job(job: Job, tmp_path: Path, **spec: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two members are through; returns the spec of the next one, and what they report."""
+    """Runs a job of two members to its end; returns the spec of the next one, and their report."""
     spec = {"epochs": 2, "options": {"on_last_exit": str(tmp_path / "kept")}, "callbacks": ("checkpoint",), **spec}
     start_two(job, spec, 2, {}, {})
     a, b = job.finish("a", "b")
@@ -22,7 +22,7 @@ def finished_job(job: Job, tmp_path: Path, **spec: Any) -> tuple[dict[str, Any],
 
 
 def test_who_comes_after_the_end_goes_on_with_the_final_state(job: Job, tmp_path: Path) -> None:
-    """It trains nothing, and writes nothing over the job's files."""
+    """The late member trains nothing, and does not overwrite the job's files."""
     spec, a = finished_job(job, tmp_path)
     written = {p: p.stat().st_mtime_ns for p in (job.out / "ckpt").iterdir()}
     job.again(finished_s=600.0)
@@ -39,7 +39,7 @@ def test_who_comes_after_the_end_goes_on_with_the_final_state(job: Job, tmp_path
 
 
 def test_who_comes_without_the_final_state_ends_well_and_does_nothing(job: Job, tmp_path: Path) -> None:
-    """As on another machine."""
+    """The late member lacks the final state, as on another machine."""
     spec, _ = finished_job(job, tmp_path)
     job.again(finished_s=600.0)
     job.start("c", **{**spec, "options": {"on_last_exit": str(tmp_path / "elsewhere")}})
@@ -59,7 +59,7 @@ def test_others_begin_the_job_anew(job: Job, tmp_path: Path, why: str) -> None:
 
 
 def test_a_standby_ends_well_with_the_job_that_it_waited_for(job: Job, tmp_path: Path) -> None:
-    """One process had that job alone: there is no final state, and nothing begins anew."""
+    """One other process had that job alone: there is no final state, and nothing begins anew."""
     assert job.scheduler.stop()
     job.again(max_nodes=1)
     spec = {"options": {"on_last_exit": str(tmp_path / "kept")}}

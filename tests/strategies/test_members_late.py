@@ -1,4 +1,4 @@
-"""Members that come late: into a validation, at the last step, into a job that is finished; and one that dies there."""
+"""Members come late: into a validation, at the last step, into a job that is finished; and one dies there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from test_members import expected_validation, same, start_three, start_two, star
 
 
 def test_newcomer_comes_into_a_validation(job: Job) -> None:
-    """It waits for the validation's end, which the members finish among themselves, and trains from there on."""
+    """The newcomer waits for the validation's end, which the members finish among themselves, and trains from
+    there on.
+    """
     spec = {"epochs": 3, "samples": 48, "model": "Counting", "val_samples": 22}
     begun = start_validating(job, spec)
     job.start("c", **spec)
@@ -37,7 +39,7 @@ def test_newcomer_comes_where_spikes_of_the_loss_are_looked_for(job: Job) -> Non
 
 
 def test_newcomer_tells_its_batch_sampler_the_epoch_in_time(job: Job) -> None:
-    """Its script does so in a hook, after it has taken over a state of the midst of that epoch."""
+    """The newcomer's script does so in a hook, after it has taken over a state from the middle of that epoch."""
     job.start("a", model=Deals.__name__, epochs=3, gates={8: job.gate("a")})
     job.harness.wait_step(8, node="a")
     job.start("b", model=Deals.__name__, epochs=3)
@@ -56,7 +58,9 @@ def test_newcomer_comes_just_before_the_last_step(job: Job) -> None:
 
 @pytest.mark.parametrize("steps", [11, 12])
 def test_newcomer_comes_when_no_rest_point_is_left(job: Job, steps: int) -> None:
-    """Admitted while the last step is made, or after it: the job ends as if it had not come, and it is told why."""
+    """A newcomer is admitted while the last step is made, or after it: the job ends as if it had not come, and it is
+    told why.
+    """
     job.harness.declare("b")
     start_two(job, {"epochs": 2, "model_args": {"sync": True}}, steps, {}, {})
     (a,) = job.finish("a")
@@ -68,7 +72,7 @@ def test_newcomer_comes_when_no_rest_point_is_left(job: Job, steps: int) -> None
 
 @pytest.mark.slow
 def test_an_order_that_depends_on_losses_is_refused(job: Job) -> None:
-    """Each member has seen other losses, so in the second epoch they would take samples of different orders."""
+    """Each member has seen other losses, so in the second epoch they would take samples in different orders."""
     job.harness.declare("b")
     job.start("a", model=MinesHard.__name__, epochs=3, gates={2: job.gate("a")})
     job.harness.wait_step(2, node="a")
@@ -101,7 +105,9 @@ def test_a_newcomer_whose_sampler_gives_another_order_is_refused_alone(job: Job)
 
 
 def test_newcomer_comes_to_a_finished_job(job: Job) -> None:
-    """A scheduler that was told to keep the finished chain answers it in words; it neither waits nor begins anew."""
+    """A scheduler that keeps the finished chain answers the newcomer in words; the newcomer neither waits nor begins
+    anew.
+    """
     job.start("a", epochs=1)
     job.finish("a")
     job.harness.wait_until(job._scheduler_gone, "the end of the finished job's scheduler")

@@ -1,4 +1,4 @@
-"""Newcomers that replay under Lightning, in real processes: nobody waits, and all end with the same bits."""
+"""Newcomers replay under Lightning, in real processes: no member waits, and all end with the same bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_members import same
 
 
 def joined_by_replay(job: Job, name: str) -> tuple[int, int]:
-    """Steps that this newcomer replayed, and bytes that its last pull still moved."""
+    """Returns how many steps this newcomer replayed, and how many bytes its last pull still moved."""
     mine = [r for r in job.harness.records if r.node == name]
     replayed = [r for r in mine if r.name == "replayed"]
     pulled = [r for r in mine if r.name == "pull_done"]
@@ -20,7 +20,9 @@ def joined_by_replay(job: Job, name: str) -> tuple[int, int]:
 
 
 def three(job: Job, join_by: str, *, steps: int = 1, **common: Any) -> None:
-    """Two members train; a third one comes, and one of them is held up after `steps` until its way in is chosen."""
+    """Starts two members that train and a third one; one of the two is held up after `steps` until the third's way in
+    is chosen.
+    """
     job.fresh(min_nodes=2)
     job.start("a", gates={steps: job.gate("a")}, **common)  # before a step, everybody would come in by a pause
     job.start("b", **common)

@@ -1,4 +1,4 @@
-"""Members that wait for the job and are told to leave it, and what a member that waits says on its terminal."""
+"""Members wait for the job and are told to leave it; the messages of a waiting member on its terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chaos_lightning.control.channel import drain
 
 
 def needs_two(job: Job) -> None:
-    """The job's scheduler anew, with min_nodes=2."""
+    """Starts the job's scheduler anew, with min_nodes=2."""
     assert job.scheduler.stop()
     job.again(min_nodes=2)
 
@@ -30,7 +30,7 @@ def test_signal_ends_the_wait_for_min_nodes(job: Job) -> None:
 
 @pytest.mark.parametrize("way", ["signal", "drained"])
 def test_standby_leaves_at_once(job: Job, way: str) -> None:
-    """Its place is not free and will not be: that is no reason to wait."""
+    """The standby's place is not free and will not be: leaving need not wait for it."""
     assert job.scheduler.stop()
     job.again(max_nodes=1)
     job.start("a", gates={2: job.gate("a")})
@@ -50,7 +50,7 @@ def test_standby_leaves_at_once(job: Job, way: str) -> None:
 
 
 def test_newcomer_leaves_before_a_boundary_lets_it_in(job: Job) -> None:
-    """A view that names it is decided; the others go on without it, and nothing of what they have done is lost."""
+    """A view that names the newcomer is decided; the others go on without it, and lose no work."""
     job.start("a", gates={2: job.gate("a")})
     job.harness.wait_step(2)
     job.start("b")
@@ -79,7 +79,9 @@ def test_waiting_is_told_once_on_the_terminal(job: Job) -> None:
 
 
 def test_pause_below_min_nodes_is_told_on_the_terminal(job: Job) -> None:
-    """Its neighbour dies: training stops, which looks like hanging to who is not told; and then it goes on."""
+    """The member's neighbour dies: training stops, which looks like a hang if no message explains it; and then it goes
+    on.
+    """
     needs_two(job)
     job.start("a", gates={3: job.gate("a"), 5: job.gate("late")})
     job.start("b")

@@ -1,4 +1,4 @@
-"""`ps export`: plain Lightning loads what it writes, and goes on from it."""
+"""Plain Lightning loads the checkpoint that `ps export` writes, and goes on from it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ STEPS = 41
 
 
 class Reads(pl.LightningModule):
-    """An encoder and a decoder, whose weight may be one; notes where its training begins, and each
-    batch's epoch."""
+    """Encoder and decoder, whose weight may be one; notes where its training begins, and each batch's epoch."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ def fitted(folder: Path, model: Reads, max_steps: int, ckpt_path: Path | None = 
 
 
 def durable_job(folder: Path, model: Reads) -> dict[str, Tensor]:
-    """A job on this model with one durable version; its parameters by all their names."""
+    """Makes a job on this model with one durable version; returns its parameters by all their names."""
     replica = replica_of(model)
     options = ClusterOptions.build({"block": 64, "data": "local"}, {})
     agreement = agreement_of(replica, options, OuterSettings(), words=_hyper_parameters(model))

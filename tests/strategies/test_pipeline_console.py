@@ -17,7 +17,7 @@ from lab.simulate.training import Program
 
 
 def view_of(*pipelines: tuple[str, ...]) -> View:
-    """Each of these pipelines has its members' layers in stages of two, of which the last one has the rest."""
+    """Returns a view in which each of these pipelines has its layers in stages of two; the last stage has the rest."""
     ends = [[2 * (i + 1) for i in range(len(names) - 1)] + [6] for names in pipelines]
     rows = [
         Pipeline(tuple(PlanStage(n, end[i - 1] if i else 0, end[i]) for i, n in enumerate(names)), 4 // len(pipelines))

@@ -1,4 +1,4 @@
-"""Validation in rounds: hooks, loggers and metrics hear at every member what they hear in one process."""
+"""Validation in rounds: hooks, loggers and metrics get at every member the values that they get in one process."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from chaos_lightning.strategies.session import gather_by_units
 
 
 def fetched(*counts: int) -> Iterator[tuple[Any, int, int]]:
-    """As many batches of each loader."""
+    """Yields so many batches of each loader."""
     return ((f"{loader}.{n}", n, loader) for loader, count in enumerate(counts) for n in range(count))
 
 
 def rounds_of(feed: RoundFeed) -> list[list[str]]:
-    """Evaluates everything as Lightning does; the rounds in which batches came."""
+    """Evaluates everything as Lightning does; returns the batches by round."""
     found: list[list[str]] = []
     for batch, _, _ in feed:
         due = feed.due.popleft()
@@ -70,7 +70,7 @@ def test_rounds_have_as_many_batches_as_a_step_and_end_with_their_loader() -> No
 
 
 def test_no_batch_beyond_the_limit_is_fetched() -> None:
-    """Loaders that are combined stop where Lightning stops to ask."""
+    """Combined loaders stop where Lightning stops to ask."""
     source = fetched(9)
     feed = RoundFeed(source, 4, left=5)
     assert rounds_of(feed) == [["0.0", "0.1", "0.2", "0.3"], ["0.4"]]
@@ -160,7 +160,7 @@ def test_metrics_are_those_of_one_process(tmp_path: Any, failing: Any) -> None:
 
 
 class ChangesItsBatch(Validates):
-    """In place, in the hooks and in the step."""
+    """Model that changes its batch in place, in the hooks and in the step."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         batch[0] *= 2
@@ -176,7 +176,7 @@ class ChangesItsBatch(Validates):
 
 
 def test_each_unit_has_a_batch_of_its_own(tmp_path: Any) -> None:
-    """Those that run again, and those of several stages, begin with the loader's batch."""
+    """Units that run again, and those of several stages, begin with the loader's batch."""
     expected = fit(tmp_path / "plain", ChangesItsBatch(), loader(9), "auto", max_epochs=1)
     for cut in ((0, BLOCKS), (0, 2, BLOCKS)):
         found = fit_in_rounds(tmp_path, ChangesItsBatch, lambda: loader(9), cut, failing=[("a", 1, 2)], max_epochs=1)
@@ -273,7 +273,7 @@ def test_outputs_that_do_not_travel_are_none_for_all(tmp_path: Any) -> None:
 
 
 def test_members_that_see_other_batches_disagree(tmp_path: Any) -> None:
-    """All that the root compares differs, so that the slot is refused."""
+    """Any difference in a batch changes its hash, so that the root refuses the slot."""
     x = [torch.ones(2, 3), {"a": torch.zeros(1, dtype=torch.bfloat16), "b": "text"}]
     same = [x[0].clone(), {"a": x[1]["a"].clone(), "b": "text"}]
     assert content_hash(x) == content_hash(same)
@@ -383,7 +383,7 @@ def test_nothing_is_validated_before_training_nor_in_inference_mode(tmp_path: An
 
 
 def test_a_member_that_is_out_of_the_job_ends_its_validation(tmp_path: Any) -> None:
-    """Its session joins again at the next safe point; nothing runs the whole model meanwhile."""
+    """The member's session joins again at the next safe point; no pass runs the whole model meanwhile."""
     heard, _, ends = fit_in_rounds(tmp_path, Validates, lambda: loader(9), (0, BLOCKS), out_after=1)["a"]
     assert [batch_idx for batch_idx, _, _ in heard.batches] == [0, 1, 2]
     assert len(ends.rounds) == 1
@@ -401,7 +401,7 @@ def test_a_model_without_all_layers_is_not_evaluated_alone() -> None:
 
 
 class Gathering:
-    """An engine whose collectives by units end so."""
+    """Engine whose collectives by units end with this error, if any."""
 
     contributors = ("a", "b")
 

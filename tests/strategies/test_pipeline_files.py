@@ -1,4 +1,4 @@
-"""Checkpoints of fits with pipelines and of plain Lightning stand in for each other; counters are converted."""
+"""Checkpoints of fits with pipelines and of plain Lightning replace each other; counters are converted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Plain(pl.Trainer):
 
 
 class Members:
-    """After a fit of plain Lightning: its trainer becomes a member that has one layer, and all is at others."""
+    """Trainer of a finished plain fit that becomes a member with one layer, and owners that hold all parts."""
 
     def __init__(self, folder: Path, owned: str = "layer.0", plugin: CheckpointIO | None = None, **kwargs: Any) -> None:
         self.trainer = Plain(folder, plugins=plugin, **kwargs)
@@ -222,7 +222,7 @@ def test_options_that_nobody_takes_are_refused(tmp_path: Path) -> None:
 
 
 def test_who_does_not_write_serves_its_parts_at_each_attempt(tmp_path: Path) -> None:
-    """The first writer has died: nobody says that it has written."""
+    """The first writer has died: no member reports a written file."""
     members = Members(tmp_path)
     answers = iter([[["", False, True]], [["", True, True]]])
     collectives = SimpleNamespace(exchange=lambda name, value: next(answers))
@@ -263,7 +263,7 @@ def test_outside_of_the_job_parts_cannot_be_had(tmp_path: Path, caplog: pytest.L
 
 
 class Partial(SingleDeviceStrategy):
-    """Loads by the functions under test, into a model of which some is left out."""
+    """Strategy that loads by the functions under test, into a model of which some is left out."""
 
     def __init__(self, owned: tuple[str, ...]) -> None:
         super().__init__("cpu")
@@ -349,7 +349,7 @@ def test_a_file_that_is_not_there_is_missed_as_by_lightning(tmp_path: Path) -> N
 
 
 class Everywhere(pl.Callback):
-    """Writes a checkpoint after each batch, in each validation, and at each epoch's end."""
+    """Callback that writes a checkpoint after each batch, in each validation, and at each epoch's end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

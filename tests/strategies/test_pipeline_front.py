@@ -100,7 +100,7 @@ def kept_aside() -> Any:
             return super().forward(x)
 
     class Routed(Tower):
-        """Has a loss of its blocks, which they keep beside their output."""
+        """Model with a loss of its blocks, which they keep beside their output."""
 
         def configure_model(self) -> None:
             super().configure_model()
@@ -136,7 +136,7 @@ def unsteady() -> Any:
     from torch import nn
 
     class Unsteady(Tower):
-        """Draws numbers, counts, and has statistics."""
+        """Model that draws numbers, counts, and has statistics."""
 
         steps = 0
 
@@ -156,7 +156,7 @@ def unsteady() -> Any:
 
 
 def traces(module: Any) -> dict[str, Any]:
-    """Returns what a look at the model may not change."""
+    """Returns the values that a look at the model may not change."""
     import numpy as np
 
     gc.collect()

@@ -35,7 +35,7 @@ TOLERANCE = 1e-12
 
 
 class Logging(pl.LightningModule):
-    """Logs in each of the ways that there are; all numbers are of double precision."""
+    """Model that logs in every possible way; all numbers are of double precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Logging(pl.LightningModule):
 
 
 class Memory(Logger):
-    """Keeps what it is given."""
+    """Logger that keeps all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Memory(Logger):
 
 
 class Ends(pl.Callback):
-    """Keeps the metrics of each epoch's end and what the progress bar shows after each batch."""
+    """Callback that keeps the metrics of each epoch's end and the progress bar's contents after each batch."""
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []
@@ -101,7 +101,7 @@ class Ends(pl.Callback):
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """The micro-batches have different sizes."""
+    """Returns micro-batches of different sizes."""
     g = torch.Generator().manual_seed(1)
     sizes = [2 + (7 * j) % 5 for j in range(MICRO_BATCHES * STEPS)]
     return [(torch.randn(n, 4, generator=g).double(), torch.randn(n, 1, generator=g).double()) for n in sizes]
@@ -116,7 +116,8 @@ def logs_of(module: Any, refuse: Any = lambda value, what: None) -> UnitLogs:
 
 
 class Units(SingleDeviceStrategy):
-    """A step is a list of micro-batches. Those of `here` run here as units, the others at a twin of the module.
+    """Strategy whose step is a list of micro-batches. Those of `here` run here as units, the others at a twin of the
+    module.
 
     Args:
         here: Numbers of micro-batches.
@@ -158,7 +159,7 @@ class Units(SingleDeviceStrategy):
 
 
 def restore(metric: Any, kept: Any) -> None:
-    """It stands for what `undo` does elsewhere."""
+    """Puts a metric's states back, as `undo` does elsewhere."""
     several = isinstance(metric, MetricCollection)
     pairs = zip(metric.values(), kept.values(), strict=True) if several else [(metric, kept)]
     for each, its in pairs:
@@ -175,7 +176,7 @@ class ForgetsTwin(pl.Callback):
 
 @contextlib.contextmanager
 def routed(trainer: pl.Trainer) -> Iterator[None]:
-    """Metrics are computed with the twin's states."""
+    """Computes metrics with the twin's states while the block runs."""
 
     def exchange(name: str, value: Any) -> list[Any]:
         path = name.removeprefix("metric ").partition(" ")[0]
@@ -234,7 +235,7 @@ def test_values_of_an_epoch_are_those_of_one_process(tmp_path: Any, here: set[in
 
 
 def test_all_members_log_the_same_bits(tmp_path: Any) -> None:
-    """But for metrics, whose states lie at several members."""
+    """Only metrics differ, whose states lie at several members."""
     runs = [fit(tmp_path, Units(here), steps(), 1)[0] for here in ({0, 1, 2}, {1}, set())]
     for other in runs[1:]:
         for got, expected in zip(other.steps + other.epochs, runs[0].steps + runs[0].epochs, strict=True):
@@ -414,7 +415,7 @@ def test_a_value_that_another_stage_has_is_refused_by_name(kind: type[Staged], w
 
 
 class Diverges(Staged):
-    """Its own numbers are NaN, so the chain looks for placeholders behind them in a pass of its own."""
+    """Model whose own numbers are NaN, so that the chain looks for placeholders behind them in a pass of its own."""
 
     def logs(self, embedded: Tensor, out: Tensor) -> None:
         self.log("nan", out.sum() * math.nan)

@@ -1,4 +1,4 @@
-"""Tests what strategy `chaos_pipeline` refuses: each row by name, with what to do instead."""
+"""Tests the refusals of strategy `chaos_pipeline`: each by name, with advice."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Accepted(Exception):
-    """Nothing was refused."""
+    """End of a fit in which nothing was refused."""
 
 
 class Pipelined(ChaosStrategy):
-    """Refuses as the strategy does, and ends fit before anything else."""
+    """Strategy that refuses like `chaos_pipeline`, and then ends fit at once."""
 
     def __init__(self, chain: str = "", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -179,7 +179,7 @@ def test_torchs_optimizers_that_were_read_are_accepted(tmp_path: Path, kind: typ
 
 
 class Named(torch.optim.AdamW):
-    """Has a name of its own, and AdamW's step."""
+    """Optimizer with a name of its own, and AdamW's step."""
 
 
 class Said(Shampoo):
@@ -204,7 +204,7 @@ def test_a_chain_that_is_named_is_taken(tmp_path: Path) -> None:
 
 
 class Late(TwoLists):
-    """Builds its lists later, when the strategy looks again."""
+    """Model that builds its lists later, when the strategy looks again."""
 
     def __init__(self) -> None:
         Regression.__init__(self)
@@ -221,7 +221,7 @@ def test_a_model_that_is_built_later_is_not_judged_yet(tmp_path: Path) -> None:
 
 
 def test_several_optimizers_are_told_what_to_do_by_way_of_manual_optimization(tmp_path: Path) -> None:
-    """Lightning itself refuses them with automatic optimization."""
+    """Lightning itself refuses several optimizers with automatic optimization."""
     with pytest.raises(UnsupportedError, match=r"manual optimization.*one optimizer, whose parameter groups"):
         run(tmp_path, Gan())
 

@@ -25,7 +25,7 @@ def test_a_frozen_stage_is_put_out_and_comes_back(job: Any) -> None:
 
 
 def test_a_newcomer_that_a_recovery_meets_half_way_counts_as_the_others_do(job: Any) -> None:
-    """It gets the rest of the state from donors that are within a batch by then."""
+    """The newcomer gets the rest of the state from donors that are within a batch by then."""
     spec = {"device_memory": 2 * HALF, "epochs": 8, "paced_s": 0.05, "precision": "64-true"}
     waits = job.out / "go on"
     job.fresh(min_nodes=3)

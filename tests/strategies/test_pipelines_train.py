@@ -1,4 +1,4 @@
-"""A model in stages, in real processes, is trained as in one, whoever dies."""
+"""A model in stages, in real processes, is trained as in one process, whichever member dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start(job: Any, names: str, **spec: Any) -> None:
 
 
 def alone(**spec: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same training by plain Lightning; losses are those of whole steps."""
+    """Trains the same with plain Lightning; returns the losses of whole steps, and the parameters."""
     from pipeline_members import quiet, trained
 
     quiet()
@@ -49,7 +49,7 @@ def check_equal(reports: list[dict[str, Any]], losses: list[float], parameters: 
 
 
 def plans(job: Any) -> list[dict[str, Any]]:
-    """Decisions about pipelines, in order."""
+    """Returns the decisions about pipelines, in order."""
     return [r.fields for r in job.harness.records if r.name == "pipelines"]
 
 
@@ -109,7 +109,7 @@ def test_plans_do_not_matter(job: Any, spec: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("unit", "raises"), [pytest.param(0, 0, marks=SLOW), (1, 0), pytest.param(1, 1, marks=SLOW)])
 def test_a_stage_that_dies_within_a_step_costs_nothing_but_time(job: Any, unit: int, raises: int) -> None:
-    """It is killed, or a layer of the user's runs out of memory there."""
+    """A stage's process is killed, or a layer of the user's runs out of memory there."""
     job.fresh(min_nodes=3)
     job.harness.declare("d")
     gate = {1: job.gate("one")}
@@ -177,7 +177,7 @@ def test_checkpoints_are_lightnings_own(job: Any, writer: str, tmp_path: Any) ->
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_llama_trains_as_one_process(job: Any) -> None:
-    """Its masks and rotary tables are made at each stage, from the batch."""
+    """The model's masks and rotary tables are made at each stage, from the batch."""
     job.fresh(min_nodes=2)
     start(job, "ab", device_memory=LLAMA_HALF, kind="Llama")
     a, b = job.finish("a", "b")

@@ -1,4 +1,4 @@
-"""Tests what a plain loop is told that forgets something, is interrupted, or goes on from the wrong file."""
+"""Tests the messages to a plain loop that forgets a call, is interrupted, or goes on from the wrong file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def trained(chaos: Trainer, steps: int, file: Any = None, **arguments: Any) -> nn.Module:
-    """A loop of so many steps, which saves the last one."""
+    """Runs a loop of so many steps, which saves the last one; returns the model."""
     model, optimizer, loader = parts()
     for batch in chaos.prepare(model, optimizer, loader, epochs=2, **arguments):
         chaos.backward(loss_of(model, batch))
@@ -144,7 +144,9 @@ def test_calls_before_prepare_are_named(chaos: Trainer) -> None:
 
 
 def test_a_batch_that_is_left_out_weighs_nothing(chaos: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    """`.grad` still holds the step before. Its samples are spent, nothing moves, and the warning comes once."""
+    """In a batch without backward `.grad` still holds the step before. Its samples are spent, no weight moves, and the
+    warning comes once.
+    """
     model, optimizer, loader = parts()
     for number, batch in enumerate(chaos.prepare(model, optimizer, loader)):
         before = model.weight.detach().clone()
@@ -165,7 +167,7 @@ def test_a_batch_that_is_left_out_weighs_nothing(chaos: Trainer, caplog: pytest.
 @pytest.mark.parametrize("scaler", [False, True])
 @pytest.mark.parametrize("out", [{0}, {2}, {1, 2}, {2, 5}, {0, 1, 2}, {9}])
 def test_batches_that_are_left_out_of_an_accumulation(chaos: Trainer, out: set[int], scaler: bool) -> None:
-    """Steps of three batches, the last one of one: each is the mean of the samples that count."""
+    """Steps have three batches, the last one has one: each is the mean of the samples that count."""
     model, optimizer, loader = parts(samples=38, momentum=0.0)
     reference, other, _ = parts(momentum=0.0)
     x, y = loader.dataset.tensors
@@ -186,7 +188,7 @@ def test_batches_that_are_left_out_of_an_accumulation(chaos: Trainer, out: set[i
 
 
 def test_a_gradient_that_was_assigned_counts(chaos: Trainer) -> None:
-    """As with `torch.func.grad`: no backward pass reaches a parameter."""
+    """A gradient is assigned as with `torch.func.grad`: no backward pass reaches a parameter."""
     model, optimizer, loader = parts()
     for batch in chaos.prepare(model, optimizer, loader):
         found = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
@@ -270,7 +272,7 @@ def test_gradients_that_are_never_zeroed_are_named(chaos: Trainer) -> None:
 
 
 def test_gradients_may_be_changed_between_batches_of_a_step(chaos: Trainer) -> None:
-    """Clipped one by one, say."""
+    """A loop may clip after each batch, say."""
     model, optimizer, loader = parts()
     for batch in chaos.prepare(model, optimizer, loader, accumulate=2):
         chaos.backward(loss_of(model, batch))
@@ -281,7 +283,7 @@ def test_gradients_may_be_changed_between_batches_of_a_step(chaos: Trainer) -> N
 
 
 def test_an_accumulation_is_the_mean_of_its_samples_and_is_clipped_as_a_whole(chaos: Trainer) -> None:
-    """Five batches in steps of two: the last one alone makes the third step."""
+    """Five batches make steps of two: the last one alone makes the third step."""
     model, optimizer, loader = parts(samples=18, momentum=0.0)
     sums = [(8, 0), (16, 8), (18, 16)]
     reference, other, _ = parts(momentum=0.0)
@@ -347,7 +349,7 @@ def test_a_member_that_has_left_does_not_save(chaos: Trainer, tmp_path: Path, ca
 
 
 def test_the_last_member_saves_after_it_has_left(chaos: Trainer, tmp_path: Path) -> None:
-    """No other member has the state."""
+    """No other member has the state, so the leaver itself may still save it."""
     trained(chaos, 2)
     chaos.request_node_exit()
     assert chaos.engine.out
@@ -356,7 +358,7 @@ def test_the_last_member_saves_after_it_has_left(chaos: Trainer, tmp_path: Path)
 
 
 def test_after_a_rejoin_the_rest_of_the_batch_is_nothing(chaos: Trainer) -> None:
-    """Half an accumulation is void, and what the loop still calls does not count."""
+    """Half an accumulation is void, and the loop's remaining calls for this batch do not count."""
     model, optimizer, loader = parts()
     chaos.engine.fence_at = 2
     steps = []
@@ -505,7 +507,7 @@ def test_a_file_that_is_none_is_named_before_anything_starts(tmp_path: Path, kin
 
 
 def interrupted(chaos: Trainer) -> None:
-    """Ctrl+C in the loop: the first one asks, the second one interrupts."""
+    """Sends Ctrl+C in the loop: the first one asks, the second one interrupts."""
     for _ in chaos.prepare(*parts()):
         signal.raise_signal(signal.SIGINT)
         assert capture_exit_event()

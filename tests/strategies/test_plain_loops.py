@@ -22,7 +22,7 @@ SPEC: dict[str, Any] = {"samples": 44, "batch": 4, "epochs": 3, "model_args": {"
 
 
 def start(job: Job, name: str, run: Any = plain_members.member, **spec: Any) -> None:
-    """A member with a plain loop."""
+    """Starts a member with a plain loop."""
     given = {"name": name, "port": job.port, "out": str(job.out), **SPEC, "prepare": CLIP, **spec}
     job.harness.start_function(name, run, given)
 
@@ -87,13 +87,13 @@ def test_equals_lightning_also_across_a_checkpoint_in_mid_epoch(job: Job, names:
 
 
 def told_step(job: Job) -> int:
-    """Up to which step the scheduler knows of the job: before the first one nobody comes in by replay."""
+    """Returns the newest step that the scheduler knows of: before the first one no newcomer comes in by replay."""
     return max((int(m["step"]) for m in fetch_status(f"127.0.0.1:{job.port}")["machine"]["members"]), default=0)
 
 
 @pytest.mark.slow
 def test_newcomer_replays_clipped_steps_of_a_resumed_job(job: Job) -> None:
-    """It has no file; it counts the others' steps, and knows what the checkpoint had spent."""
+    """The newcomer has no file; it counts the others' steps, and knows which samples the checkpoint had spent."""
     file = str(job.out / "half.pt")
     run(job, "a", saves={4: file}, stops_at=4)
     again(job, "a")
@@ -127,8 +127,9 @@ def test_a_death_in_mid_accumulation_leaves_equal_survivors(job: Job) -> None:
 
 
 def test_a_batch_without_backward_weighs_nothing_and_sends_nothing(job: Job) -> None:
-    """Also where `.grad` still holds the last step's average, as in loops that zero it in front of the backward
-    pass."""
+    """A batch without backward counts for nothing even if `.grad` still has the last step's average, as in loops that
+    zero it in front of the backward pass.
+    """
     job.fresh(min_nodes=2)
     start(job, "a", plain_members.leaves_batches_out, x=1.0, out_at={4: "stale"})
     start(job, "b", plain_members.leaves_batches_out, x=3.0, out_at={1: "zeroed", 3: "stale", 4: "stale"})
@@ -172,7 +173,7 @@ def test_who_skips_idle_batches_takes_part_all_the_same(job: Job) -> None:
 
 
 def test_who_leaves_within_a_batch_brings_nothing_of_it(job: Job) -> None:
-    """`.grad` still holds the last average then."""
+    """The leaver's `.grad` still holds the last average then."""
     spec: dict[str, Any] = {"prepare": {}, "samples": 80, "settings": {"join_by": "pause"}}
     start(job, "a", **spec, gates={1: job.gate("a")}, watches=True)
     job.harness.wait_step(1)
@@ -187,7 +188,7 @@ def test_who_leaves_within_a_batch_brings_nothing_of_it(job: Job) -> None:
 
 
 def test_an_interrupted_loop_ends_its_own_part_alone(job: Job) -> None:
-    """As in a notebook, by the second Ctrl+C; the others need not wait until they lose patience."""
+    """The second Ctrl+C interrupts the loop, as in a notebook; the others need not wait until they lose patience."""
     spec: dict[str, Any] = {"settings": {"join_by": "pause"}}
     start(job, "a", **spec, gates={1: job.gate("a")})
     job.harness.wait_step(1)

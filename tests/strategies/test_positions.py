@@ -1,4 +1,4 @@
-"""The place within an epoch survives from loops that count micro-batches to those that count steps, and back."""
+"""The position within an epoch survives from loops that count micro-batches to those that count steps, and back."""
 
 import copy
 
@@ -27,7 +27,7 @@ class Model(LightningModule):
 
 
 class SavesOnce(Callback):
-    """Writes a checkpoint after so many optimizer steps, at the end of a batch or of the epoch."""
+    """Callback that writes a checkpoint after so many optimizer steps, at the end of a batch or of the epoch."""
 
     def __init__(self, path, steps, *, at_end=False):
         self.path, self.steps, self.at_end = path, steps, at_end
@@ -69,7 +69,7 @@ def counts(checkpoint):
 
 @pytest.fixture
 def saved(tmp_path, request):
-    """The checkpoints of a loop of micro-batches and of one whose batches are steps, after equally many steps."""
+    """Checkpoints of a loop of micro-batches and of one whose batches are steps, after equally many steps."""
     steps, at_end = request.param
     found = []
     for name, batch, accumulate in (("plain", BATCH, EACH), ("steps", BATCH * EACH, 1)):

@@ -1,4 +1,4 @@
-"""Tests what is refused: each row of the table, by name, before training starts; and what is said while it runs."""
+"""Tests the refusals: each row of the table, by name, before training starts; and the messages while it runs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_search_that_fast_dev_run_leaves_out_is_not_refused(tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore:.*train_dataloader yielded None")
 def test_a_batch_that_is_none_is_named(tmp_path: Path) -> None:
-    """Lightning passes it over, and so would be the only member without a step."""
+    """Lightning skips such a batch, so this member alone would be without a step."""
     nothing = loader(collate_fn=lambda rows: None)
     with pytest.raises(UnsupportedError, match="collate_fn gave None"):
         trainer(tmp_path).fit(Regression(), nothing)
@@ -244,7 +244,9 @@ class ZeroesElsewhere(KeepsGradients):
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_gradients_that_are_kept_over_steps_are_refused(tmp_path: Path, accumulate: int) -> None:
-    """A newcomer would not have them, and where a window is not full they would be scaled with what is new."""
+    """A newcomer would lack the kept gradients, and in a window that is not full they would be scaled with the new
+    ones.
+    """
     run = trainer(tmp_path, accumulate_grad_batches=accumulate)
     with pytest.raises(UnsupportedError, match=r"net\.0\.weight.*gradients that are kept over steps"):
         run.fit(KeepsGradients(), loader())
@@ -312,7 +314,9 @@ class AsksEarly(Regression):
 
 @pytest.mark.parametrize("least", [1, 2])
 def test_who_asks_the_others_before_the_first_batch_hears_that_it_asked_nobody(tmp_path: Path, least: int) -> None:
-    """But Lightning's own questions, and those of the sanity check, are no user's."""
+    """A warning says that an early collective reaches no member; Lightning's own, and those of the sanity check, cause
+    none.
+    """
     strategy = ChaosStrategy(endpoint="127.0.0.1:9", min_nodes=least)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -41,7 +41,9 @@ print(ChaosStrategy.__name__, EngineConfig.__name__, Engine.__name__)
 
 
 def test_registered_before_lightning_comes() -> None:
-    """The other package's is refused with what to import instead; names of ours are imported when asked for."""
+    """The name of Lightning's other package is refused with what to import instead; names of ours are imported when
+    asked for.
+    """
     code = f"import chaos_lightning; import lightning.pytorch as L\n{REGISTERED}{OTHER_HOST}{LAZY}"
     registered, refused, lazy = run(code).splitlines()
     assert registered == "True False SourceFileLoader SourceFileLoader"
@@ -51,7 +53,7 @@ def test_registered_before_lightning_comes() -> None:
 
 @pytest.mark.slow
 def test_registered_after_lightning_came() -> None:
-    """Also if it is done twice."""
+    """The strategy is registered even if it is done twice."""
     again = "import chaos_lightning._register as r; r.install(); r.install()"
     code = f"import lightning.pytorch as L; import chaos_lightning\n{again}\n{REGISTERED}"
     assert run(code) == "True False SourceFileLoader SourceFileLoader"

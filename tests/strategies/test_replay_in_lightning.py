@@ -1,4 +1,6 @@
-"""A newcomer replays what a real `Trainer.fit` did, from averages and headers alone; and which fits it cannot."""
+"""A newcomer replays the steps of a real `Trainer.fit` from averages and headers alone; and the fits that cannot be
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ from chaos_lightning.strategies.replay import LightningReplay, writes_of
 
 
 class Enough(Exception):
-    """The newcomer has seen what it came for."""
+    """End of a newcomer's fit, which has checked all that a test wants."""
 
 
 class Real(EngineDouble):
-    """A world of one whose gradients go the real way: through flat memory, averaged by the header's weights.
+    """Engine of one member whose gradients go the real way: through flat memory, averaged by the header's weights.
 
     As the first member it keeps a log and, at slot `snapshot_at`, a copy of the state. One made with a `log` is the
     newcomer: it takes the state, replays, compares, and ends fit.
@@ -59,7 +61,7 @@ class Real(EngineDouble):
         raise Enough
 
     def keep(self, state: Any) -> None:
-        """The state as the newcomer gets it."""
+        """Keeps the state as the newcomer gets it."""
         self.kept_at = self.header.seq
         self._keep(state)
 
@@ -122,7 +124,7 @@ class AnyOptimizer(Regression):
 
 
 class Branches(Regression):
-    """Parameters that are not used in each step."""
+    """Model with parameters that are not used in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ class VouchedGan(Gan):
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], pl.LightningModule], at: int, **settings: Any
 ) -> Real:
-    """A whole fit, then a newcomer that replays it from slot `at` on; returns the newcomer's engine."""
+    """Runs a whole fit, then a newcomer that replays it from slot `at` on; returns the newcomer's engine."""
     import chaos_lightning.strategies.session as module
 
     monkeypatch.setattr(module, "Engine", Real)
@@ -195,7 +197,7 @@ def test_a_newcomer_replays_a_fit_to_the_bit(
 
 
 def test_a_rule_of_clipping_that_is_not_the_members_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above sees a clip that was left out."""
+    """The comparison in this file must see a clip that was left out."""
     monkeypatch.setattr(LightningReplay, "_clip", lambda self, optimizer: None)
     assert run(tmp_path, monkeypatch, Regression, 0, gradient_clip_val=0.1).differ
 
@@ -204,7 +206,7 @@ def test_a_rule_of_clipping_that_is_not_the_members_is_seen(tmp_path: Path, monk
 
 
 class Asked(EngineDouble):
-    """Ends fit where a newcomer says hello."""
+    """Engine that ends fit when a newcomer says hello."""
 
     def join(self, **given: Any) -> Header:
         self.said = LightningReplay(given["state"]._trainer).replayable()
@@ -212,7 +214,7 @@ class Asked(EngineDouble):
 
 
 def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: pl.LightningModule, **settings: Any) -> str:
-    """Why this fit cannot be replayed."""
+    """Returns the reason for which this fit cannot be replayed."""
     import chaos_lightning.strategies.session as module
 
     monkeypatch.setattr(module, "Engine", Asked)
@@ -263,7 +265,7 @@ class Forbids(Regression):
 
 
 class Target(Regression):
-    """A second network that follows the first one, by a method of its own."""
+    """Model with a second network that follows the first one, by a method of its own."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.follow()
@@ -274,7 +276,7 @@ class Target(Regression):
 
 
 class Watches(Regression):
-    """Hooks that only read and count."""
+    """Model with hooks that only read and count."""
 
     count = 0
 

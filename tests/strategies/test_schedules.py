@@ -1,4 +1,4 @@
-"""Schedules: what `estimated_stepping_batches` counts, and those that go by samples."""
+"""Schedules: the steps that `estimated_stepping_batches` counts, and schedules by samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chaos_lightning.strategies.schedules import used_between
 
 
 class ByLambda(Regression):
-    """A schedule that notes how far it has come."""
+    """Model with a schedule that notes how far it has come."""
 
     def __init__(self, wrap: int = 0) -> None:
         super().__init__(lr=0.01)
@@ -85,7 +85,9 @@ def test_by_samples_is_the_schedule_itself_where_steps_are_what_it_says(
 
 
 def test_by_samples_goes_as_far_as_the_samples_do(tmp_path: Path, double: Any) -> None:
-    """24 samples an epoch in steps of 8: a step of the schedule after each 3 samples, what is left over counts on."""
+    """An epoch has 24 samples in steps of 8: a step of the schedule after each 3 samples, the remainder is carried
+    over.
+    """
     model = ByLambda(wrap=3)
     trainer(tmp_path, limit_val_batches=0, accumulate_grad_batches=2).fit(model, loader())
     seen = [model.rates[i] for i in range(1, 12, 2)]
@@ -119,7 +121,7 @@ def test_samples_between_two_ledgers() -> None:
 
 
 def test_by_samples_ends_where_one_machine_would_whoever_comes(job: Job) -> None:
-    """Members that come in the midst: 4 epochs of 24 samples are 24 steps of the schedule of one machine with 4."""
+    """Members come in the middle: 4 epochs of 24 samples are 24 steps of the schedule of one machine with 4."""
     spec = {"epochs": 4, "samples": 24, "model": "Scheduled", "model_args": {"kind": "samples"}}
     job.start("a", gates={1: job.gate("first")}, **spec)
     job.harness.wait_step(1)

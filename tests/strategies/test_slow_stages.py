@@ -14,7 +14,7 @@ MODEL = {"blocks": 6, "pause_s": 0.01, "lr": 0.002}
 
 
 def owned(event: dict[str, Any], name: str) -> int:
-    """Number of layers that a member runs."""
+    """Returns the number of layers that a member runs."""
     return sum(end - first for m, spans in event["layers"].items() if m.startswith(name) for first, end in spans)
 
 

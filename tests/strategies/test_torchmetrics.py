@@ -1,4 +1,4 @@
-"""torchmetrics in a job: found where they sync, wherever they were made; others' parts, and what is refused."""
+"""Torchmetrics in a job: found when they sync, wherever they were made; other members' states, and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chaos_lightning.strategies.results import adopt_results, describe_results
 
 
 class Others:
-    """The other members of a job: their states of the metric that is computed next."""
+    """Other members of a job: their states of the metric that is computed next."""
 
     def __init__(self) -> None:
         self.packed: list[Any] = []
@@ -60,7 +60,7 @@ def others() -> Others:
 
 @pytest.fixture
 def fit(others: Others) -> Iterator[SimpleNamespace]:
-    """A trainer whose metrics sync with `others`."""
+    """Trainer whose metrics sync with `others`."""
     trainer = SimpleNamespace(lightning_module=Model(), datamodule=None, callbacks=[Watching()], training=True)
     route = MetricRoute(trainer, others.exchange, lambda: others.inside)  # type: ignore[arg-type]
     route.install()
@@ -119,7 +119,7 @@ def test_lists_need_not_be_equally_long(fit: SimpleNamespace, others: Others, re
 
 
 def test_who_has_no_samples_computes_what_the_others_have(fit: SimpleNamespace, others: Others) -> None:
-    """Without a warning, and without its zeros: a state may get its shape with the first update."""
+    """A member without samples gets no warning and adds no zeros: a state may get its shape with the first update."""
     theirs = tm.MeanSquaredError(num_outputs=1)
     theirs.update(torch.tensor([1.0]), torch.tensor([3.0]))
     others.has(theirs)

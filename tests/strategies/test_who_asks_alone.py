@@ -1,5 +1,6 @@
-"""A member asks the others for something that they do not foresee: who is put out is told the call, the line, and what
-to do."""
+"""One member asks the others for a collective that they do not foresee: the one that is put out is told the call, the
+line, and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from strategy_job import Job
 
 
 def line_of(function: Any, words: str) -> str:
-    """`odd_members.py:31`: the line of this function that has these words."""
+    """Returns `odd_members.py:31`: the line of this function that has these words."""
     lines, first = inspect.getsourcelines(function)
     return f"odd_members.py:{first + next(i for i, line in enumerate(lines) if words in line)}"
 
 
 def told(job: Job, run: Any, asks: str) -> str:
-    """Returns what the younger of two members is put out with; they are started with one script. The other one goes
+    """Returns the reason for which the younger of two members, started with one script, is put out; the other one goes
     on.
     """
     for name in "ab":
@@ -71,5 +72,5 @@ def test_who_asks_alone_under_lightning(job: Job, asks: str, function: Any, line
 
 @pytest.mark.slow
 def test_who_stops_alone_under_lightning(job: Job) -> None:
-    """By `trainer.should_stop = True`."""
+    """One member stops by `trainer.should_stop = True`."""
     assert "has ended its training, and b" in told(job, odd_members.alone, "stop")

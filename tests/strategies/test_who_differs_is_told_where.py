@@ -1,4 +1,4 @@
-"""A member that cannot be in the job ends before it trains, and is told what of it differs; the job goes on."""
+"""A member that differs from the job ends before it trains, and is told the difference; the job goes on."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_who_differs_is_told_where(job: Job) -> None:
 
 
 class Swept(Regression):
-    """Two runs of a sweep differ in nothing but what this is made with."""
+    """Model whose runs of a sweep differ only in the constructor's arguments."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Swept(Regression):
 
 
 class SweptData(pl.LightningDataModule):
-    """Training data that say what they were made with."""
+    """Training data that record the arguments of their constructor."""
 
     def __init__(self, split: Any = 0, data_dir: str = "/a", mine: int = 0) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_what_has_no_canonical_form_is_named_once(tmp_path: Path, double: Any) -
 
 
 class Idle(Regression):
-    """Validates any number of loaders and looks at nothing."""
+    """Model that validates any number of loaders and looks at nothing."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         pass

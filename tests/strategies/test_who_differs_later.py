@@ -1,5 +1,6 @@
-"""A member that comes to differ from the others is put out by name, and the others go on; where none can, they keep the
-state."""
+"""A member that comes to differ from the others is put out by name, and the others go on; if none can, they keep the
+state.
+"""
 
 from __future__ import annotations
 

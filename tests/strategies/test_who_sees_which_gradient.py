@@ -1,4 +1,4 @@
-"""Which hook sees this member's own gradient, and which the average of all members: as docs/compat.md has it."""
+"""Which hooks see this member's own gradient, and which the average of all members: as in docs/compat.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAST, EARLIER, MANUAL = range(3)
 
 
 def told(column: int) -> dict[str, str]:
-    """Returns what the page says that each hook sees; hooks that are not called are left out."""
+    """Returns the page's words on what each hook sees; hooks that are not called are left out."""
     text = PAGE.read_text()
     table = text[text.index("| hook | automatic optimisation") :].split("\n\n")[0]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
@@ -26,7 +26,7 @@ def told(column: int) -> dict[str, str]:
     ("accumulate", "manual"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (1, True)]
 )
 def test_hooks_see_what_the_page_says(job: Job, accumulate: int, manual: bool) -> None:
-    """22 samples in batches of 4: in the last micro-batch of an epoch one of the two members has none."""
+    """Two members have 22 samples in batches of 4: in the last micro-batch of an epoch one of them has none."""
     job.fresh(min_nodes=2)
     for name in "ab":
         job.start(
@@ -49,7 +49,7 @@ def test_hooks_see_what_the_page_says(job: Job, accumulate: int, manual: bool) -
 
 
 def test_all_members_run_the_hook_that_changes_the_average(job: Job) -> None:
-    """The one that has no samples in the last step steps with the same gradient, so it must change it alike."""
+    """A member without samples in the last step steps with the same gradient, so it must change it alike."""
     job.fresh(min_nodes=2)
     for name in "ab":
         job.start(name, epochs=2, samples=20, model="ClipsAfterBackward")

@@ -1,4 +1,4 @@
-"""Tests what Lightning's settings, hooks and properties mean, with one member: the same as without the strategy."""
+"""Tests the meaning of Lightning's settings, hooks and properties with one member: the same as without the strategy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 def same(tmp_path: Path, make: Any, *args: Any, **settings: Any) -> tuple[Any, Any]:
-    """The model after a fit without the strategy and after one with it; they saw the same batches.
+    """Returns the model after a fit without the strategy and after one with it; checks that they saw the same batches.
 
     Weights differ where a window is not full: Lightning divides by the window, the strategy by the samples.
     """
@@ -65,7 +65,7 @@ def test_a_fraction_of_an_epoch_is_rounded_down(tmp_path: Path, samples: int, se
 
 
 class Skips(Regression):
-    """Ends the epoch before the batch of this number."""
+    """Model that ends the epoch before the batch of this number."""
 
     def __init__(self, at: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -86,7 +86,7 @@ def test_on_train_batch_start_ends_the_epoch_with_minus_one(tmp_path: Path, at: 
 
 
 class Late(pl.Callback):
-    """Moves what durations begin with into the past."""
+    """Callback that moves the start of durations into the past."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = steps
@@ -137,7 +137,7 @@ def test_waiting_for_the_job_is_no_training_time(tmp_path: Path, double: Any, mo
 
 
 class Reads(Regression):
-    """A module whose hook reads, in the checkpoint, what others have put there."""
+    """Module whose hook reads, in the checkpoint, the states that others have put there."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         (state,) = checkpoint["optimizer_states"]
@@ -212,7 +212,7 @@ def test_a_plain_loop_is_refused_before_it_joins(model: Any, optimizer: Any, wor
 
 
 class Leaves(pl.Callback):
-    """Ctrl+C at the end of a batch, or another signal."""
+    """Callback that sends Ctrl+C, or another signal, at the end of a batch."""
 
     def __init__(self, step: int, number: int = signal.SIGINT) -> None:
         self.step = step
@@ -274,7 +274,7 @@ class Outputs(pl.Callback):
 
 
 class Answers(Regression):
-    """Gives predictions beside the loss, and for one batch nothing."""
+    """Model that gives predictions beside the loss, and for one batch nothing."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -283,7 +283,7 @@ class Answers(Regression):
 
 @pytest.fixture
 def nothing_said() -> Iterator[None]:
-    """Lightning says once in a process that training_step returned None."""
+    """Resets Lightning's warning, given once in a process, that training_step returned None."""
     Closure.warning_cache.clear()
     yield
     Closure.warning_cache.clear()
@@ -302,7 +302,7 @@ def test_outputs_of_a_batch_that_came_to_nothing(tmp_path: Path) -> None:
 
 
 class Passes(Regression):
-    """Gives nothing for every second batch."""
+    """Model that gives nothing for every second batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -311,7 +311,7 @@ class Passes(Regression):
 
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 def test_a_scaler_leaves_out_a_step_in_which_nobody_has_a_loss(tmp_path: Path) -> None:
-    """There are no gradients to unscale then, and a scaler fails where it found none."""
+    """Without a loss there are no gradients to unscale, and a scaler fails if it finds none."""
 
     def run(strategy: str) -> tuple[Any, Any]:
         model, precision = Passes(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=2))
@@ -325,7 +325,7 @@ def test_a_scaler_leaves_out_a_step_in_which_nobody_has_a_loss(tmp_path: Path) -
 
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 def test_outputs_of_an_idle_member_have_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last batch's loss, and of all that has one value per sample nothing: joining them to a list adds none."""
+    """The outputs hold the last batch's loss, and no rows of values per sample: joining them to a list adds none."""
     outputs = Outputs()
     fetched = ElasticLoader._next
 
@@ -350,7 +350,7 @@ def test_outputs_of_an_idle_member_have_no_samples(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("stage", ["train", "val"])
 def test_few_workers_are_hinted_at(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check looks at torch's DataLoader, and fit has other loaders."""
+    """Lightning's check looks at torch's DataLoader, and fit has other loaders."""
     monkeypatch.setattr("lightning.fabric.utilities.data._num_cpus_available", lambda: 4)
     with pytest.warns(PossibleUserWarning, match=f"The '{stage}_dataloader' does not have many workers"):
         fitted(tmp_path, Regression(), loader(), loader(8))
@@ -365,7 +365,7 @@ def test_log_dir_within_training_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_handler_of_the_users_is_called(tmp_path: Path, number: int) -> None:
-    """And the job is left all the same."""
+    """The user's handler runs, and the job is left all the same."""
     seen: list[int] = []
     before = signal.signal(number, lambda number, frame: seen.append(number))
     try:

@@ -53,7 +53,7 @@ class Ranks(Callback):
 
 
 class AsNewcomer:
-    """The place of one that found a member in the job, which is gone when this one comes in."""
+    """Place of a process that found a member in the job, which is gone when the process comes in."""
 
     rank, world_size = 1, 2
 
@@ -83,7 +83,7 @@ def test_who_is_alone_is_the_writer_from_the_start(tmp_path: Path) -> None:
 
 
 def test_all_trainers_of_a_process_evaluate_and_train_as_one(tmp_path: Path) -> None:
-    """Two evaluate before fit, a third one trains, a fourth one evaluates after it: each is the writer."""
+    """Two trainers evaluate before fit, a third one trains, a fourth one evaluates after it: each is the writer."""
     seen: list[Any] = []
     kept = []
     for hook in ("validate", "test", "fit", "validate"):
@@ -264,13 +264,15 @@ def test_logged_values_wait_for_the_next_commit() -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, str]]:
-    """Rows of a folder's metrics.csv, without the values that a row does not have."""
+    """Returns the rows of a folder's metrics.csv, without empty values."""
     with (folder / "metrics.csv").open() as file:
         return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def next_writer(folder: Path, logger: Any, told: LogPlace, *owed: dict[str, Any], let_go: bool = False) -> None:
-    """A member takes over, whose own logger would have begun another version; from one that is gone or is let go."""
+    """Makes a member take over from a writer that is gone or is let go; its own logger would have begun another
+    version.
+    """
     fit = trainer(folder, logger=logger)
     fit.fit_loop.max_epochs = 0
     fit.strategy._lightning_module = Regression()
@@ -279,7 +281,7 @@ def next_writer(folder: Path, logger: Any, told: LogPlace, *owed: dict[str, Any]
 
 
 def told_by(folder: Path) -> LogPlace:
-    """Says a writer that has written step 0, and of step 1 what was logged first."""
+    """Returns the log place of a writer that has written step 0, and the first values of step 1."""
     old = CSVLogger(folder, name="run")
     old.log_metrics({"a": 1.0}, step=0)
     old.log_metrics({"a": 1.5}, step=1)
@@ -288,7 +290,7 @@ def told_by(folder: Path) -> LogPlace:
 
 
 def test_the_next_writer_goes_on_with_the_files_of_the_one_before(tmp_path: Path) -> None:
-    """It writes what is not there yet, and has columns of its own."""
+    """The next writer writes the missing rows, and has columns of its own."""
     told = told_by(tmp_path)
     new = CSVLogger(tmp_path, name="run")
     next_writer(tmp_path, new, told, *({"metrics": m, "step": 1} for m in ({"a": 1.5}, {"val": 0.5})))
@@ -306,7 +308,7 @@ def test_the_next_writer_goes_on_with_the_files_of_the_one_before(tmp_path: Path
 
 @pytest.mark.parametrize("let_go", [False, True])
 def test_the_next_writer_writes_what_is_logged_without_a_step(tmp_path: Path, *, let_go: bool) -> None:
-    """Lightning then counts from 0 after each time that it has saved, so rows of one step come again and again."""
+    """Lightning then counts from 0 after each save, so rows of one step come again and again."""
     told = told_by(tmp_path)
     new = CSVLogger(tmp_path, name="run")
     next_writer(tmp_path, new, told, {"metrics": {"a": 1.5}, "step": 1}, let_go=let_go)
@@ -317,7 +319,7 @@ def test_the_next_writer_writes_what_is_logged_without_a_step(tmp_path: Path, *,
 
 @pytest.mark.parametrize("other", ["another run", "no run", ""])
 def test_the_next_writer_leaves_a_folder_alone_that_is_not_the_runs(tmp_path: Path, other: str) -> None:
-    """As on another machine, where an earlier run may have had the same version; nothing is written twice there."""
+    """On another machine, an earlier run may have had the same version; no row is written twice there."""
     told, here = told_by(tmp_path / "there"), tmp_path / "here"
     if other:
         there_before = told_by(here)
@@ -334,7 +336,7 @@ def test_the_next_writer_leaves_a_folder_alone_that_is_not_the_runs(tmp_path: Pa
 
 
 def test_a_writer_that_was_frozen_finds_the_next_one_in_its_folder(tmp_path: Path) -> None:
-    """It commits a slot that the others made without it, before it hears that it is out."""
+    """The frozen writer commits a slot that the others made without it, before it hears that it is out."""
     logger = CSVLogger(tmp_path, name="run")
     stable = StableLog(lambda: False, "a")
     stable.hold([logger])
@@ -374,7 +376,7 @@ def test_the_next_writer_goes_on_with_the_run_of_wandb(tmp_path: Path, monkeypat
             self.config = types.SimpleNamespace(update=lambda *a, **k: None)
 
         def define_metric(self, *a: Any, **k: Any) -> None:
-            """As W&B does."""
+            """Accepts the definition of a metric, as W&B does."""
 
     lib = types.SimpleNamespace(RunDisabled=Run)
     for name, module in {

@@ -12,8 +12,9 @@ from chaos_lightning.strategies.saving import KEY
 
 
 def test_deaths_while_a_checkpoint_is_written(job: Job) -> None:
-    """The first writer dies when some bytes are written. The second one, which writes it anew, when all are but the
-    file is not in its place yet. Then the whole job resumes from what is."""
+    """The first writer dies when some bytes are written. The second one, which writes the file anew, dies when all are
+    but the file is not in its place yet. Then the whole job resumes from the files that are there.
+    """
     spec = {"epochs": 4, "samples": 48, "callbacks": ("steps",), "model_args": {"sync": True}}
     job.harness.declare("a", "b")
     start_three(job, spec, dies_writing="half", of_b={"dies_writing": "whole"})

@@ -32,14 +32,14 @@ def member(name: str, steps: int = 3, end: str = "finish") -> None:
 
 
 def imported(name: str) -> None:
-    """Says which modules were there before it imported anything."""
+    """Writes which modules were there before it imported anything."""
     log = EventLog.in_directory(os.environ["CHAOS_LOG_DIR"], name)
     log.emit("notice", text=",".join(m for m in ("json.tool", "xml.dom.minidom") if m in sys.modules))
     log.close()
 
 
 def preloading(directory: str) -> None:
-    """Prints what a child of a fork server finds loaded."""
+    """Prints the modules that a child of a fork server finds loaded."""
     from chaos_lightning.testing.harness import Harness
 
     with Harness(directory) as harness:

@@ -1,4 +1,4 @@
-"""The check of how exact links are: it measures what was asked, over each backend that works here."""
+"""The check of how exact links are measures the wanted figures, over each backend that works here."""
 
 from __future__ import annotations
 

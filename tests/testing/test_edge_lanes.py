@@ -13,7 +13,9 @@ MBPS = 1e6
 
 
 def run(lanes: list[Lane], until_s: float, *, late_s: float = 0.0, seed: int = 1) -> list[int]:
-    """Bytes that each of these flows, which never run dry, has sent by then; wakers are late by up to `late_s`."""
+    """Returns the bytes that each of these flows, which never run dry, has sent by then; wakers are late by up to
+    `late_s`.
+    """
     rng = random.Random(seed)
     sent = [0] * len(lanes)
     queue = [(0.0, 0.0, i) for i in range(len(lanes))]
@@ -75,7 +77,7 @@ def test_flows_of_one_link_share_it_evenly() -> None:
 
 
 def test_links_of_one_access_share_it_evenly() -> None:
-    """Two fast links and a slow one behind 200 Mbps: the slow one gets what it can carry at most."""
+    """Two fast links and a slow one are behind 200 Mbps: the slow one gets its own rate at most."""
     access = Meter(200 * MBPS)
     lanes = [Lane(Wire(mbps * MBPS, 0.0), [access]) for mbps in (1000, 300, 20)]
     sent = run(lanes, 10.0)

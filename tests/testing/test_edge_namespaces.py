@@ -1,4 +1,6 @@
-"""Links by the kernel: who reaches whom, what cutting and stalling does, and that nothing is left. Needs root."""
+"""Links by the kernel: which nodes reach each other, the effects of cutting and stalling, and the clean-up. Needs
+root.
+"""
 
 from __future__ import annotations
 

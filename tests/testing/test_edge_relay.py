@@ -1,4 +1,4 @@
-"""Shaped links through the relay: what passes, what waits, who is refused. How fast is told by edge_lanes' tests."""
+"""Shaped links through the relay: passed and waiting bytes, and refusals. The tests of edge_lanes check rates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def members(relay: LinkRelay) -> Iterator[dict[str, Member]]:
 
 
 def stream(source: socket.socket, sink: socket.socket, nbytes: int) -> bool:
-    """Whether so many bytes arrive as they were sent."""
+    """Returns whether so many bytes arrive as they were sent."""
     data = bytes(range(251)) * (nbytes // 251)
     sender = threading.Thread(target=source.sendall, args=(data,), daemon=True)
     sender.start()
@@ -125,7 +125,7 @@ def test_a_stalled_shaped_link_goes_on_where_it_was(relay: LinkRelay, members: d
 
 
 def test_a_slow_reader_makes_its_writer_wait(relay: LinkRelay, members: dict[str, Member]) -> None:
-    """All that the relay holds is bounded, and the rest arrives once it is read."""
+    """The relay holds a bounded number of bytes, and the rest arrives once they are read."""
     mine, theirs = members["b-0"].call(members["a-0"])
     for sock in (mine, theirs):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)

@@ -1,4 +1,4 @@
-"""The fuzzer: hypothesis finds nothing in any reader, it would find what is broken, and what was found is mended."""
+"""The fuzzer: hypothesis finds no fault in any reader, it would find planted ones, and found ones are mended."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_command_says_what_is_wrong_with_its_arguments(
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", ["hypothesis", "atheris"])
 def test_all_targets_for_minutes(driver: str, tmp_path: Path) -> None:
-    """Five minutes in all; an hour on demand: python -m lab.fuzz --minutes 60."""
+    """The fuzzer runs for five minutes in all; an hour on demand: python -m lab.fuzz --minutes 60."""
     if driver == "atheris" and atheris_missing():
         pytest.skip(atheris_missing())
     minutes = float(os.environ.get("CHAOS_FUZZ_MINUTES", MINUTES))
@@ -177,7 +177,7 @@ def test_a_tip_whose_entry_is_missing_is_an_error_and_no_endless_loop(count: obj
 
 @pytest.mark.parametrize("index", range(len(welcome_handshakes())))
 def test_who_knows_token_and_key_is_let_in(index: int) -> None:
-    """The seeds spoke an older protocol, so that no change of them got past the first look."""
+    """Former bug: the fuzzer's seeds spoke an older protocol, so that no change of them got past the first check."""
     assert shaken(welcome_handshakes()[index]) == ""
 
 
@@ -256,7 +256,7 @@ def test_settings_that_are_nested_without_end() -> None:
 
 @pytest.mark.parametrize("interval_s", [1e308, 1e-9, 0.0, -1.0])
 def test_a_scheduler_that_asks_for_odd_heartbeats_is_no_scheduler(interval_s: float) -> None:
-    """The agent's thread ended with OverflowError, or sent without a pause."""
+    """Former bug: the member's agent thread ended with OverflowError, or sent without a pause."""
     from chaos_lightning.protocol.types import Member, Welcome
 
     welcome = Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", interval_s, 0.5)

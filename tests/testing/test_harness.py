@@ -23,7 +23,7 @@ def command(name: str, steps: int = 3, end: str = "finish") -> list[str]:
 
 
 def ends(pid: int, deadline_s: float = 20) -> bool:
-    """Wait for the end of a process that is not ours to reap."""
+    """Waits for the end of a process that is not ours to reap; returns whether it ended."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

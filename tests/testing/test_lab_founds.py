@@ -21,7 +21,7 @@ DEADLINE_S = 150.0
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "topologies").glob("*.yaml")), ids=lambda p: p.stem)
 def test_all_nodes_found_the_job_together_over_the_links_that_there_are(path: Path, tmp_path: Path) -> None:
-    """Each names its neighbours only, and min_nodes are all of them."""
+    """Each node names its neighbours only, and min_nodes counts all of them."""
     file = tmp_path / path.name
     file.write_text(path.read_text().replace("starts: 60 s", "starts: 1 s"))
     network = load_topology(file)

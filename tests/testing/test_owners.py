@@ -1,4 +1,4 @@
-"""Tests who dialled: by the kernel's tables of sockets."""
+"""Tests which process dialled a connection, by the kernel's tables of sockets."""
 
 from __future__ import annotations
 

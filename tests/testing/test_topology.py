@@ -1,4 +1,4 @@
-"""Topologies: what a network is at each time, and which descriptions are refused with which words."""
+"""Topologies: the network at each time, and the refusals of descriptions with their words."""
 
 from __future__ import annotations
 

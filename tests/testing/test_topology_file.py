@@ -1,4 +1,6 @@
-"""Topology files: what they mean, and that each mistake is named by file, line, key, what was given and expected."""
+"""Topology files: their meaning, and that each mistake is named by file, line, key, the given and the expected
+value.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every test keeps its chains, tokens and settings to itself; and members that have nothing but links."""
+"""Fixtures: every test keeps its chains, tokens and settings to itself; and members that have only links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["own_environment"]
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Makes a member of each letter; they end with the test."""
+    """Function that makes a member of each letter; they end with the test."""
     made: dict[str, Node] = {}
 
     def build(names: str) -> dict[str, Node]:

@@ -19,13 +19,13 @@ DEADLINE_S = 30.0
 
 
 def pacing_of(sock: socket.socket) -> float:
-    """Returns what the kernel lets this connection send, in bits per second (struct tcp_info)."""
+    """Returns the rate to which the kernel limits this connection, in bits per second (struct tcp_info)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 120)
     return 8.0 * struct.unpack_from("=Q", info, 112)[0]
 
 
 class Node:
-    """A member with nothing but links; what they tell is kept here.
+    """Member with only links, whose events are kept here.
 
     Attributes:
         messages: (source, payload) in the order in which they came.
@@ -88,7 +88,7 @@ class Node:
     # for tests ---------------------------------------------------------------
 
     def do(self, function: Callable[[], T]) -> T:
-        """Runs it in the loop's thread."""
+        """Runs a function in the loop's thread; returns its result."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -101,7 +101,7 @@ class Node:
         return future.result(DEADLINE_S)
 
     def wait(self, condition: Callable[[], object], what: str = "") -> None:
-        """Until something that was told makes this true."""
+        """Waits until an event of the links makes this true."""
         with self._happened:
             ended = self._happened.wait_for(lambda: self._crash or condition(), DEADLINE_S)
         assert not self._crash, self._crash
@@ -111,7 +111,7 @@ class Node:
         self.wait(lambda: all(self.is_up(p) for p in peers), f"links to {peers}")
 
     def is_up(self, peer: str) -> bool:
-        """By what was told last."""
+        """Returns whether the link to this peer is up, by its last event."""
         return bool([up for p, up, _ in self.changes if p == peer][-1:] == [True])
 
     def say(self, to: str, payload: bytes) -> None:
@@ -121,7 +121,7 @@ class Node:
         self.do(lambda: self.links.rule(view))
 
     def expect(self, *ids: str) -> None:
-        """These may dial: younger members, so that this one does not dial them, whatever it wants besides."""
+        """Lets these younger members dial, so that this one does not dial them, whatever it wants besides."""
         more = tuple(Member(i, i[0], "host", "127.0.0.1", 1) for i in ids)
         self.do(lambda: self.links.want((*self.links._wanted.values(), *more)))
 
@@ -148,7 +148,7 @@ def connect(nodes: dict[str, Node], pairs: str) -> None:
 
 
 def a_view(number: int, nodes: Iterable[Node], pairs: str) -> View:
-    """A view of these members, in this order, with these links."""
+    """Returns a view of these members, in this order, with these links."""
     members = tuple(node.member for node in nodes)
     ids = {m.id[0]: m.id for m in members}
     links = tuple(LinkSpec(ids[pair[0]], ids[pair[1]]) for pair in pairs.split())

@@ -1,4 +1,4 @@
-"""Handshakes with right and wrong tokens, and frames that were damaged."""
+"""Handshakes with right and wrong tokens, and damaged frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chaos_lightning.transport.handshake import Greeting, accept, dial
 
 
 def meet(greeting: Greeting, *, dial_token=b"", accept_token=b"", job="j", me="b~2"):
-    """Runs both halves; returns what each came to."""
+    """Runs both halves of a handshake; returns the results of each."""
     server = socket.create_server(("127.0.0.1", 0))
     outcome: dict[str, object] = {}
 
@@ -106,7 +106,7 @@ def answered(said: bytes, error: type[ChaosError], words: str) -> None:
 
 @pytest.mark.parametrize("proof", ["\u00e9", "", 3, None, ["x"], {"\u00e9": "\u4e2d"}])
 def test_a_proof_that_is_no_ascii_is_refused(proof: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compared like any other; what cannot be compared in constant time as text is no reason to fall over."""
+    """A proof that cannot be compared in constant time as text is compared like any other, without an exception."""
     compared: list[object] = []
     same = handshake._same
 
@@ -163,7 +163,7 @@ def test_a_frame_beyond_the_limit_is_refused_before_anything_is_allocated():
 
 
 def heard(hello: Callable[[bytes], bytes]) -> Exception | None:
-    """Returns what `accept` makes of a stranger that answers its first message with these bytes."""
+    """Returns the result of `accept` for a stranger that answers its first message with these bytes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()
@@ -200,12 +200,14 @@ def heard(hello: Callable[[bytes], bytes]) -> Exception | None:
     ],
 )
 def test_a_stranger_that_says_odd_things_is_refused_and_nothing_else_happens(text):
-    """Nested until the parser gives up, halves of characters, fields that are missing or of another type."""
+    """Messages are nested until the parser gives up, have halves of characters, or fields that are missing or of
+    another type.
+    """
     assert isinstance(heard(lambda _: text.encode()), RefusedError | WireError)
 
 
 def test_a_hello_that_was_recorded_lets_nobody_in():
-    """It proves something about the nonce that it answered, and each connection has another one."""
+    """The recorded hello proves knowledge of its own nonce alone, and each connection has another one."""
     said: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 

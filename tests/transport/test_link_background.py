@@ -1,4 +1,4 @@
-"""Tests what a link sends when nothing else is to be sent, and that whatever else comes goes first."""
+"""Tests the background bytes that a link sends when it has no others, and that all others go first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VIEW = ViewId(1, 1)
 
 
 class End:
-    """One end of a link, with what arrived at it."""
+    """One end of a link, with the frames that arrived at it."""
 
     def __init__(self, loop: IoLoop, sock: socket.socket) -> None:
         self.frames: list[Frame] = []
@@ -94,7 +94,7 @@ def test_a_background_is_sent_to_its_end(pair: Pair) -> None:
 
 
 def test_a_chunk_goes_before_what_is_left_of_the_background(pair: Pair) -> None:
-    """Whatever the kernel had taken goes before it; that is little while there is a background."""
+    """Only bytes that the kernel has taken go before the chunk; these are few while there is a background."""
     source = pieces(500)  # 32 MiB: more than any buffer
     chunk = bytes(1000)
 

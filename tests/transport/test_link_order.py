@@ -1,4 +1,4 @@
-"""Chunks of several trees on one link keep step, and the kernel is not given what they could not overtake."""
+"""Chunks of several trees on one link keep step, and the kernel gets few bytes that others could not overtake."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Sent = list[tuple[FrameType, ViewId, int, int]]
 
 
 def order_of(sent: Sent) -> list[tuple[FrameType, int]]:
-    """Returns what arrives, in which order, if all is sent while the first frame is half on the wire."""
+    """Returns the order of arrival if all is sent while the first frame is half on the wire."""
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
     one, other = socket.socketpair()
@@ -103,7 +103,9 @@ def test_a_border_passes_chunks_and_no_border_and_no_message() -> None:
 
 
 def keep_busy(holding: Holding, rate_bps: float, late_s: float, wakes: int = 500) -> int:
-    """A link of this rate with work all the time, whose process comes so late. Returns how often it stood idle."""
+    """Simulates a link of this rate with work all the time, whose process comes so late. Returns how often the link
+    stood idle.
+    """
     idle = 0
     for _ in range(wakes):
         left = max(0, int(holding.limit_nbytes / 2 - rate_bps / 8 * late_s))
@@ -119,7 +121,7 @@ def test_a_slow_link_gets_little() -> None:
 
 
 def test_a_link_is_given_what_it_sends_before_the_process_comes() -> None:
-    """Were the limit lower, the link would stand idle each time; it does so now and then, to see whether it must."""
+    """With a lower limit the link would stand idle each time; it does so now and then, to see whether it must."""
     holding = Holding(AT_FIRST_NBYTES)
     assert keep_busy(holding, 1e9, 0.005) < 50
     assert 2 * 1e9 / 8 * 0.005 < holding.limit_nbytes < MOST_NBYTES

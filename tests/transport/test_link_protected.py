@@ -1,4 +1,4 @@
-"""Links and bulk connections over sealed records: what arrives is what was sent, or the connection is cut."""
+"""Links and bulk connections over sealed records: bytes arrive as they were sent, or the connection is cut."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sockets(level: str) -> tuple[socket.socket, socket.socket]:
 
 
 class End:
-    """Keeps what arrives; chunks go into `memory`, the rest into buffers of their own."""
+    """End of a link that keeps arriving frames; chunks go into `memory`, the rest into buffers of their own."""
 
     def __init__(self, loop: IoLoop, sock: socket.socket) -> None:
         self.memory = memoryview(bytearray(4 * CLEAR_SEGMENT_NBYTES))
@@ -77,7 +77,7 @@ class End:
 
 @levels
 def test_frames_of_every_size_and_in_pieces_arrive(level: str) -> None:
-    """Empty ones, one byte, around a segment, several segments, and payloads in many pieces."""
+    """Frames are empty, of one byte, around a segment, of several segments, or have payloads in many pieces."""
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
     loop.start()
@@ -117,7 +117,7 @@ def test_frames_of_every_size_and_in_pieces_arrive(level: str) -> None:
 @pytest.mark.parametrize("level", ["checksum", "authenticated", "encrypted"])
 @pytest.mark.parametrize("sent", [FrameType.UP, FrameType.FORWARD, FrameType.BACKWARD])
 def test_what_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(level: str, sent: FrameType) -> None:
-    """Its tag or checksum was made of what lay there before; a healthy link must not be cut for it."""
+    """The frame's tag or checksum was made of the former bytes; a healthy link must not be cut for it."""
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
     loop.start()
@@ -158,7 +158,7 @@ def test_what_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(level: st
 
 
 def altered(stream: bytes, how: str, segment: int) -> bytes:
-    """The bytes of a header, a payload of two segments and another header with its payload, after some harm."""
+    """Returns the bytes of a header, a payload of two segments and another header with its payload, after some harm."""
     header = HEADER_NBYTES + TAG_NBYTES
     middle = header + segment + TAG_NBYTES
     if how == "header":
@@ -230,7 +230,7 @@ def test_harm_is_found_before_anything_is_believed(level: str, how: str) -> None
 
 @levels
 def test_requests_and_replies_pass_a_bulk_connection(level: str) -> None:
-    """Into buffers of any sizes, with the progress told as bytes come."""
+    """Replies go into buffers of any sizes, with the progress reported as bytes come."""
     near, far = sockets(level)
     data = random.Random(2).randbytes(700_000)
     with near, far:
@@ -261,7 +261,7 @@ def test_requests_and_replies_pass_a_bulk_connection(level: str) -> None:
 
 @levels
 def test_a_relay_seals_each_hop_anew(level: str) -> None:
-    """joiner - relay - donor: the relay opens what one hop sealed and seals it for the other one."""
+    """The hops are joiner - relay - donor: the relay opens what one hop sealed and seals it for the other one."""
     near, at_relay = sockets(level)
     onwards, far = sockets(level)
     data = random.Random(3).randbytes(600_001)
@@ -301,7 +301,7 @@ def test_a_relay_seals_each_hop_anew(level: str) -> None:
 @levels
 @pytest.mark.parametrize("where", [0, 3, 10, 60, 75, 1000])
 def test_a_bulk_connection_on_which_a_bit_flipped_is_given_up(level: str, where: int) -> None:
-    """In a length, a header or a payload; with the time limit where the flip makes a record longer."""
+    """The bit flips in a length, a header or a payload; the time limit ends it if the flip makes a record longer."""
     one, wire = socket.socketpair()
     far, near = socket.socketpair()
     donor = BulkSocket(protect(one, level, dialled=True), stall_timeout_s=5)

@@ -18,7 +18,7 @@ DEADLINE_S = 20.0
 
 
 def reset_pair() -> socket.socket:
-    """One end of a TCP connection whose other end has reset it."""
+    """Returns one end of a TCP connection whose other end has reset it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         other = socket.create_connection(listener.getsockname())
         here, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""Links that are let go while bytes are queued, and links that are measured: real sockets, loops and listeners."""
+"""Links that are let go while bytes are queued, and measurements of links: real sockets, loops and listeners."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _emulated() -> Iterator[None]:
 
 
 def let_go(node: Node) -> None:
-    """Its view has no links any more."""
+    """Gives this node a view without links."""
     node.do(lambda: node.links.want(()))
 
 
@@ -41,7 +41,7 @@ def send_chunk(node: Node, to: str, payload: bytes) -> None:
 
 
 def test_what_was_queued_on_a_link_still_arrives_when_it_is_let_go(build: Build) -> None:
-    """The slot whose header removes a link may have its sums and its header in it (disconnect-link)."""
+    """The link may still hold sums and header of the slot whose header removes it (disconnect-link)."""
     nodes = build("ab")
     connect(nodes, "ab")
     a, b = nodes.values()
@@ -162,7 +162,7 @@ def emulate(nodes: dict[str, Node], rate_bps: float) -> None:
 
 
 def measured(build: Build, rate_bps: float) -> dict[str, Node]:
-    """Two members on a network of this rate, whose link both have measured."""
+    """Returns two members on a network of this rate, both of which have measured their link."""
     nodes = build("ab")
     emulate(nodes, rate_bps)
     connect(nodes, "ab")
@@ -199,7 +199,7 @@ def test_a_link_is_measured_by_both_ends_when_it_is_made(build: Build) -> None:
 def test_a_link_whose_first_probe_came_to_nothing_is_probed_again_soon(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a link that the job keeps busy; it stayed unmeasured for a minute."""
+    """The job kept the link busy, say, during the first probe; the link stayed unmeasured for a minute."""
     measure = Probes.measure
 
     def all_but_the_first(self: Probes, peer: str, link: Link, why: str) -> None:
@@ -227,7 +227,7 @@ def test_links_within_a_machine_are_not_measured(build: Build) -> None:
 
 
 def test_a_link_that_fell_behind_is_probed_until_it_has_recovered(build: Build) -> None:
-    """Though nothing is sent on it: trees go round it (docs/LOG.md)."""
+    """The link is probed though the job sends nothing on it: trees go round it (docs/LOG.md)."""
     nodes = measured(build, 200e6)
     a, b = nodes.values()
     emulate(nodes, 10e6)
@@ -248,7 +248,9 @@ def test_a_link_that_fell_behind_is_probed_until_it_has_recovered(build: Build) 
 
 
 def test_a_link_and_the_transfers_beside_it_share_one_rate(build: Build) -> None:
-    """All that the kernel is told of all connections to one peer is the rate, in sum, whoever has something to send."""
+    """The bounds that the kernel gets for all connections to one peer add up to the rate, whichever of them has bytes
+    to send.
+    """
     nodes = measured(build, 80e6)
     a, b = nodes.values()
     served: list[socket.socket] = []
@@ -344,7 +346,7 @@ def test_a_bulk_transfer_beside_the_link_counts_as_well(build: Build) -> None:
 
 @pytest.mark.parametrize("how", ["rates", "relay"])
 def test_emulated_links_send_nothing_by_reference(build: Build, how: str) -> None:
-    """It would go round what is emulated."""
+    """Bytes sent by reference would bypass the emulated network."""
     with emulating(relay="127.0.0.1:1" if how == "relay" else ""):
         nodes = build("ab")
     if how == "rates":

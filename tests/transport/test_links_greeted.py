@@ -1,4 +1,4 @@
-"""Tests who greets a member's data port: whom it looked for, and what is written down of strangers."""
+"""Tests greetings at a member's data port: the member that a caller looked for, and the log lines about strangers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chaos_lightning.transport.handshake import Greeting, dial
 
 
 def test_who_greeted_the_member_that_this_one_was_before_gets_no_link() -> None:
-    """It begins anew, under another id, between the end of the handshake and the loop's turn."""
+    """The member begins anew, under another id, between the end of the handshake and the loop's turn."""
     node = Node("b~2")
     go = threading.Event()
 
@@ -45,7 +45,7 @@ def test_who_greeted_the_member_that_this_one_was_before_gets_no_link() -> None:
 
 
 def test_who_begins_anew_while_it_dials_dials_again_under_its_new_id() -> None:
-    """The old one's connection is made only when nobody is that member any more."""
+    """The old id's connection is made only when no member has that id any more."""
     node, peer = Node("c~3"), Node("a~1")
 
     def dial_and_begin_anew() -> None:
@@ -77,7 +77,7 @@ def test_a_member_parks_no_connections() -> None:
 
 
 def greet(node: Node, me: str) -> socket.socket:
-    """As somebody who knows the token; what it says on its link is a ping."""
+    """Dials as a peer that knows the token; its bytes on the link are a ping."""
     greeting = Greeting("job", me, node.id, "link")
     return dial("127.0.0.1", node.links.port, greeting, token=b"token", deadline_s=DEADLINE_S)
 
@@ -146,7 +146,7 @@ def lowest_free_descriptor() -> int:
 
 
 def test_who_is_not_expected_gets_no_link_though_it_knows_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a member that was put out, or one that no scheduler ever let in."""
+    """The caller may be a member that was put out, or one that no scheduler ever let in."""
     monkeypatch.setattr(links, "EXPECT_S", 0.05)
     node, others = Node("b~2"), [Member(f"{n}~{i}", n, "host", "127.0.0.1", 1) for n, i in (("a", 1), ("d", 7))]
     try:
@@ -189,7 +189,7 @@ def test_a_link_that_comes_before_the_telling_is_waited_for(told: str) -> None:
 
 
 def test_a_neighbour_of_others_is_none_of_this_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The view has both, and no link between them."""
+    """The view has both members, and no link between them."""
     monkeypatch.setattr(links, "EXPECT_S", 0.05)
     node, a, c = Node("b~2"), *(Member(i, i[0], "host", "127.0.0.1", 1) for i in ("a~1", "c~9"))
     try:
@@ -225,7 +225,7 @@ def test_who_is_expected_no_more_when_its_handshake_ends_gets_no_link() -> None:
 
 
 def test_strangers_at_the_data_port_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few lines a second, and of the names that they claim a hundred characters."""
+    """The log takes a few lines a second, and a hundred characters of the names that strangers claim."""
     now = [1000.0]
     monkeypatch.setattr("chaos_lightning.machine.few_lines.time.monotonic", lambda: now[0])
     few = FewLines()

@@ -1,4 +1,4 @@
-"""The loop's wake-up: no call may wait for something else to happen."""
+"""The loop's wake-up: no call may wait for another event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ DEADLINE_S = 20.0
 
 
 def test_a_call_that_comes_while_the_loop_wakes_up_does_not_end_all_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flag that saves wake-ups stayed set if a call came between its reset and the reading of the eventfd."""
+    """Former bug: the flag that saves wake-ups stayed set if a call came between its reset and the reading of the
+    eventfd.
+    """
     crashes: list[BaseException] = []
     loop = IoLoop("test", crashes.append)
     read, write = os.eventfd_read, module._wake_up

@@ -1,4 +1,4 @@
-"""A bound on what a socket sends: the kernel takes it."""
+"""The kernel takes a bound on the rate at which a socket sends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chaos_lightning.transport.pacing import pace
 
 
 def pacing_of(sock: socket.socket) -> int:
-    """Bytes per second, from struct tcp_info."""
+    """Returns the bytes per second that the kernel allows, from struct tcp_info."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 120)
     return int(struct.unpack_from("=Q", info, 112)[0])
 

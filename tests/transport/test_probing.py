@@ -1,4 +1,4 @@
-"""Probes over simulated links, in virtual time: what they find, whom they wait for, what they say of a dead link."""
+"""Probes over simulated links, in virtual time: their results, their waits, and their report of a dead link."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Node:
 
 
 class Pipe:
-    """Something that bytes go through one after the other."""
+    """Pipe that bytes go through one after the other."""
 
     def __init__(self, rate_bps: float) -> None:
         self.rate_bps = rate_bps
@@ -93,7 +93,7 @@ class SimLink:
         return round(self.queued_nbytes - waiting) if not self.dead else 0
 
     def chunk(self, nbytes: int) -> None:
-        """The job sends something."""
+        """Sends bytes of the job."""
         self.traffic += 1
         self.traffic_at = self.world.now
         self.queued_nbytes += nbytes
@@ -165,7 +165,7 @@ def test_latency_and_rate_of_a_quiet_link_are_found(world: World, rate_bps: floa
 
 @pytest.mark.parametrize("rate_bps", [1e5, 1e6, 10e6, 100e6])
 def test_a_slow_link_is_not_filled_for_long(world: World, rate_bps: float) -> None:
-    """At 75 ms a train, three trains of that length at the very most, and the first one's 16 KiB."""
+    """The probe sends three trains of 75 ms each at the very most, and the first one's 16 KiB."""
     a, b = Node(world, "a"), Node(world, "b")
     link, _ = joined(a, b, rate_bps, 0.001)
     a.probes.measure("b", link, "link made")
@@ -205,7 +205,7 @@ def test_each_direction_is_measured_by_its_sender(world: World) -> None:
 
 
 def test_links_of_one_member_are_measured_one_after_the_other(world: World) -> None:
-    """Six neighbours measure towards a newcomer whose access is as fast as one link: each finds its link."""
+    """Six neighbours measure towards a newcomer whose access is as fast as one link: each finds its link's rate."""
     newcomer = Node(world, "j")
     newcomer.shared = Pipe(110e6)
     neighbours = [Node(world, name) for name in "abcdef"]

@@ -1,4 +1,4 @@
-"""Reading another process's memory: who may, what was still there, and what happens when the process is gone."""
+"""Reads another process's memory: permissions, bytes that changed meanwhile, and processes that are gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between members without a link: who gets them, who passes them on, what becomes of those that cannot go."""
+"""Messages between members without a link: their receivers, the members that pass them on, and those that cannot go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chaos_lightning.transport.handshake import Greeting, dial
 
 
 def settled(*nodes: Node) -> None:
-    """Waits until all that was queued in these loops has been done."""
+    """Waits until all calls that were queued in these loops are done."""
     for node in nodes:
         node.do(lambda: None)
 
@@ -50,7 +50,7 @@ def test_a_large_message_passes_a_relay_whole(build: Build) -> None:
 
 
 def test_a_direct_link_that_the_view_lacks_is_not_used(build: Build) -> None:
-    """If it breaks nobody recovers, so what was on it would be lost for good."""
+    """If this link breaks there is no recovery, so a message on it would be lost for good."""
     nodes = build("abc")
     connect(nodes, "ab bc ac")
     view = a_view(1, nodes.values(), "ab bc")
@@ -105,7 +105,7 @@ def test_members_of_different_views_do_not_send_a_routed_message_to_and_fro(buil
 
 
 def test_routed_messages_in_a_ring_of_contradictory_views_come_to_an_end(build: Build) -> None:
-    """a goes by b, b by c, c by a: nobody gives anything back, and yet it must end."""
+    """Member a sends by b, b by c, c by a: none gives a message back, and yet it must end."""
     nodes = build("abcd")
     connect(nodes, "ab bc ac")
     a, b, c, d = nodes.values()
@@ -144,7 +144,7 @@ def test_when_the_next_hop_is_gone_routed_messages_take_the_way_of_the_next_view
 
 
 class Stuck:
-    """A neighbour of `node` that takes part in the handshake and then reads nothing."""
+    """Neighbour of `node` that takes part in the handshake and then reads nothing."""
 
     def __init__(self, node: Node, name: str) -> None:
         self.id = f"{name}~9"
@@ -161,7 +161,7 @@ class Stuck:
 
 
 def test_routed_messages_queued_to_a_dead_relay_are_taken_over_by_another(build: Build) -> None:
-    """Whole ones, and the one that was half on its way."""
+    """The other relay takes whole messages, and the one that was half on its way."""
     nodes = build("acd")
     connect(nodes, "ac cd")
     a, c, d = nodes.values()
@@ -187,7 +187,7 @@ def test_routed_messages_queued_to_a_dead_relay_are_taken_over_by_another(build:
 
 
 def test_a_newcomer_is_reached_through_its_neighbour(build: Build) -> None:
-    """The commit root has no link to the joiner; the view that its header names says who has."""
+    """The commit root has no link to the joiner; the view in its header shows which member has one."""
     nodes = build("abj")
     connect(nodes, "ab bj")
     a, b, j = nodes.values()

@@ -1,1 +1,1 @@
-"""Figures 11 to 14: what coming and going does to convergence."""
+"""Figures 11 to 14: the effect of nodes that come and go on convergence."""

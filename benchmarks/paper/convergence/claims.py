@@ -1,4 +1,4 @@
-"""The paper's statements about convergence, each beside what came out here.
+"""The paper's statements about convergence, each beside the result here.
 
 Every function takes plain JSON: what `convergence.Comparison.as_json` says of each model, and `Run.transfer` of joins.
 So claims can be made again from a saved run, and tested without training anything.
@@ -28,7 +28,7 @@ def unit(kind: str) -> str:
 
 
 def curve_claims(found: Sequence[dict[str, Any]], change: Change) -> list[Claim]:
-    """The paper's statements about the curves, each beside what came out.
+    """Returns the paper's statements about the curves, each beside the result here.
 
     Args:
         found: what `Comparison.as_json` says of each model.
@@ -101,7 +101,7 @@ def _smoothness_claim(found: Sequence[dict[str, Any]], change: Change, scaled: s
 
 
 def knowledge_claim(found: Sequence[dict[str, Any]]) -> Claim:
-    """Fig. 12: "even after the node leaves, the model retains knowledge from its data"."""
+    """Returns the claim of Fig. 12: "even after the node leaves, the model retains knowledge from its data"."""
     parts, agrees = [], True
     for f in found:
         at, better = f["newcomer_levels"], (-1 if f["kind"] == "gpt" else 1)
@@ -120,23 +120,25 @@ def knowledge_claim(found: Sequence[dict[str, Any]]) -> Claim:
 
 
 def moved_nbytes(transfer: dict[str, Any]) -> int:
-    """Bytes of state that a join moved, all pulls together."""
+    """Returns the bytes of state that a join moved, all pulls together."""
     return sum(int(p["nbytes"]) for p in transfer["pulls"])
 
 
 def learned_nbytes(transfer: dict[str, Any]) -> int:
-    """Bytes of what training changes: what learns, its optimizer's state, and buffers."""
+    """Returns the bytes that training changes: learned parameters, their optimizer's state, and buffers."""
     return int(transfer["trained_nbytes"] + transfer["optimizer_nbytes"] + transfer["buffers_nbytes"])
 
 
 def only_learned_moved(transfer: dict[str, Any]) -> bool:
-    """Whether a join moved what training changes, once, and all nodes hold the same frozen weights nevertheless."""
+    """Returns whether a join moved only the tensors that training changes, once, and all nodes hold the same frozen
+    weights nevertheless.
+    """
     kept = int(transfer["pulls"][0]["skipped"]) == int(transfer["frozen_nbytes"])
     return moved_nbytes(transfer) == learned_nbytes(transfer) and kept and bool(transfer["base_equal"])
 
 
 def transfer_words(t: dict[str, Any]) -> str:
-    """One join in words."""
+    """Returns one join in words."""
     log = f", and {t['log_nbytes'] / 1024:.0f} KiB of gradients that it replayed" if t["log_nbytes"] else ""
     return (
         f"{moved_nbytes(t) / MIB:.3g} MiB of state moved{log}; what learns has {t['trained_nbytes'] / MIB:.3g} MiB, "
@@ -145,7 +147,7 @@ def transfer_words(t: dict[str, Any]) -> str:
 
 
 def lora_claims(joins: Sequence[dict[str, Any]], full: dict[str, Any] | None) -> list[Claim]:
-    """Returns claims on what travels at a join under LoRA.
+    """Returns claims on the bytes that travel at a join under LoRA.
 
     Args:
         joins: `Run.transfer` of each scale-out.

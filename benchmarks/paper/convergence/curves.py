@@ -43,13 +43,13 @@ class Curve:
             raise ValueError(f"steps {list(self.steps)} do not rise: a curve is measured in the order of its steps")
 
     def within(self, since: float, until: float = math.inf) -> Curve:
-        """The part with since < step <= until."""
+        """Returns the part of the curve with since < step <= until."""
         kept = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if since < s <= until]
         return Curve(tuple(s for s, _ in kept), tuple(v for _, v in kept))
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean over repetitions that were measured after the same steps.
+    """Returns the mean over repetitions that were measured after the same steps.
 
     Raises:
         ValueError: there is none, or they were measured after different steps.
@@ -64,7 +64,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def gap(one: Curve, other: Curve, until: float = math.inf) -> float:
-    """Largest absolute difference at the steps up to `until` after which both were measured.
+    """Returns the largest absolute difference at the steps up to `until` after which both were measured.
 
     Raises:
         ValueError: there is no such step.
@@ -77,7 +77,7 @@ def gap(one: Curve, other: Curve, until: float = math.inf) -> float:
 
 
 def level(curve: Curve, since: float) -> float:
-    """Mean of what was measured after more than `since` steps.
+    """Returns the mean of the values measured after more than `since` steps.
 
     Raises:
         ValueError: nothing was.
@@ -89,7 +89,7 @@ def level(curve: Curve, since: float) -> float:
 
 
 def moved(changing: Curve, first: Curve, second: Curve, since: float) -> float:
-    """The part of the way from `first` to `second` that `changing` has behind it after step `since`.
+    """Returns the part of the way from `first` to `second` that `changing` has behind it after step `since`.
 
     0: still where `first` is; 1: where `second` is; NaN where these two do not differ.
     """
@@ -98,18 +98,19 @@ def moved(changing: Curve, first: Curve, second: Curve, since: float) -> float:
 
 
 def _changes(curve: Curve, since: float, until: float) -> list[float]:
-    """Changes to each measurement with since < step <= until, from the one before it."""
+    """Returns the changes to each measurement with since < step <= until, from the one before it."""
     values = list(zip(curve.steps, curve.values, strict=True))
     return [v - before for (_, before), (s, v) in pairwise(values) if since < s <= until]
 
 
 def sharpest(curve: Curve, since: float, until: float = math.inf) -> float:
-    """Largest absolute change from one measurement to the next, of those that end within (since, until]; else 0."""
+    """Returns the largest absolute change from one measurement to the next that ends within (since, until]; else 0."""
     return max((abs(c) for c in _changes(curve, since, until)), default=0.0)
 
 
 def setback(curve: Curve, better: int, since: float, until: float = math.inf) -> float:
-    """Largest change for the worse from one measurement to the next that ends within (since, until]; 0 if none is.
+    """Returns the largest change for the worse from one measurement to the next that ends within (since, until]; else
+    0.
 
     Args:
         curve: the measurements.
@@ -142,7 +143,7 @@ class Smoothness:
 def smoothness(
     changing: Iterable[Curve], constant: Iterable[Curve], *, better: int, since: float, until: float
 ) -> Smoothness:
-    """Compares repetitions of the changing curve with those in which nobody comes or goes.
+    """Compares repetitions of the changing curve with those in which no node comes or goes.
 
     Args:
         changing: one curve per repetition.

@@ -56,9 +56,7 @@ class Samples:
         return Samples(self.inputs[index], self.kinds[index])
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Returns what the model reads, and what it is to say: images and classes, or bytes and the bytes that
-        follow.
-        """
+        """Returns the model's inputs and targets: images and classes, or bytes and the bytes that follow."""
         inputs = torch.from_numpy(np.ascontiguousarray(self.inputs))
         if self.inputs.ndim == 2:
             return inputs[:, :-1].long(), inputs[:, 1:].long()
@@ -67,7 +65,7 @@ class Samples:
 
 
 class Stream:
-    """One node's own data without end: pass after pass, each in a new order.
+    """Endless samples of one node's own data: pass after pass, each in a new order.
 
     Without end, because a node that comes in the middle of an epoch with a finite share would be the only one with
     samples left at that epoch's end.
@@ -94,7 +92,7 @@ class Stream:
 
 
 def owners(kinds: int, nodes: int, seed: int) -> list[list[int]]:
-    """Which kinds each node owns: equally many, drawn by `seed`."""
+    """Returns the kinds that each node owns: equally many, drawn by `seed`."""
     if kinds % nodes:
         raise ValueError(f"{kinds} kinds cannot be owned by {nodes} nodes alike: expected a multiple")
     drawn = np.random.default_rng(seed).permutation(kinds).reshape(nodes, -1)
@@ -145,7 +143,7 @@ def assign_kinds(
 
 @lru_cache(maxsize=2)
 def fashion_images(part: str, root: str | Path = FASHION_MNIST) -> Samples:
-    """FashionMNIST's "train" or "t10k", from two gzipped IDX files.
+    """Returns FashionMNIST's "train" or "t10k", from two gzipped IDX files.
 
     Not read by `chaos_lightning.examples.datasets`, which imports Lightning: that takes longer than a quick figure.
 
@@ -168,14 +166,14 @@ def fashion_images(part: str, root: str | Path = FASHION_MNIST) -> Samples:
 
 
 def prose_text() -> bytes:
-    """English prose that comes with Python: the reference behind `help()`, 0.5 MB."""
+    """Returns English prose that comes with Python: the reference behind `help()`, 0.5 MB."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def source_texts() -> list[bytes]:
-    """Five sorts of source code that every machine with Python and torch has: four of Python, then C++.
+    """Returns five sorts of source code that every machine with Python and torch has: four of Python, then C++.
 
     The texts differ a little between releases of Python and torch.
     """
@@ -192,7 +190,7 @@ def source_texts() -> list[bytes]:
 
 
 def text_blocks(texts: Sequence[bytes], per_sort: int, seed: int, *, test: bool) -> Samples:
-    """Blocks of BLOCK + 1 bytes, equally many of each sort; the last fifth of each text is for the test alone.
+    """Returns blocks of BLOCK + 1 bytes, equally many of each sort; the last fifth of each text is for the test alone.
 
     Raises:
         ValueError: a text is too short.

@@ -1,4 +1,4 @@
-"""Figures 11 to 14: a node that brings its own data, or takes it away, and what that does to convergence.
+"""Figures 11 to 14: a node brings its own data, or takes it away, and convergence reacts.
 
 Theory of operation. Five nodes have data of their own (data.py), most of it of kinds that the others hardly have. For
 every curve of a figure a job of real processes is trained by the product (training.py): four nodes all along, five all
@@ -40,7 +40,7 @@ OWN = {"resnet": 0.8, "alexnet": 0.8, "vgg": 0.8, "gpt": 0.95}
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a training is and how often it is measured, in passes of each node over its own data.
+    """Length of a training and its measurements, in passes of each node over its own data.
 
     Attributes:
         passes: of the whole training.
@@ -62,7 +62,7 @@ def image_schedule(scale: Scale) -> Schedule:
 
 
 def text_schedule(scale: Scale) -> Schedule:
-    """The paper's: nodes come and go at epoch 3."""
+    """Returns the paper's schedule: nodes come and go at epoch 3."""
     return Schedule(6, 3, scale.pick(4, 5), 1.0, 1.0)
 
 
@@ -73,7 +73,7 @@ def seeds(scale: Scale) -> list[int]:
 
 @lru_cache(maxsize=16)
 def problem_of(kind: str, scale: Scale, seed: int) -> Problem:
-    """The data and the recipe; `kind` is one of NETS or "gpt"."""
+    """Returns the data and the recipe; `kind` is one of NETS or "gpt"."""
     from benchmarks.paper.convergence import models
 
     if kind == "gpt":
@@ -96,7 +96,7 @@ def problem_of(kind: str, scale: Scale, seed: int) -> Problem:
 
 @lru_cache(maxsize=2)
 def pretrained(scale: Scale) -> tuple[dict[str, Any], float]:
-    """The GPT that all nodes have on their disks, and its loss on the prose that it was trained on."""
+    """Returns the GPT that all nodes have on their disks, and its loss on the prose that it was trained on."""
     from benchmarks.paper.convergence.models import GPT_SIZES, pretrain
 
     return pretrain(GPT_SIZES, scale.pick(60, 400), scale.seed)
@@ -104,7 +104,7 @@ def pretrained(scale: Scale) -> tuple[dict[str, Any], float]:
 
 @lru_cache(maxsize=64)
 def run_of(kind: str, scale: Scale, seed: int, nodes: int, change: Change) -> Run:
-    """One training, done once in this process."""
+    """Returns one training, which is done once in this process."""
     from benchmarks.paper.convergence.training import train
 
     problem = problem_of(kind, scale, seed)
@@ -157,16 +157,18 @@ class Comparison:
         return (self.schedule.passes - self.schedule.last) * self.steps_per_pass
 
     def tracks(self) -> float:
-        """Largest difference from the first curve before the change, in any repetition."""
+        """Returns the largest difference from the first curve before the change, in any repetition."""
         pairs = zip(self.changing, self.first, strict=True)
         return max(gap(c.curve, f.curve, c.changed - 1) for c, f in pairs)
 
     def identical(self) -> bool:
-        """Whether what was learned is the first curve's to the last bit, at each measurement before the change."""
+        """Returns whether the learned values equal the first curve's to the last bit, at each measurement before the
+        change.
+        """
         return all(_same(c, f) for c, f in zip(self.changing, self.first, strict=True))
 
     def unexplained(self) -> bool:
-        """Whether some repetition is not, though the scheduler changed no trees in it."""
+        """Returns whether some repetition is not identical, though the scheduler changed no trees in it."""
         pairs = zip(self.changing, self.first, strict=True)
         return any(not _same(c, f) and not c.rewired and not f.rewired for c, f in pairs)
 
@@ -176,12 +178,12 @@ class Comparison:
         return tuple(level(_mean(r, newcomers), self.tail) for r in runs)  # type: ignore[return-value]
 
     def moved(self, newcomers: bool = False) -> float:
-        """The part of the way from first to second that lies behind the changing one at the end."""
+        """Returns the part of the way from first to second that lies behind the changing curve at the end."""
         means = [_mean(runs, newcomers) for runs in (self.changing, self.first, self.second)]
         return moved(means[0], means[1], means[2], self.tail)
 
     def smoothness(self) -> Smoothness:
-        """Just after the change beside the same in which nobody comes or goes."""
+        """Compares changes just after a node comes or goes with those of runs in which no node does."""
         at = self.schedule.change * self.steps_per_pass
         return smoothness(
             [r.curve for r in self.changing],
@@ -232,7 +234,7 @@ def _mean(runs: Sequence[Run], newcomers: bool = False) -> Curve:
 
 
 def _drawn(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """Mean, least and greatest over the repetitions."""
+    """Returns mean, least and greatest values over the repetitions."""
     rows = list(zip(*(r.curve.values for r in runs), strict=True))
     return {
         "steps": [float(s) for s in runs[0].curve.steps],
@@ -246,7 +248,7 @@ def _drawn(runs: Sequence[Run]) -> dict[str, list[float]]:
 def compare(
     number: str, kinds: Sequence[str], change: Change, scale: Scale, began: float
 ) -> tuple[list[Comparison], int]:
-    """Trains what a figure needs; as many repetitions as fit its budget, at least one.
+    """Trains the runs that a figure needs; as many repetitions as fit its budget, at least one.
 
     Args:
         number: of the figure, for progress.
@@ -291,7 +293,7 @@ def compare(
 
 
 def full_size_join(seed: int, *, bare: bool) -> dict[str, Any]:
-    """Two nodes train adapters of GPT-2 small, a third joins: what moved.
+    """Trains adapters of GPT-2 small on two nodes, lets a third one join, and returns the bytes that moved.
 
     Args:
         seed: of all weights.
@@ -382,17 +384,19 @@ def _text_figure(
 
 
 def fig11(scale: Scale) -> FigureResult:
-    """Four nodes train image classifiers, a fifth brings its data."""
+    """Makes Fig. 11: four nodes train image classifiers, a fifth brings its data."""
     return _image_figure("11", "out", scale)
 
 
 def fig12(scale: Scale) -> FigureResult:
-    """Five nodes train image classifiers, one takes its data away."""
+    """Makes Fig. 12: five nodes train image classifiers, one takes its data away."""
     return _image_figure("12", "in", scale)
 
 
 def fig13(scale: Scale) -> FigureResult:
-    """Four nodes fine-tune a GPT with LoRA, a fifth brings its data; what its join moves."""
+    """Makes Fig. 13: four nodes fine-tune a GPT with LoRA, a fifth brings its data; also the bytes that its join
+    moves.
+    """
     began, full = time.monotonic(), None
     if not scale.quick:
         full = {}
@@ -403,7 +407,7 @@ def fig13(scale: Scale) -> FigureResult:
 
 
 def fig14(scale: Scale) -> FigureResult:
-    """Five nodes fine-tune a GPT with LoRA, one takes its data away."""
+    """Makes Fig. 14: five nodes fine-tune a GPT with LoRA, one takes its data away."""
     return _text_figure("14", "in", scale, time.monotonic())
 
 

@@ -59,7 +59,7 @@ class Shortcut(nn.Module):
 
 
 def image_net(name: str) -> nn.Sequential:
-    """One of IMAGE_NETS; images (n, 1, 28, 28) in, logits (n, 10) out."""
+    """Returns one of IMAGE_NETS, from images (n, 1, 28, 28) to logits (n, 10)."""
     if name == "resnet":
         return nn.Sequential(
             nn.Conv2d(1, 16, 3, 2, 1, bias=False),
@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (n, length) in, logits (n, length, vocabulary) out; input and output embedding are one tensor.
+    """Model from tokens (n, length) to logits (n, length, vocabulary); input and output embedding are one tensor.
 
     Sizes are GPT-2's names: `GPT(vocabulary=50257, context=1024, layers=12, heads=12, width=768)` is GPT-2 small.
     """
@@ -125,7 +125,7 @@ class GPT(nn.Module):
 
 
 def build_gpt(seed: int, **sizes: int) -> GPT:
-    """A GPT whose weights `seed` draws: the same on every machine that has this torch."""
+    """Returns a GPT whose weights `seed` draws: the same on every machine that has this torch."""
     with torch.device("meta"):
         net = GPT(**sizes)
     net.to_empty(device="cpu")
@@ -189,7 +189,7 @@ GPT2_SMALL = {"vocabulary": 50257, "context": 1024, "layers": 12, "heads": 12, "
 
 @dataclass(frozen=True)
 class Recipe:
-    """How every node builds the model and its optimizer.
+    """Recipe by which every node builds the model and its optimizer.
 
     Attributes:
         net: one of IMAGE_NETS, or "gpt".
@@ -214,7 +214,7 @@ class Recipe:
     base_seed: int = 0
 
     def model(self) -> nn.Module:
-        """The model as training begins, the same on all nodes."""
+        """Returns the model as training begins, the same on all nodes."""
         torch.manual_seed(self.seed)
         if self.net != "gpt":
             return image_net(self.net)
@@ -232,13 +232,13 @@ class Recipe:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy per sample (images) or per byte (text), in nats."""
+    """Returns the mean cross entropy per sample (images) or per byte (text), in nats."""
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Problem of a run.
+    """Recipe, data and test set of one training run.
 
     Attributes:
         recipe: how nodes build model and optimizer.
@@ -259,7 +259,7 @@ class Problem:
 
 
 class Judge:
-    """Measures a model on a problem's test set: accuracy in percent for images, loss in nats per byte for text."""
+    """Judge of a model on a problem's test set: accuracy in percent for images, loss in nats per byte for text."""
 
     def __init__(self, problem: Problem) -> None:
         self._model = problem.recipe.model().eval()
@@ -269,7 +269,7 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, learned: Mapping[str, np.ndarray]) -> tuple[float, float]:
-        """The quality on all of the test, and on the fifth node's kinds alone.
+        """Returns the quality on all of the test, and on the fifth node's kinds alone.
 
         Args:
             learned: what training changed: parameters and buffers by name.
@@ -285,14 +285,14 @@ class Judge:
 
 
 def learned_arrays(model: nn.Module) -> dict[str, np.ndarray]:
-    """Returns what training changes, by the names of `state_dict`: parameters that learn, and buffers."""
+    """Returns the tensors that training changes, by the names of `state_dict`: learned parameters, and buffers."""
     names = {n for n, p in model.named_parameters() if p.requires_grad} | {n for n, _ in model.named_buffers()}
     return {n: v.detach().numpy() for n, v in model.state_dict().items() if n in names}
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """This process computes with one thread: with more, they wait for each other wherever nodes are busy beside it."""
+    """Holds this process to one thread while the block runs: with more, they wait wherever nodes are busy beside it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -302,7 +302,7 @@ def one_thread() -> Iterator[None]:
 
 
 def image_problem(net: str, seed: int, *, per_node: int, own: float, lr: float, batch: int, tests: int) -> Problem:
-    """FashionMNIST on five nodes.
+    """Returns the problem of FashionMNIST on five nodes.
 
     Args:
         net: one of IMAGE_NETS.
@@ -334,7 +334,7 @@ def text_problem(
     tests: int,
     rank: int,
 ) -> Problem:
-    """Source code on five nodes; node i owns sort i, the fifth C++.
+    """Returns the problem of source code on five nodes; node i owns sort i, the fifth C++.
 
     Args:
         base: pre-trained weights.
@@ -384,5 +384,5 @@ def pretrain(
 
 
 def _whole(samples: Samples, batch: int) -> Samples:
-    """As many of the samples as make whole batches."""
+    """Returns as many of the samples as make whole batches."""
     return samples.take(np.arange(len(samples) - len(samples) % batch))

@@ -40,7 +40,7 @@ PRELOAD = ("benchmarks.paper.convergence.training", "chaos_lightning.trainer", "
 
 @dataclass(frozen=True)
 class Part:
-    """Part of one node, as it is told before it starts.
+    """Orders of one node, given before it starts.
 
     Attributes:
         name: its name.
@@ -63,7 +63,7 @@ class Part:
 
 
 def node(pipe: Connection, part: Part, recipe: Recipe, samples: Samples, number: int) -> None:
-    """A node's process: builds everything, waits for "go", trains, and says how it ended."""
+    """Runs a node's process: builds everything, waits for "go", trains, and says how it ended."""
     import torch
 
     from chaos_lightning.replication.access import ModuleState, optimizer_tensors
@@ -122,7 +122,7 @@ def _nbytes(tensors: Iterable[Any]) -> int:
 
 @dataclass
 class Run:
-    """One training.
+    """Outcome of one training.
 
     Attributes:
         change: "": the same nodes all along; "out": the fifth came; "in": it went.
@@ -151,7 +151,7 @@ class Run:
 
 
 def contributors_by_step(records: Iterable[Record], node_name: str) -> dict[int, int]:
-    """Nodes that brought samples to each optimizer step, as node `node_name` saw it committed."""
+    """Returns how many nodes brought samples to each optimizer step, as node `node_name` saw it committed."""
     found = {}
     for r in records:
         if r.name == "committed" and r.node == node_name and r["kind"] == "step":
@@ -160,7 +160,7 @@ def contributors_by_step(records: Iterable[Record], node_name: str) -> dict[int,
 
 
 def change_in(contributors: Mapping[int, int]) -> int:
-    """The first step with another number of nodes than the step before; 0 if there is none.
+    """Returns the first step with another number of nodes than the step before; 0 if there is none.
 
     Raises:
         ValueError: there is more than one: somebody else came or went, and the run shows something else.
@@ -173,7 +173,7 @@ def change_in(contributors: Mapping[int, int]) -> int:
 
 
 def transfer_facts(records: Iterable[Record], node_name: str) -> dict[str, Any]:
-    """Returns what the join of `node_name` moved, by its own event log.
+    """Returns the facts about the pulls and the replay with which `node_name` joined, by its own event log.
 
     Returns:
         way: "replay" or "pause"; pulls: for each pull of state {nbytes: moved, skipped: held already, recognised by
@@ -196,7 +196,8 @@ def transfer_facts(records: Iterable[Record], node_name: str) -> dict[str, Any]:
 
 
 def rewirings(records: Iterable[Record], node_name: str, changed: int) -> list[str]:
-    """Reasons of views with the members of the one before, decided before `node_name` committed step `changed`.
+    """Returns the reasons of views with the members of the one before, decided before `node_name` committed step
+    `changed`.
 
     Args:
         records: of members and scheduler.
@@ -293,7 +294,7 @@ def train(
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
-    """Hash of named arrays, equal exactly where their bytes are."""
+    """Returns a hash of named arrays, equal exactly where their bytes are."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(arrays):
         digest.update(name.encode() + arrays[name].tobytes())
@@ -303,7 +304,7 @@ def _digest(arrays: Mapping[str, Any]) -> str:
 def _finish(
     run: Run, fleet: _Fleet, problem: Problem, nodes: int, measured: Sequence[tuple[int, float, float]]
 ) -> None:
-    """Fills in what the end of a run and its event logs tell."""
+    """Fills in the facts from the end of a run and its event logs."""
     steps = tuple(step for step, _, _ in measured)
     run.curve = Curve(steps, tuple(value for _, value, _ in measured))
     run.newcomers = Curve(steps, tuple(value for _, _, value in measured))
@@ -326,7 +327,7 @@ def _finish(
 
 
 class _Fleet:
-    """The processes of one run, and what they said."""
+    """Processes of one run, and their messages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -347,7 +348,7 @@ class _Fleet:
             wait([w.pipe for w in self.workers.values()], 0.01)
 
     def await_all(self, kind: str, count: int, learned: Callable[[int, Any], None] | None = None) -> None:
-        """Until that many nodes said `kind`; hands on what was learned meanwhile."""
+        """Waits until that many nodes have sent `kind`; takes in other messages meanwhile."""
         deadline = time.monotonic() + DEADLINE_S
         while len(self.said.get(kind, [])) < count:
             pipes = {w.pipe: n for n, w in self.workers.items() if n not in self._ended}
@@ -379,12 +380,12 @@ class _Fleet:
         self.said.setdefault(kind, []).append(tuple(rest))
 
     def troubles(self, records: Iterable[Record]) -> str:
-        """Deaths, fences and errors in words."""
+        """Returns deaths, fences and errors in words."""
         kinds = ("death", "fenced", "error", "suspect", "refused")
         lines = [str(r) for r in records if r.name in kinds]
         return "; ".join(lines[:5]) or "the event log tells of no trouble"
 
     def kill(self) -> None:
-        """Ends whoever is still there."""
+        """Ends all processes that are still there."""
         for worker in self.workers.values():
             worker.kill(2.0 if len(self._ended) == len(self.workers) else 0.0)  # where all is said they end

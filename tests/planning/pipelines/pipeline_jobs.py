@@ -11,7 +11,9 @@ AMPLE = 10**9
 
 
 def equal_job(pipelines, stages, micro_batches, memory_nbytes=AMPLE, hop_s=0.0):
-    """One layer for each stage: 1 s forward, 2 s back, 10 bytes kept; `micro_batches` are a pipeline's."""
+    """Returns a job with one layer for each stage: 1 s forward, 2 s back, 10 bytes kept; `micro_batches` are a
+    pipeline's.
+    """
     layers = tuple(
         Layer(name=f"l{k}", forward_s=1.0, backward_s=2.0, activation_nbytes=10, output_nbytes=1) for k in range(stages)
     )
@@ -27,12 +29,12 @@ def equal_job(pipelines, stages, micro_batches, memory_nbytes=AMPLE, hop_s=0.0):
 
 
 def at(pipeline, stage):
-    """The name of the device of a place."""
+    """Returns the name of the device at a place."""
     return f"p{pipeline}s{stage}"
 
 
 def plan_of(job, cuts, micro_batches, **more):
-    """A plan with the devices in order; `cuts` has a pipeline's borders, `micro_batches` their numbers."""
+    """Returns a plan with the devices in order; `cuts` has a pipeline's borders, `micro_batches` their numbers."""
     names = iter(d.name for d in job.devices)
     rows = tuple(
         Pipeline(tuple(PlanStage(next(names), a, b) for a, b in pairwise(cut)), m)
@@ -44,13 +46,15 @@ def plan_of(job, cuts, micro_batches, **more):
 
 
 def equal_plan(job, pipelines, **more):
-    """All pipelines cut alike, with equal numbers of micro-batches."""
+    """Returns a plan of pipelines that are all cut alike, with equal numbers of micro-batches."""
     stages = range(job.costs.count + 1)
     return plan_of(job, [tuple(stages)] * pipelines, [job.micro_batches // pipelines] * pipelines, **more)
 
 
 def random_job(random):
-    """Unequal layers and devices, and pipelines that are cut differently; with it, their cuts and micro-batches."""
+    """Returns a job of unequal layers and devices for pipelines with different cuts; with it, their cuts and
+    micro-batches.
+    """
     count = random.randint(1, 6)
     cuts, micro_batches = [], []
     for _ in range(random.randint(2, 4)):

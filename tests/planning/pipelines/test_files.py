@@ -1,4 +1,4 @@
-"""Files of jobs: what they may say, what is refused in which words, and the way back."""
+"""Files of jobs: their contents, the words of refusals, and the way back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ links:
 
 
 def said(about: Any, devices: int | None = None) -> str:
-    """Returns what is said of a job that is refused."""
+    """Returns the error text for a job that is refused."""
     with pytest.raises(JobError) as refused:
         job_of(about, "job.yaml", devices)
     return str(refused.value)

@@ -1,4 +1,4 @@
-"""Tests what a job learns from its losses, against sums that are done by hand or by enumeration."""
+"""Tests the estimates that a job learns from its losses, against sums by hand or by enumeration."""
 
 from __future__ import annotations
 

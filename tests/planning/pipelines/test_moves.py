@@ -1,4 +1,6 @@
-"""Tests who takes which place, and what moves: against scipy, against all permutations, and by hand."""
+"""Tests the assignment of devices to places, and the moved bytes: against scipy, against all permutations, and by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def layers_of(plan: PipelinePlan, name: str) -> set[int]:
 
 
 def lacks(change: Change, device: str, place: str) -> set[int]:
-    """The layers that a device has to get to take the place that another has in the new plan."""
+    """Returns the layers that a device has to get to take the place that another has in the new plan."""
     return layers_of(change.new, place) - layers_of(change.old, device)
 
 
@@ -42,7 +44,7 @@ def cost(change: Change, device: str, place: str) -> int:
 
 
 def least_busy(change: Change, placed: PipelinePlan) -> float:
-    """Bytes of the busiest source if fractions of bytes could be sent, by linear programming."""
+    """Returns the bytes of the busiest source if fractions of bytes could be sent, by linear programming."""
     holders = change.old.holders()
     lacking = Counter(x for d in placed.devices for x in layers_of(placed, d) - layers_of(change.old, d))
     demand = {x: n * change.job.costs.state(x, x + 1) for x, n in lacking.items() if change.job.costs.state(x, x + 1)}
@@ -61,7 +63,7 @@ def least_busy(change: Change, placed: PipelinePlan) -> float:
 
 
 def cheapest(change: Change) -> Iterator[PipelinePlan]:
-    """All plans with the fewest bytes, by trying every permutation."""
+    """Yields all plans with the fewest bytes, by trying every permutation."""
     places = change.new.devices
     orders = list(permutations(places))
     costs = [sum(cost(change, d, p) for d, p in zip(order, places, strict=True)) for order in orders]
@@ -94,7 +96,9 @@ def test_places_stay_with_their_kind_of_device(change: Change) -> None:
 
 @given(changes(most_devices=5), st.sampled_from([2, 3, moves.LEVELS]))
 def test_among_the_cheapest_the_busiest_card_is_the_least(change: Change, levels: int) -> None:
-    """The search says so if a device receives more than any sends. Else it is no less than the least."""
+    """The search finds the least load of the busiest card if a device receives more than any sends. Otherwise its
+    result is no less than the least.
+    """
 
     def busiest(plan: PipelinePlan) -> tuple[int, int]:
         found = move_list(change.job, change.old, plan)

@@ -10,7 +10,7 @@ from chaos_lightning.planning.pipelines.templates import oobleck, symmetric
 
 @pytest.fixture
 def options():
-    """Eight devices, two stages at least, of which one is lost."""
+    """Options with eight devices, two stages at least, and one lost device."""
     fleet = EqualFleet(job_of(8, 16, 32, room=31))
     return EqualOptions(fleet=fleet, before=fleet.formation("best", 8).without([0]), devices=7)
 

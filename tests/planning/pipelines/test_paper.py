@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper: its candidates, and what the search keeps to."""
+"""Algorithm 1 of the paper: its candidates, and the rules that the search keeps."""
 
 import math
 from collections import Counter
@@ -108,7 +108,9 @@ def test_algorithm_1_is_the_best_of_its_candidates(case):
 
 
 def test_algorithm_1_is_worse_than_the_best_shape_after_a_loss():
-    """4 x 2 loses one of 8: it deals micro-batches by stages, where the best split has one less for the long one."""
+    """A 4 x 2 job loses one of 8 devices: Algorithm 1 deals micro-batches by stages, where the best split has one less
+    for the long pipeline.
+    """
     shapes = Planner(job_of(8, 16, 32, room=31)).shapes
     was = shapes.exact(8)
     assert [(r.stages, r.micro_batches) for r in was.rows] == [(2, 4)]

@@ -1,4 +1,4 @@
-"""Which candidate is chosen, with values worked out by hand."""
+"""Chooses between candidates, with values worked out by hand."""
 
 from __future__ import annotations
 

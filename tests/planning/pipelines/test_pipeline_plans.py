@@ -1,4 +1,4 @@
-"""Tests what is no plan is refused in one line, as a value and as text."""
+"""Tests that an invalid plan is refused in one line, as a value and as text."""
 
 from dataclasses import replace
 

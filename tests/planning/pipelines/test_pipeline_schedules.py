@@ -1,4 +1,4 @@
-"""Instruction lists: what they hold, what torch has for them, and what the validator finds."""
+"""Instruction lists: their contents, those of torch, and the validator's findings."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,9 @@ def routes(p, m):
 
 
 def most_open(row):
-    """Most micro-batches whose forward pass is done and whose backward pass, or both halves of it, is not."""
+    """Returns the most micro-batches whose forward pass is done and whose backward pass, or both halves of it, is
+    not.
+    """
     kept, most = set(), 0
     for x in row:
         kept = kept | {x.micro_batch} if x.kind == "F" else kept - {x.micro_batch} if x.kind in "BW" else kept
@@ -68,7 +70,7 @@ def test_a_text_that_is_no_instruction_is_named(text):
 
 
 def pipeline_stage(p):
-    """Returns what torch's schedules ask of a stage before they run."""
+    """Returns a stage with all that torch's schedules ask of it before they run."""
     return SimpleNamespace(num_stages=p, group_size=p, group_rank=0, stage_index=0, is_last=p == 1, has_backward=True)
 
 
@@ -97,7 +99,7 @@ def test_1f1b_is_that_of_torch(m):
 
 
 def broken(change, p=3, m=3, name="1f1b"):
-    """Returns what the validator says of a schedule in which something was changed."""
+    """Returns the validator's words about a schedule in which something was changed."""
     lists = [list(row) for row in SCHEDULES[name](p, m)]
     change(lists)
     with pytest.raises(ScheduleError) as caught:

@@ -64,7 +64,7 @@ def members_of(pipeliner: Pipeliner, count: int, first: int = 0) -> list[Device]
 
 
 def text_of(rows: int, stages: int, micro_batches: int) -> str:
-    """Pipelines of one layer a stage, on members in order; `micro_batches` are a pipeline's."""
+    """Returns the text of pipelines of one layer a stage, on members in order; `micro_batches` are a pipeline's."""
     plan = PipelinePlan(
         stages,
         tuple(
@@ -81,7 +81,7 @@ def owned(text: str) -> dict[str, set[int]]:
 
 
 def check(pipeliner: Pipeliner, answer: PipelineAnswer, members: Collection[Device], held: dict[str, set[int]]) -> None:
-    """Holds an answer against what is asked of every one of them.
+    """Checks the conditions that every answer must meet.
 
     Args:
         pipeliner: Whose answer it is.
@@ -113,7 +113,7 @@ def check(pipeliner: Pipeliner, answer: PipelineAnswer, members: Collection[Devi
 
 
 def needed(pipeliner: Pipeliner, view: ViewPipelines, name: str, handed_over: set[int]) -> int:
-    """Bytes at the peak of a step, counted unit by unit in the order of the member's own list."""
+    """Returns the bytes at the peak of a step, counted unit by unit in the order of the member's own list."""
     layers, buffers = pipeliner.profile.layers, pipeliner.profile.memory.flat_buffers
     own = {x for s in view.plan.stages.get(name, ()) for x in s.layers}
     kept = sum(layers[x].parameter_nbytes + layers[x].optimizer_nbytes for x in own | handed_over)
@@ -203,7 +203,7 @@ def test_any_changes_of_members(data: st.DataObject, profile: TrainingJob, polic
         answer = pipeliner.after(text, members, leaving)
         told = set().union(*held.values())
         assert [x.name for i, x in enumerate(profile.layers) if i not in told] == list(answer.lost_layers)
-        # One that was started later says the same.
+        # A pipeliner that was started later gives the same answer.
         assert Pipeliner(profile, policy, copies=copies).after(text, members, leaving).text == answer.text
         if answer.text is None:
             assert answer.reason
@@ -522,7 +522,7 @@ def test_another_kind_of_members_is_planned_by_its_own_times() -> None:
 def test_costs_beside_layers_are_found_again_in_the_steps_that_they_make_longer(
     stages: int, micro_batches: int, unequal: float
 ) -> None:
-    """Two pipelines; members of the second may be faster: they wait, and their end is not the step's."""
+    """In two pipelines, members of the second may be faster: they wait, and their end is not the step's."""
     pipeliner = Pipeliner(profile_of(stages, 2 * micro_batches, within_host=LinkRate(), between_hosts=LinkRate()))
     members = [replace(d, speed=unequal) for d in members_of(pipeliner, 2 * stages)]
     members[:stages] = members_of(pipeliner, stages)

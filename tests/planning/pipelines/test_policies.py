@@ -1,4 +1,4 @@
-"""Policies on fleets of equal devices: what they propose, with step times and guests worked out by hand."""
+"""Policies on fleets of equal devices: their proposals, with step times and guests worked out by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ LAYERS = 8
 
 
 def fleet(devices: int = 16, micro_batches: int = 32, room: float = 2.5, **pauses: float) -> EqualFleet:
-    """Layers of 1 s forward and 2 s backward, each of 1 GiB; `room` says how many fit on a device."""
+    """Returns a fleet for layers of 1 s forward and 2 s backward, each of 1 GiB; `room` says how many fit on a
+    device.
+    """
     layer = Layer(name="", forward_s=1.0, backward_s=2.0, parameter_nbytes=GIB)
     job = TrainingJob(
         layers=tuple(replace(layer, name=f"l{i}") for i in range(LAYERS)),
@@ -35,7 +37,7 @@ def fleet(devices: int = 16, micro_batches: int = 32, room: float = 2.5, **pause
 
 
 def alike(pipelines: int, stages: int, micro_batches: int) -> Formation:
-    """So many pipelines, all cut alike."""
+    """Returns a layout of so many pipelines, all cut alike."""
     each = LAYERS // stages
     step_s = (micro_batches + stages - 1) * each * 3.0
     shape = PlanShape(pipelines * stages, (Alike(stages, micro_batches, pipelines),), step_s, step_s, True)

@@ -1,4 +1,4 @@
-"""Requests for pipelines: as text and back, and what is refused."""
+"""Requests for pipelines: as text and back, and the refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches of lost devices: who takes them, in which lists, with how much memory, and how long it takes."""
+"""Micro-batches of lost devices: their new devices, instruction lists, memory and time."""
 
 import itertools
 import statistics
@@ -32,7 +32,7 @@ seeds = st.integers(0, 10**6)
 
 
 def check(job, plan, *, split=False):
-    """Every unit once, in lists that end."""
+    """Checks that every unit runs once, in lists that end."""
     plan.check()
     made = lists_of(job, plan, split=split)
     check_schedule(made.lists, dict(enumerate(made.routes)))
@@ -46,7 +46,7 @@ def slowdown(job, plan, lost, **how):
 
 
 def guests(plan):
-    """By device: how many detours it has."""
+    """Returns by device how many detours it has."""
     return {name: sum(d.device == name for d in plan.detours) for name in plan.stages}
 
 
@@ -165,7 +165,9 @@ def test_every_unit_runs_once_and_no_more_is_kept_than_fits(seed, search, split)
 
 
 def most(row, ends):
-    """Most micro-batches of a list whose forward pass has begun and none of these kinds has."""
+    """Returns the most micro-batches of a list whose forward pass has begun and of whose later passes none of these
+    kinds has.
+    """
     kept = high = 0
     for x in row:
         kept += (x.kind == "F") - (x.kind in ends)
@@ -186,7 +188,7 @@ def test_no_more_is_in_flight_than_the_cap(pipelines, stages, m, extra, split):
 
 
 class Routed:
-    """Times of units and hops where a micro-batch has a route of its own."""
+    """Times of units and hops when a micro-batch has a route of its own."""
 
     def __init__(self, fleet, ran):
         self.fleet, self.routes = fleet, ran.routes
@@ -343,7 +345,9 @@ def test_a_slow_owner_gets_fewer_guests():
 
 
 def random_losses(seed):
-    """A job of equal pipelines with losses, its rerouted run, and what a large fleet would know of it."""
+    """Returns a job of equal pipelines with losses, its rerouted run, and the run as a large fleet's estimate sees it;
+    None if the losses leave no way.
+    """
     random = Random(seed)
     pipelines, stages, m = random.randint(2, 8), random.randint(1, 6), random.randint(1, 12)
     job = equal_job(pipelines, stages, m)
@@ -381,7 +385,7 @@ def test_without_guests_the_quick_reckoning_is_1f1b():
 @given(st.integers(1, 5), st.integers(0, 6), st.sampled_from([0, 1, 3]), seeds)
 @example(5, 6, 0, 289)
 def test_guests_make_no_pipeline_faster(stages, m, extra, seed):
-    """By more than a list that is made greedily may win by chance: of 2,500 pipelines none does, one is 0.8% faster."""
+    """The gain is never more than a greedily made list may win by chance: of 2,500 pipelines one is 0.8% faster."""
     random = Random(seed)
     rows = [tuple(random.uniform(1, 3) for _ in range(stages)) for _ in range(3)]
     times = PipelineTimes(rows[0], rows[1], rows[2][1:])

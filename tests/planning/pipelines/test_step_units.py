@@ -1,4 +1,4 @@
-"""Units of a step: their order, neighbours and coverage, and the text of a view that they follow from."""
+"""Units of a step: their order, neighbours and coverage, and the text of the view from which they follow."""
 
 import json
 import random
@@ -26,7 +26,9 @@ def members(view):
 
 
 def run_all(view, empty=()):
-    """Lets all members run their units, each waiting for what others send; returns who ran what in which order."""
+    """Runs the units of all members, each waiting for the others' output; returns (member, unit) in the order of the
+    runs.
+    """
     rows = {m: list(view.units(m, empty)) for m in members(view)}
     sent, ran = {}, []
     while any(rows.values()):
@@ -43,7 +45,7 @@ def run_all(view, empty=()):
 
 
 def whole(view, empty=()):
-    """Every layer of every micro-batch ran forward and back, once, in order, by its owners."""
+    """Checks that every layer of every micro-batch ran forward and back, once, in order, by its owners."""
     ran = run_all(view, empty)
     for j in range(view.plan.micro_batches):
         forward = [(u.first, u.end) for _, u in ran if u.micro_batch == j and u.kind == FORWARD]

@@ -15,7 +15,7 @@ from chaos_lightning.planning.pipelines.templates import oobleck, split, symmetr
 
 
 def shapes_of(devices, micro_batches, fewest=1, layers=8, **about):
-    """Layers of one byte on devices that hold the model in no fewer than `fewest`."""
+    """Returns shapes for layers of one byte on devices that hold the model in no fewer than `fewest`."""
     return Planner(job_of(devices, micro_batches, layers, room=-(-layers // fewest), **about)).shapes
 
 
@@ -35,7 +35,7 @@ def test_templates_have_consecutive_sizes_from_the_fewest_devices_on():
 @settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(0, 2), st.integers(0, 14))
 def test_every_number_of_devices_from_the_least_on_is_covered(fewest, faults, more):
-    """Theirs: with n0 templates of consecutive sizes; eight layers allow stages enough for n0 up to 4."""
+    """Oobleck's claim: n0 templates of consecutive sizes cover all; eight layers allow stages enough for n0 up to 4."""
     devices = (faults + 1) * fewest + more
     shapes = shapes_of(devices, 3 * devices, fewest)
     assert len(templates(shapes, 100, faults)) >= fewest
