@@ -80,7 +80,7 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True)
 class SharePlan:
-    """Shares of a transfer: who sends how much."""
+    """Plan of a transfer: the bytes that each source sends."""
 
     policy: str
     shares: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Links that a plan needs, where not every pair of devices has one; and the same plan with devices in other places.
+"""Checks that a plan has the links that it needs, where not every pair of devices has one; else exchanges devices.
 
 Theory of operation. A micro-batch goes from the device of one stage to that of the next, so these need a link. The
 owners of a layer reduce its gradient among themselves, as do those of layers that share a parameter, so links must
@@ -18,7 +18,7 @@ from chaos_lightning.planning.pipelines.plan import PipelinePlan
 Links = Collection[frozenset[str]]
 """Pairs of devices that have a link."""
 _STEPS = 2000
-"""Devices that are put into a place at most."""
+"""Most devices that a search puts into a place."""
 
 
 def missing_link(plan: PipelinePlan, links: Links, shared: Mapping[str, tuple[int, ...]]) -> str:
@@ -46,7 +46,8 @@ def missing_link(plan: PipelinePlan, links: Links, shared: Mapping[str, tuple[in
 def seated_by_links(
     plan: PipelinePlan, kinds: Mapping[str, object], links: Links, shared: Mapping[str, tuple[int, ...]]
 ) -> PipelinePlan:
-    """Returns the plan with devices of one kind exchanged so that it lacks no link; the plan itself if none is found.
+    """Returns the plan with devices of one kind exchanged so that it lacks no link; the plan itself if no exchange
+    helps.
 
     Args:
         plan: The plan.

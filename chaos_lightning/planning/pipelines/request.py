@@ -30,7 +30,7 @@ _REQUESTS = 16
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """See the module."""
+    """Request of a member for pipelines (see the module)."""
 
     job: TrainingJob
     """Layers with their costs, micro-batches, overheads and memory rules; and one device, the member's own."""
@@ -39,7 +39,7 @@ class PipelineRequest:
     copies: int
     """Owners that each layer is to have, as far as memory allows."""
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By the name of a parameter that several layers use: these layers, in order."""
+    """Layers that use a parameter together, in order, by its name."""
     on_lost_parts: str = "wait"
     """One of ON_LOST_PARTS."""
 
