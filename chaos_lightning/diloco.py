@@ -58,13 +58,12 @@ class DiLoCo:
     """Cluster of an outer job, for a plain loop.
 
     Args:
-        model: Its trained parameters travel, and the statistics of its BatchNorm layers are averaged.
-        optimizer: The inner one; its state stays here.
-        buffers: Names of further buffers that forward passes change, and that are to be averaged.
-        words: What else must be equal in all clusters, such as a tokenizer's hash, by name.
-        seed: Of the order of shared data; equal in all clusters.
-        outer_optimizer: The server's: auto, delayed_nesterov, nesterov or sgd (`optimizer` of `OuterSettings`).
-        settings: Fields of `ClusterOptions` and of `OuterSettings`; the environment fills in the former. `batch`, the
+        model: Its trained parameters travel, and the statistics of its BatchNorm layers are averaged. optimizer: Inner
+        optimizer; its state stays here. buffers: Names of further buffers that forward passes change, and that are to
+        be averaged. words: Further values that must be equal in all clusters, such as a tokenizer's hash, by name.
+        seed: Seed of the order of shared data; equal in all clusters. outer_optimizer: Optimizer of the server: auto,
+        delayed_nesterov, nesterov or sgd (`optimizer` of `OuterSettings`). settings: Fields of `ClusterOptions` and of
+        `OuterSettings`; the environment fills in the former. `batch`, the
             samples of a step, is by default that of a batch of the loader; to be given where a step uses several.
 
     Attributes:

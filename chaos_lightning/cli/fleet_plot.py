@@ -1,4 +1,4 @@
-"""A picture of policies on one fleet: devices and throughput over time, and where the time of all runs went."""
+"""Draws a picture of policies on one fleet: devices and throughput over time, and where the time of all runs went."""
 
 from __future__ import annotations
 

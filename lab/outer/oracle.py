@@ -75,10 +75,10 @@ class Oracle:
     """Oracle of a simulated outer job (see the module).
 
     Attributes:
-        pushes: What each push covers: numbers of inner steps.
+        pushes: Numbers of the inner steps that each push covers.
         discarded: Inner steps that their cluster has thrown away.
         lost: Inner steps of pushes that a rollback took back for good: also of who was removed, and came in anew.
-        versions: By version and block: what it must be.
+        versions: Symbol that a block of a version must be, by version and block.
     """
 
     def __init__(self) -> None:

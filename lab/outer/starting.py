@@ -27,12 +27,12 @@ class ServerStart(Process):
     """Start of a whole server (see the module).
 
     Args:
-        job: The whole.
-        called: What followers' names begin with, and how many are asked for, such as "f3"; "": none are.
-        over: Called once: with why it failed, or "".
+        job: Job of the server.
+        called: Prefix of followers' names and number of followers that are asked for, such as "f3"; "": none are.
+        over: Function that is called once: with why it failed, or "".
 
     Attributes:
-        names: Of the followers that run from then on.
+        names: Names of the followers that run from then on.
     """
 
     def __init__(self, job: Job, called: str, over: Callable[[str], None]) -> None:

@@ -78,8 +78,8 @@ class Connected(Process):
 
     Args:
         world: The job.
-        spec: How this process is.
-        number: Its place in the plan; also its pid.
+        spec: Properties of this process.
+        number: Place of the process in the plan; also its pid.
     """
 
     machine_class: type[MemberMachine] = MemberMachine

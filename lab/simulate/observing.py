@@ -46,8 +46,8 @@ class Keeper:
     """Copy of the state and the log that a member keeps for learners.
 
     Args:
-        job: Whose plan it follows.
-        node: Whose training state it is.
+        job: Job whose plan it follows.
+        node: Process that has the training state.
     """
 
     def __init__(self, job: Job, node: Endpoint) -> None:
@@ -176,10 +176,10 @@ class Observation(Pull):
     """Work of the newcomer: it pulls a copy, and applies a log to it.
 
     Args:
-        job: Whom it comes to.
-        node: The newcomer.
-        header: The first header that names it.
-        view: Names the sources: its members that are no joiners.
+        job: Job that it comes to.
+        node: Process of the newcomer.
+        header: First header that names it.
+        view: View that names the sources: its members that are no joiners.
     """
 
     def __init__(self, job: Job, node: Endpoint, header: Header, view: View) -> None:
@@ -359,11 +359,11 @@ class StatePull(Pull):
     """Pull of a joiner's state at one header, from the members that hold it.
 
     Args:
-        job: Whom it comes to.
-        node: The joiner.
-        header: Where its state is to be.
-        view: Names the sources (membership/donors.py).
-        observation: What it did before, if it comes in by replay.
+        job: Job that it comes to.
+        node: Process of the joiner.
+        header: Header at which its state is to be.
+        view: View that names the sources (membership/donors.py).
+        observation: Observation that it made before, if it comes in by replay.
     """
 
     def __init__(self, job: Job, node: Endpoint, header: Header, view: View, observation: Observation | None) -> None:

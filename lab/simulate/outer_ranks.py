@@ -63,7 +63,7 @@ class Replica:
     """Outer state of a newcomer that observes: it takes commits in, says nothing and serves nothing.
 
     Args:
-        observation: Of this newcomer.
+        observation: Observation of this newcomer.
     """
 
     def __init__(self, observation: OuterObservation) -> None:

@@ -56,8 +56,8 @@ class PartPlane:
     """Part of one member in the reduction by parts.
 
     Args:
-        send: Sends to a member.
-        done: Told (view, seq) when all that this member owns is reduced here.
+        send: Function that sends to a member.
+        done: Function that is called with (view, seq) when all that this member owns is reduced here.
     """
 
     def __init__(self, send: Callable[[str, SumUp | SumDown], None], done: Callable[[ViewId, int], None]) -> None:

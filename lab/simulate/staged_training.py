@@ -27,7 +27,7 @@ class Batch:
     """Samples of one step, by micro-batch.
 
     Attributes:
-        epoch: Theirs.
+        epoch: Epoch of the samples.
         positions: Spans of each micro-batch, some of them empty at the end of an epoch.
     """
 

@@ -165,7 +165,7 @@ class World:
         return node is not None and node.spec.host == place and not node.alive
 
     def expect(self, more: int) -> None:
-        """Counts so many more things that are to happen before the run may end."""
+        """Counts so many more things as expected: the run may not end before they have happened."""
         self._todo += more
 
     def copies(self, message: object) -> int:

@@ -28,10 +28,10 @@ class Bug:
 
     Attributes:
         rule: Number in protocol.md, or with an O in outer.md.
-        what: In words.
-        hooks: Makes the broken behaviour.
-        plan: The runs in which it must show.
-        control: The same with only the masking guard off: must run clean; None if nothing masks the rule.
+        what: Broken behaviour in words.
+        hooks: Function that makes the broken behaviour.
+        plan: Plans of the runs in which it must show.
+        control: Hooks with only the masking guard off, which must run clean; None if nothing masks the rule.
     """
 
     rule: str
