@@ -32,7 +32,7 @@ def check_kind(path: Path) -> None:
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        ConfigurationError: It knows no such kind of file.
+        ConfigurationError: matplotlib knows no such kind of file.
     """
     if words := missing():
         raise MissingExtraError(words)

@@ -278,7 +278,7 @@ def _priced(job: TrainingJob, path: Path) -> PricedPlan:
     """Returns a plan of the user's with what it costs here.
 
     Raises:
-        JobError: It cannot be read, is none, or is not of this job; or it does not fit.
+        JobError: The plan cannot be read, is none, or is not of this job; or it does not fit.
     """
     from chaos_lightning.planning.documents import read_json, read_yaml
     from chaos_lightning.planning.pipelines.estimate import estimate

@@ -315,7 +315,7 @@ def served(source: Source, listen: str) -> Iterator[int]:
     """Serves `/metrics` at HOST:PORT; gives the port, which 0 leaves to the system.
 
     Raises:
-        ConfigurationError: Nobody can listen there.
+        ConfigurationError: The address cannot be listened on.
     """
     with needing("chaos-lightning metrics"):
         from prometheus_client import CollectorRegistry, start_http_server

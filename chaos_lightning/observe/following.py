@@ -28,9 +28,9 @@ def outer_job(endpoint: str, secret: Secret, timeout_s: float) -> dict[str, Any]
     """Returns what the leader of this machine's outer job says, where the user has named no scheduler.
 
     Args:
-        endpoint: Where no scheduler answered.
+        endpoint: Endpoint at which no scheduler answered.
         secret: Cluster token, or credentials.
-        timeout_s: For the answer.
+        timeout_s: Seconds to wait for the answer.
     """
     from chaos_lightning.outer.exchange.control_client import fetch_facts
     from chaos_lightning.outer.exchange.options import DEFAULT_SERVER, VARIABLE
@@ -78,11 +78,9 @@ class AskedJob(Generic[T]):
 
     Attributes:
         follow: Function of that folder, and of the time (s) since when something was written, that returns a function;
-        the
-            latter returns the facts as of now.
+            the latter returns the facts as of now.
         logged: Function that returns the facts as of now, once the scheduler has said which job it is; None also for a
-        user
-            without a home.
+            user without a home.
     """
 
     endpoint: str

@@ -215,8 +215,9 @@ def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> Iter
     """Checks that each member's own commits follow each other without gap or repeat.
 
     Args:
-        run: The run. entries: Hash of the header at which each member entered (a joiner's state); its first commit must
-        stand on that.
+        run: The run.
+        entries: Hash of the header at which each member entered (a joiner's state); its first commit must stand on
+            that.
     """
     last: dict[str, Commit] = {}
     for commit in run.commits:

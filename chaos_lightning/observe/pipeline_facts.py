@@ -135,7 +135,7 @@ def periods(
     """Returns what became of each choice.
 
     Args:
-        chosen: In order of time.
+        chosen: Chosen pipelines in order of time.
         steps: (wall time of the commit, seconds since the commit before) of each step, in order.
         reruns: Wall times at which a step was begun anew.
         pulls: Parts that members got.

@@ -94,7 +94,8 @@ def greedy(
         neighbours: Neighbours that can send.
         layer_nbytes: Sizes of the layers (tensors): Algorithm 1 searches the shard size between their extremes.
         shard_nbytes: The shard size instead of a search; 1 MiB if neither is given.
-        ingress_s_per_byte: For the prediction only: the paper does not know of it.
+        ingress_s_per_byte: Seconds per byte on the newcomer's own access link, for the prediction only: the paper does
+            not know of it.
     """
     check(nbytes, neighbours, ingress_s_per_byte)
     if not nbytes:

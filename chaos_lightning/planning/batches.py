@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Positions of shared data that a cluster trains at once, on all its devices together.
+    """Numbers of shared data's positions that a cluster trains at once, on all its devices together.
 
     Attributes:
         step: Positions of an inner step; 0: the cluster has not said.
@@ -21,7 +21,7 @@ class Batches:
     least: int = 1
 
     def whole(self, wanted: int, there: int) -> int:
-        """Returns the positions to lease, of those that are there: whole steps, one at least.
+        """Returns how many of the available positions to lease: whole steps, at least one.
 
         A rest that would be no batch of its own is leased with the last step: its batches are made smaller.
         """

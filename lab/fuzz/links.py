@@ -358,19 +358,19 @@ class Fate(enum.IntEnum):
 
     WELL = 0
     FLIPPED = 1
-    """One bit of it is flipped; the rest of the part's number says which."""
+    """One bit of the record is flipped; the rest of the part's number says which."""
     TWICE = 2
     LEFT_OUT = 3
     SWAPPED = 4
-    """It is swapped with the next one."""
+    """The record is swapped with the next one."""
     CUT_SHORT = 5
     BEHIND_NOISE = 6
     TAG_OF_NONE = 7
-    """Its tag is replaced by zeros."""
+    """The record's tag is replaced by zeros."""
     LENGTH_CHANGED = 8
     """The length before a stream's record is changed."""
     PLAIN = 9
-    """It is not sealed at all."""
+    """The record is not sealed at all."""
 
 
 def a_session(level: Level, *, dialled: bool) -> SealedSession:

@@ -161,8 +161,8 @@ def said(words: Words, rng: Random, cls: type | None = None, *, accepted: bool =
     """Returns a message of this class, or of any, as it travels.
 
     Args:
-        words: How it travels.
-        rng: Randomness.
+        words: Codec by which it travels.
+        rng: Source of randomness.
         cls: One of the classes of `words`.
         accepted: Whether it is one that its reader accepts.
     """
@@ -203,7 +203,7 @@ def mutation(pick: Callable[[int], Words | None], tags: Sequence[int]) -> Callab
     """Returns `Target.mutate` for inputs whose parts are messages.
 
     Args:
-        pick: How the message of a part with this number travels; None: the part is none.
+        pick: Function of a part's number that returns the codec of its message; None: the part is no message.
         tags: Numbers that parts may have.
     """
 

@@ -66,8 +66,8 @@ def guarded(target: Target, data: bytes, *, traced: bool = True) -> None:
     """Runs the target on this input.
 
     Raises:
-        FindingError: It took too long or too much memory.
-        Exception: Whatever the target raised.
+        FindingError: The target took too long or too much memory.
+        Exception: The target raised it.
     """
     with _alarm(HANG_S):
         if not traced:

@@ -30,7 +30,7 @@ class _Last:
 
     Attributes:
         lone: Inner steps of the push whose residual the rejection of an older push dropped since; lost if this one is
-        void.
+            void.
     """
 
     push: PushId

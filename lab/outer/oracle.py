@@ -50,7 +50,7 @@ def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
     """Returns a shard's state after this entry.
 
     Args:
-        content: Its state before; "": it holds none.
+        content: State of the shard before; "": it holds none.
         entry: A founding, a round or a rollback.
         parts: The bytes of its pushes for this shard, in order.
 
@@ -143,9 +143,9 @@ class Oracle:
         (O11).
 
         Args:
-            chain: Has the entry.
+            chain: Chain that has the entry.
             body: The lease.
-            known: What clusters train at once, by name.
+            known: Sizes of clusters' batches, by cluster.
         """
         assert chain.leases is not None
         batches, size = known[body.incarnation.cluster], count(body.spans)

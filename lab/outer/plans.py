@@ -364,7 +364,7 @@ def turned_plan(seed: int) -> Plan:
 
 
 def all_plan(seed: int) -> Plan:
-    """Returns the plan of the family whose turn it is."""
+    """Returns a plan for this seed; families of plans take turns."""
     names = [name for name in FAMILIES if name != "all"]
     return FAMILIES[names[seed % len(names)]](seed)
 

@@ -111,8 +111,8 @@ class RankPart:
 
         Args:
             me: This rank.
-            ranks: Who contributed.
-            answers: What each of them said; none where nobody said anything.
+            ranks: Ranks that contributed.
+            answers: Message of each of these ranks; empty where no rank said anything.
             step: The number of the inner step that it is; 0: it is none.
             spent: Places on the tape that it uses.
         """

@@ -57,7 +57,7 @@ class ServerStart(Process):
         self.timer(self.kernel.between(0.001, 0.01), lambda: self._alive(action))
 
     def _alive(self, action: Action) -> None:
-        """Runs this action, unless the start is killed first; durable files are safe at each instant."""
+        """Runs an action, unless the start is killed first; checks at each instant that durable files are safe."""
         if self._left:
             self._left -= 1
             action()

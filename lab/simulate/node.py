@@ -470,7 +470,7 @@ class Node(Connected):
         """Returns the copy of the state for a learner; None: not yet.
 
         Raises:
-            LookupError: It is not here, and will not be.
+            LookupError: The copy is not here, and will not be.
         """
         state = self.keeper.state_at(header)
         return None if self.outcome else state
@@ -479,7 +479,7 @@ class Node(Connected):
         """Returns for a learner the entry that stands on `at`, None if not yet, and the last slot of the log.
 
         Raises:
-            LookupError: It is not here, and will not be.
+            LookupError: The entry is not here, and will not be.
         """
         return None if self.outcome else self.keeper.after(at), self.keeper.newest
 

@@ -130,7 +130,7 @@ class Keeper:
         """Returns the copy of the state at exactly this header; None while it is being made.
 
         Raises:
-            LookupError: It is not here, and will not be.
+            LookupError: The copy is not here, and will not be.
         """
         copy = self.copy
         if copy is not None and copy.header.hash == header.hash:
@@ -141,10 +141,10 @@ class Keeper:
         raise LookupError(f"the state at {header.hash} is not kept here")
 
     def after(self, at: Header) -> SumEntry | None:
-        """Returns the entry that stands on `at`; None if that slot is not committed yet.
+        """Returns the log's entry for the slot after header `at`; None if that slot is not committed yet.
 
         Raises:
-            LookupError: It is not here, and will not be.
+            LookupError: The entry is not here, and will not be.
         """
         entry = self.entries.get(at.seq + 1)
         if entry is not None and entry.header.prev_hash == at.hash:

@@ -37,13 +37,15 @@ class Replaying:
     """Conditions of replay joins in a simulated job.
 
     Attributes:
-        log_entries: Slots that each member's log holds. copy_s: Longest duration of copying one range of the state.
-        log_s: Longest duration of copying a slot into the log. pull_s: Longest duration of one range's transfer, beyond
-        the network's latency. apply_s: Mean duration of applying an entry. impure: Fraction of applied entries after
-        which the state differs from the members', because a user vouched for a step
-            that is no pure function.
+        log_entries: Slots that each member's log holds.
+        copy_s: Longest duration of copying one range of the state.
+        log_s: Longest duration of copying a slot into the log.
+        pull_s: Longest duration of one range's transfer, beyond the network's latency.
+        apply_s: Mean duration of applying an entry.
+        impure: Fraction of applied entries after which the state differs from the members', because a user vouched for
+            a step that is no pure function.
         calm: Whether nothing goes wrong here: a newcomer that caught up must have nothing left to move when it is let
-        in.
+            in.
     """
 
     log_entries: int = 64

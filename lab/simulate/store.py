@@ -122,7 +122,7 @@ class Store:
         """Writes by compare-and-set, for a writer that has seen the chain end with `seen`.
 
         Raises:
-            StoreError: It was not written, or was and the answer is lost.
+            StoreError: The entry was not written, or it was and the answer is lost.
         """
         self._reach()
         verdict = self.judge(term, persist, seen)

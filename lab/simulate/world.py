@@ -108,7 +108,7 @@ class World:
         """Starts a scheduler's process on this machine.
 
         Raises:
-            StoreError: Its store does not answer.
+            StoreError: The store does not answer.
         """
         host = self.hooks.host_class(
             self.kernel, self.store, self.settings, self._scheduler_class(), self.plan.store_s,
@@ -200,7 +200,8 @@ class World:
         """Notes that this process begins the job, or begins it again.
 
         Raises:
-            Violation: It was ready in time to get the state before the last member left, and nothing else went wrong.
+            Violation: The process was ready in time to get the state before the last member left, and nothing else went
+                wrong.
         """
         past = [n for n in self.nodes.values() if n.lineage and n is not founder]
         alone = all(fault.action == "leave" for fault in self.plan.faults)

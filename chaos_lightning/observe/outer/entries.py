@@ -76,7 +76,7 @@ class ToldEntry:
         position: Position in the chain; 0 if the line does not say it.
         hash: Hash as told.
         entry: Entry as rebuilt; None if it could not be.
-        trouble: What is wrong with the line by itself; "" if nothing is.
+        trouble: Trouble with the line by itself, in words; "" for none.
     """
 
     t: float

@@ -32,10 +32,11 @@ def write_reports(
     """Writes pages and pictures about the logs in `where`, whatever jobs wrote them; returns what was written.
 
     Args:
-        where: Log directory (or one event file). out: Folder to write to; default: the log directory. title: Headline;
-        default: the directory's name. job: Number of the job, from 1, if several were logged here one after the other;
-        0: the latest. Counts outer jobs,
-            if there are any.
+        where: Log directory (or one event file).
+        out: Folder to write to; default: the log directory.
+        title: Headline; default: the directory's name.
+        job: Number of the job, from 1, if several were logged here one after the other; 0: the latest. Counts outer
+            jobs, if there are any.
 
     Raises:
         FileNotFoundError: There is no such directory, or no event log in it.

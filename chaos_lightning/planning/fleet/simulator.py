@@ -108,7 +108,7 @@ class FleetRun:
         trace: Devices that come and go, and when.
         policy: Name of the policy.
         seed: Seed that the outcome names.
-        rules: How candidates are weighed.
+        rules: Rules by which candidates are weighed.
         record: Whether the history of throughput and plans is recorded.
         told: Function that is called with the hour of each decision, and the decision.
     """

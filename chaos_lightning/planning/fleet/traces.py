@@ -71,7 +71,7 @@ class Trace:
         """Refuses a fleet that is empty for an hour.
 
         Raises:
-            TraceError: It is.
+            TraceError: The fleet is empty for an hour.
         """
         since: float | None = None
         for at_s, count in [*self.counts(), (self.end_s, -1)]:

@@ -162,8 +162,8 @@ def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[
     """Returns the candidate of the greatest value; of equal ones the one with most devices, then the first.
 
     Args:
-        candidates: In the order in which ties are broken.
-        outlook: The rate of losses, and what else counts.
+        candidates: Candidates in the order in which ties are broken.
+        outlook: Rate of losses, and other facts that count.
         failed: Policies that raised an error, with its text.
     """
     # The same way is compared once, whoever else proposes it or words it otherwise.

@@ -703,9 +703,13 @@ class Cutter:
     """Cuts pipelines of any length of devices of one kind.
 
     Args:
-        job: Job with layers, overheads and memory rules. device: Any of the devices. hop: Link between neighbouring
-        stages. reduce: Link between the owners of a layer. per_host: Devices of a host; a pipeline goes on to the next
-        host after so many. 0: all its devices are on one host. across: Link between two stages on different hosts.
+        job: Job with layers, overheads and memory rules.
+        device: Any of the devices.
+        hop: Link between neighbouring stages.
+        reduce: Link between the owners of a layer.
+        per_host: Devices of a host; a pipeline goes on to the next host after so many. 0: all its devices are on one
+            host.
+        across: Link between two stages on different hosts.
     """
 
     def __init__(

@@ -342,13 +342,14 @@ class Shapes:
         """Returns what `fill` chooses, by capacities that are found out only for lengths which it would choose.
 
         Args:
-            most: By length: no capacity is larger.
-            capacities: Of a length; each is at most the one before and dearer to find out, and the last one is right.
-            fill: Chooses lengths, or none.
-            asked: By length: how many steps are taken at once, as an earlier call had to; kept up to date.
+            most: Upper bound of the capacity of each length.
+            capacities: Functions of a length that return its capacity; each is at most the one before and dearer to
+                find out, and the last one is right.
+            fill: Function that chooses lengths, or none.
+            asked: Number of steps that are taken at once for each length, as an earlier call had to; kept up to date.
 
         Returns:
-            What was chosen, the capacities, and by length how many steps were taken.
+            The chosen lengths, the capacities, and the number of steps that were taken for each length.
         """
         caps, taken = dict(most), {p: asked.get(p, 0) for p in most}
         unknown = [p for p, k in taken.items() if k]

@@ -93,13 +93,14 @@ def _ends(times: PipelineTimes, micro_batches: int, extra: int) -> tuple[float, 
 
 
 def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS, quick: bool = False) -> StepEstimate:
-    """Runs one step of a plan.
+    """Returns the estimated costs of one step of a plan.
 
     Args:
         job: The job; it has all devices of the plan.
-        plan: Checked. Detours are followed.
-        caps: Where there are detours: in flight beyond 1F1B's, as memory allows; the best is taken.
-        quick: Where there are detours: try few orders of their units, as a running job does that waits for an answer.
+        plan: Plan that was checked. Detours are followed.
+        caps: Numbers of micro-batches in flight beyond 1F1B's that are tried, as memory allows; used for detours only.
+        quick: Whether few orders of units are tried, as in a running job that waits for an answer; used for detours
+            only.
     """
     ends: dict[str, float] = {}
     memory: dict[str, MemoryUse] = {}

@@ -255,12 +255,12 @@ def read_job(path: str | Path, devices: int | None = None) -> TrainingJob:
     """Reads a job: `.json` is JSON, everything else YAML.
 
     Args:
-        path: Of the file.
-        devices: So many instead of those in the file.
+        path: Path of the file.
+        devices: Number of devices instead of those in the file.
 
     Raises:
-        JobError: It cannot be read, or says something that cannot be: a line for each thing, with file, field, what was
-            given and what was expected.
+        JobError: The file cannot be read, or says something that cannot be: a line for each thing, with file, field,
+            what was given and what was expected.
     """
     source = Path(path)
     try:

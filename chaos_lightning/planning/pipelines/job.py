@@ -36,10 +36,10 @@ them.
 
 
 def check_number(where: str, value: float, *, least: float | None = None, most: float = sys.float_info.max) -> None:
-    """Refuses what is no finite number above 0, or not below `least` where that is given, or above `most`.
+    """Refuses a value that is no finite number above 0, or is below `least` where that is given, or above `most`.
 
     Raises:
-        JobError: It is not.
+        JobError: The value is no such number.
     """
     low = value >= least if least is not None else value > 0
     if not (low and value <= most):

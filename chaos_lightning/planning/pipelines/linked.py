@@ -26,8 +26,8 @@ def missing_link(plan: PipelinePlan, links: Links, shared: Mapping[str, tuple[in
 
     Args:
         plan: The plan.
-        links: Of its devices.
-        shared: By the name of a parameter that several layers use: these layers.
+        links: Links of its devices.
+        shared: Layers that use a parameter together, by its name.
     """
     for route in {plan.route(j) for j in range(plan.micro_batches)}:
         for a, b in pairwise(route):
@@ -51,9 +51,9 @@ def seated_by_links(
 
     Args:
         plan: The plan.
-        kinds: By device: what it is like.
-        links: Of its devices.
-        shared: By the name of a parameter that several layers use: these layers.
+        kinds: Kind of each device.
+        links: Links of its devices.
+        shared: Layers that use a parameter together, by its name.
     """
     if plan.detours or plan.vacant or not missing_link(plan, links, shared):
         return plan

@@ -448,10 +448,10 @@ class Fleet:
         self._hops: dict[tuple[int, int, int], float] = {}
 
     def problem(self, owners: Mapping[int, Sequence[str]] | None = None) -> SharedStep:
-        """Returns what these pipelines run in a step.
+        """Returns the units of a step that these pipelines have to run.
 
         Args:
-            owners: By first layer of a group: who may run it where a place is vacant.
+            owners: Devices that may run a group of layers where a place is vacant, by the group's first layer.
         """
         ways: dict[tuple[PlanStage, ...], Way] = {}
         rows, guests = [], []
@@ -585,11 +585,11 @@ def run_coupled(
 
     Args:
         job: The job; it has all devices of the plan.
-        plan: Checked.
-        pipelines: Their numbers.
-        split: Backward passes are split.
-        caps: In flight beyond 1F1B's, as memory allows.
-        quick: Try the best rule alone, and few caps instead of `caps`.
+        plan: Plan that was checked.
+        pipelines: Numbers of the pipelines.
+        split: Whether backward passes are split.
+        caps: Numbers of micro-batches in flight beyond 1F1B's that are tried, as memory allows.
+        quick: Whether the best rule alone is tried, and few caps instead of `caps`.
     """
     fleet = Fleet(job, plan, pipelines)
     problem = fleet.problem()

@@ -231,14 +231,14 @@ def move_list(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held
     """Returns what has to move so that the devices of a new plan have their layers.
 
     Args:
-        job: It has all devices of the new plan, and all that hold layers.
-        old: Its owners hold their layers, if they are devices of the new plan.
-        new: With its devices in their places (`assign`).
-        held: By device: the layers that it holds and serves, also if it is no device of the new plan; None: as `old`
+        job: Job with all devices of the new plan, and all that hold layers.
+        old: Plan before; its owners hold their layers, if they are devices of the new plan.
+        new: New plan with its devices in their places (`assign`).
+        held: Layers that each device holds and serves, also if it is no device of the new plan; None: as `old`
             says.
 
     Raises:
-        FatalLossError: Nobody holds some layer.
+        FatalLossError: No device holds some layer.
         PlanError: The plans and the job do not belong together.
     """
     change = _Change(job, old, new, held)

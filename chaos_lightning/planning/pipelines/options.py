@@ -45,16 +45,18 @@ class PlanOptions:
     """Ways of a job to go on after a loss.
 
     Attributes:
-        planner: Planner of the job with its whole fleet. before: Plan in force, which still has the lost devices. lost:
-        Devices that are gone. slow: Devices that compute more slowly than the job says, with their measured speeds.
-        pauses: Seconds that changes of the plan cost; a move takes at least as long as its bytes need. size_shares:
-        Probability that a loss takes so many loss units, by that number. first: Take first answers instead of the best:
-        of the planner, and an even spread of rerouted micro-batches. held: Layers that each device holds and serves;
-        None: devices that are left hold what they own in `before`. serving: Devices in `lost` that are about to leave:
-        they hold layers until others have them. running_s: Seconds of a step of the plan in force; None: as estimated.
+        planner: Planner of the job with its whole fleet.
+        before: Plan in force, which still has the lost devices.
+        lost: Devices that are gone.
+        slow: Devices that compute more slowly than the job says, with their measured speeds.
+        pauses: Seconds that changes of the plan cost; a move takes at least as long as its bytes need.
+        size_shares: Probability that a loss takes so many loss units, by that number.
+        first: Take first answers instead of the best: of the planner, and an even spread of rerouted micro-batches.
+        held: Layers that each device holds and serves; None: devices that are left hold what they own in `before`.
+        serving: Devices in `lost` that are about to leave: they hold layers until others have them.
+        running_s: Seconds of a step of the plan in force; None: as estimated.
         live: Function that finds the plan for the devices that are left; only in a running job. Such a job has no way
-        back to a checkpoint, and
-            no time for plans of templates.
+            back to a checkpoint, and no time for plans of templates.
         links: Pairs of devices that have a link; None: all.
         shared: Layers that use a parameter together, by its name.
     """

@@ -155,7 +155,7 @@ class Pipeliner:
 
     Attributes:
         history: Losses of this job. The owner of the pipeliner has a clock, and notes losses and time there.
-        overheads: As this job has measured them (`measured`); None: as the profile has them.
+        overheads: Overheads as this job has measured them (`measured`); None: as the profile has them.
 
     Raises:
         PlanError: There is no such policy.
@@ -249,9 +249,10 @@ class Pipeliner:
 
         Args:
             text: The pipelines of the view before.
-            members: Of the next view.
+            members: Members of the next view.
             leaving: Members that are let go: they run nothing, and hold what they own until others have it.
-            held: By member: numbers of the layers that it holds, where that is known; None: what `text` says it owns.
+            held: Numbers of the layers that each member holds, where that is known; None: those that `text` says it
+                owns.
             links: Pairs of members that have a link; None: all.
 
         Raises:
@@ -282,7 +283,7 @@ class Pipeliner:
         Args:
             text: The pipelines of the view that rules.
             members: The members of that view.
-            plan: What `search_plan` found for members, maybe for others than these.
+            plan: Plan that `search_plan` found for members, maybe for others than these.
             links: Pairs of members that have a link; None: all.
 
         Returns:
@@ -309,7 +310,7 @@ class Pipeliner:
         plan.
 
         Args:
-            members: Of the view that rules.
+            members: Members of the view that rules.
         """
         return PlanWish(self._job(members), self.copies) if self.policy in ("adaptive", "dynamic") else None
 
@@ -325,7 +326,8 @@ class Pipeliner:
             text: The pipelines of the view by which it ran.
             members: The members of that view.
             step_s: Time that a step takes, s.
-            between_s: By member: from its last unit of a step to the first of the next, as far as that is told.
+            between_s: Seconds from each member's last unit of a step to the first of the next, as far as members tell
+                it.
 
         Raises:
             PlanError: The text is none of this job's.

@@ -53,9 +53,12 @@ def seated(
     one host.
 
     Args:
-        job: The job; its devices get places. shapes: Shapes by which the shape was found; they cut the layers. shape:
-        Shape of the plan. hosts_matter: Whether links within hosts are unlike those between them. on_two: Whether
-        owners of each layer must be on two hosts, if exchanges of devices can do that, whatever it costs.
+        job: The job; its devices get places.
+        shapes: Shapes by which the shape was found; they cut the layers.
+        shape: Shape of the plan.
+        hosts_matter: Whether links within hosts are unlike those between them.
+        on_two: Whether owners of each layer must be on two hosts, if exchanges of devices can do that, whatever it
+            costs.
 
     Returns:
         The plan with the shortest step, what it costs, and which of its layers would be lost with one host.

@@ -227,7 +227,7 @@ class PipelinePlan:
         """Refuses a plan that does not run every layer of every micro-batch exactly once, on an owner.
 
         Raises:
-            PlanError: It does not; says where.
+            PlanError: The plan does not; says where.
         """
         self._check_rows()
         busy = [s.device for p in self.pipelines for s in p.stages if s.device != VACANT]

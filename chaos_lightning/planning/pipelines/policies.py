@@ -212,9 +212,9 @@ def decide(name: str, options: Options, outlook: Outlook) -> Decision:
     """Returns the decision of a policy.
 
     Args:
-        name: Of the policy.
-        options: What is possible.
-        outlook: How its candidates are compared.
+        name: Name of the policy.
+        options: Ways to go on that are possible.
+        outlook: Facts and rules by which candidates are compared.
     """
     asked = {name: policy(name)}
     if name == "adaptive":

@@ -129,7 +129,7 @@ class PipelineRequest:
         """Reads what `to_json` wrote.
 
         Raises:
-            JobError: It is none; says which field, what was given and what was expected.
+            JobError: The text is no request; says which field, what was given and what was expected.
         """
         try:
             about = json.loads(text)
@@ -152,10 +152,10 @@ class PipelineRequest:
 
 
 def _check_plain(job: Any) -> None:
-    """Refuses what stands for many layers or devices: a short text must not make a large job.
+    """Refuses values that stand for many layers or devices: a short text must not make a large job.
 
     Raises:
-        JobError: It does.
+        JobError: The text stands for too much.
     """
     devices = job.get("devices") if isinstance(job, dict) else None
     if not isinstance(devices, list) or len(devices) != 1 or not isinstance(devices[0], dict):

@@ -42,7 +42,7 @@ def read_instruction(text: str) -> Instruction:
     """Reads what `str` of an instruction wrote.
 
     Raises:
-        ScheduleError: It is none.
+        ScheduleError: The text is no instruction.
     """
     found = _TEXT.fullmatch(text.strip())
     if found is None:
@@ -85,8 +85,8 @@ def check_schedule(schedule: Schedule, routes: Mapping[int, Sequence[int]]) -> N
     """Refuses a schedule that does not do everything once, in an order in which it ends.
 
     Args:
-        schedule: By worker.
-        routes: By micro-batch: the worker of each of its stages.
+        schedule: Instructions by worker.
+        routes: Workers of the stages of each micro-batch.
 
     Raises:
         ScheduleError: A unit is missing, there twice, elsewhere than its route says, or in an order of its worker that

@@ -55,7 +55,7 @@ def least_devices(job: TrainingJob, device: Device) -> int | None:
 
     Args:
         job: The job; its own devices do not matter.
-        device: What all devices are like.
+        device: Device that all are like.
     """
     layers, least = job.costs.count, None
     for pipelines in range(1, job.micro_batches + 1):

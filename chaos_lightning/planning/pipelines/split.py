@@ -115,9 +115,10 @@ class Splitter(Generic[Kind]):
         `pipelines`.
 
         Args:
-            kinds: All kinds that `filled` uses. pipelines: Number of pipelines that the all-reduce is charged for in
-            the search; the result is charged for its own. filled: Function of a time that returns pipelines that
-            together do at least all micro-batches in it, or None
+            kinds: All kinds that `filled` uses.
+            pipelines: Number of pipelines that the all-reduce is charged for in the search; the result is charged for
+                its own.
+            filled: Function of a time that returns pipelines that together do at least all micro-batches in it, or None
                 where there are none; and the time before which there are none.
             best: Filling that is known already; only a better one is searched. None: any.
             near_s: Time at which the search begins if nothing is known; 0: the shortest time of one micro-batch.

@@ -36,9 +36,9 @@ def templates(shapes: Shapes, devices: int, faults: int) -> range:
     copies.
 
     Args:
-        shapes: Of such devices.
-        devices: How many there are.
-        faults: f, losses at once after which each layer must be left.
+        shapes: Shapes of such devices.
+        devices: Number of devices.
+        faults: Losses at once after which each layer must be left: f.
     """
     fewest = next((p for p in range(1, shapes.longest + 1) if math.isfinite(shapes.time_s(p, 1, 1))), 0)
     if not fewest:

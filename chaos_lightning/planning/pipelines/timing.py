@@ -55,12 +55,12 @@ class ScheduleRun:
 
 
 def run(schedule: Schedule, times: Times, route_lengths: Mapping[int, int]) -> ScheduleRun:
-    """Runs lists in virtual time.
+    """Runs instruction lists in virtual time; returns when each instruction ran.
 
     Args:
-        schedule: By worker.
-        times: Of units and hops.
-        route_lengths: By micro-batch: how many stages its route has.
+        schedule: Instructions by worker.
+        times: Times of units and hops.
+        route_lengths: Number of stages of each micro-batch's route.
 
     Returns:
         When each instruction ran.

@@ -100,9 +100,9 @@ class ViewPipelines:
         """Returns the plan with lists that `plan_lists` made; a plan without coupled pipelines needs none.
 
         Args:
-            plan: By member ids.
-            made: The lists.
-            shared: By the name of a parameter that several layers use: these layers.
+            plan: Plan by member ids.
+            made: Lists of the coupled pipelines.
+            shared: Layers that use a parameter together, by its name.
 
         Raises:
             PlanError: The lists do not run the plan, or a parameter is not used by several of its layers.
@@ -156,7 +156,7 @@ class ViewPipelines:
         """Refuses lists that do not run every unit of the coupled pipelines once, in an order that comes to its end.
 
         Raises:
-            PlanError: They do not; says which member, and which instruction. Or a shared parameter has odd layers.
+            PlanError: A list does not; says which member, and which instruction. Or a shared parameter has odd layers.
         """
         if len(self.shared) >= MAX_LAYERS:
             raise PlanError(f"{len(self.shared)} parameters are shared by layers; expected fewer than {MAX_LAYERS}")
@@ -213,7 +213,7 @@ class ViewPipelines:
         """Returns this member's units in their order; none if it stands by.
 
         Args:
-            member: Its id.
+            member: Id of the member.
             empty: Micro-batches without samples.
         """
         return tuple(self._unit(x) for x in self.instructions(member) if x.micro_batch not in empty)
@@ -275,7 +275,7 @@ def coverage_error(
     Args:
         layer_count: Layers of the model.
         micro_batches: Those of the step that have samples.
-        given: By member: what its contribution names.
+        given: Coverage that each member's contribution names.
     """
     most = 2 * layer_count + 1
     for name, found in given.items():  # each row is looked at once for each border between layers

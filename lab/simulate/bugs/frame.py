@@ -68,8 +68,8 @@ def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
     """Returns a class of machines some of whose parts behave otherwise.
 
     Args:
-        base: The others are this one's.
-        parts: By the machine's attribute: a class derived from the part's own, without state of its own.
+        base: Class of machines whose other parts are kept.
+        parts: Class of each part by the machine's attribute: derived from the part's own, without state of its own.
     """
 
     class Planted(base):  # type: ignore[valid-type, misc]
