@@ -47,7 +47,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Contradiction that must not be. `rule` is a word to group by."""
+    """Contradiction between claims, or to a rule. `rule` is a word to group by."""
 
     rule: str
     text: str

@@ -347,7 +347,7 @@ class _Sorter:
         for group in self.groups:
             first = stretch.first if stretch is not None else r.t
             there = group.sources is None or r.source in group.sources
-            if not there and not file.inner and r.name == "fault_injected":  # faults are everybody's
+            if not there and not file.inner and r.name == "fault_injected":  # an injected fault concerns every job
                 there, first = True, file.fault
             for number, part in enumerate(group.parts):
                 if there and group.whose.get(r.source, number) == number:

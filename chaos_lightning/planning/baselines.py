@@ -33,7 +33,7 @@ def greedy_counts(count: int, shard_nbytes: int, neighbours: Sequence[Neighbour]
     load changes only when it is chosen, so a heap finds the least one.
     """
     counts, costs = [0] * len(neighbours), [shard_nbytes * n.s_per_byte for n in neighbours]
-    if count > _LITERAL:  # the first shards go to whoever completes them before some time: count those at once
+    if count > _LITERAL:  # the first shards go to neighbours that complete them before some time: count those at once
         low, high = 0.0, max(n.delay_s for n in neighbours) + count * min(costs)
         for _ in range(80):
             middle = (low + high) / 2

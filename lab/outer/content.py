@@ -108,7 +108,7 @@ class Content:
         return gone
 
     def adopt(self, version: VersionId, *, outright: bool) -> list[int]:
-        """Takes a version over."""
+        """Takes a version as the new base."""
         gone, self.live = (self.live, []) if outright else ([], self.live)
         self.base = version
         return gone

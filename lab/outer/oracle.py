@@ -216,7 +216,9 @@ class Oracle:
                 raise Violation(f"round {body.number} rejects more than {most} pushes of {cluster} in a row (O12)")
 
     def _sums(self, chain: OuterChain, entry: Entry) -> None:
-        """Checks that a summary says all that the entries before it do, as far as it may be asked for (O1a)."""
+        """Checks that a summary holds all that a chain of the entries before it holds, as far as a leader needs it
+        (O1a).
+        """
         said = OuterChain()
         said.follow(entry)
         for name in (

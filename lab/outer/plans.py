@@ -188,7 +188,7 @@ def own_plan(seed: int) -> Plan:
 
 
 def strange_plan(seed: int) -> Plan:
-    """Plans that clusters of another job come by."""
+    """Plans that clusters of another job try to join."""
     random, plan = Random(seed), any_plan(seed)
     starts = [random.choice((0.0, random.uniform(0.0, 6.0))) for _ in range(2)]  # one may be the first of all
     strangers = [ClusterSpec(f"x{i}", start, 0.05, strange=True) for i, start in enumerate(starts)]

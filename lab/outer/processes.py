@@ -254,8 +254,8 @@ class LeaderProcess(Process):
         self.timer(TICK_S, self._tick)
 
     def feed(self, event: fx.LeaderEvent) -> None:
-        """Feeds one event to the machine, and carries out its effects in order. Once the job is over, peers that come
-        are told so.
+        """Feeds one event to the machine, and carries out its effects in order. Peers that come after the job's end are
+        told of it.
         """
         hello = event.message if isinstance(event, fx.Heard) else None
         if self.machine.desk.done and isinstance(hello, ClusterHello | FollowerHello):
@@ -328,7 +328,7 @@ class LeaderProcess(Process):
 
 
 class Client(Process):
-    """Process of a follower or a cluster, which looks for the leader, and says all again on each new stream."""
+    """Process of a follower or a cluster, which looks for the leader, and repeats all its facts on each new stream."""
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job.kernel, name)

@@ -63,7 +63,7 @@ class RankHome(Protocol):
         ...
 
     def again(self) -> None:
-        """Begins the next incarnation, whose hello is here, since the last one is over."""
+        """Begins the next incarnation after the last one is over."""
         ...
 
 

@@ -334,7 +334,7 @@ class RanksJob(Process):
         self.kernel.after(0.06, lambda: self._closed(commit))
 
     def _closed(self, commit: Commit) -> None:
-        """Closes a commit: all ranks that are left have it, or none has."""
+        """Ends a commit: either all remaining ranks have it, or none has."""
         if not self.alive:
             return
         if not self.up():

@@ -52,7 +52,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class SumEntry:
-    """Slot of the log. `results`: its reduced ranges, None if there are none."""
+    """Entry of the log for one slot, with its reduced ranges in `results`, None if there are none."""
 
     header: Header
     results: tuple[Result, ...] | None

@@ -75,7 +75,7 @@ class Keeper:
                 self._take(self.copy, index)
 
     def committed(self, before: Header, header: Header) -> None:
-        """Takes a slot that is committed and applied here."""
+        """Takes in a slot that is committed and applied here."""
         if self._observed:
             self._log(header)
         if self._observed and not header.learners:

@@ -80,7 +80,7 @@ class Line:
 
 @dataclass(slots=True)
 class InnerSteps:
-    """Place of the progress of each inner step.
+    """Record of what became of the progress of each inner step.
 
     Attributes:
         counted: Push that was accepted with each inner step, and the beginning of the job that the step was trained in.

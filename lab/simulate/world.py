@@ -189,7 +189,7 @@ class World:
         return self.schedulers.ask(place)
 
     def struck(self, troubles: int = 1, causes: int = 1) -> None:
-        """Notes that something went wrong, was over, or came (`Progress.struck`)."""
+        """Counts troubles and causes of views (`Progress.struck`)."""
         self.progress.struck(troubles, causes)
 
     def look(self) -> None:

@@ -175,7 +175,7 @@ class FleetRun:
     def _train(self, at: float, now: float) -> None:
         every = self.fleet.pauses.checkpoint_s
         if now >= self._due_s:
-            # One that was due in a pause is written at its end.
+            # A checkpoint that was due in a pause is written at the pause's end.
             written = max(at, now // every * every)
             self._commit(self._open[0] + written - at, self._open[1] + (written - at) * self.throughput)
             self._open, at = [0.0, 0.0], written
@@ -208,7 +208,7 @@ class FleetRun:
             if change.kind == "remove" or not self.pauses:
                 self._decide(lost=change.kind == "remove")
             else:
-                self._later = True  # a recovery is not begun anew because somebody came
+                self._later = True  # a recovery is not begun anew because devices came
 
         return act
 

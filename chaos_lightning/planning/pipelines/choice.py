@@ -166,7 +166,7 @@ def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[
         outlook: Rate of losses, and other facts that count.
         failed: Policies that raised an error, with its text.
     """
-    # The same way is compared once, whoever else proposes it or words it otherwise.
+    # A way to go on is compared once, even if several policies propose it in other words.
     found: tuple[PlanCandidate, ...] = ()
     for c in candidates:
         valued = replace(c, value=outlook.value(c))

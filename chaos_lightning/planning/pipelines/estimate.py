@@ -174,7 +174,7 @@ def all_reduces(
     stage_of = {s.device: s for p in plan.pipelines for s in p.stages if s.device != VACANT}
     waiting = []
     for group, owners in zip(plan.groups, plan.owners, strict=True) if groups is None else groups:
-        # By speed: when the last owner would be through with its layers, were there some down to 0.
+        # Second at which the last owner of each speed would be through, if its layers went down to 0.
         through: dict[float, float] = {}
         for name in owners:
             speed = job.by_name[name].speed

@@ -259,11 +259,11 @@ class _Run:
         self.load_s = list(problem.fixed_s)
         self.routes: list[list[Unit]] = [[] for _ in ways]
         self.done = 0
-        # By worker: what has arrived and waits.
+        # Units that have arrived and wait, by worker.
         self.back: list[list[tuple[int, int, int]]] = [[] for _ in workers]
         self.forward: list[list[tuple[int, float, int, int, Unit, bool]]] = [[] for _ in workers]
         self.weights: list[list[tuple[int, int, int]]] = [[] for _ in workers]
-        # By worker: what is in flight, and the most that was.
+        # Units and bytes in flight now, and the most that ever were, by worker.
         self.busy = [False] * len(workers)
         self.open, self.held, self.nbytes = ([0] * len(workers) for _ in range(3))
         self.most_held, self.peaks = ([0] * len(workers) for _ in range(2))
@@ -348,7 +348,7 @@ class _Run:
         while waiting:
             _, _, j, k, unit, offered = waiting[0]
             if len(self.routes[j]) > k or (offered and self._is_full(j, unit)):
-                heappop(waiting)  # another one has taken it, or this one has its share
+                heappop(waiting)  # another worker has taken the unit, or this one has its share
                 continue
             if not self._fits(j, k, unit, offered):
                 return False
@@ -371,7 +371,7 @@ class _Run:
     def _has_room(self, unit: Unit, offered: bool) -> bool:
         w = unit.worker
         if not self.held[w] and not offered:
-            return True  # what does not fit alone never will; the peak tells
+            return True  # a unit that does not fit alone never will, so it runs; the peak shows what it lacks
         need = self.nbytes[w] + unit.nbytes + (unit.kept_nbytes if offered else 0)
         return self.open[w] < self.caps[w] and self.held[w] < self.most[w] and need <= self.room[w]
 

@@ -424,7 +424,7 @@ def _cheapest(
     for a, names in rows.items():
         net.arc(devices[a], 0, len(names))
     for b, names in columns.items():
-        net.arc(places[b], 0, len(names), cost(b[1]))  # whoever is left takes it
+        net.arc(places[b], 0, len(names), cost(b[1]))  # a device that is left takes the place
         net.send(places[b], 0, len(names))
     return {pair: net.sent(arc) for pair, arc in arcs.items() if net.sent(arc)}
 

@@ -149,7 +149,7 @@ class OneFOneB:
         self.times, self.m = times, micro_batches
         self.stages = len(times.forward)
         self.warm = [in_flight(self.stages, k, micro_batches, extra) for k in range(self.stages)]
-        # By round and stage: whether a unit waited for another stage rather than for its own.
+        # Whether a unit waited for another stage rather than for its own, by round and stage.
         self._forward_waits: list[list[bool]] = []
         self._backward_waits: list[list[bool]] = []
         self.ends_s = self._run() if extra == 0 else self._run_lists(extra)

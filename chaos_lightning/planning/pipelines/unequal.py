@@ -407,7 +407,9 @@ class Mixed:
                 return best
 
     def _like(self, rows: Sequence[Names]) -> tuple[int, ...]:
-        """Returns what rows of the same kinds of devices and links have in common, whatever the devices are called."""
+        """Returns a key that is equal for rows of the same kinds of devices and links, whatever the devices are
+        called.
+        """
         reduce = self.reduce(rows)
         return tuple(sorted(id(self.row(names, reduce)) for names in rows))
 

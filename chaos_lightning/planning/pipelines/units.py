@@ -249,7 +249,8 @@ def _check_bounds(about: Mapping[str, Any]) -> None:
 
 
 def coverage(units: Iterable[StepUnit], kind: str = BACKWARD) -> tuple[LayersCovered, ...]:
-    """Returns what the raw sums hold once these units have run, by runs of layers; layers without any are left out.
+    """Returns the micro-batches that raw sums hold once these units have run, by runs of layers; layers without any are
+    left out.
 
     Args:
         units: Those of one member.

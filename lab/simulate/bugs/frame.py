@@ -86,7 +86,7 @@ def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
 
 
 class TrustingNode(Node):
-    """Process that promotes a joiner without comparing hashes."""
+    """Process that accepts a joiner's state without comparing hashes."""
 
     def accept_state(self, equal: bool) -> bool:
         return True
