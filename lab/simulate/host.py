@@ -195,8 +195,8 @@ class SchedulerHost(Process):
         super().thaw()
 
     def _notify(self, pipe: Pipe, notice: object, take: Taker) -> None:
-        """Sends words for people, on which no machine acts: they draw no chance, so that new ones change no seed's
-        course.
+        """Passes on messages for people, on which no machine acts. It draws no random numbers, so new messages leave
+        the runs of all seeds as they were.
         """
 
         def arrive() -> None:
