@@ -26,10 +26,10 @@ class Registered:
     """Strategy as Lightning's users name it.
 
     Attributes:
-        kind: Its class in `chaos_lightning.strategies`, or the function that makes it.
-        description: For the registry.
-        loop: What a plain loop uses instead.
-        why_no_fabric: Why Fabric cannot have it.
+        kind: Name of its class in `chaos_lightning.strategies`, or of the function that makes it.
+        description: Description in the registry.
+        loop: Name of what a plain loop uses instead.
+        why_no_fabric: Reason why Fabric cannot have it.
     """
 
     kind: str

@@ -33,12 +33,13 @@ class Setting:
     """Setting of a dataclass, read back.
 
     Attributes:
-        name: Of the field; also in --rdzv-conf, in Hydra and in `ChaosOptions`.
-        default: Its type is the setting's.
-        help: Sentences; the first one can stand alone.
-        check: What is wrong with a value. Without one seconds (`..._s`) must be positive, and all else is right.
-        absolute: The same value for a process that may run in another folder.
-        metavar: What stands for the value in the help of a command.
+        name: Name of the field; also in --rdzv-conf, in Hydra and in `ChaosOptions`.
+        default: Default, whose type is the setting's.
+        help: Help in sentences; the first one can stand alone.
+        check: Function that returns what is wrong with a value. Without one seconds (`..._s`) must be positive, and all
+            else is right.
+        absolute: Function that returns the same value for a process that may run in another folder.
+        metavar: Placeholder of the value in the help of a command.
     """
 
     name: str = ""
@@ -78,10 +79,10 @@ class Setting:
 
         Args:
             given: The text or value.
-            where: What the user wrote it after, for the error.
+            where: Name that the user wrote before the value, for the error.
 
         Raises:
-            ConfigurationError: It is of another type.
+            ConfigurationError: The value is of another type.
         """
         try:
             if self.kind is bool:
@@ -167,7 +168,7 @@ class Options:
         """Accepts an instance, a mapping or nothing.
 
         Raises:
-            ConfigurationError: It is none of these, or names what is no option.
+            ConfigurationError: The value is none of these, or names what is no option.
         """
         made: Callable[..., Self] = cls
         if given is None:

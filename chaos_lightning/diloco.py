@@ -58,20 +58,21 @@ class DiLoCo:
     """Cluster of an outer job, for a plain loop.
 
     Args:
-        model: Its trained parameters travel, and the statistics of its BatchNorm layers are averaged.
-        optimizer: The inner one; its state stays here.
+        model: Model whose trained parameters travel, and whose BatchNorm statistics are averaged.
+        optimizer: Inner optimizer; its state stays here.
         buffers: Names of further buffers that forward passes change, and that are to be averaged.
-        words: What else must be equal in all clusters, such as a tokenizer's hash, by name.
-        seed: Of the order of shared data; equal in all clusters.
-        outer_optimizer: The server's: auto, delayed_nesterov, nesterov or sgd (`optimizer` of `OuterSettings`).
+        words: Further values that must be equal in all clusters, such as a tokenizer's hash, by name.
+        seed: Seed of the order of shared data; equal in all clusters.
+        outer_optimizer: Optimizer of the server: auto, delayed_nesterov, nesterov or sgd (`optimizer` of
+            `OuterSettings`).
         settings: Fields of `ClusterOptions` and of `OuterSettings`; the environment fills in the former. `batch`, the
             samples of a step, is by default that of a batch of the loader; to be given where a step uses several.
 
     Attributes:
-        session: The part in the job; None before `prepare`.
+        session: This cluster's part in the job; None before `prepare`.
 
     Raises:
-        ConfigurationError: A setting that there is not, or that cannot work.
+        ConfigurationError: A setting is unknown or cannot work.
     """
 
     def __init__(
@@ -130,11 +131,11 @@ class DiLoCo:
         Args:
             loader: A torch DataLoader; with `data="local"` anything that can be iterated over again.
             epochs: Passes over the data: with shared data of all clusters together.
-            timeout_s: How long to wait for a server that lets this cluster in.
+            timeout_s: Seconds to wait for a server that lets this cluster in.
 
         Raises:
             ConfigurationError: The job is another one; says in what it differs, and whose it is.
-            DeadlineError, RefusedError: Nobody let this cluster in.
+            DeadlineError, RefusedError: No server let this cluster in.
             StateError: The model has no buffer of a name in `buffers`.
         """
         shared = self.options.data == "shared"
@@ -205,7 +206,7 @@ class DiLoCo:
         """Tells of an optimizer step, after each one; returns what happened between it and the next one.
 
         Args:
-            loss: Of that step, for the log: a number, or a tensor of one element.
+            loss: Loss of that step, for the log: a number, or a tensor of one element.
         """
         session = self._joined
         samples, covers = self._samples, tuple[Covered, ...]()

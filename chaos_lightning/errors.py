@@ -43,7 +43,7 @@ def needing(what: str) -> Iterator[None]:
     """Explains imports that fail while the block runs, if an extra is not installed.
 
     Args:
-        what: What the user asked for.
+        what: Feature that the user asked for.
 
     Raises:
         MissingExtraError: A package of `EXTRAS` is not there; other failed imports stay as they are.
@@ -188,7 +188,7 @@ class OversizeError(StoreError):
     """Error about a record that is larger than coordination stores take.
 
     Attributes:
-        fits: Of a view: the number of its members that would fit; 0: it is no view's.
+        fits: Number of members of the view that would fit; 0: the record is no view's.
     """
 
     def __init__(self, message: str, fits: int = 0) -> None:

@@ -78,8 +78,8 @@ def alike(layer: Layer, count: int, *, micro_batches: int, samples: int, owned: 
     Args:
         layer: One of them.
         count: Their number.
-        micro_batches: Of a step.
-        samples: In a micro-batch.
+        micro_batches: Micro-batches of a step.
+        samples: Samples in a micro-batch.
         owned: Number of layers that fit on a device, with two micro-batches in flight.
     """
     nbytes = layer.parameter_nbytes + 3 * layer.gradient_nbytes + layer.optimizer_nbytes + 2 * layer.activation_nbytes

@@ -1,4 +1,4 @@
-"""The `chaos-lightning` command.
+"""Runs the `chaos-lightning` command and its sub-commands.
 
 Sub-commands are found by name in `COMMANDS` and imported when they are asked for, so that starting the command costs
 neither torch nor Lightning nor gRPC. To add one, write a function with typer annotations in a light module and add a
@@ -26,7 +26,7 @@ class Command:
     place: str
     help: str
     whole: bool = False
-    """The function takes all arguments as they are: it has a parser of its own."""
+    """Whether the function takes all arguments as they are, because it has a parser of its own."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -148,7 +148,7 @@ def _function(name: str) -> Any:
 
 
 def load(name: str) -> Any:
-    """The real command behind a line of COMMANDS."""
+    """Returns the command that a line of COMMANDS stands for."""
     entry, callback = COMMANDS[name], _function(name)
     if entry.whole:
         return _Whole(name, callback=callback, help=entry.help)
@@ -183,7 +183,9 @@ def _root(
 
 
 def _say(error: ChaosError) -> None:
-    """It may quote what others said."""
+    """Prints an error as one message; control characters in it are made visible, since it may quote what others
+    said.
+    """
     from chaos_lightning.machine.terminal import printable
 
     for line in f"error: {error}".splitlines():
@@ -198,7 +200,7 @@ def _warn_of_variables() -> None:
 
 
 def main() -> None:
-    """Entry point: errors of ours are one line, not a traceback. Exit codes: 1 failed, 2 wrong usage."""
+    """Runs the command; errors of this package are printed without a traceback. Exit codes: 1 failed, 2 wrong usage."""
     try:
         _warn_of_variables()
         app()

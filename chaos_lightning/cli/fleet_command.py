@@ -1,4 +1,4 @@
-"""`chaos-lightning simulate`: policies on simulated fleets."""
+"""Simulates policies on fleets (`chaos-lightning simulate`)."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def simulate(
 def _runs(
     fleet: EqualFleet | MixedFleet, histories: Sequence[Trace], names: Sequence[str], rules: Rules
 ) -> dict[str, list[Outcome]]:
-    """By policy: what became of each history; the first one is recorded, to be drawn."""
+    """Returns the outcomes of each policy, one per history; the first history is recorded, to be drawn."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=len(histories) * len(names))
@@ -217,7 +217,7 @@ def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: Equ
 
 
 def to_json(outcomes: dict[str, list[Outcome]], about: str) -> str:
-    """All of it; equal runs give equal bytes."""
+    """Returns all outcomes as JSON text; equal runs give equal texts."""
     found = {
         "about": about,
         "policies": {

@@ -1,4 +1,4 @@
-"""A picture of policies on one fleet: devices and throughput over time, and where the time of all runs went."""
+"""Draws a picture of policies on one fleet: devices and throughput over time, and where the time of all runs went."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_kind(path: Path) -> None:
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        ConfigurationError: It knows no such kind of file.
+        ConfigurationError: matplotlib knows no such kind of file.
     """
     if words := missing():
         raise MissingExtraError(words)

@@ -1,4 +1,5 @@
-"""`chaos-lightning plan`: who computes what on a fleet, how long a step takes, and what becomes of it after a loss.
+"""Plans which device computes what on a fleet, how long a step takes, and what becomes of it after a loss
+(`chaos-lightning plan`).
 
 Theory of operation. A job comes from a file or a formula (`files.find_job`). Without `--lost` or `--slow` its best
 plan is shown. With them, that plan is what runs before; a policy then chooses among the ways to go on (`options`), and
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 
 SURVIVE = ("none", "device", "host")
 FREE = 0.02
-"""Share of a step that a second owner of each layer may cost without being asked for."""
+"""Fraction of a step that a second owner of each layer may cost without being asked for."""
 
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan, and what it costs."""
+    """Plan, and what it costs."""
 
     plan: PipelinePlan
     estimate: StepEstimate
@@ -48,10 +49,10 @@ class PricedPlan:
     gap: float = 0.0
     shared_fate: tuple[SharedFate, ...] = ()
     price: str = ""
-    """In words, what single losses take along, and what it costs that they do not."""
+    """Price in words: what single losses take along, and what it costs to prevent that."""
 
     def facts(self, job: TrainingJob) -> dict[str, Any]:
-        """For scripts."""
+        """Returns the plan and its costs as a value for JSON."""
         e = self.estimate
         return {
             "why": self.why, "price": self.price, "exact": self.exact, "gap": self.gap, "step_s": e.step_s,
@@ -186,10 +187,11 @@ def plan(
 
 
 def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, ...]:
-    """The devices that go with what was named: a device and what dies with it, a host, or the last so many units.
+    """Returns the devices that go with what was named: a device and what dies with it, a host, or the last so many
+    units.
 
     Raises:
-        JobError: Nobody has such a name, or there are not so many.
+        JobError: No device or host has such a name, or there are not so many.
     """
     units: dict[str, list[str]] = {}
     hosts: dict[str, list[str]] = {}
@@ -221,7 +223,7 @@ def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, 
 
 
 def slow_devices(job: TrainingJob, lost: Collection[str], text: str) -> dict[str, float]:
-    """Measured speeds by name.
+    """Returns the measured speeds of slow devices by name.
 
     Raises:
         JobError: A name is no device that is left, or a speed is no number above 0.
@@ -276,7 +278,7 @@ def _priced(job: TrainingJob, path: Path) -> PricedPlan:
     """Returns a plan of the user's with what it costs here.
 
     Raises:
-        JobError: It cannot be read, is none, or is not of this job; or it does not fit.
+        JobError: The plan cannot be read, is none, or is not of this job; or it does not fit.
     """
     from chaos_lightning.planning.documents import read_json, read_yaml
     from chaos_lightning.planning.pipelines.estimate import estimate
@@ -379,7 +381,7 @@ def _show_answer(console: Console, job: TrainingJob, answer: PricedPlan, *, expl
 
 
 def _assumptions(job: TrainingJob) -> str:
-    """Returns what the answer rests on and nobody has measured, in words."""
+    """Returns in words the assumptions of the answer that nothing has measured."""
     from chaos_lightning.machine.units import duration, rate
 
     def link(one: LinkRate) -> str:
@@ -448,7 +450,7 @@ def _moves(options: PlanOptions, candidate: PlanCandidate) -> Moves | None:
 
 
 def _loss_facts(options: PlanOptions, decision: Decision) -> dict[str, Any]:
-    """For scripts."""
+    """Returns the losses and the decision as a value for JSON."""
     facts = decision.to_dict()
     for about, candidate in zip(facts["candidates"], decision.candidates, strict=True):
         moves = _moves(options, candidate)

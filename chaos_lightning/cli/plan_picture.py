@@ -1,4 +1,5 @@
-"""A plan of pipelines as a picture: stages as boxes with layers and memory, a step on a time line, tables of numbers.
+"""Draws a plan of pipelines as a picture: stages as boxes with layers and memory, a step on a time line, tables of
+numbers.
 
 Theory of operation. Everything here is a function of values (job, plan, estimate) to renderables, which learn the width
 from the console that prints them. Pipelines that are alike are shown once. Boxes wrap to as many lines as they need. A
@@ -28,11 +29,11 @@ from chaos_lightning.planning.pipelines.plan import VACANT, Pipeline, PipelinePl
 from chaos_lightning.planning.pipelines.timing import Span
 
 LEAST_BOX, MOST_BOX = 12, 24
-"""Cells within a stage's box."""
+"""Least and most cells within a stage's box."""
 KINDS_SHOWN = 6
 """Number of kinds of pipelines that are shown: those with most micro-batches."""
 STAGES_SHOWN = 16
-"""On the time line; of longer pipelines the first and the last ones."""
+"""Number of stages that are shown on the time line; of longer pipelines the first and the last ones."""
 NAMES_SHOWN = 8
 
 
@@ -53,24 +54,24 @@ class Glyphs:
 
 LINES = Glyphs("╭╮╰╯", "─", "│", "→", "█", "░", "▒", "█", "…")
 ASCII = Glyphs("++++", "-", "|", ">", "#", ".", "f", "B", "~")
-"""For terminals without Unicode."""
+"""Characters for terminals without Unicode."""
 REDUCE, OPTIMIZER = "=", "+"
 _STYLES = {REDUCE: "magenta", OPTIMIZER: "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
 class AlikePipelines:
-    """Pipelines that are alike."""
+    """Pipelines with the same cut and the same kinds of devices."""
 
     numbers: tuple[int, ...]
     pipeline: Pipeline
-    """The one of them with most micro-batches."""
+    """Pipeline of these with most micro-batches."""
     least: int
-    """Micro-batches of that with fewest."""
+    """Micro-batches of the pipeline with fewest."""
 
     @property
     def words(self) -> str:
-        """Which ones, and what each does."""
+        """Numbers of the pipelines and micro-batches of each, in words."""
         most = self.pipeline.micro_batches
         each = f"{most} micro-batch{'es' if most != 1 else ''}"
         if len(self.numbers) == 1:
@@ -80,7 +81,7 @@ class AlikePipelines:
 
 
 def kinds(job: TrainingJob, plan: PipelinePlan) -> list[AlikePipelines]:
-    """The plan's pipelines, those that are alike together: with the same cut and kinds of devices."""
+    """Returns the plan's pipelines; those with the same cut and kinds of devices are together."""
     found: dict[object, list[int]] = {}
     for q, p in enumerate(plan.pipelines):
         what = tuple(job.by_name[s.device].kind if s.device != VACANT else VACANT for s in p.stages)
@@ -94,7 +95,7 @@ def kinds(job: TrainingJob, plan: PipelinePlan) -> list[AlikePipelines]:
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """Numbers in words: 0 to 3, 7."""
+    """Returns numbers in words: 0 to 3, 7."""
     words: list[str] = []
     at = 0
     while at < len(numbers):
@@ -108,14 +109,14 @@ def runs(numbers: Sequence[int]) -> str:
 
 
 def names(given: Iterable[str], most: int = NAMES_SHOWN) -> str:
-    """Names in words; of many, how many more there are."""
+    """Returns names in words; of many, how many more there are."""
     known = [printable(x) for x in given]
     more = f" and {len(known) - most} more" if len(known) > most else ""
     return ", ".join(known[:most]) + more
 
 
 def layers_of(first: int, end: int) -> str:
-    """Layers [first, end) in words."""
+    """Returns layers [first, end) in words."""
     return f"layer {first}" if end == first + 1 else f"layers {first}-{end - 1}"
 
 
@@ -137,7 +138,7 @@ class Drawn:
 
 
 def draw_plan(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> Drawn:
-    """Pipelines as rows, stages as boxes with their device, layers and memory."""
+    """Returns a picture of pipelines as rows, stages as boxes with their device, layers and memory."""
 
     def lines(width: int, glyphs: Glyphs) -> Iterator[Text]:
         found = sorted(kinds(job, plan), key=lambda k: -k.pipeline.micro_batches * len(k.numbers))
@@ -170,7 +171,7 @@ def _beside(plan: PipelinePlan) -> Iterator[str]:
 
 
 def fates(shared: Sequence[SharedFate]) -> Iterator[str]:
-    """Which layers would be lost with a host, and what it costs to mend that."""
+    """Yields lines about layers that would be lost with a host, and what it costs to mend that."""
     for f in shared[:NAMES_SHOWN]:
         other = f"other places help, for {duration(f.cost_s)} a step"
         mend = "no exchange of two devices helps" if math.isinf(f.cost_s) else other
@@ -185,10 +186,10 @@ class _Box:
     """Devices that have this place in pipelines that are alike."""
     layers: str
     share: float | None
-    """Share of its memory at the peak, of the device that needs most."""
+    """Fraction of its memory that the fullest of these devices needs at its peak."""
 
     def title(self, width: int) -> str:
-        """All names if they fit, else the first one and how many more."""
+        """Returns all names if they fit, else the first one and how many more there are."""
         all_names = ", ".join(self.names)
         if cell_len(all_names) <= width or len(self.names) == 1:
             return all_names
@@ -205,7 +206,7 @@ def _box(job: TrainingJob, estimate: StepEstimate, places: Sequence[PlanStage]) 
 
 
 def _rows(boxes: Sequence[_Box], width: int, glyphs: Glyphs) -> Iterator[Text]:
-    """As many boxes side by side as fit, the lines about equally full."""
+    """Yields lines with as many boxes side by side as fit, so that the lines are about equally full."""
     most = max(1, (width - 1) // (LEAST_BOX + 4))
     count = -(-len(boxes) // most)
     across = -(-len(boxes) // count)
@@ -232,7 +233,7 @@ def _lines(box: _Box, inner: int, g: Glyphs) -> tuple[Text, Text, Text, Text]:
 
 
 def memory_bar(share: float, width: int, g: Glyphs) -> Text:
-    """A bar that is full where all memory is needed."""
+    """Returns a bar that is full where all memory is needed."""
     words = f"{min(share * 100, 999):4.0f}%"
     cells = max(0, width - len(words))
     full = min(cells, round(share * cells))
@@ -248,7 +249,7 @@ def _cut(text: str, width: int, g: Glyphs) -> str:
 
 
 def draw_step(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> Drawn:
-    """A step on a time line: a row for each stage, what it does from left to right."""
+    """Returns a picture of a step on a time line: a row for each stage, what it does from left to right."""
 
     def lines(width: int, glyphs: Glyphs) -> Iterator[Text]:
         found = kinds(job, plan)[:KINDS_SHOWN]
@@ -281,7 +282,9 @@ def _name(s: PlanStage) -> str:
 
 
 def _ran(job: TrainingJob, plan: PipelinePlan, shown: Sequence[AlikePipelines]) -> dict[str, list[Part]]:
-    """By device: its units. Pipelines that run micro-batches of each other are run together."""
+    """Returns the units of each device, as they run. Pipelines that run micro-batches of each other are run
+    together.
+    """
     together = coupled(plan)
     rows: dict[str, Sequence[Span]] = {VACANT: ()}
     if together:
@@ -295,11 +298,11 @@ def _ran(job: TrainingJob, plan: PipelinePlan, shown: Sequence[AlikePipelines]) 
 
 
 Part = tuple[float, float, str]
-"""From, to, and what is done."""
+"""Start and end (s) of something that a stage does, and its kind."""
 
 
 def _after(job: TrainingJob, estimate: StepEstimate, s: PlanStage) -> Iterator[Part]:
-    """Yields what a stage does behind its units."""
+    """Yields what a stage does after its units."""
     if s.device == VACANT:
         return
     for r in estimate.reduces:
@@ -312,7 +315,9 @@ def _after(job: TrainingJob, estimate: StepEstimate, s: PlanStage) -> Iterator[P
 
 
 def _columns(parts: Iterable[Part], whole_s: float, cells: int) -> list[str]:
-    """For each column what takes most of its time; " " where that is nothing. Units come before an all-reduce."""
+    """Returns for each column the kind of work that takes most of its time; " " where that is nothing. Units come
+    before an all-reduce.
+    """
     busy: list[dict[str, float]] = [{} for _ in range(cells)]
     width_s = whole_s / cells
     for start, end, what in parts:
@@ -381,7 +386,7 @@ def _alike(a: Layer, b: Layer) -> bool:
 
 
 def stage_table(job: TrainingJob, plan: PipelinePlan) -> FittingTable:
-    """Times of each stage, of pipelines that are alike once."""
+    """Returns the times of each stage; of pipelines that are alike once."""
     c = job.costs
     table = FittingTable(
         ["stage", "device", "layers>", "forward>", "backward>", "hop>", "optimizer>"],
@@ -405,7 +410,7 @@ def stage_table(job: TrainingJob, plan: PipelinePlan) -> FittingTable:
 
 
 def memory_table(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> FittingTable:
-    """Peak memory of each stage's device by what it is for, of pipelines that are alike once."""
+    """Returns the peak memory of each stage's device by purpose; of pipelines that are alike once."""
     table = FittingTable(
         ["device", "needs>", "of>", "state>", "activations>", "workspace>", "boundaries>", "buffers>"],
         gives_way=["buffers", "boundaries", "workspace", "activations", "state"],
@@ -422,7 +427,7 @@ def memory_table(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -
 
 
 def reduce_table(job: TrainingJob, estimate: StepEstimate) -> FittingTable:
-    """The all-reduce of each group of layers that has several owners."""
+    """Returns the all-reduce of each group of layers that has several owners."""
     gradients = job.costs.gradients
     table = FittingTable(
         ["layers>", "owners>", "gradients>", "ready>", "begins>", "ends>"], gives_way=["ready", "begins", "gradients"]
@@ -439,11 +444,11 @@ def reduce_table(job: TrainingJob, estimate: StepEstimate) -> FittingTable:
 
 
 def candidate_table(decision: Decision, moves: Sequence[Moves | None]) -> FittingTable:
-    """The ways to go on, the chosen one marked.
+    """Returns the ways to go on, the chosen one marked.
 
     Args:
-        decision: What was chosen among which candidates.
-        moves: By candidate; None: all state comes from a checkpoint.
+        decision: Decision with its candidates.
+        moves: Moves of each candidate; None: all state comes from a checkpoint.
     """
     table = FittingTable(
         ["", "way", "step>", "samples/s>", "moves>", "pause>", "fatal next>", "worth>", "lacks~"],
@@ -463,7 +468,7 @@ MOVES_SHOWN = 12
 
 
 def moves_table(moves: Moves) -> Drawn:
-    """Returns what goes from whom to whom, the busiest links first, and how long all of it takes."""
+    """Returns which bytes go from which device to which, the busiest links first, and how long all of it takes."""
     layers: dict[tuple[str, str], set[int]] = {}
     for m in moves.moves:
         layers.setdefault((m.source, m.target), set()).add(m.layer)

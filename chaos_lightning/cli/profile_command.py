@@ -1,4 +1,4 @@
-"""`chaos-lightning profile`: measures a user's own model while their script trains it, and writes the planner's file.
+"""Measures a user's own model while their script trains it, and writes the planner's file (`chaos-lightning profile`).
 
 Theory of operation. The script runs as it is, with a hook that measures some of its steps and then ends it
 (`pipeline.hooked`). Devices and links are those of a running job, else this machine's. The file is read again as `plan`

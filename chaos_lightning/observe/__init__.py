@@ -1,1 +1,1 @@
-"""Shows what happened: folds over the event log (timeline, audit, report, live view)."""
+"""Shows what happened in a job: folds over the event log (timeline, audit, report, live view)."""

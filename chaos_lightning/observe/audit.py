@@ -1,4 +1,4 @@
-"""Did it keep its word? The contract of the design, points 1 to 5, judged from event logs alone.
+"""Judges from event logs alone whether a job kept points 1 to 5 of the design's contract.
 
 Theory of operation. The engine writes down what it did; this module reads that and nothing else, shares no code with
 what it judges, and trusts no single witness: headers are compared between members, ledgers with what the members say
@@ -42,15 +42,15 @@ POINTS: Mapping[int, str] = {
     10: "clusters adopted only versions of the chain",
     11: "the progress of each inner step is in one push",
 }
-"""Points 1 to 5 are of a job of members, 6 to 11 of an outer job (`outer/audit.py`)."""
+"""Points of the contract: 1 to 5 for a job of members, 6 to 11 for an outer job (`outer/audit.py`)."""
 _FROM_A_PART = frozenset({1, 4})
 """Points that a part of the logs can show; order, use of samples and survival need all of it."""
 _BY_SILENCE = frozenset({"gap", "ledger", "dropped"})
-"""Rules against which a log offends by what it does not say."""
+"""Rules that a log can break by what it does not say."""
 _OF_A_MEMBER = frozenset({"order", "entry", "skip", "missing", "parts"})
-"""Likewise, the log of one member."""
+"""Rules that the log of one member can break by what it does not say."""
 SHOWN = 6
-"""So many missing parts are told one by one."""
+"""Number of missing parts that are told one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Finding:
 
     point: int
     verdict: str
-    """"ok", "violated" or "not shown"."""
+    """Verdict: "ok", "violated" or "not shown"."""
     text: str
-    """In one line, what was looked at."""
+    """Evidence that was looked at, in one line."""
     details: tuple[str, ...] = ()
     """Contradictions if violated; else remarks."""
 
@@ -77,11 +77,11 @@ def audit(
     expected_deaths: Collection[str] | None = None,
     silence_s: float = 0.35,
 ) -> list[Finding]:
-    """Judge the event logs in a directory.
+    """Judges the event logs in a directory.
 
     Args:
         where: Log directory.
-        lengths: (stream, epoch) -> samples, if the logs do not say (`epoch` events).
+        lengths: Number of samples by (stream, epoch), if the logs do not say it (`epoch` events).
         expected_deaths: Nodes whose death, freeze or exclusion was planned beyond the `fault_injected` events in the
             logs. None: if the logs hold injected faults, only those are expected; if they hold none, deaths are taken
             to be real ones and are remarks, not violations.
@@ -110,7 +110,9 @@ def judge(
 
 
 def together(each: Sequence[list[Finding]]) -> list[Finding]:
-    """One finding per point over several jobs: the worst verdict there is, "not shown" only if no job shows it."""
+    """Returns one finding per point over several jobs: the worst verdict there is, "not shown" only if no job shows
+    it.
+    """
     if len(each) == 1:
         return each[0]
     found: list[Finding] = []
@@ -126,12 +128,12 @@ def together(each: Sequence[list[Finding]]) -> list[Finding]:
 
 
 def violations(findings: Collection[Finding]) -> list[str]:
-    """Every contradiction in words; empty if the contract held as far as the logs show."""
+    """Returns every contradiction in words; empty if the contract held as far as the logs show."""
     return [f"contract {f.point}: {line}" for f in findings if f.verdict == VIOLATED for line in f.details]
 
 
 def verdict(findings: Collection[Finding]) -> str:
-    """All findings as lines for a terminal, with a last line that sums up."""
+    """Returns all findings as lines for a terminal, with a last line that sums up."""
     bad = sum(f.verdict == VIOLATED for f in findings)
     dark = sum(f.verdict == NOT_SHOWN for f in findings)
     held = len(findings) - bad - dark
@@ -161,7 +163,9 @@ class _Judge:
         return Finding(point, OK if shown and whole else NOT_SHOWN, text, (*(remarks or ()), *missing))
 
     def _proven(self, problems: Iterable[history.Problem], remarks: list[str]) -> list[history.Problem]:
-        """Those that contradict the contract. What the missing part of the logs may explain becomes a remark."""
+        """Returns the problems that contradict the contract. A problem that missing logs may explain becomes a
+        remark.
+        """
         found = []
         for problem in problems:
             excused = self.facts.missing and (
@@ -176,14 +180,14 @@ class _Judge:
     # ---------------------------------------------------------------------------------------------- 1 and 4
 
     def agreement(self) -> Finding:
-        """Contract 1."""
+        """Judges point 1 of the contract: all contributors hold the same state."""
         compared, problems = history.check_hashes([*self.facts.hashes, *self.facts.pulled_hashes])
         slots = sum(len(run.chain) for run in self.runs)
         text = f"state hashes compared at {compared} of {slots} committed slots"
         return self._finding(1, compared > 0, text, [p.text for p in problems])
 
     def joins(self) -> Finding:
-        """Contract 4."""
+        """Judges point 4 of the contract: a joiner's state equals its donors' at the same step."""
         bad: list[str] = []
         remarks: list[str] = []
         matched, total = 0, len(self.facts.pulls)
@@ -235,7 +239,7 @@ class _Judge:
     # ---------------------------------------------------------------------------------------------- 2
 
     def order(self) -> Finding:
-        """Contract 2."""
+        """Judges point 2 of the contract: stable steps never regress and are never redone."""
         bad: list[str] = []
         remarks: list[str] = []
         redone = 0
@@ -259,7 +263,7 @@ class _Judge:
     # ---------------------------------------------------------------------------------------------- 3
 
     def samples(self) -> Finding:
-        """Contract 3."""
+        """Judges point 3 of the contract: every sample is in exactly one committed step per epoch."""
         bad: list[str] = []
         remarks: list[str] = []
         used: dict[Stream, int] = {}
@@ -290,7 +294,7 @@ class _Judge:
         return self._finding(3, shown, text, bad, remarks)
 
     def _resumed(self, index: int) -> dict[Stream, Spans] | None:
-        """The ledger that a run says it began with; None: let the first header tell."""
+        """Returns the ledger that a run says it began with; None: the first header tells it."""
         run = self.runs[index]
         before = self.runs[index - 1].ended if index else 0.0
         said = [ledger for t, ledger in self.facts.resumed if before <= t <= run.began]
@@ -299,7 +303,9 @@ class _Judge:
     # ---------------------------------------------------------------------------------------------- 5
 
     def survival(self) -> Finding:
-        """Contract 5."""
+        """Judges point 5 of the contract: a death or freeze loses no committed step and no sample; no live member is
+        fenced.
+        """
         bad: list[str] = []
         remarks: list[str] = []
         recovered = struck = 0

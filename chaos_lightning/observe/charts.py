@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn with matplotlib (extra "report"): members, step times, joins, recoveries, goodput.
+"""Draws pictures of a run with matplotlib (extra "report"): members, step times, joins, recoveries, goodput.
 
 Theory of operation. Each `draw_*` puts one picture on one pair of axes from a timeline's folds and knows nothing of
 pages or files; `overview` sets all of them on one sheet, `picture` renders one alone. Colours are from the Okabe-Ito
@@ -45,14 +45,14 @@ BAND_FROM = 3000
 
 
 def missing() -> str:
-    """Why there can be no pictures, and what to do; "": there can be."""
+    """Returns why there can be no pictures, and what to do; "" if there can be."""
     if find_spec("matplotlib") is not None:
         return ""
     return 'pictures need matplotlib, which is not installed; run: pip install "chaos-lightning[report]"'
 
 
 def matplotlib_module() -> Any:
-    """The package, with what pictures need of it."""
+    """Returns matplotlib, with the submodules that pictures need."""
     import matplotlib
     import matplotlib.figure
     import matplotlib.ticker
@@ -61,19 +61,19 @@ def matplotlib_module() -> Any:
 
 
 def figure(width: float, height: float) -> Any:
-    """An empty sheet, size in inches, without any global state of matplotlib."""
+    """Returns an empty sheet, size in inches, without any global state of matplotlib."""
     return matplotlib_module().figure.Figure(figsize=(width, height), facecolor="white", layout="constrained")
 
 
 def png(sheet: Any, dpi: int = 144) -> bytes:
-    """The sheet as PNG bytes."""
+    """Returns the sheet as PNG bytes."""
     buffer = io.BytesIO()
     sheet.savefig(buffer, format="png", dpi=dpi, facecolor="white")
     return buffer.getvalue()
 
 
 def style(ax: Any, title: str, *, grid: str = "x") -> None:
-    """A picture's title, and lines of a grid along these axes."""
+    """Sets a picture's title and style, with lines of a grid along these axes."""
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
     ax.set_axisbelow(True)
     ax.grid(axis=grid, color=GRID, linewidth=0.8)
@@ -84,7 +84,7 @@ def style(ax: Any, title: str, *, grid: str = "x") -> None:
 
 
 def legend(ax: Any, columns: int, handles: list[Any] | None = None) -> None:
-    """Above the picture, at the right."""
+    """Puts a legend above the picture, at the right."""
     legend = ax.legend(
         **({"handles": handles} if handles else {}),
         loc="lower right",
@@ -103,7 +103,7 @@ def legend(ax: Any, columns: int, handles: list[Any] | None = None) -> None:
 
 
 def name_rows(ax: Any, names: Sequence[str]) -> None:
-    """One row per name, the first at the top."""
+    """Makes one row per name, the first at the top."""
     ax.set_yticks(range(len(names)), printable(list(names)), parse_math=False)
     ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     ax.set_ylim(len(names) - 0.45, -0.65)
@@ -114,7 +114,9 @@ def _time_axis(ax: Any, timeline: Timeline) -> float:
 
 
 def time_axis(ax: Any, seconds: float, begin: str) -> float:
-    """So many seconds since something began, from left to right; returns the seconds in one unit of the axis."""
+    """Makes an axis of the seconds since something began, from left to right; returns the seconds in one unit of the
+    axis.
+    """
     scale, unit = time_unit(seconds)
     ax.set_xlim(0, max(seconds / scale, 1e-9))
     ax.set_xlabel(f"time since {begin} ({unit})", fontsize=9, color=MUTED)
@@ -122,7 +124,7 @@ def time_axis(ax: Any, seconds: float, begin: str) -> float:
 
 
 def empty(ax: Any, text: str) -> None:
-    """A picture of nothing, and why."""
+    """Draws a text in place of a picture that has nothing to show."""
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=MUTED, fontsize=10)
     ax.set_xticks([])
     ax.set_yticks([])
@@ -134,7 +136,7 @@ def empty(ax: Any, text: str) -> None:
 
 
 def _segments(life: Life, timeline: Timeline) -> list[tuple[float, float, str]]:
-    """(start, end, state) pieces of one life, in order; later ones are drawn over earlier ones."""
+    """Returns (start, end, state) of the pieces of one life, in order; later ones are drawn over earlier ones."""
     stop = timeline.stop
     end = life.ended if life.ended is not None else stop
     pieces: list[tuple[float, float, str]] = []
@@ -170,7 +172,7 @@ _ENDS = {
 
 
 def draw_members(ax: Any, timeline: Timeline) -> None:
-    """One row per node: when it was starting, pulling, training, frozen; how each of its lives ended."""
+    """Draws one row per node: when the node was starting, pulling, training, frozen; how each of its lives ended."""
     matplotlib = matplotlib_module()
     nodes = timeline.nodes()
     style(ax, "Members")
@@ -226,7 +228,7 @@ def draw_members(ax: Any, timeline: Timeline) -> None:
 
 
 def mark_handle(lines: Any, shape: str, colour: str, word: str) -> Any:
-    """A mark for a legend."""
+    """Returns a mark for a legend."""
     return lines.Line2D([], [], marker=shape, color=colour, linestyle="none", markersize=7, mec="white", label=word)
 
 
@@ -234,7 +236,7 @@ def mark_handle(lines: Any, shape: str, colour: str, word: str) -> Any:
 
 
 def draw_steps(ax: Any, timeline: Timeline) -> None:
-    """Time from commit to commit, coloured by what it was booked on."""
+    """Draws the times from commit to commit, coloured by the cause that each was booked on."""
     matplotlib = matplotlib_module()
     cut = folds.intervals(timeline)
     style(ax, "Time between commits", grid="both")
@@ -312,7 +314,7 @@ def draw_loss(ax: Any, timeline: Timeline) -> None:
 
 
 def draw_joins(ax: Any, timeline: Timeline) -> None:
-    """Per newcomer: bytes by donor, and what it held already."""
+    """Draws for each newcomer the bytes by donor, and the bytes that it held already."""
     rows = [j for j in folds.joins(timeline) if j.pull_done is not None]
     style(ax, "Joins: state by source")
     if not rows:
@@ -355,7 +357,7 @@ def draw_joins(ax: Any, timeline: Timeline) -> None:
 
 
 def draw_recoveries(ax: Any, timeline: Timeline) -> None:
-    """Per death or freeze: time to notice, to decide, and to the next slot on all survivors."""
+    """Draws for each death or freeze the time to notice, to decide, and to the next slot on all survivors."""
     rows = [r for r in folds.recoveries(timeline) if r.seconds is not None]
     style(ax, "Recovery: from the blow to the next commit on all survivors")
     if not rows:
@@ -396,7 +398,7 @@ def draw_recoveries(ax: Any, timeline: Timeline) -> None:
 
 
 def draw_goodput(ax: Any, timeline: Timeline) -> None:
-    """One bar: which share of the job's time was useful, and what took the rest."""
+    """Draws one bar: the share of the job's time that was useful, and the causes of the rest."""
     good = folds.goodput(timeline)
     style(ax, f"Goodput {good.share:.1%}")
     if not good.total:
@@ -426,7 +428,7 @@ def draw_goodput(ax: Any, timeline: Timeline) -> None:
 
 
 def heights(timeline: Timeline) -> dict[str, float]:
-    """Height of each picture in inches: rows need room."""
+    """Returns the height of each picture in inches: rows need room."""
     joins = min(12, sum(j.pull_done is not None for j in folds.joins(timeline)))
     recoveries = min(12, len(folds.recoveries(timeline)))
     return {
@@ -450,21 +452,21 @@ DRAWERS: dict[str, Callable[[Any, Timeline], None]] = {
 
 
 def picture(name: str, timeline: Timeline, *, width: float = 11.0) -> bytes:
-    """One picture alone, as PNG bytes; `name` is a key of `DRAWERS`."""
+    """Returns one picture alone, as PNG bytes; `name` is a key of `DRAWERS`."""
     sheet = figure(width, heights(timeline)[name])
     DRAWERS[name](sheet.subplots(), timeline)
     return png(sheet)
 
 
 def overview(timeline: Timeline, *, width: float = 12.0) -> bytes:
-    """All pictures on one sheet, as PNG bytes."""
+    """Returns all pictures on one sheet, as PNG bytes."""
     return one_sheet(timeline, heights(timeline), DRAWERS, width)
 
 
 def one_sheet(
     facts: Facts, rows: Mapping[str, float], drawers: Mapping[str, Callable[[Any, Facts], None]], width: float
 ) -> bytes:
-    """Pictures of these facts below each other, as PNG bytes; `rows` has their heights in inches."""
+    """Returns pictures of these facts below each other, as PNG bytes; `rows` has their heights in inches."""
     sheet = figure(width, sum(rows.values()))
     sheet.get_layout_engine().set(h_pad=0.12, w_pad=0.12)
     axes = sheet.subplots(len(rows), 1, gridspec_kw={"height_ratios": list(rows.values())})

@@ -1,4 +1,5 @@
-"""`chaos-lightning top`, `report` and `audit`: a job live in a terminal, what happened, whether the contract held.
+"""Shows a job live in a terminal, reports what happened, and audits the contract (`chaos-lightning top`, `report`,
+`audit`).
 
 Theory of operation. `watch` redraws a board some times a second until Ctrl+C; where the facts come from is a function
 that returns a board. Following a log directory needs no server and works after the fact, too; asking the scheduler
@@ -39,10 +40,11 @@ Logs = Annotated[
 
 
 def latest_logs(given: Path | None) -> Path:
-    """The folder that was named, or else where a job of this machine logged last without being told where.
+    """Returns the folder that was named, or else the one in which a job of this machine logged last without being told
+    where.
 
     Raises:
-        ConfigurationError: None did, or this user has no home.
+        ConfigurationError: No job did, or this user has no home.
     """
     if given is not None:
         return given
@@ -56,7 +58,7 @@ def latest_logs(given: Path | None) -> Path:
 
 
 def follow(logs: Path, since: float = 0.0) -> Callable[[], Dashboard]:
-    """A function that returns the board of this log directory as of now; the directory may appear later."""
+    """Returns a function that returns the board of this log directory as of now; the directory may appear later."""
     tail, latest, outer = Tail(logs, since), Latest(), OuterBoard()
 
     def board() -> Dashboard:
@@ -76,10 +78,10 @@ def follow(logs: Path, since: float = 0.0) -> Callable[[], Dashboard]:
 def ask(
     endpoint: str, token_file: str = "", timeout_s: float = 2.0, *, keys_dir: str = "", must_answer: bool = False
 ) -> Callable[[], Dashboard]:
-    """A function that returns the board of what this scheduler answers.
+    """Returns a function that returns the board of what this scheduler answers.
 
-    What members of this machine log where nobody told them goes onto it as well. Unreachable is a line on the board,
-    or an error if it `must_answer`.
+    The board also shows what members of this machine log in the default folder. An unreachable scheduler is a line on
+    the board, or an error if it `must_answer`.
     """
     from chaos_lightning.security.credentials import Credentials
 
@@ -105,7 +107,7 @@ def ask(
 
 
 def watch(board: Callable[[], Dashboard], *, interval_s: float, stop: threading.Event | None = None) -> None:
-    """Redraw the board until `stop` is set or Ctrl+C; on something that is no terminal, print it once."""
+    """Redraws the board until `stop` is set or Ctrl+C; on something that is no terminal, prints it once."""
     from rich.console import Console
     from rich.live import Live
 
@@ -218,7 +220,7 @@ def audit(
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
-    """For scripts."""
+    """Returns a finding as a value for JSON."""
     from chaos_lightning.observe.audit import POINTS
 
     return {**asdict(finding), "promise": POINTS[finding.point]}

@@ -1,4 +1,4 @@
-"""Judges jobs whose layers lie at several members: what sums held, and who got which parts of the state.
+"""Judges jobs whose layers lie at several members: what sums held, and which member got which parts of the state.
 
 Theory of operation (protocol.md P2, P3, P8). Each member says at a commit which micro-batches the slot had, and which
 of them its sums held, by layers. Over all members these are disjoint, and together all micro-batches in each layer. It
@@ -25,7 +25,7 @@ def covered(run: JobRun) -> tuple[int, int]:
 
 
 def check_coverage(run: JobRun) -> Iterator[Problem]:
-    """Each micro-batch of a slot is in the sums of each layer once."""
+    """Checks that each micro-batch of a slot is in the sums of each layer once."""
     layers = covered(run)[1]
     own: dict[str, list[Commit]] = defaultdict(list)
     for commit in run.commits:
@@ -61,34 +61,36 @@ def _check_slot(told: Sequence[Commit], layers: int, *, whole: bool) -> Iterator
 
 @dataclass(slots=True)
 class PartsTold:
-    """Words of one member about parts of the state, in the order of its log."""
+    """Claims of one member about parts of the state, in the order of its log."""
 
     member: str
     founder: bool = False
-    """It founded the job, and may have made what it owns."""
+    """Whether the member founded the job, so that it may have made what it owns."""
     joined: bool = False
-    """It came into the running job."""
+    """Whether the member came into the running job."""
     pulled: int = 0
-    """Number of parts that it got."""
+    """Number of parts that the member got from others."""
     problems: list[Problem] = field(default_factory=list)
     _owned: dict[tuple[int, int], Spans] = field(default_factory=dict)
     _held: Spans | None = None
 
     def enters(self, view: tuple[int, int], owns: Spans) -> None:
-        """It stands in a view, in which it owns these parts."""
+        """Notes a view in which the member stands, and the parts that it owns there."""
         self._owned[view] = owns
 
     def gets(self, part: int) -> None:
-        """It has got a part."""
+        """Notes a part that the member has got from others."""
         self.pulled += 1
         self.reads(((part, part + 1),))
 
     def reads(self, parts: Spans) -> None:
-        """It has these parts from a file."""
+        """Notes parts that the member has from a file."""
         self._held = merge([*(self._held or ()), *parts])
 
     def steps(self, view: tuple[int, int], seq: int) -> None:
-        """It has committed a step to which it contributed in a view."""
+        """Notes a committed step to which the member contributed in a view; it is a problem if the member lacked a part
+        that it owned.
+        """
         owns = self._owned.get(view)
         if owns is None:
             return

@@ -28,12 +28,12 @@ _BREAKS = frozenset({"cut", "stall"})
 _DETECTION_S = 30.0
 """Seconds after which a fault of a member or a link has been noticed at the latest."""
 _MENDING_S = 5.0
-"""A link that was mended may take so long until it is made again."""
+"""Seconds that a mended link may take until it is made again."""
 _GOODBYES = frozenset({"left", "finished", "closed"})
 _TOLD_BY_ANYBODY = frozenset({"opened", "lost", "fault_injected", "death", "leave", "left", "view", "decide"}) | {
     "epoch", "resumed", "checkpoint",
 }  # fmt: skip
-"""Events that count whoever says them; of all others a member's own word does."""
+"""Events that count whoever writes them; of all others only a member's own word does."""
 
 
 Views = dict[tuple[int, int], tuple[str, ...]]
@@ -42,7 +42,7 @@ Ends = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A joiner took a state over."""
+    """State that a joiner took over."""
 
     member: str
     head: str
@@ -51,18 +51,18 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A member was killed or frozen (declared), or found dead (observed)."""
+    """Loss of a member: it was killed or frozen (declared), or found dead (observed)."""
 
     t: float
     member: str
     kind: str
     stayed: bool
-    """It thawed before anybody put it out."""
+    """Whether the member thawed before a view excluded it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A member was in one decided view and not in the next."""
+    """Exclusion of a member: it was in one decided view and not in the next."""
 
     member: str
     view: tuple[int, int]
@@ -70,7 +70,7 @@ class Exclusion:
     why: str
     """Reason in the logs: a fault, a leave, the end of the job; "" for none."""
     silent_s: float | None
-    """Seconds since its last own event at the time; None if it never wrote one."""
+    """Seconds since the member's last own event at the time; None if it never wrote one."""
     spoke_later: bool
 
 
@@ -80,57 +80,59 @@ class Testimony:
 
     commits: list[Commit] = field(default_factory=list)
     views: list[tuple[float, Views]] = field(default_factory=list)
-    """(from when on, view number -> members); a job that began anew counts its views anew."""
+    """Members by view number, and the time (s) since when these hold; a job that began anew counts its views anew."""
     hashes: list[tuple[str, str, str]] = field(default_factory=list)
-    """(header, member, state hash) that a member took of the state it had."""
+    """State hashes that members took of their own states, as (header, member, state hash)."""
     pulled_hashes: list[tuple[str, str, str]] = field(default_factory=list)
-    """Likewise, of a state that it had just pulled."""
+    """State hashes that members took of a state just pulled, as (header, member, state hash)."""
     pulls: list[Pulled] = field(default_factory=list)
     never_in: set[str] = field(default_factory=set)
-    """Members that contributed to nothing: the job ended, or they did, before they came in."""
+    """Members that contributed to nothing: the job or the member ended before the member came in."""
     losses: list[Loss] = field(default_factory=list)
     excluded: list[Exclusion] = field(default_factory=list)
     unexplained: dict[str, str] = field(default_factory=dict)
-    """Members whose end nothing explains -> what is odd."""
+    """Members whose end nothing explains, with what is odd about it."""
     unawakened: list[str] = field(default_factory=list)
-    """Frozen members that were put out, woke and neither noticed nor came back, in words."""
+    """Frozen members that were excluded, woke and neither noticed nor came back, in words."""
     gone: set[str] = field(default_factory=set)
     """Members that were killed, frozen, fenced or found dead, or left: they need not have committed their last slot."""
     left_job: list[tuple[str, str]] = field(default_factory=list)
-    """(what, header) of everything written for the outside."""
+    """Everything written for the outside, as (what, header)."""
     epochs: dict[f.Stream, int] = field(default_factory=dict)
     resumed: list[tuple[float, dict[f.Stream, Spans]]] = field(default_factory=list)
     injected: bool = False
     missing: list[str] = field(default_factory=list)
-    """Which part of the logs is not here, in words: what it would say is not known, and its silence proves nothing."""
+    """Parts of the logs that are not here, in words: what they would say is not known, and their silence proves
+    nothing.
+    """
     untold: set[str] = field(default_factory=set)
-    """Members whose own words are among that."""
+    """Members whose own words are in a missing part of the logs."""
     parts: dict[str, PartsTold] = field(default_factory=dict)
-    """By member: what it says about parts of the state, where layers lie at several members."""
+    """Claims of each member about parts of the state, where layers lie at several members."""
 
     def views_at(self, t: float) -> Views:
-        """The views of the run that was under way at time t (s)."""
+        """Returns the views of the run that was under way at time t (s)."""
         return next((views for start, views in reversed(self.views) if start <= t), {})
 
 
 @dataclass(slots=True)
 class _Witness:
-    """One member id's own words."""
+    """Events that one member id wrote itself."""
 
     node: str
     source: str
     times: array[float] = field(default_factory=lambda: array("d"))
-    """Wall times of its events, s, in order."""
+    """Wall times (s) of the member's events, in order."""
     ends: list[tuple[float, str]] = field(default_factory=list)
     fenced: float | None = None
     head: str = ""
     founder: bool = False
     joined: float | None = None
     came_with: int = 0
-    """The slot at which it took the state over; that one it did not commit itself."""
+    """Slot at which the member took the state over; it did not commit that slot itself."""
 
     def came_in_after(self, t: float) -> bool:
-        """Whether it was in no view yet at t; what became of it later says nothing of that."""
+        """Returns whether the member was in no view yet at t; what became of it later says nothing of that."""
         return self.joined is not None and self.joined > t and (self.fenced is None or self.fenced > self.joined)
 
 
@@ -141,27 +143,29 @@ class Gathering:
     facts: Testimony = field(default_factory=Testimony)
     who: dict[str, _Witness] = field(default_factory=dict)
     faults: list[tuple[float, str, str, float]] = field(default_factory=list)
-    """(t, kind, node, seconds); of processes."""
+    """Faults of processes, as (t, kind, node, seconds)."""
     broken: list[tuple[float, float, Ends]] = field(default_factory=list)
-    """(from, to, nodes) of each link that was cut or stalled; until it was mended, else for good."""
+    """Links that were cut or stalled, as (from, to, nodes); infinity in place of `to` until a link was mended."""
     deaths: dict[str, float] = field(default_factory=dict)
     leaves: set[str] = field(default_factory=set)
     roles: dict[str, str] = field(default_factory=dict)
-    """Source -> role."""
+    """Role of each source."""
     view_times: list[dict[tuple[int, int], float]] = field(default_factory=list)
     view_links: list[dict[tuple[int, int], frozenset[Ends]]] = field(default_factory=list)
-    """As members have them; views of which every pair has a link are missing."""
+    """Links of each view as members know them; views of which every pair has a link are missing."""
     ends: dict[str, float] = field(default_factory=dict)
-    """Source -> time of its last line."""
+    """Time of the last line of each source."""
     lost: dict[tuple[str, bool], int] = field(default_factory=dict)
-    """(source, whether they were written once) -> lines."""
+    """Number of lost lines, by (source, whether they had been written)."""
     finished: float | None = None
     _values: dict[object, Any] = field(default_factory=dict)
     """Values that many commits have, each kept once."""
     _ledgers: dict[str, tuple[object, dict[f.Stream, Spans]]] = field(default_factory=dict)
-    """By header: the field as a commit of it had it last, and its value."""
+    """Ledger field as the last commit of each header had it, and its value."""
     _contributors: dict[str, tuple[object, tuple[str, ...]]] = field(default_factory=dict)
-    """By file: the field as the last commit had it, which the next one shares if it is the same, and its value."""
+    """Contributors field of the last commit in each file, and its value; the next commit shares the value if the field
+    is the same.
+    """
 
     def take(self, r: Record) -> None:
         """Takes one event in."""
@@ -178,7 +182,7 @@ class Gathering:
         self._own(r, witness)
 
     def _told(self, r: Record) -> None:
-        """Takes in what counts whoever says it."""
+        """Takes in what counts whoever writes it."""
         facts = self.facts
         if r.name == "opened":
             self.roles[r.source] = str(r.get("role", "member"))
@@ -205,7 +209,7 @@ class Gathering:
             facts.left_job.append((f"checkpoint {r.get('path', '')}", str(r["head"])))
 
     def _link(self, r: Record, ends: Ends) -> None:
-        """A declared fault of a link, or its end."""
+        """Takes in a declared fault of a link, or its end."""
         kind = str(r.get("kind", ""))
         if kind in _BREAKS:
             self.broken.append((r.t, float("inf"), ends))
@@ -331,7 +335,7 @@ class Gathering:
         return self.facts
 
     def _missing(self) -> None:
-        """Which part of the logs is not here."""
+        """Notes which parts of the logs are missing."""
         facts = self.facts
         for (source, gone), count in self.lost.items():
             facts.missing.append(f"{count} log lines were lost{' from' if gone else ' to a full disk,'} {source}")
@@ -341,7 +345,7 @@ class Gathering:
         own: dict[str, int] = {}
         places: dict[str, int] = {}
         newest: dict[int, tuple[int, Commit]] = {}
-        """By identity of the contributors: their latest commit and its place among all."""
+        """Latest commit of each set of contributors, by the set's identity, and its place among all commits."""
         for at, commit in enumerate(facts.commits):
             own[commit.member] = max(own.get(commit.member, 0), commit.seq)
             known = newest.get(id(commit.contributors))
@@ -364,21 +368,24 @@ class Gathering:
             facts.untold.add(member)
 
     def _at(self, node: str, t: float) -> str | None:
-        """The member id of this node that was current at t."""
+        """Returns the member id of this node that was current at t; None if there was none."""
         mine = [(w.times[0], m) for m, w in self.who.items() if w.node == node and w.times[0] <= t]
         return max(mine)[1] if mine else None
 
     def _fault_on(self, node: str, t: float) -> str:
-        """A declared fault on this node's process up to t (with its duration and half a minute for detection)."""
+        """Returns the kind of a declared fault on this node's process up to t (with its duration and half a minute for
+        detection); "" for none.
+        """
         for at, kind, victim, seconds in reversed(self.faults):
             if victim == node and at <= t <= at + seconds + _DETECTION_S:
                 return kind
         return ""
 
     def _parted(self, member: str, t: float) -> bool:
-        """Whether links that were declared broken at t, or shortly before, cut a member off from at least half of all.
+        """Returns whether links that were declared broken at t, or shortly before, cut a member off from at least half
+        of all.
 
-        Of those that went on, one at least.
+        At least one of the members that went on must be among those that it was cut off from.
         """
         run = sum(start <= t for start, _ in self.facts.views) - 1
         views = self.facts.views[run][1] if run >= 0 else {}
@@ -446,7 +453,9 @@ class Gathering:
         return ""
 
     def _awake(self, member: str, node: str, t: float, seconds: float, out: Exclusion | None) -> None:
-        """A frozen member that was put out: after its thaw it must notice, and come back unless the job was over."""
+        """Checks a frozen member that was excluded: after its thaw it must notice, and come back unless the job was
+        over.
+        """
         if out is None:
             return
         thaw = t + seconds if seconds else None
@@ -472,7 +481,7 @@ class Gathering:
 
 
 def gather(records: Iterable[Record]) -> Testimony:
-    """Sort the events of one log directory (in time order) by what they prove."""
+    """Sorts the events of one log directory (in time order) by what they prove."""
     one = Gathering()
     for record in records:
         one.take(record)

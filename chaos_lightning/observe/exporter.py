@@ -1,4 +1,4 @@
-"""`chaos-lightning metrics`: what a run amounts to, for Prometheus to scrape and as OpenTelemetry to push.
+"""Serves metrics of a run for Prometheus to scrape, and pushes them as OpenTelemetry (`chaos-lightning metrics`).
 
 Theory of operation. The metrics are folds over the same events as `top` and `report`: `RunTotals` takes one event after
 the other and keeps numbers only, so that a run of days costs nothing; where time went is booked by `folds.intervals`,
@@ -48,7 +48,7 @@ REASONS = ("silent", "closed", "asked", "process")
 
 COUNTER, GAUGE = "counter", "gauge"
 JOB_LABEL = "chaos_job"
-"""Label of all metrics: the job's name. Prometheus itself calls what it scrapes `job`."""
+"""Label of all metrics: the job's name. Prometheus itself gives the name `job` to what it scrapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ Labels = tuple[str, ...]
 
 
 def _zero() -> dict[str, dict[Labels, float]]:
-    """Counters without labels are there from the start: a rate needs the 0 that it rises from."""
+    """Returns counters without labels at 0: a rate needs the 0 that a counter rises from."""
     found: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
     for short, metric in _BY_NAME.items():
         if metric.kind == COUNTER and not metric.labels:
@@ -104,15 +104,15 @@ class RunTotals:
     """Numbers of the latest job that was logged into one folder; takes events in order."""
 
     job: str = ""
-    """Its name; "" until a member or leader has told it."""
+    """Name of the job; "" until a member or leader has told it."""
     values: dict[str, dict[Labels, float]] = field(default_factory=_zero)
-    """Short name -> label values -> number."""
+    """Number by short name and label values."""
     _latest: Latest = field(init=False)
     _booked: float = 0.0
-    """When the last interval that is booked ended, wall time in s."""
+    """Wall time (s) at which the last interval that is booked ended."""
     _committed: float = 0.0
     _carried: dict[tuple[str, str, str, str], int] = field(default_factory=dict)
-    """(source, member, peer, direction) -> bytes of that link as told last."""
+    """Bytes of each link as told last, by (source, member, peer, direction)."""
     _dead: set[str] = field(default_factory=set)
     _joined: set[str] = field(default_factory=set)
     _round: int = 0
@@ -121,7 +121,7 @@ class RunTotals:
         self._latest = Latest(self._book)
 
     def take(self, r: Record) -> None:
-        """One more event."""
+        """Takes in one more event."""
         fresh = str(r.get("header", "")) not in self._latest.timeline.slots
         if self._latest.take(r):
             self._begin()
@@ -178,7 +178,7 @@ class RunTotals:
             self._finish()
 
     def _finish(self) -> None:
-        """The job is done: nobody is in it, and nobody waits for its next slot."""
+        """Notes that the job is done: no member is in it, and no next slot will come."""
         self._committed = 0.0
         self.values["world_size"][()] = 0
         self.values.pop("last_commit_age_seconds", None)
@@ -227,8 +227,8 @@ class Shown:
     """All values of a job at one time.
 
     Attributes:
-        job: Its name; "" if it is not known.
-        values: By short name and label values.
+        job: Name of the job; "" if it is not known.
+        values: Number by short name and label values.
     """
 
     job: str
@@ -237,7 +237,7 @@ class Shown:
 
 DOWN: Mapping[str, Mapping[Labels, float]] = {"up": {(): 0}}
 Source = Callable[[], Shown]
-"""Gives all values as of now."""
+"""Function that returns all values as of now."""
 
 
 def follow_logs(logs: Path, since: float = 0.0) -> Source:
@@ -256,8 +256,8 @@ def follow_logs(logs: Path, since: float = 0.0) -> Source:
 
 
 def ask_scheduler(endpoint: str, token_file: str = "", keys_dir: str = "", timeout_s: float = 2.0) -> Source:
-    """Returns a source for the answers of a scheduler: who is in, and at which step; for all else logs on this
-    machine count.
+    """Returns a source for the answers of a scheduler: its members and its step; all else comes from logs on this
+    machine.
     """
     from chaos_lightning.security.credentials import Credentials
 
@@ -291,13 +291,13 @@ def ask_scheduler(endpoint: str, token_file: str = "", keys_dir: str = "", timeo
 
 
 class Scraped:
-    """A collector of prometheus_client."""
+    """Collector of metrics, as prometheus_client expects it."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Family]:
-        """All metrics that have a value."""
+        """Yields all metrics that have a value."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         shown = self._source()
@@ -315,7 +315,7 @@ def served(source: Source, listen: str) -> Iterator[int]:
     """Serves `/metrics` at HOST:PORT; gives the port, which 0 leaves to the system.
 
     Raises:
-        ConfigurationError: Nobody can listen there.
+        ConfigurationError: The address cannot be listened on.
     """
     with needing("chaos-lightning metrics"):
         from prometheus_client import CollectorRegistry, start_http_server

@@ -1,4 +1,4 @@
-"""Event fields as values: what a JSON line lost of its types, put back in one place.
+"""Reads event fields as values: restores in one place the types that a JSON line lost.
 
 Theory of operation. Writers hand dataclasses, tuples and ids to `EventLog.emit`; a line holds objects, lists and
 strings. Each function here takes what a line holds and gives the value the folds work with, and an empty value for
@@ -13,11 +13,11 @@ from typing import Any
 from chaos_lightning.observe.spans import Spans
 
 Stream = tuple[str, int]
-"""(stream, epoch): one order of samples in one pass over it."""
+"""Order of samples in one pass over it: (stream, epoch)."""
 
 
 def number(value: Any, default: float = 0.0) -> float:
-    """A float; `default` for None and for what is none."""
+    """Returns a float; `default` for None and for anything that is no number."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -25,7 +25,7 @@ def number(value: Any, default: float = 0.0) -> float:
 
 
 def integer(value: Any, default: int = 0) -> int:
-    """An int; `default` for None and for what is none."""
+    """Returns an int; `default` for None and for anything that is no number."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):
@@ -33,22 +33,22 @@ def integer(value: Any, default: int = 0) -> int:
 
 
 def rows(value: Any) -> Sequence[Any]:
-    """A list; empty for what is none."""
+    """Returns a list; empty for anything that is none."""
     return value if isinstance(value, (list, tuple)) else ()
 
 
 def ids(value: Any) -> tuple[str, ...]:
-    """Member ids."""
+    """Returns member ids."""
     return tuple(str(item) for item in rows(value))
 
 
 def shares(value: Any) -> tuple[tuple[str, float], ...]:
-    """Contributors as (member id, weight)."""
+    """Returns contributors as (member id, weight)."""
     return tuple((str(row[0]), number(row[1])) for row in rows(value) if len(rows(row)) == 2)
 
 
 def spent(value: Any) -> dict[Stream, Spans]:
-    """Spent positions by (stream, epoch)."""
+    """Returns spent positions by (stream, epoch)."""
     found: dict[Stream, Spans] = {}
     for item in rows(value):
         if isinstance(item, Mapping):
@@ -59,33 +59,33 @@ def spent(value: Any) -> dict[Stream, Spans]:
 
 
 def amounts(value: Any) -> tuple[tuple[str, int], ...]:
-    """(name, bytes) from an object of bytes by name, most bytes first."""
+    """Returns (name, bytes) from an object of bytes by name, most bytes first."""
     found = [(str(k), integer(v)) for k, v in value.items()] if isinstance(value, Mapping) else []
     return tuple(sorted(found, key=lambda x: (-x[1], x[0])))
 
 
 def spans(value: Any) -> Spans:
-    """Spans from a list of pairs."""
+    """Returns spans from a list of pairs."""
     return tuple((integer(pair[0]), integer(pair[1])) for pair in rows(value) if len(rows(pair)) == 2)
 
 
 def coverage(value: Any) -> tuple[tuple[int, int, Spans], ...]:
-    """(first layer, layer behind the last one, micro-batches) of each row."""
+    """Returns (first layer, layer behind the last one, micro-batches) of each row."""
     return tuple((integer(row[0]), integer(row[1]), spans(row[2])) for row in rows(value) if len(rows(row)) == 3)
 
 
 def view_number(value: Any) -> tuple[int, int]:
-    """(term, number) of a view, from "term.number"; (0, 0) for none."""
+    """Returns (term, number) of a view, from "term.number"; (0, 0) for none."""
     term, _, count = str(value or "").partition(".")
     return integer(term), integer(count)
 
 
 def view_name(value: Any) -> str:
-    """A view's id as "term.number"; empty for none."""
+    """Returns a view's id as "term.number"; empty for none."""
     term, count = view_number(value)
     return f"{term}.{count}" if (term, count) != (0, 0) else ""
 
 
 def node_of(member: str) -> str:
-    """The name in a member id `name~incarnation`."""
+    """Returns the node's name in a member id `name~incarnation`."""
     return member.rpartition("~")[0] or member

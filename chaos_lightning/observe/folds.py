@@ -1,4 +1,4 @@
-"""Folds over a timeline: step times, joins, recoveries, goodput, samples. Pure functions.
+"""Computes step times, joins, recoveries, goodput and samples from a timeline. Pure functions (folds).
 
 Theory of operation. The job advances from commit to commit, so the time between two neighbouring commits is the unit
 that everything is booked on. An interval in which nothing happened is a *clean* step; the median of the clean ones
@@ -27,56 +27,58 @@ T = TypeVar("T")
 _GOOD_ENDS = ("left", "finished")
 LOSSES_READ = 500
 LOSS_FRESH_S, LOSS_FRESH_STEPS = 5.0, 20
-"""A member tells its loss once in a second or in ten steps, whichever is longer; what is older by both is no news."""
+"""Seconds and steps after both of which a member's loss is outdated: a member tells its loss once in a second or in ten
+steps, whichever is longer.
+"""
 STEP, COLLECTIVE, JOIN, RECOVERY, WAITING = "step", "collective", "join", "recovery", "waiting"
 
 
 @dataclass(slots=True)
 class Interval:
-    """The time from one committed slot to the next."""
+    """Time from one committed slot to the next."""
 
     slot: SlotFact
-    """The slot that ended it."""
+    """Slot that ended the interval."""
     start: float
     stop: float
-    """Wall times, s."""
+    """Wall times (s) of the interval's start and end."""
     seconds: float
-    """Monotonic duration, s."""
+    """Seconds by members' monotonic clocks."""
     cause: str
-    """Cause on which it is booked: "step", "collective", "join", "recovery" or "waiting"."""
+    """Cause on which the interval is booked: "step", "collective", "join", "recovery" or "waiting"."""
     lost: float = 0.0
-    """Seconds of it beyond one usual step, for the last three causes."""
+    """Seconds beyond one usual step, for the last three causes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """One newcomer's way in. Wall times in s; None where it did not come so far."""
+    """Join of one newcomer. Wall times in s; None for what has not happened so far."""
 
     member: str
     node: str
     again: bool
-    """The node had been a member before."""
+    """Whether the node had been a member before."""
     born: float
     pull_done: float | None
     contributed: float | None
-    """First slot that it contributed to."""
+    """Time of the first slot that the newcomer contributed to."""
     sources: tuple[tuple[str, int, float], ...]
-    """(donor, bytes, seconds), most bytes first."""
+    """Donors as (donor, bytes, seconds), most bytes first."""
     nbytes: int
     skipped: int
     seconds: float
     """Seconds of the state transfer."""
     pause: float
-    """Seconds the others lost to it."""
+    """Seconds that the others lost to the join."""
     way: str = ""
-    """"replay" or "pause"."""
+    """Way in which the newcomer came in: "replay" or "pause"."""
     why: str = ""
-    """The reason for this way."""
+    """Reason for this way."""
     replayed: int = 0
-    """Steps of the others' that it applied before it came in."""
+    """Number of the others' steps that the newcomer applied before it came in."""
     unfinished: ProgressFact | None = None
-    """Progress of the transfer that was under way when this newcomer was last heard of; None: it contributed, or
-    none was.
+    """Progress of the transfer that was under way when this newcomer was last heard of; None: the newcomer contributed,
+    or no transfer was under way.
     """
 
     @property
@@ -87,39 +89,39 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryTimes:
-    """A death or freeze, until the next slot was committed by all survivors. Wall times in s."""
+    """Recovery from a death or freeze, until the next slot was committed by all survivors. Wall times in s."""
 
     member: str
     node: str
     kind: str
-    """The injected fault's kind, or "death" when it came from outside."""
+    """Kind of the injected fault, or "death" when the cause came from outside."""
     phase: str
     at: float
-    """When it struck (injected), else when it was first noticed."""
+    """Time at which an injected fault struck, or a death was first noticed."""
     noticed: float | None
     decided: float | None
-    """First view without the victim."""
+    """Time of the first view without the victim."""
     resumed: float | None
-    """The first survivor holds the next slot."""
+    """Time at which the first survivor held the next slot."""
     recovered: float | None
-    """All survivors hold it; None if the log ends before."""
+    """Time at which all survivors held that slot; None if the log ends before."""
     seq: int | None
-    """That slot's number."""
+    """Number of that slot."""
     survivors: int
     how: str
-    """"hand-on", "redo", "next" (nothing was open) or "stayed" (it thawed in time)."""
+    """Way of the recovery: "hand-on", "redo", "next" (nothing was open) or "stayed" (the victim thawed in time)."""
     waited: float = 0.0
     """Seconds of the recovery in which members were told to wait, as for min_nodes."""
 
     @property
     def seconds(self) -> float | None:
-        """From the blow to the next slot on all survivors."""
+        """Seconds from the blow to the next slot on all survivors."""
         return None if self.recovered is None else self.recovered - self.at
 
 
 @dataclass(frozen=True, slots=True)
 class GoodputAccount:
-    """Where the job's time went, s."""
+    """Use of the job's time, in seconds."""
 
     total: float
     useful: float
@@ -132,7 +134,7 @@ class GoodputAccount:
 
     @property
     def share(self) -> float:
-        """Useful part, 0 to 1 (1 for an empty run)."""
+        """Useful part of the time, 0 to 1 (1 for an empty run)."""
         return self.useful / self.total if self.total > 0 else 1.0
 
 
@@ -141,7 +143,7 @@ class SampleUse:
     """Use of one stream in one epoch."""
 
     used: int = 0
-    """Positions, counted as often as they were used."""
+    """Number of positions, counted as often as they were used."""
     distinct: int = 0
     twice: Spans = ()
     """Positions used more than once."""
@@ -170,7 +172,7 @@ def _once(fold: Callable[[Timeline], T]) -> Callable[[Timeline], T]:
 
 
 def _between(before: SlotFact, after: SlotFact) -> float:
-    """Seconds from one slot to the next, by the clocks of members that committed both."""
+    """Returns the seconds from one slot to the next, by the clocks of members that committed both."""
     both = [after.commits[m].mono - before.commits[m].mono for m in after.commits if m in before.commits]
     both = [x for x in both if x >= 0]
     return statistics.median(both) if both else max(0.0, after.first - before.first)
@@ -178,7 +180,7 @@ def _between(before: SlotFact, after: SlotFact) -> float:
 
 @_once
 def intervals(timeline: Timeline) -> list[Interval]:
-    """The run cut at its commits, each piece booked on a cause."""
+    """Returns the run cut at its commits, each piece booked on a cause."""
     chain = timeline.chain()
     pulls = [
         (p.started, p.done)
@@ -208,7 +210,9 @@ def intervals(timeline: Timeline) -> list[Interval]:
 
 
 def _book_losses(cut: Sequence[Interval]) -> None:
-    """Whatever exceeds the usual step of as many contributors is lost; of few clean ones, the usual step of all."""
+    """Books as lost the time beyond the usual step of as many contributors; with few clean steps, beyond the usual step
+    of all.
+    """
     clean: dict[int, list[float]] = defaultdict(list)
     for interval in cut:
         if interval.cause == STEP:
@@ -223,7 +227,7 @@ def _book_losses(cut: Sequence[Interval]) -> None:
 
 
 def _waits(timeline: Timeline) -> list[tuple[float, float]]:
-    """Windows in which at least one member was told to wait below the minimum."""
+    """Returns the windows in which at least one member was told to wait below the minimum."""
     windows: list[tuple[float, float]] = []
     waiting: dict[str, float] = {}
     commits = sorted(s.first for s in timeline.slots.values())
@@ -242,7 +246,9 @@ def _waits(timeline: Timeline) -> list[tuple[float, float]]:
 
 @_once
 def joins(timeline: Timeline) -> list[Join]:
-    """All that came into the running job by pulling the state, in order of birth; founders are not among them."""
+    """Returns the joins of all that came into the running job by pulling the state, in order of birth; founders are not
+    among them.
+    """
     first: dict[str, float] = {}
     for slot in timeline.chain():
         for member in slot.who:
@@ -294,7 +300,7 @@ def joins(timeline: Timeline) -> list[Join]:
 
 @_once
 def recoveries(timeline: Timeline) -> list[RecoveryTimes]:
-    """Every injected kill or freeze of a member and every death that was seen, in order of time."""
+    """Returns every injected kill or freeze of a member and every death that was seen, in order of time."""
     chain = timeline.chain()
     found: list[RecoveryTimes] = []
     explained: set[str] = set()
@@ -398,7 +404,7 @@ def goodput(timeline: Timeline) -> GoodputAccount:
 
 @_once
 def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
-    """Which positions of each stream and epoch the committed steps used.
+    """Returns the positions of each stream and epoch that the committed steps used.
 
     What members say they used themselves counts; where a contributor died before it could say so, the growth of the
     header's ledger tells its part. A job that went on from a checkpoint takes back what came after it.
@@ -423,7 +429,8 @@ def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
 
 
 def losses(timeline: Timeline, bins: int = 200) -> list[tuple[float, float]]:
-    """(step, loss): what members told, weighed by samples, in so many bins of steps at most; a diverged one is NaN.
+    """Returns (step, mean loss) as members told it, weighed by samples, in at most `bins` bins of steps; a diverged
+    loss is NaN.
 
     A job that went on from a checkpoint takes back what came after it, so the later word on a step counts.
     """
@@ -445,7 +452,9 @@ def losses(timeline: Timeline, bins: int = 200) -> list[tuple[float, float]]:
 
 
 def latest_loss(timeline: Timeline) -> float | None:
-    """Returns the mean of the losses that members told last, weighed by samples; None if none has lately."""
+    """Returns the mean of the losses that members told last, weighed by samples; None if no member has told one
+    lately.
+    """
     last = {fact.member: fact for fact in timeline.losses[-LOSSES_READ:]}
     if not last:
         return None
@@ -464,13 +473,15 @@ def _mean_loss(facts: Sequence[LossFact]) -> float:
 
 
 def samples_since_first(slots: Sequence[SlotFact]) -> int:
-    """How many samples these slots, which follow each other, used in all but the first of them."""
+    """Returns the number of samples that these slots, which follow each other, used in all but the first of them."""
     pairs = itertools.pairwise(slots)
     return sum(size(merge(spans)) for before, slot in pairs for spans in _used(slot, before.ledger).values())
 
 
 def _used(slot: SlotFact, before: Mapping[Stream, Spans]) -> dict[Stream, list[Span]]:
-    """Returns the samples that a slot used, by what members say; of silent ones, by how the ledger `before` it grew."""
+    """Returns the positions that a slot used, by what members say; for silent members, by what the ledger grew beyond
+    `before`.
+    """
     said: dict[Stream, list[Span]] = defaultdict(list)
     for commit in slot.commits.values():
         for key, spans in commit.spent.items():
@@ -482,7 +493,7 @@ def _used(slot: SlotFact, before: Mapping[Stream, Spans]) -> dict[Stream, list[S
 
 
 def _resumed_at(first: SlotFact) -> dict[Stream, Spans]:
-    """The ledger that a run began with: its first header's without what its first slot used."""
+    """Returns the ledger that a run began with: its first header's without what its first slot used."""
     own: dict[Stream, Spans] = defaultdict(tuple)
     for commit in first.commits.values():
         for key, spans in commit.spent.items():

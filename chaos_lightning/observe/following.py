@@ -1,4 +1,4 @@
-"""Follows the job that is on now, for `top` and `metrics`: its events, and the answers of its scheduler."""
+"""Follows the job that runs now, for `top` and `metrics`: its events, and the answers of its scheduler."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def outer_job(endpoint: str, secret: Secret, timeout_s: float) -> dict[str, Any]
     """Returns what the leader of this machine's outer job says, where the user has named no scheduler.
 
     Args:
-        endpoint: Where no scheduler answered.
+        endpoint: Endpoint at which no scheduler answered.
         secret: Cluster token, or credentials.
-        timeout_s: For the answer.
+        timeout_s: Seconds to wait for the answer.
     """
     from chaos_lightning.outer.exchange.control_client import fetch_facts
     from chaos_lightning.outer.exchange.options import DEFAULT_SERVER, VARIABLE
@@ -42,17 +42,17 @@ def outer_job(endpoint: str, secret: Secret, timeout_s: float) -> dict[str, Any]
 
 
 FRESH_S = 600.0
-"""A log in which nothing was written for so long is of another run; of this one only what is new is read."""
+"""Seconds without a new line after which a log counts as another run's; of this run's log only what is new is read."""
 KEPT_SLOTS = 1000
-"""So many of the latest slots are kept at least: a run may go on for days, and looking at it must stay cheap."""
+"""Least number of latest slots that are kept: a run may go on for days, and looking at it must stay cheap."""
 
 
 @dataclass(slots=True)
 class Latest:
-    """The timeline of the latest job of those that are logged into one folder; takes events in order.
+    """Timeline of the latest job of those that are logged into one folder; takes events in order.
 
     Attributes:
-        forgets: Called with the timeline before old slots, or those of the job before, go.
+        forgets: Function that is called with the timeline before old slots, or those of the job before, are dropped.
     """
 
     forgets: Callable[[Timeline], None] = lambda _: None
@@ -60,7 +60,7 @@ class Latest:
     _jobs: Live = field(default_factory=Live)
 
     def take(self, r: Record) -> bool:
-        """One more event; whether another job begins with it."""
+        """Takes in one more event; returns whether another job begins with it."""
         begins = self._jobs.begins(r)
         if begins:
             self.forgets(self.timeline)
@@ -74,11 +74,13 @@ class Latest:
 
 @dataclass(slots=True)
 class AskedJob(Generic[T]):
-    """A scheduler's answers, and what members of this machine log where nobody told them.
+    """Answers of a scheduler, and what members of this machine log in the default folder.
 
     Attributes:
-        follow: Makes of that folder, and of the time (s) since when something was written, what gives it as of now.
-        logged: That, once the scheduler has said which job it is; None also for a user without a home.
+        follow: Function of that folder, and of the time (s) since when something was written, that returns a function;
+            the latter returns the facts as of now.
+        logged: Function that returns the facts as of now, once the scheduler has said which job it is; None also for a
+            user without a home.
     """
 
     endpoint: str
@@ -89,7 +91,7 @@ class AskedJob(Generic[T]):
     _outer: Callable[[], T] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Returns its answer; raises as `fetch_status` does."""
+        """Returns the scheduler's answer; raises as `fetch_status` does."""
         from chaos_lightning.control.channel import fetch_status
 
         facts = fetch_status(self.endpoint, self.secret, self.timeout_s)

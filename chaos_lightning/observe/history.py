@@ -1,4 +1,4 @@
-"""History checkers: from who committed what, whether training forked, regressed, repeated or dropped samples.
+"""Checks a job's history, that is, which member committed what: training did not fork, regress, repeat or drop samples.
 
 Theory of operation. A *history* is what the members claim to have committed, nothing else: no view of the engine's
 inner state, no code shared with it. Headers name their predecessor's hash, so the claims form a tree; the longest
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from chaos_lightning.observe.spans import Span, Spans, intersect, merge, overlaps, size, subtract, words
 
 Stream = tuple[str, int]
-"""(stream, epoch)."""
+"""Order of samples in one pass over it: (stream, epoch)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One member's claim to have committed one slot, in the order in which its log has them."""
+    """Claim of one member to have committed one slot; claims are in the order in which its log has them."""
 
     member: str
     seq: int
@@ -37,22 +37,22 @@ class Commit:
     used: Mapping[Stream, Spans] = field(default_factory=dict)
     """Samples that this member itself used in the slot."""
     ledger: Mapping[Stream, Spans] = field(default_factory=dict)
-    """Cumulative use by all, as the header says."""
+    """Positions that all members have used so far, as the header says."""
     t: float = 0.0
     micro_batches: Spans = ()
     """Micro-batches of the slot, where layers lie at several members."""
     coverage: tuple[tuple[int, int, Spans], ...] = ()
-    """(first, end, micro-batches) of runs of layers: what this member's sums held."""
+    """Micro-batches that this member's sums held in runs of layers, as (first, end, micro-batches)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that must not be. `rule` is a word to group by."""
+    """Contradiction between claims, or to a rule. `rule` is a word to group by."""
 
     rule: str
     text: str
     member: str = ""
-    """Member whose log says it, or does not say what it should."""
+    """Member whose log shows the problem, or lacks what it should say."""
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.text}"
@@ -60,17 +60,17 @@ class Problem:
 
 @dataclass(slots=True)
 class JobRun:
-    """One run of a job: a tree of headers from one first slot, and its longest branch."""
+    """Run of a job: a tree of headers from one first slot, and its longest branch."""
 
     headers: dict[str, Commit]
-    """Header hash -> one of the claims about it."""
+    """One of the claims about each header, by hash."""
     commits: list[Commit]
     chain: list[str]
     """Hashes of the longest branch, oldest first."""
 
     began: float = field(init=False)
     ended: float = field(init=False)
-    """Time of the first and of the last commit, wall clock, s."""
+    """Times of the first and of the last commit, wall clock, s."""
 
     def __post_init__(self) -> None:
         self.began, self.ended = min(c.t for c in self.commits), max(c.t for c in self.commits)
@@ -83,12 +83,12 @@ class JobRun:
 
     @property
     def last_slots(self) -> dict[str, int]:
-        """Member -> the last slot of the chain that it contributed to."""
+        """Last slot of the chain that each member contributed to."""
         return {member: self.headers[h].seq for h in self.chain for member in self.headers[h].contributors}
 
 
 def runs(commits: Sequence[Commit]) -> list[JobRun]:
-    """Split claims into runs, oldest first.
+    """Splits claims into runs, oldest first.
 
     A run starts at a header whose predecessor nobody committed. First headers that overlap in time belong to one run
     (they are rivals for its first slot), later ones to a job that went on from a checkpoint.
@@ -149,7 +149,7 @@ def _run(commits: list[Commit]) -> JobRun:
 
 
 def check_chain(run: JobRun, *, genesis: str = "") -> Iterator[Problem]:
-    """The chain has no gap: slots count up by one, steps by one per step slot, views never fall.
+    """Checks that the chain has no gap: slots count up by one, steps by one per step slot, views never fall.
 
     Args:
         run: The run.
@@ -175,7 +175,7 @@ def check_chain(run: JobRun, *, genesis: str = "") -> Iterator[Problem]:
 
 
 def check_forks(run: JobRun) -> Iterator[Problem]:
-    """Headers beside the chain were known to nobody who went on."""
+    """Checks that no member that knew a header beside the chain went on after it."""
     by_member: dict[str, list[Commit]] = defaultdict(list)
     for commit in run.commits:
         by_member[commit.member].append(commit)
@@ -212,11 +212,12 @@ def check_forks(run: JobRun) -> Iterator[Problem]:
 
 
 def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Each member's own commits follow each other without gap or repeat.
+    """Checks that each member's own commits follow each other without gap or repeat.
 
     Args:
         run: The run.
-        entries: Member -> header hash it entered at (a joiner's state); its first commit must stand on that.
+        entries: Hash of the header at which each member entered (a joiner's state); its first commit must stand on
+            that.
     """
     last: dict[str, Commit] = {}
     for commit in run.commits:
@@ -245,11 +246,12 @@ def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> Iter
 
 
 def check_contributors(run: JobRun, views: Mapping[tuple[int, int], Collection[str]]) -> Iterator[Problem]:
-    """One attempt has one set of contributors, all members of its view, and only contributors commit (protocol.md 1).
+    """Checks that one attempt has one set of contributors, all members of its view, and only contributors commit
+    (protocol.md 1).
 
     Args:
         run: The run.
-        views: View number -> member ids; views that are not given are not checked.
+        views: Member ids by view number; views that are not given are not checked.
     """
     for header in run.chain:
         slot = run.headers[header]
@@ -264,7 +266,7 @@ def check_contributors(run: JobRun, views: Mapping[tuple[int, int], Collection[s
         if len(set(slot.contributors)) != len(slot.contributors):
             yield Problem("contributors", f"slot {slot.seq} counts a contributor twice: {slot.contributors}")
     insiders: dict[int, frozenset[str]] = {}
-    """By identity of the contributors."""
+    """Sets of contributors that were made, by the identity of the tuple."""
     for commit in run.commits:
         claims = run.headers[commit.header]
         if (commit.seq, commit.prev, commit.contributors) != (claims.seq, claims.prev, claims.contributors):
@@ -308,18 +310,18 @@ class Usage:
     """Samples that a run used of one stream in one epoch."""
 
     start: Spans = ()
-    """Used before this run (it went on from a checkpoint)."""
+    """Positions used before this run, which went on from a checkpoint."""
     used: Spans = ()
-    """By this run, merged."""
+    """Positions used by this run, merged."""
     count: int = 0
 
     def add(self, said: Spans | list[Span], grown: Spans | None, silent: bool) -> Iterator[tuple[str, str]]:
-        """Take in one more slot; what is wrong with it, as (rule, words).
+        """Takes in one more slot; yields what is wrong with it, as (rule, words).
 
         Args:
-            said: What its members say they used.
-            grown: What its ledger has beyond that of the slot before; None: it has no ledger.
-            silent: Somebody did not say what it used.
+            said: Positions that its members say they used.
+            grown: Positions that its ledger has beyond that of the slot before; None: it has no ledger.
+            silent: Whether some member did not say what it used.
         """
         if twice := overlaps(said):
             yield "twice", f"positions {words(twice)} were used by two members"
@@ -340,7 +342,8 @@ class Usage:
 def check_samples(
     run: JobRun, *, start: Mapping[Stream, Spans] | None = None
 ) -> tuple[dict[Stream, Usage], list[Problem]]:
-    """Every position was used at most once per epoch, and the ledger says exactly what was used (protocol.md 25).
+    """Checks that every position was used at most once per epoch, and that the ledger says exactly what was used
+    (protocol.md 25).
 
     Args:
         run: The run.
@@ -382,7 +385,7 @@ def check_samples(
 
 
 def check_complete(usage: Mapping[Stream, Usage], lengths: Mapping[Stream, int]) -> Iterator[Problem]:
-    """An epoch that another one of the same stream followed has no hole, and ends where its length says."""
+    """Checks that an epoch that another one of the same stream followed has no hole, and ends where its length says."""
     for (stream, epoch), use in usage.items():
         if not any(s == stream and e > epoch for s, e in usage):
             continue
@@ -399,10 +402,10 @@ def check_complete(usage: Mapping[Stream, Usage], lengths: Mapping[Stream, int])
 
 
 def check_hashes(claims: Iterable[tuple[str, str, str]]) -> tuple[int, list[Problem]]:
-    """Members at one header hold one state.
+    """Checks that members at one header hold one state.
 
     Args:
-        claims: (header, member, state hash).
+        claims: Claims as (header, member, state hash).
 
     Returns:
         Number of headers at which at least two members could be compared, and the problems.
@@ -422,11 +425,11 @@ def check_hashes(claims: Iterable[tuple[str, str, str]]) -> tuple[int, list[Prob
 
 
 def check_stable(run: JobRun, left: Iterable[tuple[str, str]]) -> Iterator[Problem]:
-    """Only stable steps leave the job (protocol.md 4): their header has a successor, or is the closing one.
+    """Checks that only stable steps leave the job (protocol.md 4): their header has a successor, or is the closing one.
 
     Args:
         run: The run.
-        left: (what, header hash) of everything that was written for the outside.
+        left: Everything that was written for the outside, as (what, header hash).
     """
     lost = set(run.lost_branches)
     for what, header in left:

@@ -47,13 +47,13 @@ _OVER = frozenset({"finished", "left", "closed"})
 _AFTERWARDS = frozenset({"finished", "left", "closed", "link_up", "link_down", "link_measured", "links", "lost"})
 """Events that a member may still write when it is over; none of them is training."""
 SERVER_GOES = frozenset({"outer_leader_ended", "cluster_stream", "follower_stream"})
-"""Events of a server that stays for a while after its job, for whoever asks."""
+"""Events of a server that stays for a while after its job, to answer late questions."""
 _OUTER_AFTERWARDS = SERVER_GOES | {"cluster_over"}
 """Events that may still be written when an outer job is over."""
 
 
 class Fold(Protocol):
-    """Takes the events of one job in, one after the other, in order of time."""
+    """Fold over the events of one job, which are taken one after the other, in order of time."""
 
     def take(self, r: Record, /) -> object:
         """Takes the next event in."""
@@ -68,7 +68,7 @@ class FoldedJobs(Generic[Members, Outer]):
     """One fold for each job of a folder.
 
     Attributes:
-        outer: Of each outer job, oldest first.
+        outer: Folds of the outer jobs, oldest first.
         inner: Label of each elastic cluster, and folds of its jobs, oldest first; "" where there is no outer job.
     """
 
@@ -119,15 +119,15 @@ class _Stretch:
     first: float
     role: str = "member"
     over: float | None = None
-    """When it had finished, left or closed its file."""
+    """Time at which the process had finished, left or closed its file."""
     spoke: float = 0.0
-    """Its last word that is not one of `_AFTERWARDS`."""
+    """Time of the last event that is not one of `_AFTERWARDS`."""
     welcomed: float | None = None
     ids: set[str] = field(default_factory=set)
     finished: bool = False
 
     def take(self, r: Record) -> bool:
-        """Takes one more event of it; whether it is its first welcome as a member."""
+        """Takes in one more event of the process; returns whether it is its first welcome as a member."""
         if r.name in _OVER and self.over is None:
             self.over = r.t
         self.finished |= r.name == "finished" or (r.name == "committed" and r.get("kind") == "closing")
@@ -142,7 +142,7 @@ class _Stretch:
 
     @property
     def ended(self) -> float:
-        """When it was done with its job."""
+        """Time at which the process was done with its job."""
         return self.spoke if self.over is None else max(self.over, self.spoke)
 
 
@@ -154,9 +154,9 @@ class _Account:
     ended: float
     entries: bool = False
     begins: bool = False
-    """It led an empty chain."""
+    """Whether the process led an empty chain."""
     chain: str = ""
-    """Id of the job that it was of; "": it does not say."""
+    """Id of the chain of the process's job; "": not told."""
     job: int = -1
 
     def take(self, r: Record) -> None:
@@ -182,10 +182,10 @@ class _File:
     chain: str = ""
     """First chain that any event names."""
     places: set[tuple[str, str]] = field(default_factory=set)
-    """(job, endpoint) as members were told."""
+    """Pairs (job, endpoint) that members were told."""
     committed: float = 0.0
     committed_last: float = 0.0
-    """Time of the first and of the last commit, wall clock, s."""
+    """Times of the first and of the last commit, wall clock, s."""
     fault: float = 0.0
     """Time of the first injected fault."""
 
@@ -208,7 +208,7 @@ class _File:
 
 @dataclass(slots=True)
 class _Party:
-    """Members that stood on one chain, or on several that one of them stood on."""
+    """Members that stood on one chain, or on several chains that one of them stood on."""
 
     chains: set[str]
     sources: set[str]
@@ -217,7 +217,7 @@ class _Party:
     last: float = 0.0
 
     def beside(self, other: _Party) -> bool:
-        """Whether this is surely another job, which ran at the same time."""
+        """Returns whether `other` is surely another job, which ran at the same time."""
         apart = self.places and other.places and not self.places & other.places
         return bool(apart and self.first and self.first <= other.last and other.first <= self.last)
 
@@ -225,15 +225,15 @@ class _Party:
 # ------------------------------------------------------------------------------------------------ whose events
 
 _Key = tuple[str, int]
-"""(file, number of `opened` events so far)."""
+"""Key of a stretch: (file, number of `opened` events so far)."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """Jobs one after the other.
+    """Jobs that were logged one after the other.
 
     Attributes:
-        jobs: By stretch of a member: its job.
+        jobs: Job of each stretch of a member.
         begins: Time of each job's first event.
         ends: Time at which each was done.
     """
@@ -258,9 +258,9 @@ class _Group:
     """Jobs of one elastic cluster, or all jobs of members where there is no outer job.
 
     Attributes:
-        sources: Files of its processes; None: all.
-        parts: One for each of the jobs at the same time.
-        whose: By file: the index of the only part that it belongs to.
+        sources: Files of the cluster's processes; None: all.
+        parts: Parts, one for each of the jobs at the same time.
+        whose: Index of the only part that a file belongs to, by file.
     """
 
     label: str
@@ -275,7 +275,7 @@ class _Sorter:
 
     Attributes:
         apart: Whether outer jobs are told from jobs of members.
-        accounts: Of outer jobs.
+        accounts: Accounts of outer jobs.
         outer: Number of outer jobs.
         count: Number of jobs in all.
     """
@@ -288,13 +288,13 @@ class _Sorter:
     _files: dict[str, _File] = field(default_factory=dict)
     _stretches: dict[_Key, _Stretch] = field(default_factory=dict)
     _welcomed: list[_Key] = field(default_factory=list)
-    """In order of time."""
+    """Stretches in which a member was welcomed, in order of time."""
     _stood: dict[tuple[str, str], None] = field(default_factory=dict)
-    """(file, chain) that a member stood on, in the order in which they were told last."""
+    """Chains on which a member stood, as (file, chain), in the order in which they were told last."""
     _labels: dict[object, str] = field(default_factory=dict)
-    """By process: the incarnation as which it was welcomed."""
+    """Incarnation as which each process was welcomed."""
     _begins: list[float] = field(default_factory=list)
-    """When each outer job began."""
+    """Time at which each outer job began."""
 
     def take(self, r: Record) -> None:
         """Takes the next event in."""
@@ -347,7 +347,7 @@ class _Sorter:
         for group in self.groups:
             first = stretch.first if stretch is not None else r.t
             there = group.sources is None or r.source in group.sources
-            if not there and not file.inner and r.name == "fault_injected":  # faults are everybody's
+            if not there and not file.inner and r.name == "fault_injected":  # an injected fault concerns every job
                 there, first = True, file.fault
             for number, part in enumerate(group.parts):
                 if there and group.whose.get(r.source, number) == number:
@@ -461,7 +461,9 @@ def _outer_cut(group: Sequence[_Account]) -> int:
 
 
 def _by_chain(group: Sequence[_Account]) -> list[list[_Account]]:
-    """Sets those of another job apart, on whose folder a server was started; one that names no job is of the first."""
+    """Sets apart processes of another job, on whose folder a server was started; a process that names no job belongs to
+    the first.
+    """
     first = next((one.chain for one in group if one.chain), "")
     found: dict[str, list[_Account]] = {first: []}
     for one in group:
@@ -474,14 +476,16 @@ def _by_chain(group: Sequence[_Account]) -> list[list[_Account]]:
 
 @dataclass(slots=True)
 class Live:
-    """Tells from one event after the other when another job begins; sees no future, so for showing only."""
+    """Detector of the next job: tells from one event after the other when another job begins. It sees no future, so it
+    is for showing only.
+    """
 
     _stretches: dict[str, _Stretch] = field(default_factory=dict)
-    """By file: the newest."""
+    """Newest stretch of each file."""
     _group: list[_Stretch] = field(default_factory=list)
 
     def begins(self, r: Record) -> bool:
-        """Takes one event in; True if it is the first welcome of another job than what came before."""
+        """Takes one event in; returns whether it is the first welcome of another job than what came before."""
         one = self._stretches.get(r.source)
         if one is None or r.name == "opened":
             one = self._stretches[r.source] = _Stretch(r.t, str(r.get("role", "member")))

@@ -1,4 +1,4 @@
-"""Pipelines of a job as event logs tell them: what was chosen, who runs which layers, and what became of it.
+"""Reads the pipelines of a job from event logs: what was chosen, which member runs which layers, and what became of it.
 
 Theory of operation. The scheduler notes each choice with the plan, estimates and bytes that are to move. Members note
 the parts that they got. Measured steps are those between one choice and the next. What members say they own and have
@@ -23,7 +23,7 @@ class PipelinesFact:
     t: float
     view: str
     shape: str
-    """Pipelines x stages."""
+    """Shape of the pipelines in words: pipelines x stages."""
     way: str
     """Name of the way to go on that was taken."""
     reason: str
@@ -33,7 +33,7 @@ class PipelinesFact:
     layers: Mapping[str, tuple[Span, ...]]
     """Layers that each member owns, as [start, stop)."""
     routes: tuple[tuple[str, ...], ...]
-    """By pipeline: members that a micro-batch passes, in order; "" for a vacant place."""
+    """Members that a micro-batch passes in each pipeline, in order; "" for a vacant place."""
     detours: int
     """Number of stretches of layers that micro-batches run at other members than their pipeline's."""
     busy: Mapping[str, float]
@@ -41,7 +41,7 @@ class PipelinesFact:
 
     @property
     def bubbles(self) -> float | None:
-        """Share of a step in which members that run layers do not compute, on average; None: nobody knows."""
+        """Mean share of a step in which members that run layers do not compute; None: not known."""
         return 1 - sum(self.busy.values()) / len(self.busy) if self.busy else None
 
     def runs(self, member: str) -> str:
@@ -54,7 +54,7 @@ class PipelinesFact:
 
 @dataclass(frozen=True, slots=True)
 class PartPullFact:
-    """A member got a part of the state from others."""
+    """Part of the state that a member got from others."""
 
     t: float
     member: str
@@ -94,21 +94,21 @@ def pipelines_of(record: Record) -> PipelinesFact | None:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePeriod:
-    """The time from one choice of pipelines to the next."""
+    """Time from one choice of pipelines to the next."""
 
     chosen: PipelinesFact
     steps: int
     step_s: float | None
-    """Median of the steps, as members measured them."""
+    """Median seconds of the steps, as members measured them."""
     reruns: int
     """Steps that were begun anew."""
     pulled_nbytes: int
     pulled_s: float
-    """From the first to the last part that moved, s."""
+    """Seconds from the first to the last part that moved."""
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """For a table: pipelines, way, steps, estimated and measured step, bubbles, moved, reruns."""
+        """Cells of a table row: pipelines, way, steps, estimated and measured step, bubbles, moved, reruns."""
         chosen, moved = self.chosen, ""
         if self.pulled_nbytes:
             moved = f"{amount(self.pulled_nbytes)} in {duration(self.pulled_s)}"
@@ -135,7 +135,7 @@ def periods(
     """Returns what became of each choice.
 
     Args:
-        chosen: In order of time.
+        chosen: Chosen pipelines in order of time.
         steps: (wall time of the commit, seconds since the commit before) of each step, in order.
         reruns: Wall times at which a step was begun anew.
         pulls: Parts that members got.

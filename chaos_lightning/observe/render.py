@@ -1,4 +1,4 @@
-"""The live view: a board of who is here and what the job is doing, drawn with rich; `top` and `LiveView` share it.
+"""Draws the live view with rich, for `top` and `LiveView`: a board of the members and of what the job is doing.
 
 Theory of operation. A board is a pure function of facts and the present time. `Dashboard` holds the facts in one shape,
 whether they come from event logs (everything, joins with progress, step times, what links carry just now) or from a
@@ -59,21 +59,21 @@ SOURCES_SHOWN = 6
 FLOW_SHOWN_S = 10.0
 """Seconds after which a link's traffic is not shown any more."""
 ENDED_SHOWN_S = 30.0
-"""How long an ended member stays on the board."""
+"""Seconds for which an ended member stays on the board."""
 JOINED_SHOWN_S = 10.0
-"""How long a newcomer's row says what it joined with."""
+"""Seconds for which a newcomer's row says what it joined with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One member on the board."""
+    """Row of one member on the board."""
 
     name: str
     rank: int | None
     state: str
     step: int | None
     age_s: float | None
-    """Since it was last heard, s."""
+    """Seconds since the member was last heard of."""
     step_time_s: float | None = None
     wait_share: float | None = None
     """Part of its step that it waits for others, 0 to 1."""
@@ -84,15 +84,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:
-    """One link on the board; there is from a to b. Rates in bits per second, None where nobody knows."""
+    """Row of one link on the board; `there` is from a to b. Rates in bits per second, None where not known."""
 
     a: str
     b: str
     there_bps: float | None = None
-    """Rate that it carries just now, bit/s."""
+    """Rate that the link carries just now, bit/s."""
     back_bps: float | None = None
     can_there_bps: float | None = None
-    """Rate that it was measured to carry, bit/s."""
+    """Rate that the link was measured to carry, bit/s."""
     can_back_bps: float | None = None
     latency_s: float | None = None
     state: str = ""
@@ -100,26 +100,26 @@ class LinkRow:
 
 @dataclass(slots=True)
 class Dashboard:
-    """Everything that is shown."""
+    """Everything that a board shows."""
 
     title: str
     view: str = ""
     reason: str = ""
     rows: list[Row] = field(default_factory=list)
     figures: list[tuple[str, str]] = field(default_factory=list)
-    """(what, value) for the head line."""
+    """Figures for the head line, as (what, value)."""
     links: list[LinkRow] = field(default_factory=list)
     lines: list[tuple[float, str, str]] = field(default_factory=list)
-    """Latest happenings: (seconds ago, who, words)."""
+    """Latest happenings, as (seconds ago, who, words)."""
     waiting: str = ""
-    """Why the whole job stands still."""
+    """Reason why the whole job stands still; "" if it does not."""
 
 
 # ------------------------------------------------------------------------------------------------ from event logs
 
 
 def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightning", lines: int = 8) -> Dashboard:
-    """The board of a run as far as its event logs tell, at wall time `now` (s)."""
+    """Returns the board of a run as far as its event logs tell, at wall time `now` (s)."""
     current = max((v for v in timeline.views.values() if v.members), key=lambda v: v.number, default=None)
     chain = timeline.recent(200)
     board = Dashboard(title, view=current.id if current else "", reason=current.reason if current else "")
@@ -168,7 +168,7 @@ def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[SlotFact], now: 
 
 
 def _links(timeline: Timeline, members: Sequence[str], since: float) -> list[LinkRow]:
-    """The links among these members, of which either end has told since then (wall time, s) what they carry."""
+    """Returns the links among these members whose traffic either end has told since a wall time (s)."""
     rows = []
     fresh = {(a, b): flow for a, flows in timeline.flows.items() for b, flow in flows.items() if flow.t >= since}
     for a, b in itertools.combinations(members, 2):
@@ -217,7 +217,9 @@ def _figures(timeline: Timeline, chain: Sequence[SlotFact], now: float) -> list[
 
 
 def _pipeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
-    """Pipelines x stages; the step as it was estimated, and bubbles in it; steps that were begun anew."""
+    """Returns figures of the pipelines: their shape, the estimated step and its bubbles, and steps that were begun
+    anew.
+    """
     chosen = timeline.pipelines[-1]
     figures = [("pipelines", chosen.shape)]
     if chosen.step_s:
@@ -233,7 +235,7 @@ def _pipeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def from_status(facts: Mapping[str, Any]) -> Dashboard:
-    """The board of a scheduler's status (`chaos-lightning status --json`)."""
+    """Returns the board of a scheduler's status (`chaos-lightning status --json`)."""
     machine = facts.get("machine", {}) or {}
     members = [m for m in machine.get("members", ()) if isinstance(m, Mapping)]
     others = [m for m in machine.get("others", ()) if isinstance(m, Mapping)]
@@ -302,7 +304,9 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
 
 
 def with_logs(board: Dashboard, logged: Dashboard) -> Dashboard:
-    """A scheduler's board with what event logs of the same view tell more; they may be of some of the members only."""
+    """Returns a scheduler's board with what event logs of the same view tell more; they may be of some of the members
+    only.
+    """
     if not board.view or logged.view != board.view:
         return board
     known = {row.name: row for row in logged.rows}
@@ -320,7 +324,7 @@ def with_logs(board: Dashboard, logged: Dashboard) -> Dashboard:
 
 
 def draw(board: Dashboard) -> RenderableType:
-    """The board for a terminal."""
+    """Returns the board as something to print on a terminal."""
     board = printable(board)  # names and reasons are words of others
     parts: list[RenderableType] = []
     head = Text(board.title, style="bold")
@@ -401,7 +405,7 @@ def _link_table(links: Sequence[LinkRow]) -> RenderableType:
 
 
 def _progress(pulls: Sequence[tuple[str, ProgressFact]]) -> RenderableType:
-    """The transfers under way, on lines of their own: beside the members' numbers is no room in 80 columns."""
+    """Returns the transfers under way, on lines of their own: beside the members' numbers is no room in 80 columns."""
     longest = sorted(pulls, key=lambda x: -(x[1].remaining_s if x[1].remaining_s is not None else float("inf")))
     shown = [x for x in pulls if x in longest[:PULLS_SHOWN]]
     parts: list[RenderableType] = []

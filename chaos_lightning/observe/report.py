@@ -1,4 +1,4 @@
-"""One page about one run: an HTML file that needs nothing else, and its overview as a PNG.
+"""Writes one page about one run: an HTML file that needs nothing else, and its overview as a PNG.
 
 Theory of operation. The page is folds in tables and charts in base64, set in plain HTML without scripts, fonts or
 anything from a network, so that it can be mailed, archived or opened on a machine without internet. The audit's
@@ -67,7 +67,7 @@ class Begun(Protocol):
 
     @property
     def origin(self) -> float:
-        """That time."""
+        """Wall time (s) at which the pictures and tables begin."""
 
 
 _TAGS = {auditing.OK: "ok", auditing.VIOLATED: "violated", auditing.NOT_SHOWN: "dark"}
@@ -77,7 +77,7 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class WrittenReport:
-    """Where the report was written, and what it says in short; `picture` is None where none could be drawn."""
+    """Paths of a written report, and its summary; `picture` is None where none could be drawn."""
 
     page: Path
     picture: Path | None
@@ -92,7 +92,7 @@ class JobFacts:
     timeline: Timeline = field(default_factory=Timeline)
     evidence: Gathering = field(default_factory=Gathering)
     trained: bool = False
-    """Whether somebody committed a step."""
+    """Whether some member committed a step."""
 
     def take(self, r: Record) -> None:
         """Takes one event in."""
@@ -134,7 +134,7 @@ def write_job(found: list[JobFacts], target: Path, *, title: str, job: int = 0, 
 
 
 def summary(timeline: Timeline) -> str:
-    """The run in one line."""
+    """Returns a summary of the run in one line."""
     good = folds.goodput(timeline)
     joins, recoveries, slowest = _counts(timeline)
     text = (
@@ -149,7 +149,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def _counts(timeline: Timeline) -> tuple[int, int, folds.RecoveryTimes | None]:
-    """Joins; deaths and freezes; the slowest recovery of those."""
+    """Returns the number of joins, that of deaths and freezes, and the slowest recovery."""
     joins = sum(j.pull_done is not None for j in folds.joins(timeline))
     recoveries = folds.recoveries(timeline)
     ended = [r for r in recoveries if r.seconds is not None]
@@ -164,7 +164,7 @@ def _lasted(recovery: folds.RecoveryTimes) -> str:
 
 
 def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: str, short: str = "") -> str:
-    """The whole page as text; `short` is the line below the headline (default: the summary)."""
+    """Returns the whole page as text; `short` is the line below the headline (default: the summary)."""
     parts = [
         _cards(timeline),
         "<h2>Contract</h2>",
@@ -189,7 +189,7 @@ def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: s
 
 
 def page_of(title: str, short: str, parts: Sequence[str]) -> str:
-    """A page with this headline, the line below it and these pieces of HTML."""
+    """Returns a page with this headline, the line below it and these pieces of HTML."""
     body = "\n".join([f"<h1>{escaped(title)}</h1>", f'<p class="sub">{escaped(short)}</p>', *parts])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -203,12 +203,12 @@ def page_of(title: str, short: str, parts: Sequence[str]) -> str:
 
 
 def escaped(text: object) -> str:
-    """Words of others, as text: neither the page nor a terminal that shows its source obeys them."""
+    """Returns a text of unknown origin so that neither the page nor a terminal that shows its source obeys it."""
     return html.escape(printable(" ".join(str(text).splitlines())))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), empty: str) -> str:
-    """Cells are HTML already; columns in `numbers` are right-aligned."""
+    """Returns a table; cells are HTML already, columns in `numbers` are right-aligned."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(f"<{tag}{' class=n' if i in numbers else ''}>{c}</{tag}>" for i, c in enumerate(row))
@@ -241,7 +241,7 @@ def _cards(timeline: Timeline) -> str:
 
 
 def card_row(cards: Iterable[tuple[str, str]]) -> str:
-    """(value, what it is) as cards."""
+    """Returns cards as HTML, from (value, what it is)."""
     inner = "".join(
         f'<div class="card"><b>{escaped(value)}</b><span>{escaped(what)}</span></div>' for value, what in cards
     )
@@ -249,7 +249,7 @@ def card_row(cards: Iterable[tuple[str, str]]) -> str:
 
 
 def contract(findings: Sequence[auditing.Finding]) -> str:
-    """The verdicts as a table."""
+    """Returns the verdicts as a table."""
     rows = []
     for f in findings:
         details = "".join(f"<li>{escaped(line)}</li>" for line in f.details[:20])
@@ -268,7 +268,7 @@ def contract(findings: Sequence[auditing.Finding]) -> str:
 
 
 def overview_at(path: Path, draw: Callable[[], bytes]) -> Path | None:
-    """Where the overview was written: there, or nowhere."""
+    """Writes the overview to a path; returns the path, or None if there can be no pictures."""
     if charts.missing():
         return None
     path.write_bytes(draw())
@@ -276,7 +276,7 @@ def overview_at(path: Path, draw: Callable[[], bytes]) -> Path | None:
 
 
 def pictures(names: Iterable[str], draw: Callable[[str], bytes]) -> Iterable[str]:
-    """Pictures within the page, or why there are none."""
+    """Returns pictures within the page, or a line that says why there are none."""
     if why := charts.missing():
         return [f'<p class="small">{escaped(why)}</p>']
     return (_image(name, draw(name)) for name in names)
@@ -378,7 +378,9 @@ def _recoveries(timeline: Timeline) -> str:
 
 
 def _pipelines(timeline: Timeline) -> list[str]:
-    """Which pipelines there were, and who runs what in the last ones; nothing of a job without."""
+    """Returns tables of the pipelines that there were, and of which member runs what in the last ones; empty for a job
+    without pipelines.
+    """
     if not timeline.pipelines:
         return []
     steps = [

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 Span = tuple[int, int]
-"""[start, stop)."""
+"""Range of positions: [start, stop)."""
 Spans = tuple[Span, ...]
 
 
 def merge(spans: Iterable[Span]) -> Spans:
-    """Sorted, non-overlapping, joined where they touch; empty ones dropped."""
+    """Returns the spans sorted, without overlaps, joined where they touch; empty ones are dropped."""
     out: list[Span] = []
     for a, b in sorted(spans):
         if b <= a:
@@ -27,7 +27,7 @@ def merge(spans: Iterable[Span]) -> Spans:
 
 
 def overlaps(spans: Iterable[Span]) -> Spans:
-    """Positions that more than one of these holds."""
+    """Returns the positions that more than one of these spans holds."""
     out: list[Span] = []
     reach: int | None = None
     for a, b in sorted(s for s in spans if s[1] > s[0]):
@@ -38,12 +38,12 @@ def overlaps(spans: Iterable[Span]) -> Spans:
 
 
 def intersect(one: Iterable[Span], two: Spans) -> Spans:
-    """Positions in both."""
+    """Returns the positions that are in both."""
     return merge((max(a, c), min(b, d)) for a, b in one for c, d in two)
 
 
 def subtract(one: Iterable[Span], two: Spans) -> Spans:
-    """Positions of the first that are not in the second (merged)."""
+    """Returns the positions of the first that are not in the second (merged)."""
     out: list[Span] = []
     for a, b in one:
         at = a
@@ -58,11 +58,11 @@ def subtract(one: Iterable[Span], two: Spans) -> Spans:
 
 
 def size(spans: Iterable[Span]) -> int:
-    """Number of positions, overlaps counted as often as they occur."""
+    """Returns the number of positions, overlaps counted as often as they occur."""
     return sum(b - a for a, b in spans)
 
 
 def words(spans: Spans, limit: int = 4) -> str:
-    """For messages: "[0, 4), [8, 12) and 3 more"."""
+    """Returns the spans in words for messages: "[0, 4), [8, 12) and 3 more"."""
     text = ", ".join(f"[{a}, {b})" for a, b in spans[:limit])
     return text + (f" and {len(spans) - limit} more" if len(spans) > limit else "")

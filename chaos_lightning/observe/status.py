@@ -1,4 +1,4 @@
-"""`chaos-lightning status`: what a scheduler, or else this machine's parameter server, says of its job."""
+"""Shows what a scheduler, or else this machine's parameter server, says of its job (`chaos-lightning status`)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def status(
 
 
 USUAL = {"connected": True, "loaded": True, "way": "", "progress": "", "step_time_s": 0.0}
-"""Columns that `status` leaves out while every member has this value: a line per member fits 80 columns."""
+"""Values of columns that `status` leaves out while every member has this value: a line per member fits 80 columns."""
 CUT = ("progress", "runs")
 FIRST_TO_GO = ("host", "seq", "view", "step_time", "way", "loaded", "connected", "silent", "speed", "standing")
 """Columns that a narrower terminal does not show; `--json` has them."""
@@ -96,7 +96,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def counted(machine: dict[str, Any]) -> str:
-    """A large job's members, newcomers and links in numbers."""
+    """Returns a large job's members, newcomers and links in numbers."""
     counts = machine["counts"]
     words = [f"{counts['members']} members, {counts['members'] - counts['connected']} of them not connected"]
     words += [f"{number} {standing}" for standing, number in counts["others"].items()]
@@ -130,7 +130,7 @@ def _show_rows(console: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _show_candidacy(console: Any, facts: dict[str, Any]) -> None:
-    """Prints which of several schedulers leads, since when and why, which stand by, and for what this one waits."""
+    """Prints which of several schedulers leads, since when and why, which stand by, and what this one waits for."""
     if "leader" not in facts:
         return
     leader = facts["leader"]
@@ -155,7 +155,7 @@ def _chain_of(machine: dict[str, Any]) -> str:
 
 
 def _steps_of(machine: dict[str, Any]) -> str:
-    """The step of pipelines, as it was estimated and as members measure it."""
+    """Returns in words how long a step of pipelines takes, as it was estimated and as members measure it."""
     measured = [row["step_time_s"] for row in machine.get("members", ()) if row.get("step_time_s")]
     words = [f"estimated at {duration(machine['estimated_step_s'])}"] if machine.get("estimated_step_s") else []
     words += [f"measured {duration(max(measured))}"] if measured else []
@@ -163,7 +163,7 @@ def _steps_of(machine: dict[str, Any]) -> str:
 
 
 def _show_links(console: Any, machine: dict[str, Any]) -> None:
-    """The plan, and a line for each link that is not simply there or was measured."""
+    """Prints the plan, and a line for each link that is not simply there or was measured."""
     from chaos_lightning.machine.tables import FittingTable
 
     plan, links = machine.get("plan") or {}, machine.get("links") or ()

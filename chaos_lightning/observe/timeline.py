@@ -1,4 +1,5 @@
-"""The run as it can be drawn: who lived when, which views ruled, which slots were committed by whom, what moved.
+"""Builds the run as it can be drawn: which members lived when, which views ruled, who committed which slots, what
+moved.
 
 Theory of operation. `Timeline` is a fold: `take` takes one event after the other, in any process's file order, and
 only ever adds facts, so the same class serves a finished run (report), a running one (live view) and a test. Nothing
@@ -26,47 +27,47 @@ from chaos_lightning.observe.spans import Spans
 FREEZES = frozenset({"sigstop", "freeze"})
 THAWS = frozenset({"sigcont", "thaw"})
 KILLS = frozenset({"sigkill", "kill", "crash"})
-"""Words of `fault_injected.kind` that stop, resume and end a process (testing/faults.py)."""
+"""Values of `fault_injected.kind` that stop, resume and end a process (testing/faults.py)."""
 UNKNOWN_S = 1e9
-"""A remaining time from here on means that nobody knows it (member/transfer.py)."""
+"""Seconds from which on a remaining time means that it is not known (member/transfer.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressFact:
-    """How far a transfer was when its newcomer told last."""
+    """Progress of a transfer when its newcomer told last."""
 
     nbytes: int = 0
-    """So far, those that were there before included."""
+    """Bytes so far, those that were there before included."""
     total: int = 0
-    """In all; 0: unknown."""
+    """Bytes in all; 0: unknown."""
     rate_bps: float = 0.0
-    """Bits per second of late; 0: nothing is known yet."""
+    """Rate of late in bits per second; 0: not known yet."""
     remaining_s: float | None = None
-    """At this rate; None: nothing is known yet."""
+    """Remaining seconds at this rate; None: not known yet."""
     sources: tuple[tuple[str, int], ...] = ()
-    """(donor, bytes), most bytes first."""
+    """Donors as (donor, bytes), most bytes first."""
 
 
 @dataclass(slots=True)
 class PullFact:
-    """One newcomer's transfer of the training state."""
+    """Transfer of the training state to one newcomer."""
 
     started: float
     head: str = ""
     done: float | None = None
     sources: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Donor -> (bytes, seconds)."""
+    """Bytes and seconds of each donor."""
     nbytes: int = 0
     skipped: int = 0
-    """Bytes the newcomer held already."""
+    """Bytes that the newcomer held already."""
     progress: ProgressFact = ProgressFact()
-    """Progress that was told last while it ran."""
+    """Progress that was told last while the transfer ran."""
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class Life:
-    """One member id from the process's first word (or its rejoin) to its end."""
+    """Life of one member id from the process's first word (or its rejoin) to its end."""
 
     member: str
     node: str
@@ -77,25 +78,27 @@ class Life:
     leaving: float | None = None
     ended: float | None = None
     end: str = ""
-    """How it ended: "left", "finished", "fenced", "death" (seen by others), "killed" (injected), "" while it lives."""
+    """End of the life: "left", "finished", "fenced", "death" (seen by others), "killed" (injected), "" while it
+    lives.
+    """
     why: str = ""
     freezes: list[tuple[float, float | None]] = field(default_factory=list)
     pulls: list[PullFact] = field(default_factory=list)
     way: str = ""
-    """"replay" or "pause", as the scheduler chose."""
+    """Way in, as the scheduler chose: "replay" or "pause"."""
     why_way: str = ""
     replayed: int = 0
-    """Steps of the log that it applied before it came in."""
+    """Steps of the log that the member applied before it came in."""
     last: float = 0.0
-    """Its own latest event."""
+    """Wall time (s) of the member's own latest event."""
     last_step: int = 0
     state: str = "starting"
-    """In a word, for the live view."""
+    """State in a word, for the live view."""
 
 
 @dataclass(frozen=True, slots=True)
 class ViewFact:
-    """A view as the first event about it told it."""
+    """View as the first event about it told it."""
 
     id: str
     members: tuple[str, ...]
@@ -105,13 +108,13 @@ class ViewFact:
 
     @property
     def number(self) -> tuple[int, int]:
-        """(term, number)."""
+        """View number as (term, number)."""
         return f.view_number(self.id)
 
 
 @dataclass(frozen=True, slots=True)
 class CommitFact:
-    """One member's commit of one slot."""
+    """Commit of one slot by one member."""
 
     t: float
     mono: float
@@ -122,7 +125,7 @@ class CommitFact:
 
 @dataclass(slots=True)
 class SlotFact:
-    """One committed slot: a header, and who committed it when."""
+    """Committed slot: a header, and when each member committed it."""
 
     seq: int
     step: int
@@ -130,16 +133,16 @@ class SlotFact:
     header: str
     prev: str
     contributors: tuple[tuple[str, float], ...]
-    """(member id, weight), in rank order."""
+    """Contributors as (member id, weight), in rank order."""
     ledger: dict[f.Stream, Spans]
     commits: dict[str, CommitFact] = field(default_factory=dict)
     first: float = float("inf")
-    """Wall time (s) of its first commit."""
+    """Wall time (s) of the slot's first commit."""
     complete: float = 0.0
-    """Wall time (s) of its last commit."""
+    """Wall time (s) of the slot's last commit."""
 
     def commit(self, member: str, fact: CommitFact) -> None:
-        """Takes a commit in; what the member said first counts."""
+        """Takes a commit in; of several by one member the first counts."""
         if member not in self.commits:
             self.commits[member] = fact
             self.first, self.complete = min(self.first, fact.t), max(self.complete, fact.t)
@@ -152,7 +155,7 @@ class SlotFact:
 
 @dataclass(frozen=True, slots=True)
 class FaultFact:
-    """An injected fault, written down before it struck."""
+    """Injected fault, written down before it struck."""
 
     t: float
     kind: str
@@ -163,7 +166,7 @@ class FaultFact:
 
 @dataclass(frozen=True, slots=True)
 class LossFact:
-    """The mean loss of the samples that one member used in a step."""
+    """Mean loss of the samples that one member used in a step."""
 
     t: float
     member: str
@@ -175,19 +178,19 @@ class LossFact:
 
 @dataclass(frozen=True, slots=True)
 class FlowFact:
-    """Traffic of one member's link to another, and what it can carry."""
+    """Traffic of one member's link to another, and the rate that it can carry."""
 
     t: float
     sent_bps: float
     received_bps: float
     rate_bps: float | None
-    """Measured, towards the other one; None: nobody measured it."""
+    """Measured rate (bit/s) towards the other member; None: not measured."""
     latency_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class NoteFact:
-    """An event that is shown as a line of text."""
+    """Event that is shown as a line of text."""
 
     t: float
     name: str
@@ -204,27 +207,27 @@ class Timeline:
     lives: dict[str, Life] = field(default_factory=dict)
     views: dict[str, ViewFact] = field(default_factory=dict)
     slots: dict[str, SlotFact] = field(default_factory=dict)
-    """By header hash, in the order of their first commit."""
+    """Slots by header hash, in the order of their first commit."""
     faults: list[FaultFact] = field(default_factory=list)
     notes: list[NoteFact] = field(default_factory=list)
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Header hash -> member -> state hash."""
+    """State hashes by header hash and member."""
     deaths: dict[str, float] = field(default_factory=dict)
-    """Member -> when somebody first said that it is dead."""
+    """Time at which each dead member was first said to be dead."""
     suspects: dict[str, list[float]] = field(default_factory=dict)
-    """Member -> when it was suspected; most suspicions are cleared."""
+    """Times at which each member was suspected; most suspicions are cleared."""
     hand_ons: list[tuple[float, int]] = field(default_factory=list)
-    """(time, seq)."""
+    """Hand-ons as (time, slot number)."""
     redos: list[tuple[float, int]] = field(default_factory=list)
     waits: list[tuple[float, str, bool]] = field(default_factory=list)
-    """(time, member, waiting begins) from `notice` events below min_nodes."""
+    """Waits from `notice` events below min_nodes, as (time, member, whether waiting begins)."""
     flows: dict[str, dict[str, FlowFact]] = field(default_factory=dict)
-    """Member -> peer -> what the member told last about its link to the peer."""
+    """Facts that a member told last about its link to a peer, by member and peer."""
     losses: list[LossFact] = field(default_factory=list)
     pipelines: list[PipelinesFact] = field(default_factory=list)
     part_pulls: list[PartPullFact] = field(default_factory=list)
     epochs: dict[f.Stream, int] = field(default_factory=dict)
-    """(stream, epoch) -> samples."""
+    """Number of samples by (stream, epoch)."""
     folded: dict[str, Any] = field(default_factory=dict)
     """Results of folds over all that was taken in so far (`folds.py`)."""
     _newest: str = ""
@@ -233,14 +236,16 @@ class Timeline:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Timeline:
-        """The timeline of these events."""
+        """Returns the timeline of these events."""
         timeline = cls()
         for record in records:
             timeline.take(record)
         return timeline
 
     def next_job(self) -> Timeline:
-        """An empty timeline for the job that begins in the same log directory; it knows who writes which file."""
+        """Returns an empty timeline for the job that begins in the same log directory; it knows which process writes
+        which file.
+        """
         return Timeline(_opened=self._opened, _roles=self._roles)
 
     # ------------------------------------------------------------------------------------------------ adding
@@ -373,7 +378,9 @@ class Timeline:
             self._part_arrives(record, life)
 
     def _part_arrives(self, record: Record, life: Life) -> None:
-        """Parts that come before a newcomer joins are its pull of the state; later ones move between members."""
+        """Takes in a part of the state: parts before a newcomer joins are its pull of the state, later ones move
+        between members.
+        """
         if life.joined is not None:
             return
         seconds = f.number(record.get("seconds"))
@@ -489,12 +496,12 @@ class Timeline:
     # ------------------------------------------------------------------------------------------------ reading
 
     def living(self, node: str, t: float) -> Life | None:
-        """The life of this node at time t (s): the latest born by then, unless it ended before."""
+        """Returns the life of this node at time t (s): the latest born by then; None if it ended before."""
         mine = [x for x in self.lives.values() if x.node == node and x.born <= t and (x.ended is None or x.ended >= t)]
         return max(mine, key=lambda x: x.born, default=None)
 
     def chain(self) -> list[SlotFact]:
-        """The slots that stayed: from the last committed one back along the predecessors' hashes, oldest first.
+        """Returns the slots that stayed: from the last committed one back along the predecessors' hashes, oldest first.
 
         A slot that only its dead committer knew is in `slots` but not here. Where the chain begins anew (a job that
         went on from a checkpoint) the earlier part is put before it.
@@ -518,7 +525,7 @@ class Timeline:
         return min((life.born for life in self.lives.values()), default=self.start)
 
     def recent(self, count: int) -> list[SlotFact]:
-        """The newest slots of the chain, oldest first."""
+        """Returns the newest slots of the chain, oldest first."""
         slot = self.slots.get(self._newest)
         found: list[SlotFact] = []
         while slot is not None and len(found) < count:
@@ -527,7 +534,7 @@ class Timeline:
         return found[::-1]
 
     def prune(self, keep: int) -> None:
-        """Forget all but the newest `keep` slots: for a view of a run that goes on for days."""
+        """Drops all but the newest `keep` slots: for a view of a run that goes on for days."""
         self.folded.clear()
         for header in list(self.slots)[: max(0, len(self.slots) - keep)]:
             del self.slots[header]
@@ -535,7 +542,7 @@ class Timeline:
         del self.losses[: max(0, len(self.losses) - keep)]
 
     def nodes(self) -> list[str]:
-        """Node names in the order they appeared."""
+        """Returns node names in the order they appeared."""
         return list(dict.fromkeys(x.node for x in sorted(self.lives.values(), key=lambda x: x.born)))
 
 

@@ -22,17 +22,18 @@ from chaos_lightning.errors import PlanError
 from chaos_lightning.planning.shards import SHARD_NBYTES, Links, Neighbour, SharePlan, check, mib, predict_s, words_of
 
 _LITERAL = 1 << 17
-"""Up to so many shards are handed out one by one; beyond, all but the last few are counted at once."""
+"""Number of shards up to which they are handed out one by one; of more, all but the last few are counted at once."""
 
 
 def greedy_counts(count: int, shard_nbytes: int, neighbours: Sequence[Neighbour]) -> tuple[list[int], int]:
-    """Chaos, Algorithm 2 (P3): shards by neighbour, aligned, and the index of who got the last one.
+    """Returns the number of shards of each neighbour, and the index of the neighbour that got the last one (Chaos,
+    Algorithm 2, for its problem P3).
 
     Each shard goes to the neighbour u with the least load l_u + s * t_u; the first one of equals. A neighbour's next
     load changes only when it is chosen, so a heap finds the least one.
     """
     counts, costs = [0] * len(neighbours), [shard_nbytes * n.s_per_byte for n in neighbours]
-    if count > _LITERAL:  # the first shards go to whoever completes them before some time: count those at once
+    if count > _LITERAL:  # the first shards go to neighbours that complete them before some time: count those at once
         low, high = 0.0, max(n.delay_s for n in neighbours) + count * min(costs)
         for _ in range(80):
             middle = (low + high) / 2
@@ -49,7 +50,7 @@ def greedy_counts(count: int, shard_nbytes: int, neighbours: Sequence[Neighbour]
 
 
 def _until(moment: float, neighbours: Sequence[Neighbour], costs: Sequence[float]) -> list[int]:
-    """How many shards each neighbour has completed by then; exact in spite of rounding."""
+    """Returns the number of shards that each neighbour has completed by a moment (s); exact in spite of rounding."""
     counts = []
     for n, cost in zip(neighbours, costs, strict=True):
         count = max(0, int((moment - n.delay_s) / cost))
@@ -62,7 +63,9 @@ def _until(moment: float, neighbours: Sequence[Neighbour], costs: Sequence[float
 
 
 def _objective(counts: Sequence[int], shard_nbytes: int, neighbours: Sequence[Neighbour]) -> float:
-    """P2's theta; of neighbours that are used."""
+    """Returns the seconds until the last neighbour that sends anything has sent its shards: theta in the paper's
+    problem P2.
+    """
     pairs = zip(counts, neighbours, strict=True)
     return max((n.seconds(count * shard_nbytes) for count, n in pairs if count), default=0.0)
 
@@ -70,7 +73,7 @@ def _objective(counts: Sequence[int], shard_nbytes: int, neighbours: Sequence[Ne
 def _bytes_of(
     nbytes: int, counts: Sequence[int], last: int, shard_nbytes: int, neighbours: Sequence[Neighbour]
 ) -> dict[str, int]:
-    """Shards become bytes; the last shard is as short as the state is."""
+    """Returns the bytes that each neighbour sends; the last shard is as short as the state is."""
     sizes = [count * shard_nbytes for count in counts]
     sizes[last] -= sum(sizes) - nbytes
     return {n.member: size for n, size in zip(neighbours, sizes, strict=True) if size}
@@ -84,14 +87,15 @@ def greedy(
     shard_nbytes: int = 0,
     ingress_s_per_byte: float = 0.0,
 ) -> SharePlan:
-    """Chaos, Algorithms 1 and 2, to the letter.
+    """Returns a plan by Algorithms 1 and 2 of Chaos, to the letter.
 
     Args:
         nbytes: Size of the state.
-        neighbours: Who can send.
+        neighbours: Neighbours that can send.
         layer_nbytes: Sizes of the layers (tensors): Algorithm 1 searches the shard size between their extremes.
         shard_nbytes: The shard size instead of a search; 1 MiB if neither is given.
-        ingress_s_per_byte: For the prediction only: the paper does not know of it.
+        ingress_s_per_byte: Seconds per byte on the newcomer's own access link, for the prediction only: the paper does
+            not know of it.
     """
     check(nbytes, neighbours, ingress_s_per_byte)
     if not nbytes:
@@ -125,7 +129,9 @@ def greedy(
 def optimal(
     nbytes: int, neighbours: Sequence[Neighbour], *, shard_nbytes: int = SHARD_NBYTES, ingress_s_per_byte: float = 0.0
 ) -> SharePlan:
-    """Equal shards, exactly: the least time by which K shards are complete, by bisection over the completion times."""
+    """Returns a plan of equal shards that is exactly optimal: finds by bisection the least time by which all shards are
+    complete.
+    """
     check(nbytes, neighbours, ingress_s_per_byte)
     if shard_nbytes < 1:
         raise ValueError(f"shard_nbytes must be positive, got {shard_nbytes}")
@@ -160,7 +166,7 @@ def _split(nbytes: int, members: Sequence[str]) -> dict[str, int]:
 
 
 def even(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> SharePlan:
-    """The same from each neighbour, whatever its link."""
+    """Returns a plan in which each neighbour sends the same number of bytes, whatever its link."""
     check(nbytes, neighbours, ingress_s_per_byte)
     shares = _split(nbytes, [n.member for n in neighbours])
     seconds = predict_s(shares, neighbours, ingress_s_per_byte=ingress_s_per_byte)
@@ -171,13 +177,13 @@ def even(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: fl
 def single(
     nbytes: int, neighbours: Sequence[Neighbour], *, barrier: bool = False, ingress_s_per_byte: float = 0.0
 ) -> SharePlan:
-    """All from the neighbour that alone is done first (EDL+).
+    """Returns a plan in which one neighbour sends everything: the one that would be done first (EDL+).
 
     Args:
         nbytes: Size of the state.
-        neighbours: Who can send.
+        neighbours: Neighbours that can send.
         barrier: EDL+ has everybody wait until the transfer is over; recorded in the plan.
-        ingress_s_per_byte: The newcomer's own access link.
+        ingress_s_per_byte: Seconds per byte on the newcomer's own access link.
     """
     check(nbytes, neighbours, ingress_s_per_byte)
     best = min(neighbours, key=lambda n: (n.seconds(nbytes), n.member))
@@ -189,7 +195,9 @@ def single(
 
 
 def shortest_routes(links: Links, newcomer: str, unit_nbytes: float) -> dict[str, tuple[str, ...]]:
-    """How a unit of data gets to the newcomer soonest from each node that has a path: hops from the newcomer's side."""
+    """Returns the fastest route for a unit of data from each node that has a path to the newcomer: its hops, the
+    newcomer's side first.
+    """
     beside: dict[str, dict[str, float]] = {}
     for (a, b), (latency_s, s_per_byte) in links.items():
         if a == b:
@@ -214,15 +222,16 @@ def shortest_routes(links: Links, newcomer: str, unit_nbytes: float) -> dict[str
 
 
 def multi_source(nbytes: int, links: Links, newcomer: str, *, ingress_s_per_byte: float = 0.0) -> SharePlan:
-    """The same from every node of the overlay, each over its shortest path (Autoscaling).
+    """Returns a plan in which every node of the overlay sends the same number of bytes over its shortest path
+    (Autoscaling).
 
     A link that several paths share carries the sum of their bytes; the slowest such sum is what the transfer takes.
 
     Args:
         nbytes: Size of the state.
         links: All links of the overlay, the newcomer's among them.
-        newcomer: Who pulls.
-        ingress_s_per_byte: The newcomer's own access link.
+        newcomer: Member that pulls the state.
+        ingress_s_per_byte: Seconds per byte on the newcomer's own access link.
     """
     nodes = sorted({end for link in links for end in link} - {newcomer})
     if not nodes:
@@ -250,21 +259,21 @@ def multi_source(nbytes: int, links: Links, newcomer: str, *, ingress_s_per_byte
 
 
 def _edges(route: Sequence[str], newcomer: str) -> list[tuple[str, str]]:
-    """(sender, receiver) of each hop."""
+    """Returns (sender, receiver) of each hop of a route."""
     return list(zip(route, (newcomer, *route[:-1]), strict=True))
 
 
 def stop_resume(
     nbytes: int, *, write_s_per_byte: float, read_s_per_byte: float, restart_s: float = 0.0, writer: str = ""
 ) -> SharePlan:
-    """Checkpoint to a disk, read it, start everybody again (Pollux).
+    """Returns a plan in which the state is written to a disk and read again, and all processes start anew (Pollux).
 
     Args:
         nbytes: Size of the state.
-        write_s_per_byte: Of the disk.
-        read_s_per_byte: Of the disk.
+        write_s_per_byte: Seconds that the disk takes to write a byte.
+        read_s_per_byte: Seconds that the disk takes to read a byte.
         restart_s: Seconds until all processes are back.
-        writer: Who writes the checkpoint.
+        writer: Member that writes the checkpoint.
     """
     for name, value in (("write", write_s_per_byte), ("read", read_s_per_byte), ("restart", restart_s)):
         if not (math.isfinite(value) and value >= 0):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Positions of shared data that a cluster trains at once, on all its devices together.
+    """Numbers of shared data's positions that a cluster trains at once, on all its devices together.
 
     Attributes:
         step: Positions of an inner step; 0: the cluster has not said.
@@ -21,7 +21,7 @@ class Batches:
     least: int = 1
 
     def whole(self, wanted: int, there: int) -> int:
-        """Returns the positions to lease, of those that are there: whole steps, one at least.
+        """Returns how many of the available positions to lease: whole steps, at least one.
 
         A rest that would be no batch of its own is leased with the last step: its batches are made smaller.
         """
@@ -30,12 +30,12 @@ class Batches:
         return there if steps and 0 < rest < self.least < self.batch else steps * self.step
 
     def rest(self, there: int) -> int:
-        """Returns the positions to lease when fewer are there than a step needs."""
+        """Returns how many positions to lease when fewer are available than a step needs."""
         usable = there - there % self.batch if self.least >= self.batch else there
         return usable if usable >= self.least else 0
 
     def next(self, wanted: int, there: int) -> int:
-        """Returns the positions of the next batch, such that none are left after it, or enough for another batch."""
+        """Returns the size of the next batch, such that no positions are left after it, or enough for another batch."""
         short = self.least - (there - wanted)
         return max(0, wanted - short) if 0 < short < self.least < self.batch else min(wanted, there)
 

@@ -119,7 +119,7 @@ def replan(
     a change costs: so that noise in what was measured does not move the trees to and fro.
 
     Raises:
-        PlanError: As `plan`.
+        PlanError: `plan` raises it for these arguments.
     """
     network = Network(members, links, access)
     wrong = misfit(old, network.ids, network.links)

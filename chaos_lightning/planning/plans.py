@@ -82,13 +82,13 @@ def check_bytes(text: str, spec: PlanSpec, nbytes: int, sections: Sequence[Span]
     """Refuses trees whose ranges do not cover this model's gradients.
 
     Args:
-        text: What the user wrote, for the message.
-        spec: What it was read as.
+        text: Text that the user wrote, for the message.
+        spec: Plan as it was read from the text.
         nbytes: Length of the gradient buffer.
-        sections: The optimizers' parts of it.
+        sections: Optimizers' parts of the buffer.
 
     Raises:
-        PlanError: Names the file, the tree and the bytes.
+        PlanError: The ranges do not; names the file, the tree and the bytes.
     """
     if spec.kind != "user":
         return

@@ -21,7 +21,7 @@ def rate_bps(text: str) -> float:
     """Returns the bits per second of a text such as "300 Mbps".
 
     Raises:
-        ValueError: It is none; says what is expected.
+        ValueError: The text is no rate; says what is expected.
     """
     number, unit = _split(text)
     if "B" in unit:
@@ -35,7 +35,7 @@ def seconds(text: str) -> float:
     """Returns the seconds of a text such as "20 ms"; 0 needs no unit.
 
     Raises:
-        ValueError: It is no time; says what is expected.
+        ValueError: The text is no time; says what is expected.
     """
     number, unit = _split(text)
     if number == 0 and not unit:
@@ -49,7 +49,7 @@ def size_nbytes(text: str) -> int:
     """Returns the bytes of a text such as "80 GiB", as a whole number.
 
     Raises:
-        ValueError: It is no size; says what is expected.
+        ValueError: The text is no size; says what is expected.
     """
     number, unit = _split(text)
     if unit not in _SIZES:

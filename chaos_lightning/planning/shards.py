@@ -80,7 +80,7 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True)
 class SharePlan:
-    """Shares of a transfer: who sends how much."""
+    """Plan of a transfer: the bytes that each source sends."""
 
     policy: str
     shares: Mapping[str, int]
@@ -157,7 +157,7 @@ def closed_form(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_b
 
     Args:
         nbytes: Size of the state.
-        neighbours: Who can send, each with its delay and cost.
+        neighbours: Neighbours that can send, each with its delay and cost.
         ingress_s_per_byte: Seconds per byte of the newcomer's own access link; 0: no limit of its own.
     """
     check(nbytes, neighbours, ingress_s_per_byte)

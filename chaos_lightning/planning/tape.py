@@ -22,8 +22,8 @@ class Tape:
     """Positions of several leases in one sequence (see the module).
 
     Attributes:
-        number: Of the tape.
-        epoch: Of the positions on it.
+        number: Number of the tape.
+        epoch: Epoch of the positions on the tape.
         pieces: Positions in the order of granting; not normal.
     """
 

@@ -148,12 +148,12 @@ def expand_owned(
         spec: The view's plan.
         members: Ids in rank order.
         nbytes: Length of the buffer.
-        owned: Who owns what, in any order; all sections together tile [0, nbytes).
-        links: As in `misfit`.
+        owned: Sections with their owners, in any order; all sections together tile [0, nbytes).
+        links: Links between members, as in `misfit`.
 
     Raises:
         PlanError: Bytes have no owner, or links do not connect their owners; names them.
-        ValueError: As `expand`.
+        ValueError: `expand` raises it.
     """
     rank = {name: i for i, name in enumerate(_members(members))}
     _sections(nbytes, sorted(span for one in owned for span in one.sections if span[0] < span[1]) or [(0, 0)])

@@ -1,1 +1,1 @@
-"""Hostile bytes for all that reads bytes of others: `python -m lab.fuzz` (docs/fuzzing.md)."""
+"""Sends hostile bytes to all that reads bytes of others: `python -m lab.fuzz` (docs/fuzzing.md)."""

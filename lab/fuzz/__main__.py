@@ -1,4 +1,4 @@
-"""`python -m lab.fuzz`: see docs/fuzzing.md."""
+"""Runs `python -m lab.fuzz` (docs/fuzzing.md)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _one(args: argparse.Namespace) -> int:
-    """One target under one driver, in this process (atheris: in a child)."""
+    """Runs one target under one driver, in this process (atheris: in a child); prints the outcome, returns the exit
+    code.
+    """
     target, seconds = TARGETS[args.target], args.minutes * 60
     if args.driver == "atheris":
         outcome = with_atheris(target, seconds, args.corpus, memory_mib=args.memory_mib)

@@ -1,4 +1,4 @@
-"""The process in which atheris fuzzes one target: `python -m lab.fuzz.child TARGET ...`."""
+"""Runs atheris on one target in a process of its own: `python -m lab.fuzz.child TARGET ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The control plane, with somebody hostile at the other end: a scheduler's server, the TLS proxy before it, an agent.
+"""Fuzzes the control plane with a hostile peer at the other end: a scheduler's server, the TLS proxy before it, an
+agent.
 
 Theory of operation. Each is started once per process, with a bystander that must not be hurt: another member's stream
 at the same server, a member behind the same TLS proxy. A hostile input is said, the connection's end is awaited, and
@@ -6,8 +7,8 @@ then the bystander is asked whether it is well.
 
 At the *TLS proxy* each part of an input is one connection; its number says what is done on it (`Deed`) and which
 certificate is shown, its bytes are what is said, or what is put into a handshake that is sound otherwise. All are open
-at the same time. Whoever has said its last word, or has not made itself known in time, must be shut out by the TLS
-proxy; then nothing may be left of any of them, the member's connection must stand, and somebody new must be let in.
+at the same time. A connection that has said its last word, or has not made itself known in time, must be shut by the
+TLS proxy; then nothing may be left of any of them, the member's connection must stand, and a new one must be let in.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from lab.fuzz.target import PATIENCE_S, FindingError, Target
 
 
 _SERVICE = f"{chaos_pb2.DESCRIPTOR.package}.Scheduler"
-"""As control/service.proto names it."""
+"""Name of the service, as in control/service.proto."""
 
 
 def _raw(data: bytes) -> bytes:
@@ -65,7 +66,7 @@ ORDERLY = ("deposed: ", "the job is finished")
 
 
 class _Server:
-    """A scheduler in this process, and one member that is well."""
+    """Scheduler in this process, and one member that is well."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -86,8 +87,8 @@ class _Server:
         self._over = asyncio.run_coroutine_threadsafe(self.server.life.ended(), self.loop)
 
     def check(self) -> bool:
-        """Whether it goes on. A member may make it end in two ways, in good order: it was the last of a job and has
-        finished, or it says that there is a later term (protocol.md 7).
+        """Checks that the scheduler goes on; returns whether it does. A member may make it end in two ways, in good
+        order: it was the last of a job and has finished, or it says that there is a later term (protocol.md 7).
         """
         try:
             facts = json.loads(self._status(b"", timeout=PATIENCE_S).json)
@@ -144,7 +145,7 @@ def _server_seeds() -> list[bytes]:
 
 
 class _Hostile:
-    """A scheduler that says what it is told to say."""
+    """Scheduler that says what it is told to say."""
 
     def __init__(self) -> None:
         from concurrent import futures
@@ -170,7 +171,9 @@ def _hostile() -> _Hostile:
 
 
 def _feed_agent(data: bytes) -> None:
-    """An agent and the machine behind it hear this; after it the agent still comes back, or has a reason not to."""
+    """Tells this to an agent and the machine behind it; afterwards the agent must still come back, or have a reason not
+    to.
+    """
     from chaos_lightning.membership import effects as fx
     from chaos_lightning.membership.member import MemberMachine
 
@@ -225,28 +228,28 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 
 
 class Deed(enum.IntEnum):
-    """Deed on a connection."""
+    """Kind of hostile input on a connection."""
 
     SAY = 0
-    """The bytes, and no more."""
+    """Say the bytes, and no more."""
     SAY_AND_WAIT = 1
-    """The bytes, one segment for each of the first few; then nothing, until the TLS proxy shuts it."""
+    """Say the bytes, one segment for each of the first few; then nothing, until the TLS proxy shuts the connection."""
     BREAK_HELLO = 2
-    """A ClientHello with the bytes in it (the first one says where); no more."""
+    """Send a ClientHello with the bytes in it (the first one says where); no more."""
     BREAK_ANSWER = 3
-    """The same with what answers the scheduler's part of the handshake."""
+    """Send the answer to the scheduler's part of the handshake with the bytes in it; no more."""
     SPEAK = 4
-    """A whole handshake; then the bytes inside TLS."""
+    """Make a whole handshake; then say the bytes inside TLS."""
     SPEAK_RAW = 5
-    """A whole handshake; then the bytes outside TLS."""
+    """Make a whole handshake; then say the bytes outside TLS."""
     RESET = 6
-    """The bytes, then a reset instead of an end."""
+    """Say the bytes, then reset the connection instead of ending it."""
     FLOOD = 7
-    """The bytes on very many connections."""
+    """Say the bytes on very many connections."""
 
 
 class _Proxied:
-    """A TLS proxy, a scheduler behind it, and a member that is well."""
+    """TLS proxy, a scheduler behind it, and a member that is well."""
 
     def __init__(self) -> None:
         from chaos_lightning.control.tls_proxy import TlsProxy
@@ -328,7 +331,7 @@ def _tls_proxy() -> _Proxied:
 
 
 class _Caller:
-    """One hostile connection. A handshake is made in memory, so that each flight of it can be changed."""
+    """Hostile connection. A handshake is made in memory, so that each flight of it can be changed."""
 
     def __init__(self, tls_proxy: _Proxied, deed: Deed, context: ssl.SSLContext, said: bytes) -> None:
         self.deed = deed
@@ -338,7 +341,7 @@ class _Caller:
         self._tls = context.wrap_bio(self._in, self._out)
 
     def act(self) -> None:
-        """Says what it has to say."""
+        """Says on the connection what its deed asks for."""
         with contextlib.suppress(OSError):  # ssl.SSLError is one: the TLS proxy may have shut it meanwhile
             match self.deed:
                 case Deed.SAY_AND_WAIT:
@@ -372,7 +375,7 @@ class _Caller:
         return self._out.read()
 
     def _answer(self) -> bytes:
-        """To what the scheduler says, as far as that goes."""
+        """Returns the answer to the scheduler's part of the handshake, as far as that goes."""
         while not self._out.pending and (piece := self._sock.recv(1 << 16)):
             self._in.write(piece)
             try:
@@ -390,7 +393,7 @@ class _Caller:
         return flight[:at] + self._said[1:] + flight[at + taken :]
 
     def close(self) -> None:
-        """Waits until the TLS proxy has shut it."""
+        """Waits until the TLS proxy has shut the connection."""
         with self._sock, contextlib.suppress(ConnectionError):
             try:
                 while self._sock.fileno() >= 0 and self._sock.recv(1 << 16):
@@ -400,7 +403,7 @@ class _Caller:
 
 
 def _feed_proxy(data: bytes) -> None:
-    """See the module."""
+    """Carries out the deeds of an input at the TLS proxy, and checks the bystander (see the module)."""
     tls_proxy, callers = _tls_proxy(), list[_Caller]()
     try:
         for tag, said in mutate.split(data)[:_MOST_AT_ONCE]:
@@ -417,7 +420,7 @@ def _feed_proxy(data: bytes) -> None:
 
 
 def _proxy_seeds() -> list[bytes]:
-    """One or several of each deed, by everybody."""
+    """Returns inputs with one or several of each deed, with every certificate."""
     words = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x02\0" + bytes(40),
@@ -435,7 +438,7 @@ def _proxy_seeds() -> list[bytes]:
 
 
 def _mutate_proxy(data: bytes, rng: Random) -> bytes:
-    """A nearly valid input; those that take long are rare."""
+    """Returns a nearly valid input; deeds that take long are rare."""
     tags = [deed + len(Deed) * who for deed in Deed for who in range(5) if deed < Deed.FLOOD]
     changed = mutate.parts_of(data, rng, lambda tag, part, r: mutate.bytes_of(part, r), tags)
     parts = mutate.split(changed)

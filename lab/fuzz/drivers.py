@@ -1,4 +1,4 @@
-"""Two ways to find inputs: hypothesis, which shrinks what it finds, and atheris, which follows the code it reaches.
+"""Drives targets in two ways: hypothesis, which shrinks what it finds, and atheris, which follows the code it reaches.
 
 Theory of operation. Both change valid inputs by the target's own `mutate`. hypothesis supplies the random choices, so
 that a failing input is made small by choosing less. atheris (libFuzzer) keeps every input that reached a new branch,
@@ -33,7 +33,7 @@ from lab.fuzz.transfers import TRANSFERS
 TARGETS = {target.name: target for target in (*MESSAGES, *READERS, *LINKS, *TRANSFERS, *CONTROL, *OUTER, *PIPELINES)}
 _BATCH = 200
 MEMORY_MIB = 1024
-"""A process may take so much more than it has when it begins; the largest message of ours has 64 MiB."""
+"""MiB that a process may take beyond what it has when it begins; the largest message of this product has 64 MiB."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def saved(folder: Path, target: Target, data: bytes) -> Path:
-    """The input in a file of its own."""
+    """Writes an input to a file of its own; returns the path."""
     place = folder / target.name
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"finding-{hashlib.sha256(data).hexdigest()[:16]}"
@@ -74,7 +74,7 @@ def warm(target: Target) -> None:
 
 
 def told(error: BaseException) -> str:
-    """An error and where it came from, in a line."""
+    """Returns an error and where it came from, in a line."""
     places = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-3:]]
     return f"{type(error).__name__}: {str(error)[:300]} ({' > '.join(places)})"
 
@@ -83,7 +83,7 @@ def told(error: BaseException) -> str:
 
 
 def with_hypothesis(target: Target, seconds: float, folder: Path, *, examples: int = 0) -> Outcome:
-    """For so long, or for so many examples; ends with the first finding, made small."""
+    """Runs a target by hypothesis for so long, or for so many examples; ends with the first finding, made small."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
 
@@ -126,14 +126,14 @@ def with_hypothesis(target: Target, seconds: float, folder: Path, *, examples: i
 
 
 def atheris_missing() -> str:
-    """Why atheris cannot be used; "" if it can."""
+    """Returns why atheris cannot be used; "" if it can."""
     if importlib.util.find_spec("atheris") is None:
         return "atheris is not installed (extra: fuzz; there are wheels for Python 3.11 to 3.13 on Linux)"
     return ""
 
 
 def with_atheris(target: Target, seconds: float, folder: Path, *, memory_mib: int = MEMORY_MIB) -> Outcome:
-    """For so long, in a process of its own; ends with the first finding.
+    """Runs a target by atheris for so long, in a process of its own; ends with the first finding.
 
     Raises:
         ConfigurationError: atheris is not installed.

@@ -1,4 +1,4 @@
-"""Links between members, with somebody hostile at the other end or on the way: frames, handshakes, sealed records.
+"""Fuzzes links between members with a hostile peer at the other end or on the way: frames, handshakes, sealed records.
 
 Theory of operation. *Frames* are said to a live link, beside which another link of the same loop must go on working.
 *Handshakes* are answered by either end; inputs whose second byte is P prove what they say, so that changes of what is
@@ -44,7 +44,7 @@ from lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingError, Target
 
 
 class _End:
-    """An owner that reads what comes as a member does."""
+    """Owner of a link that reads what comes as a member does."""
 
     def __init__(self, loop: IoLoop, sock: socket.socket, peer: str) -> None:
         self.over = threading.Event()
@@ -72,7 +72,7 @@ class _End:
 
 
 class _Links:
-    """A loop, and two links of it that must go on working."""
+    """Loop, and two links of it that must go on working."""
 
     def __init__(self) -> None:
         self.crashes: list[BaseException] = []
@@ -122,7 +122,7 @@ def _feed_link(data: bytes) -> None:
 
 
 def _frames(data: bytes) -> list[tuple[Frame, bytes]]:
-    """Those that these bytes begin with."""
+    """Returns the frames that these bytes begin with, with their payloads."""
     found: list[tuple[Frame, bytes]] = []
     at = 0
     while len(data) - at >= HEADER_NBYTES and len(found) < mutate.MAX_ITEMS:
@@ -171,7 +171,7 @@ def _frame(kind: FrameType, payload: bytes, rng: Random) -> bytes:
 
 
 def _link_seeds() -> list[bytes]:
-    """Some of each type, and each message of a member."""
+    """Returns some frames of each type, and each message of a member."""
     rng = Random(4)
     payloads = [(kind, _payload(kind, rng)) for kind in FrameType for _ in range(3)]
     payloads += [(FrameType.MESSAGE, message) for message in each(PEER, rng)]
@@ -208,7 +208,7 @@ _KEY = ("key 1", b"of this very pair")
 
 
 class _Keys:
-    """This pair shares one key; `find` and `known` as control/link_keys.py has them."""
+    """Keys of a pair that shares one; `find` and `known` as control/link_keys.py has them."""
 
     def level(self, *, local: bool) -> Level:
         return Level.CHECKSUM
@@ -226,7 +226,7 @@ def _received(sock: socket.socket) -> bytes:
 
 
 def _proofs(role: bytes, *parts: bytes) -> dict[str, str]:
-    """By the name of the key: without keys, and with this pair's."""
+    """Returns the proofs by the name of the key: without keys, and with this pair's."""
     proofs = {}
     for name, key in (("", b""), _KEY):
         mac = hmac.new(mixed(b"", key), role, hashlib.sha256)
@@ -237,7 +237,9 @@ def _proofs(role: bytes, *parts: bytes) -> dict[str, str]:
 
 
 def _answer(sock: socket.socket, data: bytes, *, dialled: bool) -> None:
-    """The hostile end. Inputs that begin with P prove what they say, as one who knows token and key can."""
+    """Plays the hostile end of a handshake. Inputs that begin with P prove what they say, as a peer can that knows
+    token and key.
+    """
     with contextlib.suppress(OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, RecursionError):
         if data[:1] == b"P" and dialled:
             proofs = _proofs(b"dial", _received(sock), data[1:])
@@ -257,9 +259,9 @@ def _answer(sock: socket.socket, data: bytes, *, dialled: bool) -> None:
 
 
 def shaken(data: bytes) -> str:
-    """Whether this input's speaker is let in: "" if so, or the words with which it is not.
+    """Returns why the speaker of this input is not let in, in the words that it is told; "" if it is let in.
 
-    The first byte says which end it is (1: who listens), and whether this pair has a key (2).
+    The first byte says which end it is (1: the listening one), and whether this pair has a key (2).
     """
     first, said = data[0] if data else 0, data[1:]
     listens, keys = bool(first & 1), _Keys() if first & 2 else None
@@ -295,7 +297,7 @@ def shaken(data: bytes) -> str:
 
 
 def _feed_handshake(data: bytes) -> None:
-    """Any exception that is not an announced refusal is a finding."""
+    """Makes a handshake with this input; any exception that is not an announced refusal is a finding."""
     shaken(data)
 
 
@@ -317,7 +319,7 @@ def welcome_handshakes() -> list[bytes]:
 
 
 def _handshake_seeds() -> list[bytes]:
-    """Valid ones, and some whose proofs are wrong."""
+    """Returns valid handshakes, and some whose proofs are wrong."""
     said = welcome_handshakes()[0][2:].decode()
     opening = _lengthy({"nonce": "00", "version": VERSION})
     return [
@@ -329,7 +331,7 @@ def _handshake_seeds() -> list[bytes]:
 
 
 def _mutate_handshake(data: bytes, rng: Random) -> bytes:
-    """A nearly valid one."""
+    """Returns a nearly valid handshake."""
     if data[1:2] == b"P" and rng.randint(0, 5):
         return data[:2] + mutate.json_of(data[2:], rng)
     parts, at = [], 1
@@ -356,23 +358,23 @@ class Fate(enum.IntEnum):
 
     WELL = 0
     FLIPPED = 1
-    """One bit of it; which one, the rest of the part's number says."""
+    """One bit of the record is flipped; the rest of the part's number says which."""
     TWICE = 2
     LEFT_OUT = 3
     SWAPPED = 4
-    """With the next one."""
+    """The record is swapped with the next one."""
     CUT_SHORT = 5
     BEHIND_NOISE = 6
     TAG_OF_NONE = 7
-    """Its tag is zeros."""
+    """The record's tag is replaced by zeros."""
     LENGTH_CHANGED = 8
-    """The record of a stream has another length before it."""
+    """The length before a stream's record is changed."""
     PLAIN = 9
-    """Not sealed at all."""
+    """The record is not sealed at all."""
 
 
 def a_session(level: Level, *, dialled: bool) -> SealedSession:
-    """One end of a connection whose keys everybody here knows."""
+    """Returns one end of a connection whose keys both ends know."""
     return SealedSession(level, b"a secret of this fuzzer", b"a transcript", dialled=dialled)
 
 
@@ -381,7 +383,7 @@ def fate_of(tag: int) -> Fate:
 
 
 def _records(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) -> list[tuple[Fate, int, bytes, bytes]]:
-    """(fate, place within it, as sealed, in the clear) of each record."""
+    """Returns each record as (fate, place within it, as sealed, in the clear)."""
     session = a_session(level, dialled=True)
     found: list[tuple[Fate, int, bytes, bytes]] = []
     room = _MOST_SEALED_NBYTES
@@ -404,7 +406,7 @@ def _records(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) -> 
 
 
 def travelled(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) -> tuple[bytes, bytes]:
-    """(what arrives, what of it may be believed)."""
+    """Returns the bytes that arrive, and the bytes that may be believed of them."""
     records = _records(level, sealed, stream=stream)
     arrives: list[bytes] = []
     held = b""
@@ -493,7 +495,7 @@ def _feed_sealed(data: bytes) -> None:
 
 
 def _sealed_seeds() -> list[bytes]:
-    """Each fate, at each level, for a link and for a stream."""
+    """Returns inputs with each fate, at each level, for a link and for a stream."""
     frames = _link_seeds()
     seeds = []
     for mode in range(4):

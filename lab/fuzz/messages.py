@@ -32,7 +32,7 @@ from lab.fuzz import mutate
 from lab.fuzz.target import FindingError, Target
 
 UNSIGNED = (0, 1, 2, 6, 7, 8, 255, 3000, 4800, 1 << 20, (1 << 32) - 1, 1 << 32, (1 << 50) - 1, 1 << 63, (1 << 64) - 1)
-"""Numbers in the headers of frames."""
+"""Numbers that are put into the headers of frames."""
 _DRAWS = 500
 """Number of values of one class of which its reader must accept one."""
 
@@ -131,10 +131,10 @@ class Record:
     """One dataclass in bytes of its own, as stores keep it; by the names of an `Envelope`.
 
     Attributes:
-        message: The protobuf message; None if the bytes are JSON.
-        classes: This one.
-        encode: The bytes of a value.
-        decode: The value of bytes; a WireError or StoreError on anything odd.
+        message: Class of the protobuf message; None if the bytes are JSON.
+        classes: Classes that travel so: this one.
+        encode: Function that returns the bytes of a value.
+        decode: Function that returns the value of bytes; raises WireError or StoreError on anything odd.
     """
 
     message: Any
@@ -161,8 +161,8 @@ def said(words: Words, rng: Random, cls: type | None = None, *, accepted: bool =
     """Returns a message of this class, or of any, as it travels.
 
     Args:
-        words: How it travels.
-        rng: Randomness.
+        words: Codec by which it travels.
+        rng: Source of randomness.
         cls: One of the classes of `words`.
         accepted: Whether it is one that its reader accepts.
     """
@@ -203,7 +203,7 @@ def mutation(pick: Callable[[int], Words | None], tags: Sequence[int]) -> Callab
     """Returns `Target.mutate` for inputs whose parts are messages.
 
     Args:
-        pick: How the message of a part with this number travels; None: the part is none.
+        pick: Function of a part's number that returns the codec of its message; None: the part is no message.
         tags: Numbers that parts may have.
     """
 
@@ -218,7 +218,7 @@ def mutation(pick: Callable[[int], Words | None], tags: Sequence[int]) -> Callab
 
 
 def reading(name: str, about: str, *words: Words) -> Target:
-    """Returns the target that reads each of these; a part's number says by which."""
+    """Returns the target that reads inputs by each of these; a part's number says by which."""
 
     def read(data: bytes) -> None:
         for tag, part in mutate.split(data):
@@ -238,7 +238,7 @@ def reading(name: str, about: str, *words: Words) -> Target:
 
 
 def _bodies() -> Iterable[Record]:
-    """Yields how each kind of entry lies in the store of an outer job's leader."""
+    """Yields each kind of entry as it lies in the store of an outer job's leader."""
     for cls in typing.get_args(Body):
 
         def decode(data: bytes, kind: str = cls.__name__) -> Body:

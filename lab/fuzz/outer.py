@@ -1,4 +1,6 @@
-"""Targets of outer sync: its machines and what they hear, summaries in a leader's store, and a follower's files."""
+"""Fuzzes targets of outer sync: its machines and what they hear, summaries in a leader's store, and a follower's
+files.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def agreement(length: int = 64) -> ty.Agreement:
 
 
 _LEADER_HEARS = {0: FROM_CLUSTER, 2: FROM_FOLLOWER}
-"""By the lower two bits of a part's number; the next two are the stream's number."""
+"""Vocabulary of what a leader hears, by the lower two bits of a part's number; the next two are the stream's number."""
 
 
 def _leader_seeds() -> list[bytes]:
@@ -70,7 +72,7 @@ def _leader_seeds() -> list[bytes]:
 
 
 def _feed_leader(data: bytes) -> None:
-    """Streams say this to a leader whose store takes everything."""
+    """Tells this, by streams, to a leader whose store takes everything."""
     machine = LeaderMachine(OuterChain(), 1, 1)
     now = 1.0
 
@@ -114,7 +116,7 @@ def _cluster_seeds() -> list[bytes]:
 
 
 def _feed_cluster(data: bytes) -> None:
-    """A leader says this to a cluster that trains on."""
+    """Tells this, as a leader would, to a cluster that trains on."""
     machine = ClusterMachine("a", "here", "n1", agreement())
     machine.on(fx.Connected())
     for _, part in mutate.split(data):
@@ -135,7 +137,7 @@ def _feed_cluster(data: bytes) -> None:
 
 
 _STEP, _ALL, _FACTS = 1, 2, 4
-"""Bits of a part's number: the commit is a step; both ranks say so; it is what a newcomer gets."""
+"""Bits of a part's number: the commit is a step; both ranks say so; the part is what a newcomer gets."""
 
 
 def _ranks() -> RanksMachine:
@@ -178,7 +180,7 @@ def _spoken(tag: int) -> Record:
 
 
 def _feed_ranks(data: bytes) -> None:
-    """Two ranks say this in commits, or a newcomer begins with it."""
+    """Tells this in commits of two ranks, or lets a newcomer begin with it."""
     ranks, spent = _ranks(), 0
     for tag, part in mutate.split(data):
         words = _spoken(tag)
@@ -204,7 +206,7 @@ def _feed_ranks(data: bytes) -> None:
 
 
 _ILL = 1
-"""A part's number: fetches, saves and loads fail."""
+"""Bit of a part's number: fetches, saves and loads fail."""
 
 
 def _follower_seeds() -> list[bytes]:
@@ -241,7 +243,9 @@ def _follower_seeds() -> list[bytes]:
 
 
 def _answered(effect: fx.FollowerEffect, late: list[fx.FollowerEvent], *, ill: bool) -> fx.FollowerEvent | None:
-    """Returns what a follower's process makes of an effect at once; `late` gets what it tells before the next word."""
+    """Returns what a follower's process answers at once to an effect; `late` gets what it tells before the next
+    word.
+    """
     match effect:
         case fx.JobOver() | fx.TurnedAway():
             raise EndedError
@@ -261,7 +265,7 @@ def _answered(effect: fx.FollowerEffect, late: list[fx.FollowerEvent], *, ill: b
 
 
 def _feed_follower(data: bytes) -> None:
-    """A leader says this to a follower."""
+    """Tells this, as a leader would, to a follower."""
     machine = FollowerMachine("f0", "n0", (ms.ShardFile(ty.VersionId(1, "0" * 32), "d"),))
     machine.on(fx.Connected())
     late: list[fx.FollowerEvent] = []
@@ -316,7 +320,9 @@ def _file_seeds() -> list[bytes]:
 
 
 def _read_file(data: bytes) -> None:
-    """Whatever lies in a follower's folder under a version's name: it is whole, or it is named."""
+    """Reads these bytes as a version's file in a follower's folder: either they are the whole file, or the error names
+    it.
+    """
     version = ty.VersionId(3, "0" * 32)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job" / f"v{version.number:08d}-{version.hash}.safetensors"

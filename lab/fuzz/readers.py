@@ -1,4 +1,4 @@
-"""Targets that read bytes without anybody at the other end: machines, a state's manifests, stores, texts."""
+"""Fuzzes targets that read bytes without a peer at the other end: machines, a state's manifests, stores, texts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _scheduler_seeds() -> list[bytes]:
 
 
 def _feed_scheduler(data: bytes) -> None:
-    """Streams 0 to 7 say this; stores and process table answer as they do."""
+    """Tells this, by streams 0 to 7, to a scheduler; stores and process table answer as they do."""
     machine = SchedulerMachine(Settings(min_nodes=1), fx.Chain(1, NO_VIEW))
     streams: set[int] = set()
     now = 1.0
@@ -210,7 +210,7 @@ def _store_seeds() -> list[bytes]:
 
 
 class _Keys:
-    """etcd as a store sees it, with these values in it."""
+    """Client of etcd as a store sees it, with these values in it."""
 
     def __init__(self, tip: bytes, entries: list[bytes]) -> None:
         self.address = SimpleNamespace(prefix="p")
@@ -258,7 +258,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _read_row(part: bytes) -> None:
-    """A row of an embedded chain with these values, as SQLite takes them."""
+    """Reads a row of an embedded chain with these values, as SQLite takes them."""
     from chaos_lightning.control.chain import JobChain
     from chaos_lightning.control.sqlite_store import SqliteStore
 
@@ -345,7 +345,9 @@ def _each_text(data: bytes) -> None:
 
 
 def _options(read: Any, given: dict[str, str]) -> None:
-    """Only errors of ours may come out; ValueError is the base of ConfigurationError, so it is told apart here."""
+    """Reads options of --rdzv-conf; only errors of this package may come out. ValueError is the base of
+    ConfigurationError, so the two are told apart here.
+    """
     try:
         read(endpoint="127.0.0.1:29400", run_id="job", nodes=(1, 2), given=given, environ={})
     except ConfigurationError:
@@ -355,7 +357,7 @@ def _options(read: Any, given: dict[str, str]) -> None:
 
 
 def _harmless(name: str, value: str) -> bool:
-    """No files are read and no names are looked up."""
+    """Returns whether an option reads no file and looks up no name."""
     return not (name == "plan" and (value.startswith("file:") or "." in value)) and name not in ("bind", "token_file")
 
 

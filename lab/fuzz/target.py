@@ -18,11 +18,13 @@ from types import FrameType
 from typing import Any
 
 HANG_S = 10.0
-"""An input that takes longer is a finding."""
+"""Seconds after which an input is a finding."""
 PATIENCE_S = 5.0
 """Seconds after which an answer, or the close of a connection that has ended, will not come."""
 LARGE_NBYTES = 140 << 20
-"""A frame of 64 MiB may be announced and is then waited for; twice that while it is checked."""
+"""Bytes of memory beyond which reading is a finding: a frame of 64 MiB may be announced and is then waited for; twice
+that while it is checked.
+"""
 
 
 MOST_EFFECTS = 20_000
@@ -30,25 +32,25 @@ MOST_EFFECTS = 20_000
 
 
 class FindingError(AssertionError):
-    """A reader did what it must not."""
+    """Error that a reader did what it must not."""
 
 
 class EndedError(Exception):
-    """A machine has ended in good order; nobody hears the rest of an input."""
+    """Event that a machine has ended in good order, so that the rest of an input is not read."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of reader.
+    """Target of the fuzzer: one kind of reader.
 
     Attributes:
-        name: For the command line.
-        about: What is read, by what.
+        name: Name on the command line.
+        about: Bytes that are read, and their reader, in words.
         seeds: Valid inputs.
-        run: Reads one input; any exception is a finding.
-        mutate: A nearly valid input from a valid one.
-        spare_nbytes: What reading may allocate beside `per_byte` times the input.
-        per_byte: Python objects are larger than what they are read from.
+        run: Function that reads one input; any exception is a finding.
+        mutate: Function that returns a nearly valid input, made of a valid one.
+        spare_nbytes: Bytes that reading may allocate beside `per_byte` times the input.
+        per_byte: Bytes that reading may allocate for each byte; Python objects are larger than what they are read from.
     """
 
     name: str
@@ -64,8 +66,8 @@ def guarded(target: Target, data: bytes, *, traced: bool = True) -> None:
     """Runs the target on this input.
 
     Raises:
-        FindingError: It took too long or too much memory.
-        Exception: Whatever the target raised.
+        FindingError: The target took too long or too much memory.
+        Exception: The target raised it.
     """
     with _alarm(HANG_S):
         if not traced:
@@ -103,7 +105,9 @@ def settle(on: Callable[[Any], Iterable[Any]], event: Any, answer: Callable[[Any
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raises in the main thread; a timer of somebody else's goes on afterwards."""
+    """Raises an error in the main thread if the block takes too long; another timer that was running goes on
+    afterwards.
+    """
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise FindingError(f"still busy after {seconds:g} s")
@@ -120,7 +124,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def limit_memory(more_nbytes: int) -> None:
-    """This process may take so much beyond what it has by now; beyond that Python raises MemoryError."""
+    """Limits this process to so many bytes beyond what it has by now; beyond that Python raises MemoryError."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

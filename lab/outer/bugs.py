@@ -48,11 +48,11 @@ class Bug:
     """Planted bug: a rule of docs/outer.md, broken.
 
     Attributes:
-        rule: As docs/outer.md has it.
-        what: In words.
-        machines: Behave so.
-        family: Of plans in which it must show.
-        control: With the guard off that would mask it, and nothing else; None: nothing masks it.
+        rule: Number of the rule in docs/outer.md.
+        what: Broken behaviour in words.
+        machines: Machines that behave so.
+        family: Family of plans in which it must show.
+        control: Machines with only the guard off that would mask it; None: nothing masks it.
     """
 
     rule: str

@@ -29,7 +29,8 @@ class _Last:
     codec left out.
 
     Attributes:
-        lone: Inner steps of it whose residual the rejection of an older push dropped since; lost if this one is void.
+        lone: Inner steps of the push whose residual the rejection of an older push dropped since; lost if this one is
+            void.
     """
 
     push: PushId
@@ -45,9 +46,9 @@ class Content:
     """Outer state at a rank (see the module). Methods that throw inner steps away return them.
 
     Attributes:
-        lossy: The codec has a residual.
-        residual_at: When that changes: "answered", "sent", or "kept": not after a rejection.
-        base: The version that was adopted last.
+        lossy: Whether the codec has a residual.
+        residual_at: Moment at which that changes: "answered", "sent", or "kept": not after a rejection.
+        base: Version that was adopted last.
         live: Inner steps since the last freezing.
         residual: Inner steps that the codec left out.
         pushes: Open and kept ones.
@@ -107,7 +108,7 @@ class Content:
         return gone
 
     def adopt(self, version: VersionId, *, outright: bool) -> list[int]:
-        """Takes a version over."""
+        """Takes a version as the new base."""
         gone, self.live = (self.live, []) if outright else ([], self.live)
         self.base = version
         return gone

@@ -50,7 +50,7 @@ def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
     """Returns a shard's state after this entry.
 
     Args:
-        content: Its state before; "": it holds none.
+        content: State of the shard before; "": it holds none.
         entry: A founding, a round or a rollback.
         parts: The bytes of its pushes for this shard, in order.
 
@@ -75,10 +75,10 @@ class Oracle:
     """Oracle of a simulated outer job (see the module).
 
     Attributes:
-        pushes: What each push covers: numbers of inner steps.
+        pushes: Numbers of the inner steps that each push covers.
         discarded: Inner steps that their cluster has thrown away.
         lost: Inner steps of pushes that a rollback took back for good: also of who was removed, and came in anew.
-        versions: By version and block: what it must be.
+        versions: Symbol that a block of a version must be, by version and block.
     """
 
     def __init__(self) -> None:
@@ -143,9 +143,9 @@ class Oracle:
         (O11).
 
         Args:
-            chain: Has the entry.
+            chain: Chain that has the entry.
             body: The lease.
-            known: What clusters train at once, by name.
+            known: Sizes of clusters' batches, by cluster.
         """
         assert chain.leases is not None
         batches, size = known[body.incarnation.cluster], count(body.spans)
@@ -216,7 +216,9 @@ class Oracle:
                 raise Violation(f"round {body.number} rejects more than {most} pushes of {cluster} in a row (O12)")
 
     def _sums(self, chain: OuterChain, entry: Entry) -> None:
-        """Checks that a summary says all that the entries before it do, as far as it may be asked for (O1a)."""
+        """Checks that a summary holds all that a chain of the entries before it holds, as far as a leader needs it
+        (O1a).
+        """
         said = OuterChain()
         said.follow(entry)
         for name in (

@@ -40,18 +40,18 @@ class Plan:
     """Plan of one simulated outer job.
 
     Attributes:
-        seed: Of all chance.
-        settings: Of the job.
-        followers: How many.
-        clusters: Likewise.
-        faults: What goes wrong.
-        poison: This part of all pushes is not finite.
+        seed: Seed of all chance.
+        settings: Settings of the job.
+        followers: Number of followers.
+        clusters: Clusters of the job.
+        faults: Faults that strike.
+        poison: Fraction of all pushes that are not finite.
         length: Positions of an epoch; 0: each cluster has its own data.
-        codec: Of pushes; int8 leaves a residual.
-        answer_s: Each push is answered within so long; 0.0: nothing is promised.
-        refused: At most so many pushes of one cluster are rejected in a row; 0: nothing is promised.
-        adopt_s: Whoever wants a newer version has one within so long; likewise.
-        limit_s: By then it must be over.
+        codec: Codec of pushes; int8 leaves a residual.
+        answer_s: Seconds within which each push is answered; 0.0: nothing is promised.
+        refused: Most pushes of one cluster that are rejected in a row; 0: nothing is promised.
+        adopt_s: Seconds within which a cluster that wants a newer version has one; 0.0: nothing is promised.
+        limit_s: Virtual time by which the job must be over.
     """
 
     seed: int
@@ -76,7 +76,7 @@ class Plan:
 
 
 def any_plan(seed: int) -> Plan:
-    """Plans any job and faults by this seed."""
+    """Plans any job, with any faults, by this seed."""
     random = Random(seed)
     settings = OuterSettings(
         policy=random.choice(("robust", "robust", "sync", "async", "di_ps")),
@@ -188,7 +188,7 @@ def own_plan(seed: int) -> Plan:
 
 
 def strange_plan(seed: int) -> Plan:
-    """Plans that clusters of another job come by."""
+    """Plans that clusters of another job try to join."""
     random, plan = Random(seed), any_plan(seed)
     starts = [random.choice((0.0, random.uniform(0.0, 6.0))) for _ in range(2)]  # one may be the first of all
     strangers = [ClusterSpec(f"x{i}", start, 0.05, strange=True) for i, start in enumerate(starts)]
@@ -364,7 +364,7 @@ def turned_plan(seed: int) -> Plan:
 
 
 def all_plan(seed: int) -> Plan:
-    """Returns the plan of the family whose turn it is."""
+    """Returns a plan for this seed; families of plans take turns."""
     names = [name for name in FAMILIES if name != "all"]
     return FAMILIES[names[seed % len(names)]](seed)
 

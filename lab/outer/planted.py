@@ -62,7 +62,7 @@ class EarlyLeader(LeaderMachine):
 
 
 class OneShardPushes(Pushes):
-    """Pushes of a leader that takes a push that one shard has for one that all have."""
+    """Pushes of a leader that treats a push as staged everywhere once one shard has it."""
 
     def staged(self) -> list[Offer]:
         if not self._desk.chain.founded:
@@ -79,7 +79,7 @@ class OneShardPushes(Pushes):
 
 
 class FreeingPushes(Pushes):
-    """Pushes of a leader that frees them once a round has them."""
+    """Pushes of a leader that lets clusters delete a push as soon as a round has it."""
 
     def free(self, whom: Iterable[IncarnationId]) -> None:
         for who in whom:
@@ -105,7 +105,7 @@ class ForgetfulCluster(ClusterMachine):
 
 
 class HomegoingCluster(ClusterMachine):
-    """Cluster that comes in anew after the job's end and goes home without its last version."""
+    """Cluster that comes in anew after the job's end and ends without fetching the last version."""
 
     def _on_finished(self, version: VersionId, reason: str) -> None:
         if self.base == NO_VERSION:
@@ -153,7 +153,7 @@ class TrustingDesk(LeaderDesk):
 
 
 class UnshownShards(Shards):
-    """Shards whose followers obey before their start is stored."""
+    """Shards whose followers obey the leader before their start is stored in the chain."""
 
     def next_start(self, offers: Iterable[Offer]) -> Started | None:
         for name, follower in self.followers.items():
@@ -163,7 +163,7 @@ class UnshownShards(Shards):
 
 
 class LaxShards(Shards):
-    """Shards that take what is staged for what was offered."""
+    """Shards that count a push as there if anything is staged under its name, whether or not it is what was offered."""
 
     def have(self, offer: Offer) -> bool:
         return all(offer.push in follower.staged for follower in self.up())
@@ -232,7 +232,7 @@ class UnrecordedPushes(Pushes):
 
 
 class LatePushes(Pushes):
-    """Pushes of a leader that takes those of removed clusters, too."""
+    """Pushes of a leader that also takes pushes of removed clusters."""
 
     def on_offer(self, offer: Offer) -> bool:
         cluster = self._attendance.clusters.get(offer.push.incarnation)
@@ -299,11 +299,11 @@ class RefusingRounds(Rounds):
 
 
 class RefusingUnleasedRounds(RefusingRounds, UnleasedRounds):
-    """Rounds that, moreover, do not check which samples a push covers."""
+    """Rounds that reject pushes that a rollback opened again, and do not check which samples a push covers."""
 
 
 class RefusingUncheckedRounds(RefusingRounds, UncheckedRounds):
-    """Rounds that, moreover, check nothing of a push."""
+    """Rounds that reject pushes that a rollback opened again, and check neither a push's base nor its samples."""
 
 
 class LearningRounds(Rounds):
@@ -341,7 +341,7 @@ class ShuttingRounds(Rounds):
 
 
 class WindingRounds(Rounds):
-    """Rounds in which each arrival puts the deadline off."""
+    """Rounds whose deadline moves to a later time with each arriving push."""
 
     def next(
         self,
@@ -393,7 +393,9 @@ class PartLeases(Leases):
 
 
 class GivingLeases(Leases):
-    """Leases of which a rollback gives back those of pushes that are offered again."""
+    """Leases with which a rollback frees the positions of all pushes that it takes back, also of those that are offered
+    again.
+    """
 
     def rollback(self, body: RolledBack) -> None:
         super().rollback(replace(body, lost=tuple(self._accepted)))

@@ -152,17 +152,17 @@ class ClusterSpec:
     """Cluster of a plan, with its speed and its batches.
 
     Attributes:
-        name: Its own.
-        start: When it starts (virtual s).
-        pace_s: Of an inner step.
-        overlap: It trains while a push is under way.
-        loop: So many inner steps are its whole loop; 0: it has no end of its own.
-        strange: Its model is another one.
-        first_s: What it takes to fetch the version that it begins with, beside what it takes all.
-        fetch_s: What it takes to fetch each version, likewise.
-        fickle: It offers other bytes under a number, too.
-        ranks: It is an elastic job of so many to begin with; 0: one process.
-        batches: What it trains at once.
+        name: Name of the cluster.
+        start: Moment (virtual s) at which it starts.
+        pace_s: Seconds of an inner step.
+        overlap: Whether it trains while a push is under way.
+        loop: Number of inner steps of its whole loop; 0: it has no end of its own.
+        strange: Whether its model is another one.
+        first_s: Seconds that it takes to fetch the version that it begins with, beside those that all take.
+        fetch_s: Seconds that it takes to fetch each version, beside those that all take.
+        fickle: Whether it offers other bytes under a number, too.
+        ranks: Number of ranks at first, if it is an elastic job; 0: one process.
+        batches: Sizes of its batches.
     """
 
     name: str
@@ -254,8 +254,8 @@ class LeaderProcess(Process):
         self.timer(TICK_S, self._tick)
 
     def feed(self, event: fx.LeaderEvent) -> None:
-        """Feeds one event to the machine, and carries out its effects in order. Once the job is over, peers that come
-        are told so.
+        """Feeds one event to the machine, and carries out its effects in order. Peers that come after the job's end are
+        told of it.
         """
         hello = event.message if isinstance(event, fx.Heard) else None
         if self.machine.desk.done and isinstance(hello, ClusterHello | FollowerHello):
@@ -328,7 +328,7 @@ class LeaderProcess(Process):
 
 
 class Client(Process):
-    """Process of a follower or a cluster, which looks for the leader, and says all again on each new stream."""
+    """Process of a follower or a cluster, which looks for the leader, and repeats all its facts on each new stream."""
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job.kernel, name)
@@ -407,7 +407,7 @@ class Client(Process):
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
-    """Bytes of a push for one shard, and the manifest of all of the push."""
+    """Bytes of a push for one shard, and the manifest of the whole push."""
 
     manifest: str
     blocks: str
@@ -582,8 +582,8 @@ class VersionFetch:
     """Fetch of a version from all followers at once, as `getting.VersionGetter` makes it.
 
     Args:
-        job: Whose.
-        takes_s: From the first question to the last byte.
+        job: Job of the version.
+        takes_s: Seconds from the first question to the last byte.
     """
 
     job: Job
@@ -640,7 +640,7 @@ class ClusterProcess(Client):
         self.seeks_since = math.inf
         """Moment (virtual s) since which it has wanted a newer version; infinite: it wants none."""
         self._welcome = self._whole = False
-        """Whether it stands with a leader, and whether all followers are there."""
+        """Whether a leader has welcomed it, and whether all followers are there."""
         self._told = self._durable = NO_VERSION
         """Newest version that it was told of, and newest durable one."""
         self.timer(TICK_S, self._tick)

@@ -63,7 +63,7 @@ class RankHome(Protocol):
         ...
 
     def again(self) -> None:
-        """Begins the next incarnation, whose hello is here, since the last one is over."""
+        """Begins the next incarnation after the last one is over."""
         ...
 
 
@@ -71,17 +71,17 @@ class RankPart:
     """Outer state of one rank, and the machine that rules it (see the module).
 
     Args:
-        home: Of this rank.
-        state: What all ranks hold alike.
-        content: The outer state.
-        machines: What is broken on purpose.
+        home: Process of this rank.
+        state: State that all ranks hold alike.
+        content: Outer state of this rank.
+        machines: Machines, with what is broken on purpose.
 
     Attributes:
-        attends: It talks to the leader.
-        fetched: The version that it has got.
-        news: What the machines are to hear, if it attends.
+        attends: Whether it talks to the leader.
+        fetched: Version that it has got.
+        news: Events that the machines are to hear, if it attends.
         gone: Inner steps that the last commit threw away.
-        given_up: Those of pushes that ended with their incarnation.
+        given_up: Inner steps of pushes that ended with their incarnation.
     """
 
     def __init__(self, home: RankHome, state: RanksMachine, content: Content, machines: Machines) -> None:
@@ -111,8 +111,8 @@ class RankPart:
 
         Args:
             me: This rank.
-            ranks: Who contributed.
-            answers: What each of them said; none where nobody said anything.
+            ranks: Ranks that contributed.
+            answers: Message of each of these ranks; empty where no rank said anything.
             step: The number of the inner step that it is; 0: it is none.
             spent: Places on the tape that it uses.
         """

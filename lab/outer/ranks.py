@@ -1,9 +1,10 @@
 """Simulates a cluster that is an elastic job itself: ranks that hold the real `RanksMachine` each, and their commits.
 
 Theory of operation. The inner job is as simple as it can be: ranks contribute, a header goes out to each of them after
-a while, and the next commit begins when all that are left have it. Ranks die or stand still at any moment. Who stands
-still is put out, and wakes as one that was. A header that some of those that are left have is handed on to the others;
-one that nobody of them has is taken back, whoever else had it. Newcomers get what another rank holds, as it travels.
+a while, and the next commit begins when all that are left have it. Ranks die or stand still at any moment. A rank that
+stands still is put out, and wakes as one that was. A header that some of the remaining ranks have is handed on to the
+others; a header that none of them has is taken back, even if a rank that was put out had it. Newcomers get what another
+rank holds, as it travels.
 
 The oracle compares what all ranks hold after each commit (O8). What a commit threw away, or trained, counts once the
 commit stands.
@@ -333,7 +334,7 @@ class RanksJob(Process):
         self.kernel.after(0.06, lambda: self._closed(commit))
 
     def _closed(self, commit: Commit) -> None:
-        """Closes a commit: all ranks that are left have it, or none has."""
+        """Ends a commit: either all remaining ranks have it, or none has."""
         if not self.alive:
             return
         if not self.up():

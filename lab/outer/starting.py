@@ -27,12 +27,12 @@ class ServerStart(Process):
     """Start of a whole server (see the module).
 
     Args:
-        job: The whole.
-        called: What followers' names begin with, and how many are asked for, such as "f3"; "": none are.
-        over: Called once: with why it failed, or "".
+        job: Job of the server.
+        called: Prefix of followers' names and number of followers that are asked for, such as "f3"; "": none are.
+        over: Function that is called once: with why it failed, or "".
 
     Attributes:
-        names: Of the followers that run from then on.
+        names: Names of the followers that run from then on.
     """
 
     def __init__(self, job: Job, called: str, over: Callable[[str], None]) -> None:
@@ -57,7 +57,7 @@ class ServerStart(Process):
         self.timer(self.kernel.between(0.001, 0.01), lambda: self._alive(action))
 
     def _alive(self, action: Action) -> None:
-        """Runs this action, unless the start is killed first; durable files are safe at each instant."""
+        """Runs an action, unless the start is killed first; checks at each instant that durable files are safe."""
         if self._left:
             self._left -= 1
             action()

@@ -75,10 +75,10 @@ class Disk:
     removals.
 
     Args:
-        synced_first: A follower that starts syncs its folder before it tells what lies there.
+        synced_first: Whether a follower that starts syncs its folder before it tells what lies there.
 
     Attributes:
-        full: Nothing can be written.
+        full: Whether nothing can be written.
         staged: Staged bytes that outlive a follower, by what they are told apart: a planted bug.
     """
 

@@ -41,7 +41,7 @@ LEASE_S = 1.0
 CALM_S = 2.0
 """Seconds for which a fault is an excuse after it is over."""
 HEARD_S = 0.5
-"""Seconds on a stream after which a peer was heard."""
+"""Seconds on a stream after which a peer counts as heard."""
 
 
 @dataclass(slots=True)
@@ -405,7 +405,9 @@ class World:
     # ------------------------------------------------------------------ the run
 
     def _over(self) -> bool:
-        """Returns whether the job has ended and all know; or a shard is lost for good, and its follower has said so."""
+        """Returns whether the job has ended and all know; also true if a shard is lost for good, and its follower has
+        said so.
+        """
         if self._todo > 0:
             return False
         if not any(f.machine.lost for f in self.followers.values() if f.alive):

@@ -23,8 +23,8 @@ def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Cal
     """Returns the source of plans, and the hooks, of a run with this planted bug ("" for none).
 
     Args:
-        bug: Brings its own plans.
-        family: Of plans (plans.FAMILIES), without a bug.
+        bug: Name of the bug, which brings its own plans.
+        family: Family of plans (plans.FAMILIES), without a bug.
     """
     if not bug:
         hooks: dict[str, type[Hooks]] = {"outer": OuterHooks, "waiting": OuterHooks, "pipelines": StagedHooks}

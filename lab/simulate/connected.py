@@ -78,8 +78,8 @@ class Connected(Process):
 
     Args:
         world: The job.
-        spec: How this process is.
-        number: Its place in the plan; also its pid.
+        spec: Properties of this process.
+        number: Place of the process in the plan; also its pid.
     """
 
     machine_class: type[MemberMachine] = MemberMachine
@@ -119,7 +119,7 @@ class Connected(Process):
         super().freeze()
 
     def occupy(self, lasts: float) -> None:
-        """Lets nothing else of this process get a turn for so many seconds."""
+        """Keeps the process busy for so many seconds, so that nothing else in it gets a turn."""
         if not self.alive or self.frozen:
             return
         self.busy = True

@@ -52,7 +52,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class SumEntry:
-    """Slot of the log. `results`: its reduced ranges, None if there are none."""
+    """Entry of the log for one slot, with its reduced ranges in `results`, None if there are none."""
 
     header: Header
     results: tuple[Result, ...] | None
@@ -84,9 +84,9 @@ class DataPlane:
     """Data plane of one member.
 
     Args:
-        ranges: How many ranges a result has.
-        send: Sends Up or Down to a member.
-        done: Told (view, seq) when all ranges are here.
+        ranges: Number of ranges of a result.
+        send: Function that sends Up or Down to a member.
+        done: Function that is called with (view, seq) when all ranges are here.
     """
 
     BUFFERS = 2

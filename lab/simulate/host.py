@@ -42,10 +42,10 @@ class Candidacy:
     """Facts of a scheduler's process, beside those that its machine knows.
 
     Attributes:
-        number: Which candidate it is; each life has a number of its own.
-        place: Its machine.
-        orderly: Nothing happens while a write is out, and what stands behind it in the list of effects comes after it,
-            as in control/server.py. Else a write takes its time beside everything else, which is more than happens.
+        number: Number of the candidate; each life has a number of its own.
+        place: Name of its machine.
+        orderly: Whether nothing happens while a write is out, and effects behind it in the list come after it, as in
+            control/server.py. Else a write takes its time beside everything else, which is more than happens.
     """
 
     number: int = 1
@@ -90,14 +90,14 @@ class SchedulerHost(Process):
     """Process of a scheduler, from its start to its death.
 
     Args:
-        kernel: Time and chance.
-        store: What outlives this process.
-        settings: The job's rules.
-        machine: Makes the machine from settings and chain.
+        kernel: Kernel with time and chance.
+        store: Store, which outlives this process.
+        settings: Rules of the job.
+        machine: Function that makes the machine from settings and chain.
         store_s: Longest duration of a write, in seconds.
-        check: Called with the machine after every event.
-        gone: Whether the process of this member was on this machine and is no more.
-        candidacy: What it is beside its machine.
+        check: Function that is called with the machine after every event.
+        gone: Function that returns whether the process of a member was on this machine and is no more.
+        candidacy: Further facts of the process.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class SchedulerHost(Process):
         super().thaw()
 
     def _notify(self, pipe: Pipe, notice: object, take: Taker) -> None:
-        """Sends words for people, on which no machine acts: they draw no chance, so that new ones change no seed's
-        course.
+        """Passes on messages for people, on which no machine acts. It draws no random numbers, so new messages leave
+        the runs of all seeds as they were.
         """
 
         def arrive() -> None:

@@ -162,7 +162,7 @@ class Node(Connected):
         self.world.fabric.told(self)
 
     def stands(self, peer: str) -> None:
-        """Takes a link that was made."""
+        """Takes in a link that was made."""
         self.dialling.made(peer)
         self.carry_on(self.router.again())
         self.link_changed(peer, True, "connected")
@@ -400,7 +400,7 @@ class Node(Connected):
         return str(Kind.GATHER), f"{self.machine.member_id} says {self.kernel.random.randrange(1000)}".encode()
 
     def beside(self, before: Header, header: Header, contributors: tuple[str, ...]) -> None:
-        """Changes other values of the state that a committed slot changes."""
+        """Changes further values of the state at the commit of a slot; a plain member has none."""
 
     def _contribute(self, kind: Kind, view: ViewId = NO_VIEW, **fields: object) -> None:
         if self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
@@ -470,16 +470,17 @@ class Node(Connected):
         """Returns the copy of the state for a learner; None: not yet.
 
         Raises:
-            LookupError: It is not here, and will not be.
+            LookupError: The copy is not here, and will not be.
         """
         state = self.keeper.state_at(header)
         return None if self.outcome else state
 
     def serve_entry(self, at: Header) -> tuple[SumEntry | None, int]:
-        """Returns for a learner the entry that stands on `at`, None if not yet, and the last slot of the log.
+        """Returns for a learner the log's entry after header `at` (None: not committed yet), and the last slot of the
+        log.
 
         Raises:
-            LookupError: It is not here, and will not be.
+            LookupError: The entry is not here, and will not be.
         """
         return None if self.outcome else self.keeper.after(at), self.keeper.newest
 

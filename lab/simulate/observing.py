@@ -46,8 +46,8 @@ class Keeper:
     """Copy of the state and the log that a member keeps for learners.
 
     Args:
-        job: Whose plan it follows.
-        node: Whose training state it is.
+        job: Job whose plan it follows.
+        node: Process that has the training state.
     """
 
     def __init__(self, job: Job, node: Endpoint) -> None:
@@ -75,7 +75,7 @@ class Keeper:
                 self._take(self.copy, index)
 
     def committed(self, before: Header, header: Header) -> None:
-        """Takes a slot that is committed and applied here."""
+        """Takes in a slot that is committed and applied here."""
         if self._observed:
             self._log(header)
         if self._observed and not header.learners:
@@ -130,7 +130,7 @@ class Keeper:
         """Returns the copy of the state at exactly this header; None while it is being made.
 
         Raises:
-            LookupError: It is not here, and will not be.
+            LookupError: The copy is not here, and will not be.
         """
         copy = self.copy
         if copy is not None and copy.header.hash == header.hash:
@@ -141,10 +141,10 @@ class Keeper:
         raise LookupError(f"the state at {header.hash} is not kept here")
 
     def after(self, at: Header) -> SumEntry | None:
-        """Returns the entry that stands on `at`; None if that slot is not committed yet.
+        """Returns the log's entry for the slot after header `at`; None if that slot is not committed yet.
 
         Raises:
-            LookupError: It is not here, and will not be.
+            LookupError: The entry is not here, and will not be.
         """
         entry = self.entries.get(at.seq + 1)
         if entry is not None and entry.header.prev_hash == at.hash:
@@ -176,10 +176,10 @@ class Observation(Pull):
     """Work of the newcomer: it pulls a copy, and applies a log to it.
 
     Args:
-        job: Whom it comes to.
-        node: The newcomer.
-        header: The first header that names it.
-        view: Names the sources: its members that are no joiners.
+        job: Job that it comes to.
+        node: Process of the newcomer.
+        header: First header that names it.
+        view: View that names the sources: its members that are no joiners.
     """
 
     def __init__(self, job: Job, node: Endpoint, header: Header, view: View) -> None:
@@ -359,11 +359,11 @@ class StatePull(Pull):
     """Pull of a joiner's state at one header, from the members that hold it.
 
     Args:
-        job: Whom it comes to.
-        node: The joiner.
-        header: Where its state is to be.
-        view: Names the sources (membership/donors.py).
-        observation: What it did before, if it comes in by replay.
+        job: Job that it comes to.
+        node: Process of the joiner.
+        header: Header at which its state is to be.
+        view: View that names the sources (membership/donors.py).
+        observation: Observation that it made before, if it comes in by replay.
     """
 
     def __init__(self, job: Job, node: Endpoint, header: Header, view: View, observation: Observation | None) -> None:

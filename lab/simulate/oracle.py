@@ -78,8 +78,8 @@ class Oracle:
         self.votes.setdefault((member, seq), set()).add(payload)
 
     def founded(self, lineage: str, state: State, holders: Sequence[str]) -> None:
-        """Takes the beginning of a job, or its next one; `holders` live, if only frozen, and hold an earlier
-        beginning's state.
+        """Notes that a job begins, or begins anew; `holders` live, if only frozen, and hold the state of an earlier
+        beginning.
         """
         if holders and lineage != self.lineage:
             words = f"view {lineage} founds the job again although {holders[0]} holds its state"

@@ -80,10 +80,10 @@ class Line:
 
 @dataclass(slots=True)
 class InnerSteps:
-    """Place of the progress of each inner step.
+    """Record of what became of the progress of each inner step.
 
     Attributes:
-        counted: By inner step: the push that was accepted with it, and the beginning of the job that it was trained in.
+        counted: Push that was accepted with each inner step, and the beginning of the job that the step was trained in.
     """
 
     counted: dict[int, tuple[PushId, str]] = field(default_factory=dict)
@@ -128,15 +128,15 @@ class ScriptedLeader:
     """Leader that follows a script (see the module).
 
     Args:
-        kernel: Of the job.
-        script: What comes, and when.
+        kernel: Kernel of the job.
+        script: Script that the leader follows.
 
     Attributes:
-        ranks: All of the job; each adds itself.
-        steps: Where their progress is.
-        answered: Answers by kind.
-        adopted: How often a rank adopted a version.
-        replayed: How often one that replays passed over one.
+        ranks: All ranks of the job; each adds itself.
+        steps: Places of their progress.
+        answered: Number of answers by kind.
+        adopted: Number of times that a rank adopted a version.
+        replayed: Number of times that a newcomer that replays passed over a version.
     """
 
     def __init__(self, kernel: Kernel, script: OuterScript) -> None:

@@ -63,7 +63,7 @@ class Replica:
     """Outer state of a newcomer that observes: it takes commits in, says nothing and serves nothing.
 
     Args:
-        observation: Of this newcomer.
+        observation: Observation of this newcomer.
     """
 
     def __init__(self, observation: OuterObservation) -> None:
@@ -104,7 +104,9 @@ class OuterObservation(Observation):
             self.state = (*self.state[:-1], self.node.leader.number_of(self.part))
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
-        """Adopts a version that some member must have: as its base, or until the member adopts it."""
+        """Adopts a version that some member must still have, as its base or fetched; gives the replay up if none
+        has.
+        """
         found = (node.part for node in self.node.leader.ranks if node.alive and not node.frozen)
         if not any(version in (part.content.base, part.fetched) for part in found if part is not None):
             self._give_up(f"version {version}, which slot {self.log.at.seq + 1} adopted, is at no member any more")

@@ -56,8 +56,8 @@ class PartPlane:
     """Part of one member in the reduction by parts.
 
     Args:
-        send: Sends to a member.
-        done: Told (view, seq) when all that this member owns is reduced here.
+        send: Function that sends to a member.
+        done: Function that is called with (view, seq) when all that this member owns is reduced here.
     """
 
     def __init__(self, send: Callable[[str, SumUp | SumDown], None], done: Callable[[ViewId, int], None]) -> None:
@@ -69,7 +69,7 @@ class PartPlane:
         self._early: dict[tuple[ViewId, int], list[SumUp | SumDown]] = {}
 
     def open(self, view: View, seq: int) -> None:
-        """Starts an attempt: nothing of the one before is needed any more."""
+        """Starts an attempt, and drops everything of the one before."""
         self._open = _Open(view, seq, division(view))
         for message in self._early.pop((view.id, seq), []):
             self.take(message)
@@ -90,7 +90,7 @@ class PartPlane:
         return parts.owners[part]
 
     def give(self, part: int, raw: RawSum) -> None:
-        """Takes this member's raw sum of a layer, which is final."""
+        """Takes in this member's raw sum of a layer, which is final."""
         opened = self._open
         if opened is None or opened.dropped:
             return

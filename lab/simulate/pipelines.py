@@ -160,7 +160,9 @@ class RoundRobin(ViewPipeliner):
         return replace(left, detours=tuple(detours))
 
     def _text(self, plan: PipelinePlan) -> str:
-        """Returns the text of a plan, with lists that run one micro-batch after the other where pipelines share any."""
+        """Returns the text of a plan; pipelines that share micro-batches get lists that run one micro-batch after the
+        other.
+        """
         together, lists = set(coupled(plan)), dict[str, list[Instruction]]()
         for j, q in enumerate(plan.homes):
             route = plan.route(j) if q in together else ()

@@ -42,9 +42,10 @@ class Replaying:
         log_s: Longest duration of copying a slot into the log.
         pull_s: Longest duration of one range's transfer, beyond the network's latency.
         apply_s: Mean duration of applying an entry.
-        impure: Part of all applied entries after which the state differs from the members', because somebody vouched
-            for what is no pure function.
-        calm: Nothing goes wrong here: whoever caught up must have nothing left to move when it is let in.
+        impure: Fraction of applied entries after which the state differs from the members', because a user vouched for
+            a step that is no pure function.
+        calm: Whether nothing goes wrong here: a newcomer that caught up must have nothing left to move when it is let
+            in.
     """
 
     log_entries: int = 64
@@ -70,7 +71,7 @@ class Fault:
             "cut", "split", "add-link", "remove-link", "ask-add", "ask-remove", "rate".
         node: Name of the node, "root" for the commit root at that moment, "" for the scheduler; "a,b" for "split".
         at: Virtual time in seconds; ignored with `trap`.
-        other: The other end of a link.
+        other: Name of the other end of a link.
         lasts: Duration in seconds of what ends by itself.
         trap: "kind seq skip": before the skip+1-th effect of that kind from slot seq on (see node.Trap); of a scheduler
             (host.HostTrap) from the time `at` on.
@@ -92,16 +93,16 @@ class OuterScript:
     (outer_leader.py).
 
     Attributes:
-        inner_steps: From one push to the next.
-        overlap: It trains while a push is under way.
-        lossy: The codec leaves something out.
-        answer_s: The shortest and the longest time until a push is answered.
-        rejects: Part of all pushes that are rejected.
-        voids: Part of all that are void.
-        versions: When other clusters' pushes make one.
-        cuts: When all streams are cut, and another leader takes over.
-        removals: When the cluster is removed.
-        rollbacks: When what is accepted is unanswered again.
+        inner_steps: Inner steps from one push to the next.
+        overlap: Whether it trains while a push is under way.
+        lossy: Whether the codec leaves something out.
+        answer_s: Shortest and longest time until a push is answered, s.
+        rejects: Fraction of pushes that are rejected.
+        voids: Fraction of pushes that are void.
+        versions: Moments at which other clusters' pushes make a version.
+        cuts: Moments at which all streams are cut, and another leader takes over.
+        removals: Moments at which the cluster is removed.
+        rollbacks: Moments at which accepted pushes become unanswered again.
     """
 
     inner_steps: int = 4
@@ -143,9 +144,9 @@ class Plan:
     unfailing: bool = False
     """Whether no member dies and no link fails: a recovery is a violation then."""
     damage: float = 0.0
-    """Part of all pulled state ranges that are damaged on the way."""
+    """Fraction of pulled state ranges that are damaged on the way."""
     drift: float = 0.0
-    """Part of all comparisons of state hashes at a member in which one of its parts has drifted; 0: none compare."""
+    """Fraction of comparisons of state hashes at a member in which one of its parts has drifted; 0: none compare."""
     store_s: float = 0.004
     watched: bool = False
     """Whether machines tell others what their process tables say."""
@@ -156,7 +157,7 @@ class Plan:
     orderly: bool = False
     """Whether the scheduler does nothing while it writes (host.Candidacy)."""
     doubled: float = 0.0
-    """Part of all control messages that arrive twice."""
+    """Fraction of control messages that arrive twice."""
     spread: Spread = field(default_factory=Spread)
     """Spread of headers to all members."""
     limit_s: float = 90.0
@@ -199,4 +200,4 @@ class Outcome:
     adoptions: int = 0
     """Number of versions that ranks adopted."""
     passed: int = 0
-    """Number of versions that newcomers passed over which replay."""
+    """Number of versions that newcomers that replay passed over."""

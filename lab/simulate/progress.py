@@ -58,8 +58,8 @@ class Progress:
         """Most numbers that were taken between two slots."""
 
     def struck(self, troubles: int = 1, causes: int = 1) -> None:
-        """Counts that something went wrong, or was over, or a process came; a view or two may be about each of the
-        causes.
+        """Counts troubles, and causes of views: something went wrong or ended, or a process came. Each cause may lead
+        to a view or two.
         """
         self._troubles += troubles
         self._causes += causes

@@ -1,4 +1,4 @@
-"""Simulates bulk transfers, and one of them: the raw result of a handed-on slot (observing.py: of a state).
+"""Simulates bulk transfers; one of them fetches the raw result of a handed-on slot (states: observing.py).
 
 Theory of operation. Ranges are asked for one by one, each from a source chosen by chance; a source that is dead,
 frozen or without these very bytes does not answer (or answers later), and the range is asked for elsewhere. Some

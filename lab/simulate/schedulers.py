@@ -81,7 +81,7 @@ class Schedulers:
         """Starts a scheduler, which takes the chain.
 
         Raises:
-            StoreError: Its store does not answer.
+            StoreError: The store does not answer.
         """
         world, plan = self._world, self._world.plan
         number = len(self._hosts) + 1

@@ -499,7 +499,7 @@ class StagedNode(Node):
         self._part(header.view_change)
 
     def clipped(self, header: Header, results: Mapping[int, RawSum]) -> str:
-        """Returns the norms by which its step is clipped, from those that the header hands on (P11)."""
+        """Returns the norms by which this member's step is clipped, from those that the header hands on (P11)."""
         return clipping(header.answers)
 
     # ------------------------------------------------------------------ serving others

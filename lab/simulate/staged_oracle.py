@@ -65,14 +65,16 @@ class StagedOracle(Oracle):
         return (lineage, header.hash) if header.seq > GENESIS.seq else (lineage, f"{GENESIS.hash} in {view}")
 
     def makes(self, lineage: str, view: ViewId, made: Mapping[int, int]) -> None:
-        """Takes parts of the state before slot 1 that a first owner makes."""
+        """Notes parts of the state before slot 1 that their first owner made; refuses one that was made otherwise
+        (P14).
+        """
         truth = self.truths.setdefault(self._key(lineage, GENESIS, view), {})
         for part, value in made.items():
             if truth.setdefault(part, value) != value:
                 raise Violation(f"part {part} of view {view} is made twice (P14)")
 
     def resumed(self, lineage: str, header: Header) -> None:
-        """Takes the state that files hold at the header before this one, on which the job is founded (P13)."""
+        """Notes the state on which the job is founded, which files hold at the header before this one (P13)."""
         key = (lineage, header.hash)
         self.truths[key], self.headers[key] = self.truths[lineage, header.prev_hash], header
 

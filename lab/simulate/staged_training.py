@@ -27,7 +27,7 @@ class Batch:
     """Samples of one step, by micro-batch.
 
     Attributes:
-        epoch: Theirs.
+        epoch: Epoch of the samples.
         positions: Spans of each micro-batch, some of them empty at the end of an epoch.
     """
 
@@ -120,7 +120,7 @@ def result_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[i
 
 
 def shared(own: int) -> int:
-    """Returns the gradient of the shared parameter beside this one of a layer that uses it."""
+    """Returns the gradient of the shared parameter that belongs to this gradient of a layer that uses it."""
     return hash(("shared", own))
 
 

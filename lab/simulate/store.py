@@ -122,7 +122,7 @@ class Store:
         """Writes by compare-and-set, for a writer that has seen the chain end with `seen`.
 
         Raises:
-            StoreError: It was not written, or was and the answer is lost.
+            StoreError: The entry was not written, or it was and the answer is lost.
         """
         self._reach()
         verdict = self.judge(term, persist, seen)
@@ -172,7 +172,7 @@ class Store:
         self.on_write(persist)
 
     def _cut(self) -> None:
-        """Writes one record in place of all, as its writer asks for when it has heard that a view is in the store."""
+        """Writes one record in place of all, once its writer has heard that a view is in the store."""
         entry, whole = self._summary(), summary_of(self.tip, self.entries)
         assert entry == whole, f"the cut chain says {entry.summed}, the whole one {whole.summed}"
         end = replace(self.tip.end, position=self.tip.end.position + 1)

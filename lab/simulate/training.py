@@ -31,15 +31,15 @@ class Program:
         gather_every: A collective follows each so many steps; 0: none.
         ranges: Ranges of a step's result.
         work_s: Mean duration of one member's work for a step, in seconds; with layers, of all micro-batches together.
-        layers: Of the model, if members run it in pipelines; 0: each member runs all of it.
-        stages: Of each pipeline.
-        micro_batches: Of a step.
-        micro_batch_size: Samples of each.
+        layers: Layers of the model, if members run it in pipelines; 0: each member runs all of it.
+        stages: Stages of each pipeline.
+        micro_batches: Micro-batches of a step.
+        micro_batch_size: Samples of a micro-batch.
         most: Layers that a member has room for; 0: all.
-        least: Members with which a plan fits at least.
-        on_lost_parts: What becomes of the job if parts of the state are lost (planning/pipelines/request.py).
-        shared: The first and the last layer share a parameter, which is a part of its own.
-        evaluates: Each collective is a round of evaluation in pipelines.
+        least: Least number of members with which a plan fits.
+        on_lost_parts: Way of the job to meet the loss of parts of the state (planning/pipelines/request.py).
+        shared: Whether the first and the last layer share a parameter, which is a part of its own.
+        evaluates: Whether each collective is a round of evaluation in pipelines.
     """
 
     epochs: int = 2

@@ -108,7 +108,7 @@ class World:
         """Starts a scheduler's process on this machine.
 
         Raises:
-            StoreError: Its store does not answer.
+            StoreError: The store does not answer.
         """
         host = self.hooks.host_class(
             self.kernel, self.store, self.settings, self._scheduler_class(), self.plan.store_s,
@@ -165,7 +165,7 @@ class World:
         return node is not None and node.spec.host == place and not node.alive
 
     def expect(self, more: int) -> None:
-        """Counts so many more things that are to happen before the run may end."""
+        """Counts so many more things as expected: the run may not end before they have happened."""
         self._todo += more
 
     def copies(self, message: object) -> int:
@@ -189,7 +189,7 @@ class World:
         return self.schedulers.ask(place)
 
     def struck(self, troubles: int = 1, causes: int = 1) -> None:
-        """Notes that something went wrong, was over, or came (`Progress.struck`)."""
+        """Counts troubles and causes of views (`Progress.struck`)."""
         self.progress.struck(troubles, causes)
 
     def look(self) -> None:
@@ -200,7 +200,8 @@ class World:
         """Notes that this process begins the job, or begins it again.
 
         Raises:
-            Violation: It was ready in time to get the state before the last member left, and nothing else went wrong.
+            Violation: The process was ready in time to get the state before the last member left, and nothing else went
+                wrong.
         """
         past = [n for n in self.nodes.values() if n.lineage and n is not founder]
         alone = all(fault.action == "leave" for fault in self.plan.faults)

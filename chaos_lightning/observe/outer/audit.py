@@ -1,4 +1,4 @@
-"""Did an outer job keep its word? Points 6 to 11, judged from the logs of leaders, followers and clusters alone.
+"""Judges points 6 to 11 of an outer job's contract, from the logs of leaders, followers and clusters alone.
 
 Theory of operation. As in `observe/audit.py`, no single witness is trusted. The leaders' entries are folded into one
 chain (`entries.py`) and held against themselves: hashes, predecessors, numbers, leases. What clusters froze,
@@ -39,9 +39,9 @@ from chaos_lightning.outer.rules.types import NO_VERSION, PushAnswer
 _Kind = TypeVar("_Kind", bound=Happening)
 
 KILLED_AT = 1
-"""Pushes that the log of a process lacks if it is killed between a push and its line."""
+"""Number of pushes that the log of a process lacks if it is killed between a push and its line."""
 SHOWN = 6
-"""So many remarks of one sort are told; of the rest their number."""
+"""Number of remarks of one sort that are told; of the rest their number is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class JudgedJobs:
 
 
 def audit_folder(where: str | os.PathLike[str], *, expected_deaths: Collection[str] | None = None) -> list[JudgedJobs]:
-    """Judge the event logs in a directory, whatever jobs wrote them.
+    """Judges the event logs in a directory, whatever jobs wrote them.
 
     Args:
         where: Log directory.
-        expected_deaths: As for `audit.audit`, of members.
+        expected_deaths: Members whose deaths were planned, as for `audit.audit`.
 
     Returns:
         For outer jobs points 6 to 11, and for each job of members, such as an elastic cluster, points 1 to 5.
@@ -89,7 +89,7 @@ class _OuterJudge:
     names: dict[str, MadeVersion] = field(init=False)
     numbers: dict[int, str] = field(init=False)
     answers: dict[str, list[tuple[str, str]]] = field(init=False)
-    """By push: (answer, version) as the chain has them."""
+    """Answers of each push as the chain has them, as (answer, version)."""
 
     def __post_init__(self) -> None:
         self.chain = JobEntries.of(self.run.entries)
@@ -129,7 +129,7 @@ class _OuterJudge:
     # ------------------------------------------------------------------ the leaders' own words
 
     def chained(self) -> Finding:
-        """Point 6."""
+        """Judges point 6 of the contract: versions form one chain."""
         chain, bad = self.chain, self._bad("chain")
         wrote = {(told.source, told.entry.term) for told in chain.told.values() if told.entry is not None}
         led: dict[tuple[str, int], str] = {}
@@ -155,7 +155,7 @@ class _OuterJudge:
         return self._finding(6, bool(chain.told) and not chain.gaps and not late, text, bad, remarks)
 
     def samples(self) -> Finding:
-        """Point 8."""
+        """Judges point 8 of the contract: every sample counts once per epoch."""
         chain, bad = self.chain, self._bad("samples")
         newest = chain.versions.get(chain.newest)
         counted = newest.counters.samples if newest is not None and newest.counters is not None else 0
@@ -176,7 +176,7 @@ class _OuterJudge:
     # ------------------------------------------------------------------ pushes
 
     def pushes(self) -> Finding:
-        """Point 7."""
+        """Judges point 7 of the contract: every push is answered once, and counts at most once."""
         bad, silent, heard = self._bad("pushes"), [], 0
         for cluster, _, one in self._told(HeardAnswer):
             given = self.answers.get(one.push)
@@ -216,7 +216,7 @@ class _OuterJudge:
     # ------------------------------------------------------------------ followers
 
     def durable(self) -> Finding:
-        """Point 9."""
+        """Judges point 9 of the contract: followers computed what the durable marks say."""
         bad, remarks = self._bad("durable"), []
         matched = missing = 0
         for mark in self.chain.marks:
@@ -245,7 +245,9 @@ class _OuterJudge:
         return self._finding(9, matched > 0 and not missing, text, bad, remarks)
 
     def _unstaged(self) -> list[str]:
-        """Versions that were decided before a shard had their pushes: told where leader and follower have one clock."""
+        """Returns versions that were decided before a shard had their pushes, in words; told where leader and follower
+        have one clock.
+        """
         bad: list[str] = []
         for name, made in self.names.items():
             host = self.run.hosts.get(made.told.source)
@@ -260,7 +262,9 @@ class _OuterJudge:
         return bad
 
     def _computed(self, follower: FollowerLog) -> list[str]:
-        """Versions one by one, each from the one before, by pushes that were staged."""
+        """Returns what is wrong with a follower's versions: each must be computed from the one before, by pushes that
+        were staged.
+        """
         bad: list[str] = []
         at, begun, source = "", 0.0, ""
         for step in follower.states:
@@ -284,7 +288,7 @@ class _OuterJudge:
     # ------------------------------------------------------------------ clusters
 
     def _told(self, kind: type[_Kind]) -> list[tuple[ClusterLog, str, _Kind]]:
-        """(cluster, file, what happened) of this kind."""
+        """Returns (cluster, file, event) of all events of this kind."""
         return [
             (cluster, source, one)
             for cluster in self.run.clusters.values()
@@ -294,7 +298,7 @@ class _OuterJudge:
         ]
 
     def adopted(self) -> Finding:
-        """Point 10."""
+        """Judges point 10 of the contract: clusters adopted only versions of the chain."""
         bad, unknown = [], set()
         versions = [one.version for _, _, one in self._told(Adoption)]
         for cluster in self.run.clusters.values():
@@ -316,7 +320,7 @@ class _OuterJudge:
         return self._finding(10, bool(versions) and not unknown, text, bad, _few(remarks))
 
     def progress(self) -> Finding:
-        """Point 11."""
+        """Judges point 11 of the contract: the progress of each inner step is in one push."""
         bad: list[str] = []
         remarks: list[str] = []
         compared = steps = discarded = 0
@@ -339,7 +343,7 @@ class _OuterJudge:
 
 
 def discarded_steps(cluster: ClusterLog) -> int:
-    """Inner steps in no push that rejections discarded, as far as the cluster's own log tells."""
+    """Returns the number of inner steps in no push that rejections discarded, as far as the cluster's own log tells."""
     return _counted(_once(cluster.history)).discarded
 
 
@@ -365,7 +369,7 @@ def _few(lines: Sequence[str]) -> list[str]:
 
 
 def _once(told: Sequence[Happening]) -> list[Happening]:
-    """Without answers that were heard before: whatever is offered again is answered again."""
+    """Returns the events without answers that were heard before: a push that is offered again is answered again."""
     heard: set[tuple[str, str, str]] = set()
     found: list[Happening] = []
     for one in told:
@@ -416,10 +420,10 @@ class _Counted:
 
     Attributes:
         compared: Pushes that could be compared.
-        steps: That they cover.
+        steps: Inner steps that these pushes cover.
         discarded: Steps in no push that rejections discarded.
-        at_end: Likewise, that the job's end did.
-        bad: What is wrong.
+        at_end: Steps in no push that the job's end discarded.
+        bad: Contradictions in words.
     """
 
     compared: int = 0
@@ -430,12 +434,14 @@ class _Counted:
 
 
 def _counted(told: Sequence[Happening]) -> _Counted:
-    """Each push covers what was trained since the freezing before, and what void pushes covered (O9, O10)."""
+    """Checks that each push covers what was trained since the freezing before, and what void pushes covered (O9, O10);
+    returns the counts.
+    """
     found = _Counted()
     left: tuple[int, int] | None = None
     """Steps and samples that no push covers; None: not known yet."""
     recent: list[InnerSteps] = []
-    """Since the freezing before."""
+    """Inner steps since the last push was frozen."""
     pushes: dict[str, FrozenPush] = {}
     for one in told:
         match one:

@@ -1,4 +1,4 @@
-"""The live board of an outer job: clusters and followers as rows of the board that `render.py` draws.
+"""Draws the live board of an outer job: clusters and followers as rows of the board that `render.py` draws.
 
 Theory of operation. `OuterBoard` takes events in as they are written and tells those of the outer job from those of
 elastic clusters' members, whose rows go below. It sees no future: a leader that finds an empty chain begins another job
@@ -18,14 +18,14 @@ from chaos_lightning.observe.render import ENDED_SHOWN_S, Dashboard, Row
 from chaos_lightning.outer.rules.types import Durable, PushAnswer, RolledBack, Round
 
 KEPT = 2000
-"""A live board keeps at least so many of the latest entries and happenings of each file."""
+"""Least number of latest entries, and of happenings of each file, that a live board keeps."""
 _RECENT = 20
-"""Happenings of a cluster that its pace is measured over."""
+"""Number of a cluster's happenings over which its pace is measured."""
 
 
 @dataclass(slots=True)
 class OuterBoard:
-    """See the module."""
+    """Live board of an outer job (see the module)."""
 
     run: OuterRun = field(default_factory=OuterRun)
     _outer: set[str] = field(default_factory=set)
@@ -37,7 +37,7 @@ class OuterBoard:
         return bool(self._outer)
 
     def take(self, r: Record) -> bool:
-        """Take one event in; whether it is one of a job of members, too, and nobody's here."""
+        """Takes in one event; returns whether a board of members has to take it, too, or alone."""
         if r.name in INNER:
             self._inner.add(r.source)
         if r.name not in OUTER:
@@ -53,7 +53,7 @@ class OuterBoard:
         return False
 
     def draw(self, now: float, *, title: str, members: Dashboard | None = None, lines: int = 8) -> Dashboard:
-        """The board as of now (wall time, s), with the rows of elastic clusters' members below."""
+        """Returns the board as of now (wall time, s), with the rows of elastic clusters' members below."""
         run = self.run
         leader = run.leaders[-1] if run.leaders else None
         board = Dashboard(title, figures=_figures(run, now))
@@ -125,7 +125,7 @@ def _figures(run: OuterRun, now: float) -> list[tuple[str, str]]:
 
 
 def _decided(run: OuterRun, lines: int) -> list[tuple[float, str, str]]:
-    """The latest rounds and rollbacks in words."""
+    """Returns the latest rounds and rollbacks in words, as (time, kind, words)."""
     found: list[tuple[float, str, str]] = []
     for told in reversed(run.entries):
         if len(found) == lines or told.entry is None:

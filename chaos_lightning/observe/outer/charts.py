@@ -1,4 +1,4 @@
-"""Pictures of an outer job: clusters over time, rounds, versions, loss. See `charts.py`."""
+"""Draws pictures of an outer job: clusters over time, rounds, versions, loss. See `charts.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _time(ax: Any, facts: OuterFacts) -> float:
 
 
 def draw_clusters(ax: Any, facts: OuterFacts) -> None:
-    """One row per cluster: when each incarnation was there, its pushes at their freezing, where training waited."""
+    """Draws one row per cluster: when each incarnation was there, when its pushes were frozen, when training waited."""
     charts.style(ax, "Clusters")
     names = _names(facts)
     if not names:
@@ -76,7 +76,7 @@ def _tick(ax: Any, push: FrozenPush, answer: PushAnswer, y: int, origin: float, 
 
 
 def draw_rounds(ax: Any, facts: OuterFacts) -> None:
-    """Each round's window, and the staleness of each push in it."""
+    """Draws each round's window, and the staleness of each push in it."""
     rounds = [row for row in facts.versions if row.kind == "round"]
     charts.style(ax, "Rounds: window, and staleness of their pushes", grid="both")
     if not rounds:
@@ -103,7 +103,7 @@ def draw_rounds(ax: Any, facts: OuterFacts) -> None:
 
 
 def draw_versions(ax: Any, facts: OuterFacts) -> None:
-    """Versions as they were decided, computed by all followers, and durable; rollbacks."""
+    """Draws versions as they were decided, computed by all followers, and durable; and rollbacks."""
     rows = facts.versions
     charts.style(ax, "Versions: decided, computed, durable", grid="both")
     if not rows:
@@ -130,7 +130,7 @@ def draw_versions(ax: Any, facts: OuterFacts) -> None:
 
 
 def draw_loss(ax: Any, facts: OuterFacts) -> None:
-    """The loss of inner steps, by cluster."""
+    """Draws the loss of inner steps, by cluster."""
     charts.style(ax, "Loss of inner steps", grid="both")
     colours = {name: DONORS[i % len(DONORS)] for i, name in enumerate(_names(facts))}
     shown: set[str] = set()
@@ -163,17 +163,17 @@ OUTER_DRAWERS: dict[str, Callable[[Any, OuterFacts], None]] = {
 
 
 def outer_heights(facts: OuterFacts) -> dict[str, float]:
-    """Height of each picture in inches."""
+    """Returns the height of each picture in inches."""
     return {"clusters": 1.1 + 0.36 * max(2, len(_names(facts))), "rounds": 2.6, "versions": 2.6, "loss": 2.9}
 
 
 def outer_picture(name: str, facts: OuterFacts, *, width: float = 11.0) -> bytes:
-    """One picture alone, as PNG bytes; `name` is a key of `OUTER_DRAWERS`."""
+    """Returns one picture alone, as PNG bytes; `name` is a key of `OUTER_DRAWERS`."""
     sheet = charts.figure(width, outer_heights(facts)[name])
     OUTER_DRAWERS[name](sheet.subplots(), facts)
     return charts.png(sheet)
 
 
 def outer_overview(facts: OuterFacts, *, width: float = 12.0) -> bytes:
-    """All pictures on one sheet, as PNG bytes."""
+    """Returns all pictures on one sheet, as PNG bytes."""
     return charts.one_sheet(facts, outer_heights(facts), OUTER_DRAWERS, width)

@@ -1,4 +1,4 @@
-"""Entries of a leader's chain, as its log tells of them, and the folds that an audit makes of them.
+"""Reads entries of a leader's chain from its log, and makes the folds of them that an audit needs.
 
 Theory of operation. A leader writes down each entry with its hash and its whole body, so a log can be held against
 itself: `read_entry` builds the dataclasses again, and the hash is computed anew. `JobEntries` folds entries in the
@@ -32,7 +32,7 @@ from chaos_lightning.outer.rules.settings import OuterSettings
 
 BODIES: Mapping[str, type] = {cls.__name__: cls for cls in typing.get_args(ot.Body)}
 AHEAD = 3
-"""So many rounds may be decided beyond the newest durable version (O5)."""
+"""Number of rounds that may be decided beyond the newest durable version (O5)."""
 
 # ------------------------------------------------------------------------------------------------ reading
 
@@ -43,7 +43,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _rebuilt(wanted: Any, given: Any) -> Any:
-    """A value of this type from what JSON made of it. Numbers stay as they are: the hash tells 1 from 1.0."""
+    """Returns a value of this type from what JSON made of it. Numbers stay as they are: the hash tells 1 from 1.0."""
     if isinstance(wanted, types.UnionType):
         some, _ = typing.get_args(wanted)  # or None
         return None if given is None else _rebuilt(some, given)
@@ -68,15 +68,15 @@ def _rebuilt(wanted: Any, given: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ToldEntry:
-    """One `entry` line.
+    """Line of a log that tells an `entry`.
 
     Attributes:
-        t: Wall time, s.
-        source: File.
-        position: In the chain; 0 if the line does not say it.
-        hash: As told.
-        entry: As rebuilt; None if it could not be.
-        trouble: What is wrong with the line by itself; "" if nothing is.
+        t: Wall time of the line, s.
+        source: Name of the file.
+        position: Position in the chain; 0 if the line does not say it.
+        hash: Hash as told.
+        entry: Entry as rebuilt; None if it could not be.
+        trouble: Trouble with the line by itself, in words; "" for none.
     """
 
     t: float
@@ -88,7 +88,7 @@ class ToldEntry:
 
 
 def read_entry(r: Record) -> ToldEntry:
-    """An `entry` line, checked against itself."""
+    """Returns an `entry` line, checked against itself."""
     position, told = f.integer(r.get("position")), str(r.get("hash", ""))
     where = f"entry {position} in {r.source}"
     try:
@@ -110,12 +110,12 @@ def read_entry(r: Record) -> ToldEntry:
 
 
 def _harmless(told: ToldEntry) -> bool:
-    """Whether an entry decides nothing: a follower has started."""
+    """Returns whether an entry decides nothing: a follower has started."""
     return told.entry is not None and isinstance(told.entry.body, ot.Started)
 
 
 def _longest(by_position: Mapping[int, list[ToldEntry]]) -> set[str]:
-    """Hashes of the entries that lead to the one with the highest position, as far as logs have them.
+    """Returns the hashes of the entries that lead to the one with the highest position, as far as logs have them.
 
     A server that was started on an older copy of its store has written entries at positions that are taken.
     """
@@ -142,16 +142,16 @@ class ChainAnswer:
 
 @dataclass(frozen=True, slots=True)
 class MadeVersion:
-    """A version.
+    """Version that an entry made.
 
     Attributes:
-        id: Its name.
-        told: The line that tells of it.
-        before: What it is computed from; NO_VERSION: from nothing.
-        pushes: What it adds.
-        holds: By incarnation a token of the pushes that it holds: equal ones hold the same.
-        counters: After it; None where a gap hides them.
-        shards: Who held them when it was decided.
+        id: Name of the version.
+        told: Line that tells of the version.
+        before: Version that it is computed from; NO_VERSION: none.
+        pushes: Pushes that it adds.
+        holds: Token of the pushes that it holds of each incarnation: equal tokens stand for the same pushes.
+        counters: Counters after this version; None where a gap hides them.
+        shards: Followers that held the shards when it was decided.
     """
 
     id: ot.VersionId
@@ -164,14 +164,16 @@ class MadeVersion:
 
     @property
     def body(self) -> ot.Body:
-        """The entry's."""
+        """Body of the entry that made the version."""
         assert self.told.entry is not None
         return self.told.entry.body
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A durable mark: digests in shard order, who held the shards then, and whether others did when it was made."""
+    """Durable mark: digests in shard order, the followers that held the shards then, and whether others did when it was
+    made.
+    """
 
     version: ot.VersionId
     digests: tuple[str, ...]
@@ -182,7 +184,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A rollback and what it cost."""
+    """Rollback and what it cost."""
 
     told: ToldEntry
     body: ot.RolledBack
@@ -192,13 +194,13 @@ class Rollback:
 
     @property
     def lost(self) -> tuple[ot.Offer, ...]:
-        """Those that nobody can offer again."""
+        """Pushes whose acceptance it took back and that no cluster can offer again."""
         return tuple(offer for offer in self.pushes if offer.push in self.body.lost)
 
 
 @dataclass(slots=True)
 class KnownIncarnation:
-    """An incarnation, as the chain knows it."""
+    """Incarnation as the chain knows it."""
 
     joined: ot.Joined
     position: int
@@ -214,14 +216,14 @@ class JobEntries:
     """Fold of the entries of one job; `of` makes it.
 
     Attributes:
-        told: The line that counts for each position.
+        told: Line that counts for each position.
         gaps: First and last position of each run of entries that no log has.
-        contradictions: What is wrong, by topic: "chain", "pushes", "samples" or "durable".
-        doubts: What would be wrong if no gap explained it.
-        versions: By name.
-        offers: What each push was first said to be, and where.
-        answers: All that was said of each push, oldest first; what a rollback took back, too.
-        standing: The answer that stands now.
+        contradictions: Contradictions by topic: "chain", "pushes", "samples" or "durable".
+        doubts: Things that would be wrong if no gap explained them.
+        versions: Versions by name.
+        offers: First offer of each push, and its position.
+        answers: All answers to each push, oldest first; those that a rollback took back, too.
+        standing: Answer to each push that stands now.
     """
 
     told: dict[int, ToldEntry] = field(default_factory=dict)
@@ -239,7 +241,7 @@ class JobEntries:
     standing: dict[ot.PushId, ChainAnswer] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     durable: list[Mark] = field(default_factory=list)
-    """Those whose version stands."""
+    """Durable marks whose version stands."""
     recut: set[tuple[str, str]] = field(default_factory=set)
     """Versions that were cut into other shards, with the digests of these."""
     rollbacks: list[Rollback] = field(default_factory=list)
@@ -257,14 +259,14 @@ class JobEntries:
     """Position of the newest version."""
     _next: dict[ot.IncarnationId, int] = field(default_factory=dict)
     _settings: OuterSettings | None = None
-    """The job's rules; None where they are not known, or are another release's."""
+    """Rules of the job; None where they are not known, or are another release's."""
     _opened: set[ot.PushId] = field(default_factory=set)
     """Pushes that a rollback made unanswered."""
     _tokens: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entries: Iterable[ToldEntry]) -> JobEntries:
-        """The chain that these lines tell of, in whatever order they come."""
+        """Returns the chain that these lines tell of, in whatever order they come."""
         chain = cls()
         by_position: dict[int, list[ToldEntry]] = {}
         for told in entries:
@@ -308,7 +310,7 @@ class JobEntries:
         self._fold(told, entry)
 
     def _say(self, topic: str, text: str, since: int) -> None:
-        """Something is wrong, unless a gap after position `since` explains it."""
+        """Notes a contradiction; only a doubt if a gap after position `since` explains it."""
         if since > self._gap or not self._gap:
             self.contradictions.append((topic, text))
         else:
@@ -375,7 +377,7 @@ class JobEntries:
         self.leases.remove(who)
 
     def line(self) -> Iterator[MadeVersion]:
-        """The versions that the newest comes from, as far as the logs have them; the newest first."""
+        """Yields the versions that the newest comes from, as far as the logs have them; the newest first."""
         at = self.newest
         while at in self.versions:
             yield self.versions[at]
@@ -529,5 +531,5 @@ class JobEntries:
     # ------------------------------------------------------------------ questions of others
 
     def names(self) -> dict[str, MadeVersion]:
-        """Versions by what logs call them."""
+        """Returns the versions by the names that logs give them."""
         return {str(version): made for version, made in self.versions.items()}

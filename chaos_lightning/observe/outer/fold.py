@@ -27,7 +27,7 @@ from chaos_lightning.outer.rules.types import Removed
 
 @dataclass(slots=True)
 class LeaderTerm:
-    """One time that a process led."""
+    """Term in which a process led."""
 
     source: str
     t: float
@@ -42,7 +42,7 @@ class LeaderTerm:
 
 
 class SavedShard(NamedTuple):
-    """A `version_saved`, or a file that a follower found whole when it started."""
+    """Shard that was saved: a `version_saved`, or a file that a follower found whole when it started."""
 
     t: float
     version: str
@@ -52,7 +52,7 @@ class SavedShard(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """Where a follower's state stood: `how` is "started", "computed" or "loaded"."""
+    """Step of a follower's state to a version: `how` is "started", "computed" or "loaded"."""
 
     t: float
     how: str
@@ -66,14 +66,14 @@ class FollowerLog:
     """Log of one follower, over all its starts.
 
     Attributes:
-        name: Its name.
+        name: Name of the follower.
         endpoint: HOST:PORT of its data connections.
-        last: Its last word, wall time in s.
-        states: In order.
-        saved: In order.
-        staged: By push: each time that it was there, bytes, seconds that it took.
-        damaged: Versions whose file was not what the chain says.
-        trouble: What keeps it from saving now; "" for nothing.
+        last: Wall time of its last event, s.
+        states: Steps of its state in order.
+        saved: Saved shards in order.
+        staged: Each staging of a push, by push: time, bytes, seconds that it took.
+        damaged: Versions whose file differed from what the chain says.
+        trouble: Trouble that keeps it from saving now; "" for none.
     """
 
     name: str
@@ -87,7 +87,7 @@ class FollowerLog:
 
 
 class FrozenPush(NamedTuple):
-    """A `push_frozen`."""
+    """Push that was frozen: a `push_frozen` event."""
 
     t: float
     push: str
@@ -96,12 +96,12 @@ class FrozenPush(NamedTuple):
     samples: int
     nbytes: int
     seconds: float
-    """From the instant that fixed its content to its line."""
+    """Seconds from the instant that fixed the push's content to its line."""
     manifest: str = ""
 
 
 class HeardAnswer(NamedTuple):
-    """A `push_answered`."""
+    """Answer to a push that a cluster heard: a `push_answered` event."""
 
     t: float
     push: str
@@ -111,7 +111,7 @@ class HeardAnswer(NamedTuple):
 
 
 class Adoption(NamedTuple):
-    """A `version_adopted`."""
+    """Version that a cluster adopted: a `version_adopted` event."""
 
     t: float
     version: str
@@ -123,7 +123,7 @@ class Adoption(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A `version_fetched`."""
+    """Version that a cluster fetched: a `version_fetched` event."""
 
     t: float
     version: str
@@ -132,7 +132,7 @@ class Fetch(NamedTuple):
 
 
 class TookLast(NamedTuple):
-    """A `last_taken`."""
+    """Last version that a cluster took: a `last_taken` event."""
 
     t: float
     version: str
@@ -140,7 +140,7 @@ class TookLast(NamedTuple):
 
 
 class InnerSteps(NamedTuple):
-    """An `inner_steps`."""
+    """Inner steps that a cluster trained: an `inner_steps` event."""
 
     t: float
     steps: int
@@ -153,18 +153,18 @@ Happening = FrozenPush | HeardAnswer | Adoption | Fetch | TookLast | InnerSteps
 
 @dataclass(slots=True)
 class ClusterLog:
-    """Log of one incarnation.
+    """Log of one incarnation of a cluster.
 
     Attributes:
-        name: The incarnation.
-        first: Its first word, wall time in s.
-        last: Its last word.
-        told: What happened, by file in order; of an elastic cluster each rank writes while it is the first one.
+        name: Name of the incarnation.
+        first: Wall time of its first event, s.
+        last: Wall time of its last event, s.
+        told: Happenings in order, by file; of an elastic cluster each rank writes while it is the first one.
         steps: Inner steps in all.
-        answers: How often it heard each answer.
-        waited_s: That training stood still in all, s.
-        over: When it was over, by its own word or the chain's; None: it is not.
-        reason: Why.
+        answers: Number of times that it heard each answer.
+        waited_s: Seconds that training stood still in all.
+        over: Time (s) at which it was over, by its own word or the chain's; None: it is not.
+        reason: Reason of its end.
         again: Whether the cluster was to come in again.
     """
 
@@ -194,46 +194,46 @@ class ClusterLog:
 
     @property
     def history(self) -> list[Happening]:
-        """All that happened, whoever told it, in order."""
+        """Everything that happened, whichever process told it, in order."""
         return list(heapq.merge(*self.told.values(), key=lambda one: one.t))
 
     @property
     def pushes(self) -> dict[str, FrozenPush]:
-        """By name."""
+        """Frozen pushes by name."""
         found = (one for told in self.told.values() for one in told if isinstance(one, FrozenPush))
         return {one.push: one for one in found}
 
     @property
     def adoptions(self) -> list[Adoption]:
-        """In order."""
+        """Adoptions in order."""
         return [one for one in self.history if isinstance(one, Adoption)]
 
     @property
     def inner(self) -> list[InnerSteps]:
-        """In order."""
+        """Reports of inner steps, in order."""
         return [one for one in self.history if isinstance(one, InnerSteps)]
 
     @property
     def fetched(self) -> int:
-        """Bytes of versions, over all its processes: each fetches what it alone needs."""
+        """Bytes of versions that all its processes fetched: each fetches what it alone needs."""
         return sum(one.nbytes for told in self.told.values() for one in told if isinstance(one, Fetch))
 
 
 @dataclass(slots=True)
 class OuterRun:
-    """See the module.
+    """Events of an outer job, folded by process (see the module).
 
     Attributes:
-        start: Wall time of the first event, s.
-        stop: Of the last one that is not of a server that goes.
-        leaders: In the order of their starts.
-        entries: As they were written, of all leaders.
-        followers: By name.
-        clusters: By incarnation.
-        streams: Who has a stream to a leader, as the last one said.
-        hosts: Where each file was written.
+        start: Wall time (s) of the first event.
+        stop: Wall time (s) of the last event that is not of a server that goes.
+        leaders: Terms of leaders in the order of their starts.
+        entries: Entries as they were written, of all leaders.
+        followers: Logs of followers by name.
+        clusters: Logs of clusters by incarnation.
+        streams: Whether each process has a stream to a leader, as the last leader said.
+        hosts: Host on which each file was written.
         lost: Lines that did not fit on the disk, by file.
-        notes: In order.
+        notes: Events in words, in order.
         stray: Events of no known process, by name.
     """
 
@@ -249,14 +249,14 @@ class OuterRun:
     notes: list[NoteFact] = field(default_factory=list)
     stray: dict[str, int] = field(default_factory=dict)
     _file_of: dict[str, str] = field(default_factory=dict)
-    """Which incarnation or follower writes a file now."""
+    """Incarnation or follower that writes each file now."""
 
     def next_job(self) -> OuterRun:
-        """An empty run for the job that begins in the same folder; it knows who writes which file."""
+        """Returns an empty run for the job that begins in the same folder; it knows which process writes which file."""
         return OuterRun(_file_of=self._file_of)
 
     def prune(self, kept: int) -> None:
-        """Forget all but so many of the latest entries, notes and happenings of each file; totals stay."""
+        """Drops all but the latest `kept` entries, notes and happenings of each file; totals stay."""
         del self.entries[:-kept], self.notes[:-kept]
         for cluster in self.clusters.values():
             for told in cluster.told.values():
@@ -363,7 +363,7 @@ class OuterRun:
 
 
 def _happening(r: Record) -> Happening | None:
-    """A cluster's event as a value; None for others."""
+    """Returns a cluster's event as a value; None for other events."""
 
     def number(key: str) -> int:
         return f.integer(r.get(key))

@@ -23,18 +23,18 @@ from chaos_lightning.outer.rules.types import (
 )
 
 Complaint = tuple[str, int]
-"""In words, what is wrong; the position since which that is known."""
+"""Complaint in words, and the position since which what it contradicts is known."""
 
 
 @dataclass(slots=True)
 class LeaseBook:
-    """See the module.
+    """Leases of a chain, folded from its entries (see the module).
 
     Attributes:
         length: Positions of an epoch; 0: each cluster has its own data.
-        spent: By epoch.
-        leased: By incarnation and epoch; what its unanswered pushes cover is part of it.
-        granted: Positions that were ever leased to it, by incarnation.
+        spent: Spent positions by epoch.
+        leased: Leased positions by incarnation and epoch; those that its unanswered pushes cover are among them.
+        granted: Number of positions that were ever leased to each incarnation.
     """
 
     length: int = 0
@@ -42,7 +42,7 @@ class LeaseBook:
     leased: dict[tuple[IncarnationId, int], Spans] = field(default_factory=dict)
     granted: dict[IncarnationId, int] = field(default_factory=dict)
     _owners: dict[int, list[tuple[PushId, Spans, int]]] = field(default_factory=dict)
-    """By epoch: who spent what, at which entry."""
+    """Accepted pushes of each epoch, with the positions that they spent and the entries' positions in the chain."""
     _rejected: dict[int, Spans] = field(default_factory=dict)
     """Positions that a rejected push ever covered: they may be set aside."""
     _aside: dict[int, Spans] = field(default_factory=dict)
@@ -51,11 +51,11 @@ class LeaseBook:
     """Positions of pushes that a rollback made unanswered."""
 
     def held(self, who: IncarnationId) -> int:
-        """Positions that are leased to it."""
+        """Returns the number of positions that are leased to the incarnation."""
         return sum(size(spans) for (owner, _), spans in self.leased.items() if owner == who)
 
     def lease(self, body: Leased) -> list[Complaint]:
-        """An entry leases positions."""
+        """Takes in an entry that leases positions; returns what contradicts earlier entries."""
         who, epoch, spans = body.incarnation, body.epoch, merge(body.spans)
         found: list[Complaint] = []
         if twice := intersect(spans, self.spent.get(epoch, ())):
@@ -76,7 +76,9 @@ class LeaseBook:
         return found
 
     def set_aside(self, body: LeftOver) -> list[Complaint]:
-        """An entry sets positions aside that are too few for a batch."""
+        """Takes in an entry that sets positions aside that are too few for a batch; returns what contradicts earlier
+        entries.
+        """
         epoch, spans = body.epoch, merge(body.spans)
         found: list[Complaint] = []
         if twice := intersect(spans, self.spent.get(epoch, ())):
@@ -88,7 +90,7 @@ class LeaseBook:
         return found
 
     def answer(self, offer: Offer, answer: PushAnswer, position: int) -> list[Complaint]:
-        """The chain answers a push."""
+        """Takes in the chain's answer to a push; returns what contradicts earlier entries."""
         self._reopened.pop(offer.push, None)
         if not self.length or answer is PushAnswer.VOID:
             return []
@@ -126,12 +128,14 @@ class LeaseBook:
         return found
 
     def remove(self, who: IncarnationId) -> None:
-        """An incarnation is over."""
+        """Takes in that an incarnation is over: its leases end."""
         self.leased = {key: spans for key, spans in self.leased.items() if key[0] != who}
         self._reopened = {push: each for push, each in self._reopened.items() if push.incarnation != who}
 
     def roll_back(self, taken: Iterable[Offer], lost: Iterable[PushId]) -> None:
-        """Acceptances are taken back; what is not lost is leased as before until it is answered again."""
+        """Takes acceptances back; positions of pushes that are not lost are leased as before until the push is answered
+        again.
+        """
         gone = set(lost)
         for offer in taken:
             who = offer.push.incarnation

@@ -1,4 +1,4 @@
-"""The page about an outer job, and pages about its elastic clusters; see `report.py`.
+"""Writes the page about an outer job, and pages about its elastic clusters; see `report.py`.
 
 Theory of operation. `write_reports` writes whatever the folder holds: a job of members alone gets the page it always
 got. An outer job gets `report.html`, and each elastic cluster beside it a page of its own, `report-NAME.html`, which
@@ -29,14 +29,14 @@ from chaos_lightning.outer.rules.types import PushAnswer
 def write_reports(
     where: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, title: str = "", job: int = 0
 ) -> list[WrittenReport]:
-    """Write pages and pictures about the logs in `where`, whatever jobs wrote them.
+    """Writes pages and pictures about the logs in `where`, whatever jobs wrote them; returns what was written.
 
     Args:
         where: Log directory (or one event file).
         out: Folder to write to; default: the log directory.
         title: Headline; default: the directory's name.
-        job: Which one, from 1, if several were logged here one after the other; 0: the latest. Of outer jobs, if there
-            are any.
+        job: Number of the job, from 1, if several were logged here one after the other; 0: the latest. Counts outer
+            jobs, if there are any.
 
     Raises:
         FileNotFoundError: There is no such directory, or no event log in it.
@@ -68,7 +68,7 @@ def write_reports(
 
 
 def outer_summary(facts: OuterFacts) -> str:
-    """The job in one line."""
+    """Returns a summary of the job in one line."""
     rounds = [row for row in facts.versions if row.kind == "round"]
     rejected = sum(len(row.rejected) for row in rounds)
     text = (
@@ -90,7 +90,7 @@ def render_outer(
     short: str = "",
     inner: Sequence[WrittenReport] = (),
 ) -> str:
-    """The whole page as text; `inner` are the pages of elastic clusters that lie beside it."""
+    """Returns the whole page as text; `inner` are the pages of elastic clusters that lie beside it."""
     parts = [
         _cards(facts),
         "<h2>Contract</h2>",

@@ -21,7 +21,7 @@ NEAR = 1e-9
 def amiss(
     body: ot.Round, before: ot.Counters, settings: OuterSettings, most: int, opened: Collection[ot.PushId]
 ) -> Iterator[str]:
-    """Tells what a round says that does not follow from what it was decided on.
+    """Tells in words what a round says that does not follow from what it was decided on.
 
     Args:
         body: The round.

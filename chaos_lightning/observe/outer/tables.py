@@ -1,4 +1,4 @@
-"""Tables of an outer job: rounds and rollbacks, clusters, followers, as report and pictures show them.
+"""Makes tables of an outer job: rounds and rollbacks, clusters, followers, as report and pictures show them.
 
 Theory of operation. What was decided is the chain's word (`entries.py`), when it was staged, computed and saved
 the followers', and what it cost to train so the clusters'. A time that needs two machines (from staged at a follower to
@@ -28,20 +28,20 @@ from chaos_lightning.outer.rules.types import (
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """One version: a founding, a round or a rollback.
+    """Row of one version: a founding, a round or a rollback.
 
     Attributes:
-        version: Its name.
-        t: When it was decided, wall time in s.
+        version: Name of the version.
+        t: Wall time (s) at which it was decided.
         kind: "founding", "round" or "rollback".
-        accepted: (push, its factor, staleness in versions).
-        rejected: (push, why).
-        samples: That it counts.
-        window_s: From the first push that all shards had staged to the decision, s; None: not in the logs.
+        accepted: Accepted pushes as (push, its factor, staleness in versions).
+        rejected: Rejected pushes as (push, why).
+        samples: Samples that it counts.
+        window_s: Seconds from the first push that all shards had staged to the decision; None: not in the logs.
         momentum: Whether the outer momentum moved.
-        reason: Why now, and what came out.
-        computed_s: From the decision until all followers had computed it, s; None: not in the logs.
-        durable_s: From the decision to its durable mark, s; None: it has none.
+        reason: Reason for the time of the decision, and its outcome.
+        computed_s: Seconds from the decision until all followers had computed it; None: not in the logs.
+        durable_s: Seconds from the decision to its durable mark; None: it has none.
         stands: Whether no rollback went behind it.
     """
 
@@ -61,26 +61,26 @@ class VersionRow:
 
 @dataclass(slots=True)
 class ClusterRow:
-    """One incarnation.
+    """Row of one incarnation of a cluster.
 
     Attributes:
-        name: The incarnation.
-        place: Where it runs.
-        joined: When the chain took it in, wall time in s; its first word, if no log has that.
-        ended: When it was over; None: it is not.
-        why: What ended it.
+        name: Name of the incarnation.
+        place: Host on which it runs.
+        joined: Wall time (s) at which the chain took it in; of its first event, if no log has that.
+        ended: Wall time (s) at which it was over; None: it is not.
+        why: Reason of its end.
         steps: Inner steps, as its log has them.
-        samples: That these used.
-        answers: Its pushes by answer; what a rollback made void, too.
-        open: Frozen and not answered.
+        samples: Samples that these steps used.
+        answers: Number of its pushes by answer; those that a rollback made void, too.
+        open: Pushes that are frozen and not answered.
         pushed: Bytes of its pushes.
         fetched: Bytes of versions.
-        waited_s: That training stood still for pushes and versions, s.
+        waited_s: Seconds that training stood still for pushes and versions.
         leased: Positions ever leased to it.
         held: Positions leased to it at the end.
         counted: Samples of its pushes that stand.
         progress: Samples and step number of the job with the version that it adopted last.
-        loss: The last one that it told.
+        loss: Loss that it told last.
     """
 
     name: str
@@ -104,18 +104,18 @@ class ClusterRow:
 
 @dataclass(frozen=True, slots=True)
 class OuterFacts:
-    """An outer job, folded for showing."""
+    """Facts of an outer job, folded for showing."""
 
     run: OuterRun
     chain: JobEntries
     versions: list[VersionRow]
     clusters: list[ClusterRow]
     voids: list[tuple[float, Offer, str]]
-    """(time, push, why) of records; pushes that a rollback lost are with the rollbacks."""
+    """Voided pushes as (time, push, why), from records; pushes that a rollback lost are with the rollbacks."""
 
     @classmethod
     def of(cls, run: OuterRun) -> OuterFacts:
-        """All of it."""
+        """Returns the facts of a run."""
         chain = JobEntries.of(run.entries)
         voids = [
             (told.t, told.entry.body.offer, told.entry.body.reason)
@@ -126,12 +126,12 @@ class OuterFacts:
 
     @property
     def origin(self) -> float:
-        """When it began, wall time in s."""
+        """Wall time (s) at which the job began."""
         return self.run.start
 
     @property
     def seconds(self) -> float:
-        """How long the logs go on."""
+        """Seconds from the first to the last event of the logs."""
         return self.run.stop - self.run.start
 
     @property
@@ -186,7 +186,7 @@ def _versions(run: OuterRun, chain: JobEntries) -> list[VersionRow]:
 
 
 def _computed(followers: Iterable[FollowerLog]) -> dict[str, dict[str, float]]:
-    """By version and follower: when it was computed first."""
+    """Returns the wall time at which each follower computed a version first, by version and follower."""
     found: dict[str, dict[str, float]] = {}
     for follower in followers:
         for step in follower.states:
@@ -196,7 +196,9 @@ def _computed(followers: Iterable[FollowerLog]) -> dict[str, dict[str, float]]:
 
 
 def _staged(push: str, before: float, followers: Mapping[str, FollowerLog]) -> float | None:
-    """When all shards that tell of it had a push, at the latest when it was decided; None: nobody tells."""
+    """Returns the wall time (s) at which all shards whose logs tell of it had a push, at the latest when it was
+    decided; None: no log tells.
+    """
     times = [t for one in followers.values() for t, _, _ in one.staged.get(push, [])[:1]]
     return min(max(times), before) if times else None
 
@@ -222,7 +224,7 @@ def _clusters(run: OuterRun, chain: JobEntries) -> list[ClusterRow]:
 
 
 def _account(row: ClusterRow, log: ClusterLog, answered: set[str]) -> None:
-    """Adds the facts of its own log."""
+    """Adds to a row the facts of the incarnation's own log."""
     row.steps, row.samples = log.steps, sum(x.samples for x in log.inner)
     row.open = sum(push not in answered for push in log.pushes)
     row.pushed, row.fetched = sum(push.nbytes for push in log.pushes.values()), log.fetched
@@ -233,16 +235,16 @@ def _account(row: ClusterRow, log: ClusterLog, answered: set[str]) -> None:
 
 
 def lost_in(rollback: Rollback) -> tuple[int, int]:
-    """Samples that a rollback lost for good, and those that it took back to be counted again."""
+    """Returns the samples that a rollback lost for good, and those that it took back to be counted again."""
     gone = sum(offer.samples for offer in rollback.lost)
     return gone, sum(offer.samples for offer in rollback.pushes) - gone
 
 
 def spent_share(chain: JobEntries) -> list[tuple[int, int, int]]:
-    """(epoch, samples that counted, positions) of the epochs that clusters share."""
+    """Returns (epoch, samples that counted, positions) of the epochs that clusters share."""
     return [(epoch, size(spans), chain.leases.length) for epoch, spans in sorted(chain.leases.spent.items())]
 
 
 def cluster_of(incarnation: IncarnationId | str) -> str:
-    """The cluster's name."""
+    """Returns the cluster's name in an incarnation's."""
     return str(incarnation).rpartition("~")[0] or str(incarnation)

@@ -1,4 +1,5 @@
-"""Histories drawn by chance: losses alone, in groups or by hosts, repairs, spot arrivals, slow devices.
+"""Draws histories of fleets by chance: losses of single devices, groups and hosts, repairs, spot arrivals, slow
+devices.
 
 Theory of operation. All runs on the simulator's kernel: the next loss comes after an exponential time, whose rate is
 that of all devices that are there. It takes as many devices as a group has, or a host. A lost device is back after its
@@ -19,7 +20,7 @@ from chaos_lightning.planning.quantities import HOUR_S
 SHARED = 0.77
 """Share of the removals in published traces of spot devices that share a time stamp with others."""
 MOST_EVENTS = 300_000
-"""In one history; more take longer to simulate than anybody waits."""
+"""Most events in one history; more take longer to simulate than anybody waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Chance:
     """Chances of what may happen to a fleet."""
 
     devices: int
-    """At the start."""
+    """Devices at the start."""
     hours: float = 9.0
     rate: float = 0.1
     """Losses per device and hour."""
@@ -38,18 +39,18 @@ class Chance:
     host_rate: float = 0.0
     """Losses of a whole host, per host and hour."""
     repair_hours: float = 0.0
-    """Until a lost device is back, on average; 0: never."""
+    """Average hours until a lost device is back; 0: never."""
     arrivals: float = 0.0
     """New devices per hour."""
     most: int = 0
-    """No more devices than so many are there; 0: as many as come."""
+    """Most devices that are there at a time; 0: no limit."""
     slow_rate: float = 0.0
-    """How often a device becomes slow, per device and hour."""
+    """Number of times that a device becomes slow, per device and hour."""
     slow_hours: float = 0.5
-    """For how long, on average."""
+    """Average hours that a device stays slow."""
     slow_speed: float = 0.6
     hosts: tuple[str, ...] = ()
-    """By device, where a file names them; (): `per_host` on each."""
+    """Name of each device's host, where a file names them; (): `per_host` devices on each host."""
 
     def host(self, device: int) -> int | str:
         return self.hosts[device] if self.hosts else device // self.per_host
@@ -70,7 +71,7 @@ class Chance:
 
 
 def group_sizes(most: int) -> dict[int, float]:
-    """By devices lost at once: the probability of such a loss.
+    """Returns the probability that a loss takes so many devices at once, by that number.
 
     Of all lost devices, 1 - `SHARED` are lost alone; the others are equally often in groups of 2 to `most`.
     """
@@ -195,9 +196,9 @@ class _Drawing:
 
 
 def generate(chance: Chance, seed: int) -> Trace:
-    """A history by chance; equal seeds give equal ones.
+    """Returns a history of a fleet, drawn by chance; equal seeds give equal histories.
 
     Raises:
-        TraceError: Nobody is left for an hour.
+        TraceError: No device is there for an hour.
     """
     return _Drawing(chance, seed).draw()

@@ -1,4 +1,5 @@
-"""Virtual time: an event queue, one seeded source of chance, and processes that can be stopped, thawed and killed.
+"""Runs simulations in virtual time: an event queue, one seeded source of chance, and processes that can be stopped,
+thawed and killed.
 
 Theory of operation. Everything that happens is a callable in one heap, ordered by virtual time and then by the order of
 scheduling, so that a run is a function of its seed. A `Process` receives whatever is meant for it through `deliver`:
@@ -73,7 +74,7 @@ class Process:
             action()
 
     def timer(self, delay: float, action: Action) -> None:
-        """A timer of this process: it does not fire while the process is stopped."""
+        """Runs `action` in this process `delay` seconds from now; if the process is stopped then, once it thaws."""
         self.kernel.after(delay, lambda: self.deliver(action))
 
     def freeze(self) -> None:

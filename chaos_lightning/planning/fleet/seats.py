@@ -1,4 +1,5 @@
-"""The places of devices in a simulated fleet: by counters where all devices are alike, by plans where they are not.
+"""Keeps the places of devices in a simulated fleet: by counters where all devices are alike, by plans where they are
+not.
 
 Theory of operation. A `FleetRun` numbers its devices, and asks its seats what a loss takes along and which ways to go
 on there are. `EqualSeats` keep a formation, whose places any device takes. `MixedSeats` keep the plan in force, which
@@ -24,38 +25,38 @@ from chaos_lightning.planning.pipelines.policies import POLICIES, Options
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError, reroute, without
 
 MOST_MIXED = 64
-"""Devices of a fleet of several kinds; a plan for more takes longer than anybody waits, once for each loss."""
+"""Most devices of a fleet of several kinds; planning for more takes longer than anybody waits, once for each loss."""
 FOR_EQUAL = ("oobleck", "algorithm1", "restart", "redundant")
 """Policies whose plans are for devices of one kind."""
 
 
 @dataclass(frozen=True)
 class Now:
-    """A moment, as seats are told of it."""
+    """State of a fleet at the moment of a decision."""
 
     there: frozenset[int]
     slow: Mapping[int, float]
-    """By device: its share of its own speed."""
+    """Fraction of its own speed at which each slow device runs, by device."""
     lost: bool
-    """A loss asks for the decision."""
+    """Whether a loss is the cause of the decision."""
     size_shares: Mapping[int, float]
     void_samples: float
     running_s: float
-    """A step of the plan that was in force."""
+    """Seconds of a step of the plan that was in force."""
 
 
 class EqualSeats:
-    """Places of devices that are alike."""
+    """Places of a fleet whose devices are alike."""
 
     def __init__(self, fleet: EqualFleet) -> None:
         self.fleet = fleet
         self.formation: Formation | None = None
         self.places: dict[int, int] = {}
-        """By device."""
+        """Place of each device."""
 
     @property
     def active(self) -> int:
-        """Devices that have a place."""
+        """Number of devices that have a place."""
         return len(self.places)
 
     def lose(self, devices: Iterable[int], there: Collection[int]) -> bool:
@@ -68,7 +69,7 @@ class EqualSeats:
         return bool(before) and not min(self.fleet.live(self.formation))
 
     def come(self, devices: Iterable[int], there: Collection[int]) -> None:
-        """Takes nobody in yet."""
+        """Leaves devices that come without a place until the next decision."""
 
     def options(self, now: Now) -> Options:
         slow = {self.places[d]: v for d, v in now.slow.items() if d in self.places}
@@ -107,8 +108,8 @@ class MixedFleet:
     """Plans of a job on devices of several kinds; each is searched once.
 
     Args:
-        job: The job and its whole fleet; nobody else comes.
-        pauses: What changes cost; a move takes at least as long as its bytes.
+        job: The job and its whole fleet; no other device comes.
+        pauses: Seconds that changes of the plan cost; a move takes at least as long as its bytes need.
 
     Raises:
         JobError: There are too many devices.
@@ -126,7 +127,7 @@ class MixedFleet:
         self._found: dict[frozenset[str], PlannedPipelines | None] = {}
 
     def planned(self, names: Iterable[str]) -> PlannedPipelines | None:
-        """The plan for these devices; None: none fits."""
+        """Returns the plan for these devices; None if no plan fits."""
         key = frozenset(names)
         if key not in self._found:
             try:
@@ -139,7 +140,7 @@ class MixedFleet:
         return {self.names[d] for d in devices}
 
     def ways(self, plan: PipelinePlan, now: Now) -> PlanOptions:
-        """The ways to go on from a plan, which is told of all devices: those without layers are idle."""
+        """Returns the ways to go on from a plan; devices of the fleet without layers count as idle ones of the plan."""
         there = self.named(now.there)
         speeds = {self.names[d]: self.job.devices[d].speed * share for d, share in now.slow.items()}
         found = PlanOptions(
@@ -158,22 +159,22 @@ class MixedFleet:
 
 
 def with_all(plan: PipelinePlan, names: Iterable[str]) -> PipelinePlan:
-    """A plan with all devices of the fleet that own nothing as its idle ones."""
+    """Returns the plan with all devices of the fleet that own no layers as its idle ones."""
     return replace(plan, idle=tuple(sorted(set(names) - set(plan.stages))))
 
 
 @dataclass(frozen=True)
 class MixedOptions:
-    """The ways to go on that a fleet of several kinds has at a moment."""
+    """Ways to go on that a fleet of several kinds has at a moment."""
 
     fleet: MixedFleet
     now: Now
     ways: PlanOptions | None
-    """None: there is no plan, or some layer of it has no owner left."""
+    """Ways to go on from the plan in force; None: there is no such plan, or some layer of it has no owner left."""
     begun: bool
 
     def _told(self, found: PlanCandidate | None) -> PlanCandidate | None:
-        """A candidate; nothing is done again where nobody is lost."""
+        """Returns a candidate that does no work again unless devices were lost."""
         return found if found is None or self.now.lost else replace(found, redo_s=0.0)
 
     def _anew(self, kind: str, transition_s: float, void_samples: float = 0.0) -> PlanCandidate | None:
@@ -203,7 +204,7 @@ class MixedOptions:
         return None if self.begun or kind != "best" else self._anew(MOVE, 0.0)
 
     def shadow(self) -> None:
-        """No stage is redundant."""
+        """Returns None: no stage is redundant in a fleet of several kinds."""
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
         if not self.begun:
@@ -213,7 +214,7 @@ class MixedOptions:
 
 
 class MixedSeats:
-    """The plan in force of a fleet of several kinds."""
+    """Places in a fleet of several kinds: the plan in force."""
 
     def __init__(self, fleet: MixedFleet) -> None:
         self.fleet = fleet

@@ -1,4 +1,4 @@
-"""A job on a simulated fleet under one policy: what it trains, and where its time goes.
+"""Simulates a job on a fleet under one policy, and counts how much it trains and where its time goes.
 
 Theory of operation. A `FleetRun` replays a `Trace` on the simulator's kernel. Between two changes the job is in one
 phase, to which all time is charged: it trains, at a throughput that follows from its formation; it pauses, for a
@@ -34,56 +34,57 @@ from chaos_lightning.planning.pipelines.policies import decide
 from chaos_lightning.planning.quantities import HOUR_S
 
 CAUSES = ("train", "redo", "move", "reload", "void", "wait")
-"""To what time is charged: training that counts, open steps done again, transitions, checkpoints read, training since a
-checkpoint that was lost, waiting for devices."""
+"""Causes to which time is charged: training that counts, open steps done again, transitions, checkpoints read, training
+since a checkpoint that was lost, waiting for devices.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """From a moment on."""
+    """State of a run from one moment on."""
 
     hours: float
     devices: int
-    """That are there."""
+    """Number of devices that are there."""
     active: int
-    """That have a place in the plan."""
+    """Number of devices that have a place in the plan."""
     throughput: float
     """Samples/s; 0 in a pause."""
     plan: str
-    """In words; in a pause what is done."""
+    """Plan in force, in words; in a pause, the kind of the change; "none" while no plan fits."""
     why: str
-    """The reason of the decision."""
+    """Reason of the decision."""
 
 
 @dataclass
 class Outcome:
-    """Outcome of a run."""
+    """Result of a simulated run."""
 
     policy: str
     seed: int
     hours: float
     samples: float = 0.0
-    """That count at the end."""
+    """Number of samples that count at the end."""
     steps: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
-    """By cause; they add up to the length of the run."""
+    """Seconds by cause; they add up to the length of the run."""
     losses: int = 0
     lost_devices: int = 0
     fatal: int = 0
     """Losses that took the last owner of some layer."""
     decisions: dict[str, int] = field(default_factory=dict)
-    """By what was done: how often."""
+    """Number of decisions by the kind of the chosen candidate."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Policies that raised, with what the first one said."""
+    """Error of each policy that raised one: the first one's text, by policy."""
     history: list[Sample] = field(default_factory=list)
 
     @property
     def throughput(self) -> float:
-        """Samples/s over all."""
+        """Average samples per second over the whole run."""
         return self.samples / (self.hours * HOUR_S)
 
     def to_dict(self, *, history: bool = True) -> dict[str, Any]:
-        """A value of JSON."""
+        """Returns the outcome as a value for JSON."""
         found = asdict(self) | {"throughput": self.throughput}
         if not history:
             del found["history"]
@@ -92,24 +93,24 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How a policy's candidates are weighed."""
+    """Rules by which a policy's candidates are weighed."""
 
     with_risk: bool = True
     threshold: float = THRESHOLD
-    """Share by which another plan has to be better if no device is lost."""
+    """Fraction by which another plan has to be better if no device is lost."""
 
 
 class FleetRun:
-    """One run.
+    """Run of a job on a simulated fleet under one policy.
 
     Args:
-        fleet: Plans of the job; several runs may share it.
-        trace: Who is there when.
-        policy: Its name.
-        seed: That is told in the outcome.
-        rules: How candidates are weighed.
-        record: Keep the history of throughput and plans.
-        told: Called with each decision and the hour of it.
+        fleet: Plans of the job; several runs may share them.
+        trace: Devices that come and go, and when.
+        policy: Name of the policy.
+        seed: Seed that the outcome names.
+        rules: Rules by which candidates are weighed.
+        record: Whether the history of throughput and plans is recorded.
+        told: Function that is called with the hour of each decision, and the decision.
     """
 
     def __init__(
@@ -132,17 +133,17 @@ class FleetRun:
         self.slow: dict[int, float] = {}
         self.seats = EqualSeats(fleet) if isinstance(fleet, EqualFleet) else MixedSeats(fleet)
         self.pauses: list[tuple[str, float]] = []
-        """Pauses in order: cause, until when."""
+        """Pauses in order: the cause, and the time (s) at which the pause ends."""
         self.waits = True
         self.throughput = self.step_s = 0.0
         self._epoch = 0
         self._later = False
-        """Something has changed in a pause."""
+        """Whether something has changed during a pause, so that the end of the pause asks for a decision."""
         self._since = 0.0
         self._open = [0.0, 0.0]
         """Seconds and samples since the newest checkpoint."""
         self._due_s = fleet.pauses.checkpoint_s
-        """When the next checkpoint is due."""
+        """Time (s) at which the next checkpoint is due."""
 
     def run(self) -> Outcome:
         self._decide(lost=False)
@@ -174,7 +175,7 @@ class FleetRun:
     def _train(self, at: float, now: float) -> None:
         every = self.fleet.pauses.checkpoint_s
         if now >= self._due_s:
-            # One that was due in a pause is written at its end.
+            # A checkpoint that was due in a pause is written at the pause's end.
             written = max(at, now // every * every)
             self._commit(self._open[0] + written - at, self._open[1] + (written - at) * self.throughput)
             self._open, at = [0.0, 0.0], written
@@ -207,7 +208,7 @@ class FleetRun:
             if change.kind == "remove" or not self.pauses:
                 self._decide(lost=change.kind == "remove")
             else:
-                self._later = True  # a recovery is not begun anew because somebody came
+                self._later = True  # a recovery is not begun anew because devices came
 
         return act
 
@@ -271,7 +272,7 @@ class FleetRun:
             self._begin(chosen, why)
 
     def _begin(self, chosen: PlanCandidate, why: str) -> None:
-        """The pause is over: the plan is in force."""
+        """Ends a pause: the chosen plan is in force from now on."""
         self._advance()
         self.seats.follow(chosen, self.there, self.slow)
         self.throughput, self.step_s = chosen.throughput, chosen.step_s

@@ -1,4 +1,5 @@
-"""Which devices are there when: histories of fleets, and the two kinds of files that hold them.
+"""Holds histories of fleets: which devices are there at which time. Reads the two kinds of files that have such a
+history.
 
 Theory of operation. A `Trace` says who is there at first and what changes when; it knows of no plan and no policy, so
 that all policies meet the same losses. Changes of one moment are one change: what is lost together is one loss.
@@ -26,12 +27,12 @@ from chaos_lightning.planning.pipelines.job import MOST_DEVICES
 from chaos_lightning.planning.quantities import HOUR_S
 
 LONGEST_MS = 366 * 24 * HOUR_S * 1000
-"""Later than that is no first removal: the time stamps are those of a clock."""
+"""Latest time (ms) of a first removal; a later one shows that time stamps are those of a clock."""
 KINDS = "`milliseconds,add|remove,node` (such as 60000,remove,node-3) or `hours,count` (such as 0.5,32)"
 
 
 class TraceError(ConfigurationError):
-    """A history of a fleet that cannot be; says file, line and field."""
+    """Error in a history of a fleet; names file, line and field."""
 
 
 class FleetChange(NamedTuple):
@@ -47,18 +48,18 @@ class FleetChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A fleet over time."""
+    """History of a fleet: devices at the start, and changes."""
 
     first: tuple[int, ...]
     """Devices at the start."""
     changes: tuple[FleetChange, ...]
-    """In the order of time."""
+    """Changes in the order of time."""
     end_s: float
     about: str = ""
     """Origin of the trace, in words."""
 
     def counts(self) -> Iterator[tuple[float, int]]:
-        """(seconds, devices from then on)."""
+        """Yields (seconds, number of devices from then on) for the start and for each device that comes or goes."""
         count = len(self.first)
         yield 0.0, count
         for c in self.changes:
@@ -70,7 +71,7 @@ class Trace:
         """Refuses a fleet that is empty for an hour.
 
         Raises:
-            TraceError: It is.
+            TraceError: The fleet is empty for an hour.
         """
         since: float | None = None
         for at_s, count in [*self.counts(), (self.end_s, -1)]:
@@ -134,17 +135,17 @@ def begins_complete(path: Path) -> bool:
 def read(
     path: Path, *, seed: int = 0, hours: float = 0.0, devices: int | None = None, names: Sequence[str] = ()
 ) -> Trace:
-    """The history that a file holds.
+    """Returns the history of a fleet that a file holds.
 
     Args:
-        path: Of the file, of either kind.
+        path: Path of a file of either kind.
         seed: Draws which devices are lost where the file has only counts.
-        hours: Where the history ends; 0: at its last line.
-        devices: How many there are at first where the file begins with a removal; None: that is not known.
-        names: Of the devices of a fleet of several kinds.
+        hours: Hour at which the history ends; 0: at its last line.
+        devices: Number of devices at first, for a file that begins with a removal; None: not known.
+        names: Names of the devices of a fleet of several kinds.
 
     Raises:
-        TraceError: It holds none.
+        TraceError: The file holds no history.
     """
     lines = _lines(path)
     if len(lines[0].fields) == 3:
@@ -230,7 +231,7 @@ def _some(known: Iterable[str]) -> str:
 
 
 def _together(rows: Iterable[tuple[float, str, int]]) -> list[FleetChange]:
-    """Changes of one kind at one time are one."""
+    """Joins changes of one kind at one time to one change."""
     found: list[FleetChange] = []
     for at, kind, device in rows:
         if found and found[-1][:2] == (at, kind):

@@ -1,4 +1,5 @@
-"""A plan in milliseconds for devices or links that are not alike: few starts, cut and split by proportion.
+"""Finds a plan in milliseconds for devices or links that are not alike: tries a few starts, cut and split by
+proportion.
 
 Theory of operation. A start is a number of rows of devices, from as many as memory allows down to one, with rows of
 like devices or rows that share all kinds. A row is cut so that its slowest stage is as fast as memory allows; the
@@ -19,9 +20,9 @@ from chaos_lightning.planning.pipelines.job import Device, TrainingJob, stage_me
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Numbers of rows that are tried, as shares of those that memory allows."""
+"""Numbers of rows that are tried, as fractions of the number that memory allows."""
 NEAR = 1e-3
-"""Share of the time by which a stage may be longer than need be."""
+"""Fraction of its time by which the slowest stage may be longer than necessary."""
 
 
 def plan_at_once(job: TrainingJob, copies: int = 1) -> tuple[StepEstimate, PipelinePlan] | None:
@@ -40,7 +41,7 @@ def plan_at_once(job: TrainingJob, copies: int = 1) -> tuple[StepEstimate, Pipel
 
 
 def _starts(job: TrainingJob, copies: int) -> Iterator[list[list[Device]]]:
-    """Rows of devices, each of which can hold a layer."""
+    """Yields ways to arrange the devices in rows (one per pipeline); each device that is used can hold a layer."""
     layers = job.costs.count
     least = min(stage_memory(job, i, i + 1, 1, 1).nbytes for i in range(layers))
     usable = [d for d in job.devices if d.memory_nbytes >= least]
@@ -86,7 +87,9 @@ def _plan(job: TrainingJob, rows: Sequence[Sequence[Device]], copies: int) -> Pi
 
 
 def _cut(job: TrainingJob, devices: Sequence[Device], m: int) -> tuple[tuple[int, ...], float] | None:
-    """The cut whose slowest stage is fastest, and that stage's seconds for a micro-batch; None: memory allows none."""
+    """Returns the cut whose slowest stage is fastest, and that stage's seconds for a micro-batch; None if memory allows
+    no cut.
+    """
     both = [f + b for f, b in zip(job.costs.forward, job.costs.backward, strict=True)]
     speeds = [d.speed for d in devices]
     low, high, best = both[-1] / sum(speeds), both[-1] / min(speeds), None
@@ -102,7 +105,9 @@ def _cut(job: TrainingJob, devices: Sequence[Device], m: int) -> tuple[tuple[int
 def _longest(
     job: TrainingJob, devices: Sequence[Device], m: int, both: Sequence[float], time_s: float
 ) -> tuple[int, ...] | None:
-    """The cut of the longest stages that take no more than a time and fit; None: they do not hold all layers."""
+    """Returns the cut in which each stage, from the first on, is as long as a time limit and memory allow; None if
+    these stages do not hold all layers.
+    """
     count, stages = job.costs.count, len(devices)
     at = [0]
     for k, d in enumerate(devices):
@@ -121,7 +126,9 @@ def _longest(
 
 
 def _split(total: int, pipelines: Sequence[tuple[int, float]]) -> list[int]:
-    """Micro-batches of pipelines of so many stages, whose slowest one takes so many seconds."""
+    """Returns the micro-batches of each pipeline, given as (stages, seconds of the slowest stage): each goes where it
+    ends first.
+    """
     counts = [0] * len(pipelines)
     heap = [(stages * slowest_s, i) for i, (stages, slowest_s) in enumerate(pipelines)]
     heapify(heap)

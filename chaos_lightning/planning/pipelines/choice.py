@@ -1,4 +1,4 @@
-"""Which of several plans to go on with: the one that trains most samples until the next loss.
+"""Chooses the plan to go on with: the one that trains most samples until the next loss.
 
 Theory of operation. Losses come to n devices as a Poisson process. If each device is lost at rate r, and losses take g
 devices at once on average, the next loss is at tau ~ Exp(n r / g). A candidate that first pauses for t seconds and then
@@ -33,7 +33,7 @@ KINDS = KEEP, FILL, MOVE, RESTART = "keep", "fill", "move", "restart"
 """Kinds of candidates: go on with what is there, seat newcomers, move layers, or go back to a checkpoint."""
 
 THRESHOLD = 0.02
-"""Share by which a change has to be better where nothing is lost, as when devices are slow."""
+"""Fraction by which a change has to be better where nothing is lost, as when devices are slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,32 +47,34 @@ class PlanCandidate:
     samples: int
     """Samples of one step."""
     transition_s: float = 0.0
-    """From the decision until work goes on."""
+    """Seconds from the decision until work goes on."""
     redo_s: float = 0.0
     """Seconds of the open step that are done again: it is run again as a whole, so half of it on average."""
     risk: float = 0.0
     """Probability that the next loss takes the last owner of some layer."""
     devices: int = 0
-    """That compute."""
+    """Number of devices that compute."""
     lacks: str = ""
-    """Why it cannot run: what does not fit into memory, where and by how much, or which link is missing; "": it can."""
+    """Reason why the candidate cannot run: what does not fit into memory, where and by how much, or which link is
+    missing; "": it can run.
+    """
     void_samples: float = 0.0
     """Committed samples that are trained again."""
     about: str = ""
-    """The plan in words."""
+    """Plan in words."""
     plan: Any = None
-    """A `PipelinePlan`, or a formation of equal devices."""
+    """`PipelinePlan`, or a formation of equal devices."""
     value: float = math.nan
-    """Samples/s, as above; `choose` fills it in."""
+    """Value in samples/s (see the module); `choose` fills it in."""
 
     @property
     def throughput(self) -> float:
-        """Samples/s while it trains."""
+        """Samples per second while the candidate trains."""
         return self.samples / self.step_s
 
     @property
     def pause_s(self) -> float:
-        """Until it is where the job would be without the loss."""
+        """Seconds until training is where it would be without the loss."""
         return self.transition_s + self.redo_s
 
     @property
@@ -84,7 +86,7 @@ class PlanCandidate:
         return f"{self.policy}: {self.kind}, {self.about}: {fit}, value {self.value:.4g}"
 
     def to_dict(self) -> dict[str, Any]:
-        """A value of JSON."""
+        """Returns the candidate as a value for JSON."""
         return {
             "policy": self.policy,
             "kind": self.kind,
@@ -107,13 +109,13 @@ class Decision:
 
     candidates: tuple[PlanCandidate, ...]
     chosen: PlanCandidate | None
-    """None: nothing fits."""
+    """Chosen candidate; None: no plan fits."""
     reason: str
     failed: tuple[tuple[str, str], ...] = ()
-    """Policies that raised, with what they said."""
+    """Policies that raised an error, with its text."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A value of JSON."""
+        """Returns the decision as a value for JSON."""
         return {
             "candidates": [c.to_dict() for c in self.candidates],
             "chosen": None if self.chosen is None else self.candidates.index(self.chosen),
@@ -128,21 +130,21 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """How candidates are compared."""
+    """Facts and rules by which candidates are compared."""
 
     rate: float = 0.0
     """Losses per second of the whole fleet: n r / g."""
     returns: float = 0.0
-    """Returns per second: a."""
+    """Devices that come back per second: a."""
     restart_worth: float = 0.0
-    """R: what a restart is worth beside going on, 0 to 1."""
+    """Value of a restart as a fraction of the value of going on: R, 0 to 1."""
     with_risk: bool = True
-    """Without: the chance that the next loss is fatal counts for nothing."""
+    """Whether the chance counts that the next loss is fatal."""
     threshold: float = 0.0
-    """Share by which something else has to be better than to keep the plan."""
+    """Fraction by which another candidate has to be better than to keep the plan."""
 
     def value(self, c: PlanCandidate) -> float:
-        """Samples/s until the next loss, as this module's docstring has it."""
+        """Returns a candidate's value: the samples per second that it trains until the next loss (see the module)."""
         changes = self.rate + self.returns
         risk = c.risk * self.rate / changes if self.with_risk and changes else 0.0
         safe = 1 - risk * (1 - self.restart_worth)
@@ -150,19 +152,21 @@ class Outlook:
 
 
 def restart_worth(rate: float, lost_s: float) -> float:
-    """R where a restart costs `lost_s` seconds of training: what is left of the mean time between two losses."""
+    """Returns R for restarts that cost `lost_s` seconds of training: the fraction that is left of the mean time between
+    two losses.
+    """
     return max(0.0, 1.0 - rate * lost_s)
 
 
 def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[tuple[str, str], ...] = ()) -> Decision:
-    """The candidate of the greatest value; of equal ones that with most devices, then the first.
+    """Returns the candidate of the greatest value; of equal ones the one with most devices, then the first.
 
     Args:
-        candidates: In the order in which ties are broken.
-        outlook: The rate of losses, and what else counts.
-        failed: Policies that raised, with what they said.
+        candidates: Candidates in the order in which ties are broken.
+        outlook: Rate of losses, and other facts that count.
+        failed: Policies that raised an error, with its text.
     """
-    # The same way is compared once, whoever else proposes it or words it otherwise.
+    # A way to go on is compared once, even if several policies propose it in other words.
     found: tuple[PlanCandidate, ...] = ()
     for c in candidates:
         valued = replace(c, value=outlook.value(c))
@@ -193,7 +197,7 @@ def _order(c: PlanCandidate) -> tuple[float, int]:
 
 
 def _seats_more(c: PlanCandidate, kept: PlanCandidate) -> bool:
-    """Newcomers take their places as soon as that costs nothing."""
+    """Returns whether the candidate seats newcomers at no cost; then they take their places at once."""
     return c.kind == FILL and c.devices > kept.devices and c.value >= kept.value
 
 

@@ -1,4 +1,5 @@
-"""Where to cut the layers of one pipeline, and how long it then takes: the best cut, or a good one with its gap.
+"""Cuts the layers of one pipeline into stages, and computes how long it then takes: the best cut, or a good one with
+its gap.
 
 Theory of operation. A *row* is the devices of one pipeline in order. What a cut of the layers costs on it is the time
 of 1F1B (`timing.OneFOneB`), to which each stage adds the all-reduce of its gradients and its optimizer (`charged`). No
@@ -37,35 +38,37 @@ from chaos_lightning.planning.pipelines.schedules import in_flight
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
 FEW = 1000
-"""Cuts: where there are no more, all of them are tried."""
+"""Number of cuts up to which all of them are tried."""
 FEW_SMALL = 6000
-"""The same for models of at most `SMALL` layers."""
+"""Number of cuts up to which all are tried for models of at most `SMALL` layers."""
 SMALL = 40
 FEW_UNITS = 2_000_000
-"""Units that this simulates at most."""
+"""Most units that trying all cuts simulates."""
 PATHS = 12
-"""Critical paths that are kept while the search moves on."""
+"""Number of critical paths that are kept while the search moves on."""
 UNITS = 6_000
-"""Units that one search simulates at most where there are more cuts."""
+"""Most units that one search simulates where there are too many cuts to try all."""
 RUNS = 20_000
-"""Simulations that are kept."""
+"""Number of simulations that are kept."""
 CLOSE = 1e-12
-"""Times nearer than this share of themselves are equal: sums in another order differ by it."""
+"""Relative difference below which times count as equal: sums in another order differ by that much."""
 GRID = 1.6
 """Ratio of the numbers of micro-batches for which cuts are searched."""
 
 
 def _usual(pipelines: int) -> int:
-    """The share that an all-reduce sends, 2 (P - 1) / P, changes little with many pipelines."""
+    """Returns a number of pipelines that stands for all similar ones: an all-reduce's share, 2 (P - 1) / P, changes
+    little with many.
+    """
     return pipelines if pipelines < 3 else 16
 
 
 def evenest_s(sums: Sequence[float], stages: int) -> float:
-    """The longest stage where layers are cut most evenly, but for rounding no more.
+    """Returns the sum of the longest stage where layers are cut most evenly; no more than that, but for rounding.
 
     Args:
-        sums: Over layers, from 0 on.
-        stages: How many at most.
+        sums: Sums over the first layers, from 0 on.
+        stages: Most stages.
     """
     low, high = sums[-1] / stages, sums[-1]
     while low < high * (1 - 4 * CLOSE):
@@ -85,7 +88,7 @@ def evenest_s(sums: Sequence[float], stages: int) -> float:
 
 
 def reduce_s(nbytes: float, owners: int, link: LinkRate, hop_s: float = 0.0) -> float:
-    """Seconds of an all-reduce among `owners` over trees whose slowest link is `link`."""
+    """Returns the seconds of an all-reduce among `owners` over trees whose slowest link is `link`."""
     if owners < 2 or not nbytes:
         return 0.0
     return reduce_latency_s(link, hop_s) + byte_s(owners, link) * nbytes
@@ -97,22 +100,22 @@ def reduce_latency_s(link: LinkRate, hop_s: float) -> float:
 
 
 def byte_s(owners: int, link: LinkRate) -> float:
-    """Seconds of an all-reduce per byte."""
+    """Returns the seconds per byte of an all-reduce."""
     return 2 * (owners - 1) / owners * 8.0 / link.rate_bps
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """Where one pipeline is cut, and what that costs."""
+    """Cut of one pipeline's layers into stages, and its costs."""
 
     at: tuple[int, ...]
     """First layer of each stage, and the number of layers."""
     ends_s: tuple[float, ...]
-    """When each stage ends its last backward unit."""
+    """Second at which each stage ends its last backward unit."""
     charged_s: float
-    """The latest of the stages' ends with their all-reduce and optimizer."""
+    """Latest of the stages' ends (s), with their all-reduce and optimizer."""
     bound_s: float
-    """No cut is charged less."""
+    """Lower bound of `charged_s` over all cuts."""
 
     @property
     def exact(self) -> bool:
@@ -124,7 +127,7 @@ def _charged(cut: LayerCut) -> float:
 
 
 class _Scaled(NamedTuple):
-    """Sums over layers of seconds on a device of some speed."""
+    """Sums of seconds over the first layers, on a device of some speed."""
 
     forward: list[float]
     backward: list[float]
@@ -142,7 +145,7 @@ class Tables:
         self._kept = [still]
         self.least_gradient_nbytes = min(x.gradient_nbytes for x in job.layers)
         self._reduced = list(range(job.costs.count + 1))
-        """By layer: the first one from there on that has gradients, or the number of layers."""
+        """First layer with gradients from each layer on, or the number of layers."""
         for i in reversed(range(job.costs.count)):
             if not job.layers[i].gradient_nbytes:
                 self._reduced[i] = self._reduced[i + 1]
@@ -160,7 +163,7 @@ class Tables:
         return found
 
     def hops(self, link: LinkRate) -> list[float]:
-        """By layer: seconds of a hop behind it."""
+        """Returns the seconds of a hop behind each layer."""
         found = self._hops.get(link.kind)
         if found is None:
             job = self.job
@@ -168,17 +171,17 @@ class Tables:
         return found
 
     def exposed_s(self, speed: float, byte_s: float, latency_s: float, first: int, end: int) -> float:
-        """How long after the backward unit of layers [first, end) their gradients are sent.
+        """Returns the seconds after the backward unit of layers [first, end) until their gradients are sent.
 
         The layers up to any one become ready at that one's end or later, and leave one after the other. So it is the
         most, over layers, of the seconds of the bytes up to there less the backward time of the layers before.
 
         Args:
-            speed: Of the device.
-            byte_s: Of the all-reduce of one byte.
-            latency_s: Of each all-reduce; layers without gradients have none.
+            speed: Speed of the device.
+            byte_s: Seconds that the all-reduce of one byte takes.
+            latency_s: Latency of each all-reduce, in seconds; layers without gradients have none.
             first: First layer.
-            end: Behind the last layer.
+            end: One behind the last layer.
         """
         gradients, backward = self.job.costs.gradients, self.at_speed(speed).backward
         hidden = backward[first]
@@ -192,7 +195,9 @@ class Tables:
         return max(0.0, latency_s + row[end - first - 1] - byte_s * gradients[first] + hidden)
 
     def kept(self, flight: int) -> list[int]:
-        """Sums over layers of the bytes that a stage keeps, but for workspace and boundaries."""
+        """Returns sums over the first layers of the bytes that a stage keeps for `flight` micro-batches, without
+        workspace and boundaries.
+        """
         while len(self._kept) <= flight:
             last = self._kept[-1]
             self._kept.append([x + y for x, y in zip(last, self.job.costs.activations, strict=True)])
@@ -203,10 +208,10 @@ class DeviceRow:
     """Cuts the layers for the devices of one pipeline.
 
     Args:
-        tables: Of the job.
-        devices: In order; only speed and memory count.
-        hops: Between neighbouring devices.
-        reduce: Between the owners of a layer.
+        tables: Tables of the job.
+        devices: Devices in order; only speed and memory count.
+        hops: Links between neighbouring devices.
+        reduce: Link between the owners of a layer.
     """
 
     def __init__(self, tables: Tables, devices: Sequence[Device], hops: Sequence[LinkRate], reduce: LinkRate) -> None:
@@ -221,12 +226,12 @@ class DeviceRow:
         self.scaled = tuple(map(tables.at_speed, self.speeds))
         self.fastest = tables.at_speed(max(self.speeds))
         self.hops = tuple(tables.hops(link) for link in hops)
-        """By gap: by layer: seconds of a hop behind it."""
+        """Seconds of a hop behind each layer, by gap between two devices."""
         self.least_hop = min((min(row[:-1], default=0.0) for row in self.hops), default=0.0)
         self._found: dict[tuple[int, int], LayerCut | None] = {}
         self._least: dict[tuple[int, int], float] = {}
         self._near_bound: tuple[int, ...] | None = None
-        """The cut of the last bound, from which the next one is mostly not far."""
+        """Cut of the last bound; the cut of the next one is mostly near."""
         self._searches: dict[tuple[int, int], LayerCut | None] = {}
         self._runs: dict[tuple[tuple[int, ...], int], OneFOneB] = {}
 
@@ -242,7 +247,7 @@ class DeviceRow:
         )
 
     def tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
-        """Returns what follows the last backward unit of a stage, s: all-reduces that it does not hide, and the
+        """Returns the seconds after the last backward unit of a stage: all-reduces that the unit does not hide, and the
         optimizer.
 
         No plan has less, whatever groups of layers its pipelines make; one whose pipelines are cut alike has no more.
@@ -255,16 +260,20 @@ class DeviceRow:
         return found
 
     def least_tail_s(self, k: int, first: int, end: int, pipelines: int) -> float:
-        """A part of it that does not fall where a stage takes more layers: with one layer to reduce."""
+        """Returns a part of `tail_s` that does not fall where a stage takes more layers: its seconds with one layer to
+        reduce.
+        """
         optimizer = self.scaled[k].optimizer
         return self.least_reduce_s(pipelines) + optimizer[end] - optimizer[first]
 
     def least_reduce_s(self, pipelines: int) -> float:
-        """The all-reduce of the layer with the fewest gradients."""
+        """Returns the seconds of the all-reduce of the layer with the fewest gradients."""
         return reduce_s(self.tables.least_gradient_nbytes, pipelines, self.reduce, self.job.overheads.hop_s)
 
     def memory(self, k: int, first: int, end: int, m: int) -> int:
-        """Peak bytes of stage `k`, in flight as 1F1B has it (`job.stage_memory` says what they are for)."""
+        """Returns the peak bytes of stage `k`, with the micro-batches in flight that 1F1B has (`job.stage_memory` says
+        what they are for).
+        """
         c = self.job.costs
         kept = self.tables.kept(in_flight(self.stages, k, m, self.extra))
         total = kept[end] - kept[first] + c.workspace(first, end)
@@ -276,7 +285,7 @@ class DeviceRow:
         return all(self.memory(k, x, y, m) <= self.rooms[k] for k, (x, y) in enumerate(pairwise(at)))
 
     def most_micro_batches(self, at: tuple[int, ...], limit: int) -> int:
-        """How many micro-batches of a step this cut has memory for, up to a limit."""
+        """Returns the number of micro-batches of a step, up to a limit, for which this cut has memory."""
         low, high = 0, limit + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -297,7 +306,7 @@ class DeviceRow:
         return found
 
     def _late(self, done: OneFOneB, at: tuple[int, ...], pipelines: int) -> list[float]:
-        """By stage: its end, all-reduce and optimizer included."""
+        """Returns the second at which each stage ends, all-reduce and optimizer included."""
         return [
             end + self.tail_s(k, x, y, pipelines)
             for k, (end, (x, y)) in enumerate(zip(done.ends_s, pairwise(at), strict=True))
@@ -306,7 +315,7 @@ class DeviceRow:
     # ------------------------------------------------------------------------------------------------ the best cut
 
     def best(self, m: int, pipelines: int) -> LayerCut | None:
-        """The best cut for `m` micro-batches beside `pipelines - 1` other pipelines.
+        """Returns the best cut for `m` micro-batches beside `pipelines - 1` other pipelines.
 
         Where there are more than `FEW` cuts, those are searched for some numbers of micro-batches and pipelines, and
         the nearest one is taken for the others.
@@ -322,19 +331,19 @@ class DeviceRow:
         return self._found[key]
 
     def few(self, m: int) -> bool:
-        """All cuts are tried, so that the best one is known."""
+        """Returns whether cuts are so few that all are tried and the best one is known."""
         cuts = math.comb(self.count - 1, self.stages - 1)
         return cuts <= (FEW_SMALL if self.count <= SMALL else FEW) and 2 * cuts * self.stages * m <= FEW_UNITS
 
     def bound_s(self, m: int, pipelines: int) -> float:
-        """No step takes less with this row, whatever its cut; infinite where none fits."""
+        """Returns the least seconds of a step with this row, whatever its cut; infinity where no cut fits."""
         if self.stages == 1 or self.few(m):
             cut = self.best(m, pipelines)
             return math.inf if cut is None else cut.charged_s
         return self.relaxed_s(m, pipelines)
 
     def relaxed_s(self, m: int, pipelines: int) -> float:
-        """A bound below `bound_s`, for which no pipeline is simulated."""
+        """Returns a lower bound of `bound_s`, for which no pipeline is simulated."""
         if self.stages > self.count:
             return math.inf
         key = (m, pipelines)
@@ -344,9 +353,10 @@ class DeviceRow:
         return self._least[key]
 
     def floor_s(self, m: int, pipelines: int) -> float:
-        """A bound below `relaxed_s`, at once and for devices of one speed.
+        """Returns a lower bound of `relaxed_s`, computed at once, for devices of one speed.
 
-        By the longest stage of the evenest cut: as all its units, and as `after first` of this module has it.
+        It follows from the longest stage of the evenest cut: the time of all its units, and the bound `after first` of
+        this module.
         """
         both, backward = self._longest_s
         warm = min(m, self.stages + self.extra)
@@ -354,7 +364,7 @@ class DeviceRow:
         return max(m * both, after) + self.tail_s(0, 0, 1, pipelines)
 
     def most(self, time_s: float, pipelines: int) -> int:
-        """Micro-batches of which `floor_s` takes no longer."""
+        """Returns the most micro-batches for which `floor_s` is within a time."""
         both, backward = self._longest_s
         warm = self.stages + self.extra
         left = time_s * (1 + CLOSE) - self.tail_s(0, 0, 1, pipelines)
@@ -366,12 +376,12 @@ class DeviceRow:
 
     @cached_property
     def _longest_s(self) -> tuple[float, float]:
-        """Both units of the longest stage, and its backward unit: no cut has less."""
+        """Seconds of both units of the longest stage, and of its backward unit: no cut has less."""
         both = evenest_s(self.fastest.both, self.stages)
         return both, both * min(x.backward_s / (x.forward_s + x.backward_s) for x in self.job.layers)
 
     def quick(self, m: int) -> tuple[int, ...] | None:
-        """A good cut at once, for more than one pipeline; None where none is found that fits."""
+        """Returns a good cut at once, for more than one pipeline; None if no cut is found that fits."""
         if self.stages > self.count:
             return None
         if self.stages == 1:
@@ -473,7 +483,7 @@ class DeviceRow:
             best, paths = found, paths[-PATHS:]
 
     def _critical(self, at: tuple[int, ...], m: int, pipelines: int) -> _Critical:
-        """The path that the step waits for."""
+        """Returns the path of units and hops that the step waits for."""
         done = self._run(at, m)
         late = self._late(done, at, pipelines)
         stage = late.index(max(late))
@@ -496,11 +506,11 @@ class DeviceRow:
 
 @dataclass(frozen=True, slots=True)
 class _Critical:
-    """A critical path as a sum over the borders of a cut."""
+    """Critical path, written as a sum over the borders of a cut."""
 
     row: DeviceRow
     stages: tuple[tuple[int, int, bool], ...]
-    """By stage: its forward and backward units on the path, and whether the path ends there.
+    """Forward and backward units on the path by stage, and whether the path ends at that stage.
 
     One backward unit less where the path ends: all-reduces begin while the last one runs.
     """
@@ -508,10 +518,10 @@ class _Critical:
     byte_s: float
     """Seconds of all-reduce per byte of gradients."""
     still_s: float = 0.0
-    """Seconds that no border changes."""
+    """Seconds of the path that no border changes."""
 
     def border_s(self, k: int, x: int) -> float:
-        """Returns what border `k` adds, s, before layer `x`: it ends stage k - 1, and begins stage k."""
+        """Returns the seconds that border `k` adds before layer `x`: it ends stage k - 1, and begins stage k."""
         found = self._sum_s(k - 1, x)
         if k < len(self.stages):
             found -= self._sum_s(k, x)
@@ -533,7 +543,9 @@ class _Critical:
 
 
 def _moves(at: tuple[int, ...], paths: Iterable[_Critical], least: float) -> list[tuple[int, ...]]:
-    """Cuts with one layer moved that shorten all these paths below `least`, the most hopeful first."""
+    """Returns cuts in which one layer has moved, so that all these paths are shorter than `least` (s); the most hopeful
+    one first.
+    """
     stages, found = len(at) - 1, []
     for step in (1, -1):
         sums = []
@@ -551,15 +563,17 @@ def _moves(at: tuple[int, ...], paths: Iterable[_Critical], least: float) -> lis
 
 
 class _Bounds:
-    """The bounds of one search: row, micro-batches and pipelines are fixed."""
+    """Lower bounds for one search: row, micro-batches and pipelines are fixed."""
 
     def __init__(self, row: DeviceRow, m: int, pipelines: int) -> None:
         self.row, self.m, self.pipelines = row, m, pipelines
         self.stages = stages = row.stages
         self.tail = row.tail_s if len(set(row.speeds)) == 1 else row.least_tail_s
-        """Where speeds differ, a stage that begins a layer later may hide less."""
+        """Function of a stage and its layers: seconds after its last backward unit. Where speeds differ, a stage that
+        begins a layer later may hide less.
+        """
         self.first_tail_s = self.tail(0, 0, 1, pipelines)
-        """Tail of the first stage, to which all gradients go back, s."""
+        """Seconds of the tail of the first stage, to which all gradients go back."""
         self.way_s = row.least_hop + row.unit_s
         """Seconds of a unit of no layers and its hop."""
         self.total = row.fastest.both[-1] + 2 * stages * row.unit_s + 2 * (stages - 1) * row.least_hop
@@ -569,7 +583,7 @@ class _Bounds:
         self.alike = self.least_output == max(outputs, default=0)
 
     def of(self, k: int, first: int, end: int) -> float:
-        """Lower bound of what is charged if stage `k` has layers [first, end)."""
+        """Returns a lower bound of the seconds that are charged if stage `k` has layers [first, end)."""
         row, m, warm, u = self.row, self.m, self.warm[k], self.row.unit_s
         own, fastest = row.scaled[k], row.fastest
         f = own.forward[end] - own.forward[first] + u
@@ -588,7 +602,9 @@ class _Bounds:
         return both[end] - both[first]
 
     def fits(self, k: int, first: int, end: int, *, relaxed: bool) -> bool:
-        """Whether memory suffices; `relaxed` takes the least boundary tensor, so that more layers never need less."""
+        """Returns whether memory suffices; `relaxed` takes the least boundary tensor, so that more layers never need
+        less.
+        """
         row, m = self.row, self.m
         nbytes = row.memory(k, first, end, m)
         if relaxed and not self.alike and row.job.memory.boundaries:
@@ -600,10 +616,11 @@ class _Bounds:
     def _longest(
         self, cost_of: Callable[[int, int, int], float], time_s: float, share: float, *, relaxed: bool
     ) -> tuple[tuple[int, ...] | None, float, float]:
-        """The cut whose stages, from the first on, are as long as keeps to a time.
+        """Returns the cut in which each stage, from the first on, is as long as a time limit allows.
 
         Returns:
-            The cut, or None where none keeps to it; its bound; and the least time that lets some stage be longer.
+            The cut, or None where no cut keeps to the time; its bound; and the least time that lets some stage be
+            longer.
         """
         row, stages = self.row, self.stages
         at, worst, more, first = [0], 0.0, math.inf, 0
@@ -632,16 +649,18 @@ class _Bounds:
         return tuple(at), worst, more
 
     def least(self, *, relaxed: bool, near: tuple[int, ...] | None = None) -> tuple[tuple[int, ...], float] | None:
-        """The least time that some cut keeps to, by the bounds, and that cut.
+        """Returns the cut that keeps to the least time by the bounds, and that time; None if no cut fits.
 
         Args:
             relaxed: Leave out how boundary tensors differ, so that it is a bound.
-            near: A cut that may be the one; of cuts that take as long, another one may be found then.
+            near: A cut that may be the wanted one; of cuts that take as long, another one may be found then.
         """
         return self._least(self.of, self.m, relaxed=relaxed, near=near)
 
     def balanced(self) -> tuple[tuple[int, ...], float] | None:
-        """The cut whose longest stage is shortest, early stages long first."""
+        """Returns the cut whose longest stage is shortest, with early stages as long as possible; None if no cut
+        fits.
+        """
         return self._least(self._longest_of, 1.0, relaxed=False)
 
     def _least(
@@ -681,15 +700,16 @@ class _Bounds:
 
 
 class Cutter:
-    """Rows of any length of devices of one kind.
+    """Cuts pipelines of any length of devices of one kind.
 
     Args:
-        job: Layers, overheads, memory rules.
+        job: Job with layers, overheads and memory rules.
         device: Any of the devices.
-        hop: Between neighbouring stages.
-        reduce: Between the owners of a layer.
-        per_host: Devices of a host; pipelines go on to the next one behind so many. 0: never.
-        across: Between the stages there.
+        hop: Link between neighbouring stages.
+        reduce: Link between the owners of a layer.
+        per_host: Devices of a host; a pipeline goes on to the next host after so many. 0: all its devices are on one
+            host.
+        across: Link between two stages on different hosts.
     """
 
     def __init__(
@@ -711,7 +731,7 @@ class Cutter:
         return Tables(self.job)
 
     def row(self, stages: int) -> DeviceRow:
-        """A pipeline of so many devices."""
+        """Returns the row of a pipeline of so many devices."""
         found = self._rows.get(stages)
         if found is None:
             each = self.per_host or stages
@@ -720,5 +740,5 @@ class Cutter:
         return found
 
     def best(self, stages: int, m: int, pipelines: int) -> LayerCut | None:
-        """The best cut into `stages`; see `DeviceRow.best`."""
+        """Returns the best cut into `stages`; see `DeviceRow.best`."""
         return self.row(stages).best(m, pipelines)

@@ -1,4 +1,4 @@
-"""Decoder models by formula: times and bytes of the embedding, of each block and of the head.
+"""Computes layers of decoder models by formula: times and bytes of the embedding, of each block and of the head.
 
 Sizes: batch b (samples of one micro-batch), sequence s, width h, heads a (of keys and values: k), width f between the
 two halves of the feed-forward part, vocabulary V, cards t of one device (tensor parallelism).
@@ -42,38 +42,38 @@ class Decoder:
     __pydantic_config__ = CLOSED
 
     layers: int
-    """Blocks, beside embedding and head."""
+    """Number of blocks, without embedding and head."""
     width: int
     heads: int = 0
-    """0: one for each 128 of the width."""
+    """Number of attention heads; 0: one for each 128 of the width."""
     kv_heads: int = 0
-    """0: as many as heads."""
+    """Number of heads of keys and values; 0: as many as heads."""
     feed_forward: int = 0
-    """0: 4 times the width."""
+    """Width between the two halves of the feed-forward part; 0: 4 times the model's width."""
     gated: bool = False
-    """As Llama's feed-forward part."""
+    """Whether the feed-forward part is gated, as Llama's."""
     vocabulary: int = 50304
     sequence: int = 2048
     """Tokens of a sample."""
     micro_batch: int = 1
     """Samples of a micro-batch."""
     recompute: str = "selective"
-    """none, selective or full."""
+    """Activations that are recomputed: none, selective or full."""
     sequence_parallel: bool = True
     """Whether cards of one device divide the sequence among them."""
     flops: float = 312e12
-    """Peak of one card, FLOP/s."""
+    """Peak rate of one card, FLOP/s."""
     efficiency: float = 0.4
-    """Share of the peak that is reached."""
+    """Fraction of the peak rate that is reached."""
     bandwidth: float = 1.6e12
     """Bandwidth of one card's memory, bytes/s."""
     tied: bool = False
-    """The head's matrix is the embedding's. Both ends keep it, and exchange its gradient in each step."""
+    """Whether the head's matrix is the embedding's. Then both ends keep it, and exchange its gradient in each step."""
     parameter_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     cards: int = 1
-    """Cards of a device; `tensor_parallel` of a file."""
+    """Cards of a device; `tensor_parallel` in a file."""
 
     def __post_init__(self) -> None:
         check_number("layers", self.layers, least=1, most=MOST_LAYERS - 2)  # beside embedding and head
@@ -124,7 +124,9 @@ class Decoder:
 
     @property
     def embedding_parameters(self) -> int:
-        """Positions are learnt where the model is not gated: Llama's are computed."""
+        """Number of parameters of the embedding. Positions are learnt where the model is not gated: Llama's are
+        computed.
+        """
         return self.width * (self.vocabulary + (0 if self.gated else self.sequence))
 
     @property
@@ -139,29 +141,29 @@ class Decoder:
 
     @property
     def tied_nbytes(self) -> int:
-        """Gradient of the matrix that embedding and head share."""
+        """Bytes of the gradient of the matrix that embedding and head share; 0 if they share none."""
         return self.width * self.vocabulary * self.gradient_bytes if self.tied else 0
 
     # ------------------------------------------------------------------------------------------------ bytes and times
 
     @property
     def attention_flop(self) -> int:
-        """Floating-point operations of scores and their use, forward."""
+        """Floating-point operations of attention scores and their use in a forward pass."""
         return 4 * self.tokens * self.sequence * self.width
 
     @property
     def attention_nbytes(self) -> int:
-        """The 5 a s / h of a block's activations."""
+        """Bytes of attention scores among a block's activations: the term 5 a s / h."""
         return 5 * self.tokens * self.a * self.sequence
 
     @property
     def block_nbytes(self) -> int:
-        """Activations of a block, but for those."""
+        """Bytes of a block's activations without attention scores."""
         alike = 10 * (1 if self.sequence_parallel else self.cards) * self.width
         return self.tokens * (alike + 8 * self.width + (8 if self.gated else 4) * self.f)
 
     def made(self) -> tuple[Layer, ...]:
-        """The layers."""
+        """Returns the layers of the model: embedding, blocks, head."""
         whole = self.block_nbytes + self.attention_nbytes
         tensor = GROWTH * self.tokens * self.width
         forward = 2 * self.matrices * self.tokens + self.attention_flop
@@ -189,7 +191,7 @@ class Decoder:
 
     @property
     def work(self) -> ModelWork:
-        """Work of a micro-batch, and the assumptions on its speed."""
+        """Arithmetic of a micro-batch, and the assumptions on its speed."""
         block = 2 * self.matrices * self.tokens + self.attention_flop
         head = 2 * self.width * self.vocabulary * self.tokens
         state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
@@ -221,10 +223,10 @@ class Decoder:
 
 
 def read_model(text: str, **more: Any) -> Decoder:
-    """The decoder that "gpt:32,4096" means: 32 blocks of width 4096.
+    """Returns the decoder that a text such as "gpt:32,4096" means: 32 blocks of width 4096.
 
     Raises:
-        JobError: It is none.
+        JobError: The text names no decoder.
     """
     found = re.fullmatch(r"gpt:(\d+),(\d+)", text)
     if found is None:

@@ -1,4 +1,5 @@
-"""The best plan for n equal devices: how many pipelines, how long, how many micro-batches each; at once, then exact.
+"""Finds the best plan for n equal devices: how many pipelines, how long, how many micro-batches each; at once, then
+exactly.
 
 Theory of operation. A pipeline of p devices takes T(p, m) seconds for m micro-batches with its best cut (`cuts`), its
 all-reduce and optimizer included, and has a capacity c_p(t) (`split`). A step of M micro-batches takes at most t if and
@@ -29,42 +30,42 @@ from chaos_lightning.planning.pipelines.cuts import CLOSE, Cutter
 from chaos_lightning.planning.pipelines.split import Filling, Pairs, Splitter
 
 LONGEST = 40
-"""Stages of a pipeline at most where there are more than `COUNTED` devices, unless memory asks for more."""
+"""Most stages of a pipeline where there are more than `COUNTED` devices, unless memory asks for more."""
 MANY = 16
-"""Pipelines that first answers are searched with; what is found is charged with its own number."""
+"""Number of pipelines with which first answers are searched; a plan that is found is charged with its own number."""
 PROMISING = 12
-"""Lengths that first answers are made of at most: those that do most per device."""
+"""Most lengths that first answers are made of: those that do most per device."""
 FINE = 2e-3
-"""How near first answers are searched, as a share of the time."""
+"""Precision of the search for first answers, as a fraction of the time."""
 ROUGH = 1e-4
-"""How near bounds that the best plan does not meet are searched, as a share of the time."""
+"""Precision of bounds that the best plan does not meet, as a fraction of the time."""
 COUNTED = 64
-"""Devices: for no more than so many the number of pipelines is a dimension of the search."""
+"""Most devices for which the number of pipelines is a dimension of the search."""
 
 
 class Alike(NamedTuple):
-    """Pipelines that are alike."""
+    """Pipelines of the same length and number of micro-batches."""
 
     stages: int
     micro_batches: int
     """Micro-batches of each of these pipelines."""
     times: int
-    """How many there are."""
+    """Number of these pipelines."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
-    """How many pipelines of which length, with which micro-batches."""
+    """Shape of a plan: how many pipelines of which length, with how many micro-batches each."""
 
     devices: int
     rows: tuple[Alike, ...]
-    """Longest first, then those with most micro-batches."""
+    """Pipelines that are alike; longest first, then those with most micro-batches."""
     charged_s: float
     """Seconds of a step, without its commit, as the search counts them."""
     bound_s: float
-    """No shape is charged less."""
+    """Lower bound of `charged_s` over all shapes."""
     exact: bool
-    """Nothing better exists over all multisets of lengths and splits, for the cuts that were found."""
+    """Whether no better shape exists over all multisets of lengths and splits, for the cuts that were found."""
 
     @property
     def pipelines(self) -> int:
@@ -72,7 +73,7 @@ class PlanShape:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """By pipeline: stages and micro-batches."""
+        """Stages and micro-batches of each pipeline."""
         return tuple((r.stages, r.micro_batches) for r in self.rows for _ in range(r.times))
 
     @property
@@ -81,20 +82,20 @@ class PlanShape:
 
     @property
     def gap(self) -> float:
-        """Share by which a better shape might be charged less."""
+        """Fraction by which a better shape might be charged less."""
         return 0.0 if self.exact else max(0.0, 1 - self.bound_s / self.charged_s)
 
 
 class _Line(NamedTuple):
-    """T(p, m) of one length, as linear in m between points."""
+    """Times T(p, m) of pipelines of one length, taken as linear in m between points."""
 
     at: tuple[int, ...]
     times_s: tuple[float, ...]
     most: int
-    """Micro-batches that memory allows."""
+    """Most micro-batches that memory allows."""
 
     def capacity(self, time_s: float) -> int:
-        """Micro-batches that it does in a time."""
+        """Returns the number of micro-batches that the pipeline does in a time (s)."""
         at, t = self.at, self.times_s
         if time_s < t[0]:
             return 0
@@ -104,9 +105,11 @@ class _Line(NamedTuple):
 
 
 Steps = tuple[Splitter[int], ...]
-"""Each takes times that are no less than those of the one before, and dearer to find out; the last one's are right."""
+"""Splitters that are tried in order: each one's times are no less than those of the one before, and cost more to find
+out; those of the last one are right.
+"""
 Caps = dict[int, int]
-"""By length: micro-batches that a pipeline does in some time; lengths that do none are left out."""
+"""Micro-batches that a pipeline of each length does in some time; lengths that do none are left out."""
 
 
 class Shapes:
@@ -114,8 +117,8 @@ class Shapes:
 
     Args:
         cutter: Cuts pipelines of such devices.
-        micro_batches: Of a step.
-        only: Which lengths are looked at; None: all.
+        micro_batches: Micro-batches of a step.
+        only: Lengths that are looked at; None: all.
     """
 
     def __init__(self, cutter: Cutter, micro_batches: int, only: Callable[[int], bool] | None = None) -> None:
@@ -125,7 +128,7 @@ class Shapes:
         self._bounds = self._by_steps(lambda p, m, count: cutter.row(p).bound_s(m, count))
         self.splitter = self._exact[-1]
         self._asked = defaultdict[object, dict[int, int]](dict)
-        """By search: by length: how many steps were taken to find out its capacity."""
+        """Number of steps that were taken to find out the capacity of each length, by search."""
         self.longest = min(cutter.count, LONGEST)
         if not any(self._line(p) for p in range(1, self.longest + 1)):
             self.longest = cutter.count
@@ -133,7 +136,7 @@ class Shapes:
     # ------------------------------------------------------------------------------------------------ times
 
     def time_s(self, stages: int, m: int, pipelines: int) -> float:
-        """T(p, m) beside `pipelines - 1` others; infinite where nothing fits."""
+        """Returns T(p, m), seconds of a pipeline beside `pipelines - 1` others; infinity where no cut fits."""
         cut = self.cutter.best(stages, m, pipelines)
         return math.inf if cut is None else cut.charged_s
 
@@ -161,7 +164,9 @@ class Shapes:
         return _Line(tuple(sorted(cuts)), times, row.most_micro_batches(cuts[last], self.total))
 
     def _by_steps(self, time_s: Callable[[int, int, int], float]) -> Steps:
-        """For lengths of which all cuts are tried, by a bound first."""
+        """Returns splitters by a cheap bound first, for lengths of which all cuts are tried, and then by the times
+        themselves.
+        """
 
         def least_s(p: int, m: int, pipelines: int) -> float:
             row = self.cutter.row(p)
@@ -181,7 +186,7 @@ class Shapes:
     # ------------------------------------------------------------------------------------------------ answers
 
     def first(self, devices: int) -> PlanShape | None:
-        """A good shape at once; None where no pipeline of at most so many devices fits into memory."""
+        """Returns a good shape at once; None where no pipeline of at most so many devices fits into memory."""
         lengths = self._lengths(devices)
         shortest = next((line for p in lengths if (line := self._line(p))), None)
         if shortest is None:
@@ -215,28 +220,30 @@ class Shapes:
         return self.over(devices, best, high)
 
     def over(self, devices: int, lengths: Collection[int], near_s: float = 0.0) -> PlanShape | None:
-        """The best split of the micro-batches over pipelines of given lengths; None: there are none, or none fits.
+        """Returns the best split of the micro-batches over pipelines of given lengths; None: there are none, or none
+        fits.
 
         Args:
-            devices: How many there are.
-            lengths: Of the pipelines.
-            near_s: About how long it takes, if that is known.
+            devices: Number of devices.
+            lengths: Lengths of the pipelines.
+            near_s: Approximate seconds of the step, if known.
         """
         chosen = sorted(lengths, reverse=True)[: self.total]
         return self._shape(devices, self.splitter.over(chosen, near_s)) if chosen else None
 
     def exact(self, devices: int) -> PlanShape | None:
-        """The best shape; None where no pipeline of at most so many devices fits into memory."""
+        """Returns the best shape; None where no pipeline of at most so many devices fits into memory."""
         lengths, first = self._lengths(devices), self.first(devices)
         best = Filling(first.pairs, first.charged_s, 0.0) if first else None
         return self._shape(devices, self._best(self._exact, devices, lengths, best))
 
     def bound_s(self, devices: int, near_s: float = math.inf) -> float:
-        """No step takes less without its commit, whatever the lengths, splits and cuts.
+        """Returns the least seconds of a step without its commit, whatever the lengths, splits and cuts; infinity if no
+        pipeline fits.
 
         Args:
-            devices: How many there are.
-            near_s: What the best shape is charged; a bound beyond it is not looked for.
+            devices: Number of devices.
+            near_s: Seconds that the best shape is charged; a bound beyond that is not looked for.
         """
         lengths, steps = self._lengths(devices, every=True), self._bounds
         if not lengths:
@@ -262,7 +269,7 @@ class Shapes:
         lengths: list[int],
         best: Filling[int] | None,
     ) -> Filling[int] | None:
-        """The best filling, and a bound of all, by the times of the last step; None where nothing fits."""
+        """Returns the best filling, and a bound of all, by the times of the last step; None where nothing fits."""
         best = best or (self._relaxed(steps, devices, lengths, 1, None) if lengths else None)
         if best is None:
             return None
@@ -283,7 +290,7 @@ class Shapes:
         best: Filling[int] | None,
         close: float = CLOSE,
     ) -> Filling[int] | None:
-        """The best filling of any number of pipelines that are charged as if they were `pipelines`."""
+        """Returns the best filling of any number of pipelines that are charged as if they were `pipelines`."""
 
         def filled(time_s: float) -> tuple[Pairs[int] | None, float]:
             return self._filled(steps, lengths, time_s, pipelines, lambda caps: _fill(caps, devices, self.total))
@@ -298,7 +305,8 @@ class Shapes:
         pipelines: int,
         fill: Callable[[Caps], list[int] | None],
     ) -> tuple[Pairs[int] | None, float]:
-        """Pipelines that `fill` chooses by capacities, which are found out only for lengths that it would choose.
+        """Returns the pipelines that `fill` chooses by capacities, which are found out only for lengths that it would
+        choose.
 
         The others are taken to do what `DeviceRow.floor_s` lets them, which is more.
 
@@ -321,7 +329,7 @@ class Shapes:
         return self.cutter.row(stages).floor_s(m, pipelines)
 
     def _most(self, stages: int, time_s: float, pipelines: int) -> int:
-        """No more micro-batches does a pipeline do in a time."""
+        """Returns the most micro-batches that a pipeline may do in a time, by a bound (`DeviceRow.floor_s`)."""
         return min(self.total, self.cutter.row(stages).most(time_s, pipelines))
 
     def _looked_up(
@@ -334,13 +342,14 @@ class Shapes:
         """Returns what `fill` chooses, by capacities that are found out only for lengths which it would choose.
 
         Args:
-            most: By length: no capacity is larger.
-            capacities: Of a length; each is at most the one before and dearer to find out, and the last one is right.
-            fill: Chooses lengths, or none.
-            asked: By length: how many steps are taken at once, as an earlier call had to; kept up to date.
+            most: Upper bound of the capacity of each length.
+            capacities: Functions of a length that return its capacity; each is at most the one before and dearer to
+                find out, and the last one is right.
+            fill: Function that chooses lengths, or none.
+            asked: Number of steps that are taken at once for each length, as an earlier call had to; kept up to date.
 
         Returns:
-            What was chosen, the capacities, and by length how many steps were taken.
+            The chosen lengths, the capacities, and the number of steps that were taken for each length.
         """
         caps, taken = dict(most), {p: asked.get(p, 0) for p in most}
         unknown = [p for p, k in taken.items() if k]
@@ -366,7 +375,7 @@ class Shapes:
         return replace(best, bound_s=low.bound_s if low.bound_s < limit else best.time_s)
 
     def _few(self, steps: Steps, devices: int, lengths: list[int], time_s: float) -> int:
-        """How few pipelines at least do all micro-batches in a time, charged for their own number."""
+        """Returns the least number of pipelines that do all micro-batches in a time, charged for their own number."""
         # Two pipelines of the longest kind do half of the micro-batches each, at least one stage in the mean time.
         mean_s = self.cutter.row(1).fastest.both[-1] / lengths[-1]
         few = 3 if self.total / 2 * mean_s > time_s else 1
@@ -375,7 +384,9 @@ class Shapes:
         return few
 
     def _fewest(self, steps: Steps, lengths: list[int], time_s: float, pipelines: int, devices: int) -> int:
-        """No fewer pipelines do all micro-batches in a time; `devices` + 1: no number of them does."""
+        """Returns the least number of pipelines that do all micro-batches in a time; `devices` + 1 if no number of them
+        does.
+        """
         least = devices + 1
 
         def fill(caps: Caps) -> list[int] | None:
@@ -387,7 +398,7 @@ class Shapes:
         return least
 
     def _counted(self, steps: Steps, devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
-        """The best filling, with the number of pipelines as a dimension of the knapsack."""
+        """Returns the best filling, with the number of pipelines as a dimension of the knapsack."""
         for pipelines in range(1, min(devices, self.total) + 1):
             limit = best.time_s * (1 - 10 * CLOSE)
             some, _ = self._filled(steps, lengths, limit, pipelines, lambda caps: _fill(caps, devices, self.total))
@@ -416,7 +427,7 @@ class Shapes:
 
 
 def _useful(caps: Caps, devices: int) -> list[tuple[int, int]]:
-    """Lengths that do more than every shorter one, shortest first."""
+    """Returns (length, capacity) of lengths that do more than every shorter one, shortest first."""
     found: list[tuple[int, int]] = []
     for p in sorted(caps):
         if p <= devices and (not found or caps[p] > found[-1][1]):
@@ -425,7 +436,9 @@ def _useful(caps: Caps, devices: int) -> list[tuple[int, int]]:
 
 
 def _fill(caps: Caps, devices: int, total: int) -> list[int] | None:
-    """Lengths with a sum of at most `devices` that do at least `total`; None if there are none."""
+    """Returns lengths with a sum of at most `devices` that do at least `total` micro-batches; None if there are
+    none.
+    """
     items = _useful(caps, devices)
     if not items:
         return None
@@ -459,7 +472,9 @@ def _fill(caps: Caps, devices: int, total: int) -> list[int] | None:
 
 
 def _fill_counted(caps: Caps, devices: int, total: int, most: int) -> list[int] | None:
-    """As `_fill`, of at most `most` lengths."""
+    """Returns at most `most` lengths with a sum of at most `devices` that do at least `total`; None if there are
+    none.
+    """
     items = _useful(caps, devices)
     rows = [[0] * (devices + 1)]
     while rows[-1][-1] < total:
@@ -485,10 +500,11 @@ def _fill_counted(caps: Caps, devices: int, total: int, most: int) -> list[int] 
 
 
 def _fewest(caps: Caps, devices: int, total: int) -> tuple[int, list[int] | None]:
-    """No fewer pipelines do `total` on `devices`: the linear program over one or two lengths, rounded up.
+    """Returns the least number of pipelines that do `total` on `devices`: the linear program over one or two lengths,
+    rounded up.
 
     Returns:
-        Their number and lengths; `devices` + 1 and None where no number of them does.
+        Their number and lengths; `devices` + 1 and None if no number of pipelines does.
     """
     items = _useful(caps, devices)
     best, chosen = math.inf, list[int]()

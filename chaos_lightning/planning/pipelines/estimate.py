@@ -1,4 +1,4 @@
-"""How long a step of a plan takes and how much memory each device needs, by running it in virtual time.
+"""Estimates how long a step of a plan takes and how much memory each device needs, by running the step in virtual time.
 
 Theory of operation. Each pipeline runs its instruction lists (`timing`), with hops over the links between its own
 devices; pipelines that share micro-batches, for these make detours, run together (`lists`). While the last backward
@@ -31,24 +31,24 @@ class StepEstimate:
 
     step_s: float
     compute_s: float
-    """When the last backward unit ends."""
+    """Second at which the last backward unit ends."""
     reduced_s: float
-    """When the last all-reduce ends."""
+    """Second at which the last all-reduce ends."""
     commit_s: float
-    """From there to the record at all devices."""
+    """Seconds from there until all devices have the record."""
     optimizer_s: float
-    """Optimizer's seconds at the slowest device."""
+    """Seconds of the optimizer at the slowest device."""
     memory: dict[str, MemoryUse]
-    """By device, peaks."""
+    """Peak memory by device."""
     reduces: tuple[Reduce, ...] = ()
-    """By group."""
+    """All-reduce of each group."""
     ends_s: Mapping[str, float] = field(default_factory=dict)
-    """By device: when its last backward unit ends."""
+    """Second at which each device ends its last backward unit."""
     run: tuple[Fleet, Ran] | None = field(default=None, repr=False, compare=False)
-    """The run of the pipelines that share micro-batches; `plan_lists` writes its lists."""
+    """Run of the pipelines that share micro-batches; `plan_lists` writes its lists."""
 
     def over(self, job: TrainingJob) -> dict[str, int]:
-        """By device: bytes that it lacks."""
+        """Returns the bytes that each device lacks; devices with enough memory are absent."""
         return {
             name: short
             for name, use in self.memory.items()
@@ -58,22 +58,22 @@ class StepEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """The all-reduce of one group."""
+    """All-reduce of one group of layers."""
 
     first: int
     end: int
     owners: int
     ready_s: float
-    """When the last owner has all of it."""
+    """Second at which the last owner has all of the group's gradients."""
     start_s: float
-    """When its first layer begins at the owner that ends last."""
+    """Second at which the first layer begins at the owner that ends last."""
     end_s: float
     alone_s: float
-    """Seconds that it takes on its links, once all of it is ready."""
+    """Seconds that the all-reduce takes on its links, once all gradients are ready."""
 
 
 def pipeline_times(job: TrainingJob, pipeline: Pipeline) -> PipelineTimes:
-    """Units and hops of a pipeline whose places are all filled."""
+    """Returns the times of units and hops of a pipeline whose places are all filled."""
     c, o = job.costs, job.overheads
     stages = pipeline.stages
     speeds = [job.by_name[s.device].speed for s in stages]
@@ -93,13 +93,14 @@ def _ends(times: PipelineTimes, micro_batches: int, extra: int) -> tuple[float, 
 
 
 def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS, quick: bool = False) -> StepEstimate:
-    """Runs one step of a plan.
+    """Returns the estimated costs of one step of a plan.
 
     Args:
         job: The job; it has all devices of the plan.
-        plan: Checked. Detours are followed.
-        caps: Where there are detours: in flight beyond 1F1B's, as memory allows; the best is taken.
-        quick: Where there are detours: try few orders of their units, as a running job does that waits for an answer.
+        plan: Plan that was checked. Detours are followed.
+        caps: Numbers of micro-batches in flight beyond 1F1B's that are tried, as memory allows; used for detours only.
+        quick: Whether few orders of units are tried, as in a running job that waits for an answer; used for detours
+            only.
     """
     ends: dict[str, float] = {}
     memory: dict[str, MemoryUse] = {}
@@ -121,13 +122,14 @@ def estimate(job: TrainingJob, plan: PipelinePlan, *, caps: Sequence[int] = CAPS
 
 
 def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory: dict[str, MemoryUse]) -> StepEstimate:
-    """From the ends of the last backward units to the end of the step.
+    """Returns the estimate of a step whose last backward units end at given times: adds all-reduces, commit and
+    optimizer.
 
     Args:
         job: The job.
         plan: The plan.
-        ends: By device: when its last backward unit ends, in seconds.
-        memory: By device.
+        ends: Second at which each device ends its last backward unit.
+        memory: Memory use by device.
     """
     reduces = all_reduces(job, plan, ends)
     compute = max(ends.values(), default=0.0)
@@ -144,7 +146,7 @@ def finish(job: TrainingJob, plan: PipelinePlan, ends: dict[str, float], memory:
 
 
 def _tied_s(job: TrainingJob, plan: PipelinePlan, reduces: Sequence[Reduce]) -> float:
-    """Returns when the gradient that the first and the last layer share is the same at all owners of both.
+    """Returns the second at which all owners of the first and the last layer have the gradient that these share.
 
     Each layer's owners reduce it among themselves first, as Megatron-LM does (Narayanan et al., arXiv 2104.04473).
     """
@@ -161,18 +163,18 @@ def all_reduces(
     ends: Mapping[str, float],
     groups: Iterable[tuple[range, Sequence[str]]] | None = None,
 ) -> list[Reduce]:
-    """When each group is reduced, in the order of sending.
+    """Returns the all-reduce of each group, in the order of sending.
 
     Args:
         job: The job.
         plan: The plan.
-        ends: By device: when its last backward unit ends, in seconds.
+        ends: Second at which each device ends its last backward unit.
         groups: Layers and their owners, if they are not to be the plan's groups.
     """
     stage_of = {s.device: s for p in plan.pipelines for s in p.stages if s.device != VACANT}
     waiting = []
     for group, owners in zip(plan.groups, plan.owners, strict=True) if groups is None else groups:
-        # By speed: when the last owner would be through with its layers, were there some down to 0.
+        # Second at which the last owner of each speed would be through, if its layers went down to 0.
         through: dict[float, float] = {}
         for name in owners:
             speed = job.by_name[name].speed
@@ -194,13 +196,14 @@ def all_reduces(
 
 
 def _sent_s(job: TrainingJob, group: range, owners: Sequence[str], ready_s: Sequence[float]) -> tuple[float, float]:
-    """When the all-reduce of a group ends if links are free, and what it takes once everything is ready.
+    """Returns the second at which the all-reduce of a group ends if links are free, and the seconds that it takes once
+    everything is ready.
 
     Args:
         job: The job.
-        group: Its layers.
-        owners: Of these layers.
-        ready_s: By layer of the group: when all owners have its gradients.
+        group: Layers of the group.
+        owners: Owners of these layers.
+        ready_s: Second at which all owners have the gradients, by layer of the group.
     """
     gradients, link = job.costs.gradients, slowest_link(job, owners)
     sizes = (gradients[x + 1] - gradients[group.start] for x in group)
@@ -209,7 +212,9 @@ def _sent_s(job: TrainingJob, group: range, owners: Sequence[str], ready_s: Sequ
 
 
 def slowest_link(job: TrainingJob, owners: Sequence[str]) -> LinkRate:
-    """The slowest link that trees among these devices have to use: of a chain in which hosts stay together."""
+    """Returns the slowest link that trees among these devices have to use: that of a chain in which hosts stay
+    together.
+    """
     if len(owners) < 2:
         return LinkRate()
     return min(
@@ -226,7 +231,7 @@ def _links(job: TrainingJob, chain: Sequence[str]) -> list[LinkRate]:
 
 
 def timelines(job: TrainingJob, plan: PipelinePlan) -> list[ScheduleRun]:
-    """By pipeline: when each unit runs; a worker is a stage. For plans without detours, to be drawn."""
+    """Returns when each unit of each pipeline runs, to be drawn; a worker is a stage. The plan must have no detours."""
     found = []
     for p in plan.pipelines:
         lists: Sequence[Sequence[Instruction]] = one_f_one_b(len(p.stages), p.micro_batches, plan.in_flight_extra)

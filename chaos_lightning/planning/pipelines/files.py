@@ -1,4 +1,4 @@
-"""Files of jobs: YAML or JSON in, a `TrainingJob` out, or a line for each thing that is wrong; and back.
+"""Reads jobs from YAML or JSON files into a `TrainingJob`, or tells in a line each what is wrong; and writes them.
 
     micro_batches: 32
     layers:
@@ -89,11 +89,11 @@ class DeviceEntry:
 
     device: Device
     count: int | None = None
-    """Cards, where `tensor_parallel` is given; else devices."""
+    """Number of cards if `tensor_parallel` is given; else number of devices."""
     per_host: int = 0
-    """So many of them, one after the other, are on one host; hosts are called host0, host1, ... through the file."""
+    """Number of these on one host, one after the other; hosts are called host0, host1, ... through the file."""
     hosts: tuple[str, ...] = ()
-    """They are spread over these, in order."""
+    """Hosts over which these are spread, in order."""
 
     def __post_init__(self) -> None:
         check_number("count", 1 if self.count is None else self.count, least=1)
@@ -102,10 +102,10 @@ class DeviceEntry:
             raise JobError("host, per_host and hosts say the same; expected one of them")
 
     def made(self, count: int, tensor_parallel: int, first_host: int) -> Iterator[Device]:
-        """So many devices.
+        """Yields the devices that this entry stands for.
 
         Args:
-            count: How many cards.
+            count: Number of cards.
             tensor_parallel: Cards of one device.
             first_host: Number of the next host that has no name.
         """
@@ -136,14 +136,14 @@ class JobFile:
     """Micro-batches of one optimizer step, over all pipelines."""
     layers: tuple[LayerEntry, ...] = ()
     decoder: Decoder | None = None
-    """A decoder model by formula, instead of layers."""
+    """Decoder model by formula, instead of layers."""
     devices: tuple[DeviceEntry, ...]
     tensor_parallel: int = 1
     """Cards of one device. Then `count`, `per_host`, `memory_nbytes` of devices are of cards; times are a device's."""
     samples: int | None = None
-    """In one micro-batch; by default the decoder's, else 1."""
+    """Samples in one micro-batch; by default the decoder's, else 1."""
     tied_nbytes: int = 0
-    """Gradients that the first and the last layer share; a decoder says so by `tied`."""
+    """Bytes of the gradients that the first and the last layer share; a decoder says so by `tied`."""
     within_host: LinkRate = field(default_factory=LinkRate)
     between_hosts: LinkRate = field(default_factory=LinkRate)
     links: tuple[NamedLink, ...] = ()
@@ -171,13 +171,13 @@ class JobFile:
             seen.add(entry.layer.name)
 
     def job(self, devices: int | None = None) -> TrainingJob:
-        """The job.
+        """Returns the job that the file describes.
 
         Args:
-            devices: So many instead of those in the file: the first ones, or more of the last kind.
+            devices: Number of devices instead of those in the file: the first ones, or more of the last kind.
 
         Raises:
-            JobError: It cannot be.
+            JobError: The file describes no possible job.
         """
         if self.decoder is not None:
             layers = replace(self.decoder, cards=self.tensor_parallel).made()
@@ -231,14 +231,14 @@ CARDS_PER_HOST, CARDS, WITHIN, BETWEEN = (
 
 
 def find_job(model: str, devices: int | None = None) -> TrainingJob:
-    """The job of a file, or of "gpt:LAYERS,WIDTH" on cards that are alike.
+    """Returns the job of a file, or of "gpt:LAYERS,WIDTH" on cards that are alike.
 
     Args:
-        model: A path, or a formula.
-        devices: So many instead of those in the file, or of eight.
+        model: Path of a file, or a formula.
+        devices: Number of devices instead of those in the file, or of eight.
 
     Raises:
-        JobError: It cannot be.
+        JobError: The job cannot be.
     """
     if not model.startswith("gpt:"):
         return read_job(model, devices)
@@ -255,12 +255,12 @@ def read_job(path: str | Path, devices: int | None = None) -> TrainingJob:
     """Reads a job: `.json` is JSON, everything else YAML.
 
     Args:
-        path: Of the file.
-        devices: So many instead of those in the file.
+        path: Path of the file.
+        devices: Number of devices instead of those in the file.
 
     Raises:
-        JobError: It cannot be read, or says something that cannot be: a line for each thing, with file, field, what was
-            given and what was expected.
+        JobError: The file cannot be read, or says something that cannot be: a line for each thing, with file, field,
+            what was given and what was expected.
     """
     source = Path(path)
     try:
@@ -275,15 +275,15 @@ def read_job(path: str | Path, devices: int | None = None) -> TrainingJob:
 
 
 def job_of(about: Any, source: str | Path = "job", devices: int | None = None) -> TrainingJob:
-    """The job that a tree of a file describes, or `to_dict` made.
+    """Returns the job that a file's values describe, or a result of `to_dict`.
 
     Args:
         about: Mappings, lists, texts and numbers.
-        source: What errors name.
-        devices: So many instead of those in it.
+        source: Name of the source in errors.
+        devices: Number of devices instead of those described.
 
     Raises:
-        JobError: It is none.
+        JobError: The values describe no job.
     """
     from pydantic import ValidationError
 
@@ -310,7 +310,9 @@ def _adapter() -> Any:
 
 
 def _in_numbers(value: Any, path: str, problems: list[str], depth: int = 0) -> Any:
-    """The tree with each quantity as a number in its field's unit."""
+    """Returns the tree with each quantity as a number in its field's unit; notes texts that are no quantities in
+    `problems`.
+    """
     if depth > _MAX_DEPTH:
         raise JobError(f"{path}: nested more than {_MAX_DEPTH} deep")
     if isinstance(value, list | tuple):
@@ -326,7 +328,7 @@ def _in_numbers(value: Any, path: str, problems: list[str], depth: int = 0) -> A
 
 
 def _number(value: Any, unit: str, path: str, problems: list[str]) -> Any:
-    """The number that a text says; anything else as it is."""
+    """Returns the number that a text says; any other value unchanged."""
     parse, expected = _UNITS[unit]
     if isinstance(value, float) and value.is_integer() and unit == "_nbytes":
         return int(value)
@@ -340,7 +342,7 @@ def _number(value: Any, unit: str, path: str, problems: list[str]) -> Any:
 
 
 def _in_parts(tree: Any) -> Any:
-    """The tree with each entry's layer or device as a mapping of its own."""
+    """Returns the tree with each entry's layer or device as a mapping of its own."""
     if not isinstance(tree, dict):
         return tree
     found = dict(tree)
@@ -357,14 +359,14 @@ def _in_parts(tree: Any) -> Any:
 
 
 _PARTS: dict[str, tuple[type, str]] = {"layers": (LayerEntry, "layer"), "devices": (DeviceEntry, "device")}
-"""By key: what an entry is read into, and the field there that has what is the layer's or device's own."""
+"""Class into which an entry is read, by key, and its field for the values of the layer or device itself."""
 
 
 # ------------------------------------------------------------------------------------------------ in words
 
 
 def _in_words(error: Mapping[str, Any]) -> str:
-    """One line about what pydantic found."""
+    """Returns in one line an error that pydantic found."""
     kind, loc, given = error["type"], error["loc"], error["input"]
     if len(loc) > 2 and loc[0] in _PARTS and loc[2] == _PARTS[loc[0]][1]:
         loc = (*loc[:2], *loc[3:])
@@ -385,7 +387,9 @@ def _in_words(error: Mapping[str, Any]) -> str:
 
 
 def _below(path: str, problem: str, given: Any) -> str:
-    """A problem that a dataclass found: behind the name of the layer or device its first word may be a field."""
+    """Returns the text of an error that a dataclass raised, behind its place in the file; its first word may be a field
+    there.
+    """
     name = given.get("name") if isinstance(given, Mapping) else None
     for words in (f"layer {name!r}: ", f"device {name!r}: ", "a link's ", f"{path}: "):
         problem = problem.removeprefix(words)
@@ -413,7 +417,7 @@ _CLASSES: dict[str, type] = {
     "overheads": Overheads,
     "memory": MemoryRules,
 }
-"""By the first key of a place: of what class the value there is."""
+"""Class of the value at a place in the file, by the place's first key."""
 
 
 def _known(loc: Sequence[str | int]) -> list[str]:
@@ -424,7 +428,7 @@ def _known(loc: Sequence[str | int]) -> list[str]:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a file, for editors."""
+    """Returns the JSON schema of a file, for editors."""
     found: dict[str, Any] = _adapter().json_schema()
     found["title"] = "A job of chaos-lightning plan"
     for entry, part in _PARTS.values():
@@ -444,7 +448,7 @@ def schema() -> dict[str, Any]:
 
 
 def to_dict(job: TrainingJob) -> dict[str, Any]:
-    """A value of JSON; `job_of` makes it the job again. What has its default is left out."""
+    """Returns the job as a value for JSON, from which `job_of` makes the job again. Defaults are left out."""
     about: dict[str, Any] = {"micro_batches": job.micro_batches}
     for name, value in (
         ("layers", job.layers),

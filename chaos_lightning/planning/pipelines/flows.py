@@ -1,4 +1,4 @@
-"""The cheapest flow through a small network, in whole numbers of any size: exact.
+"""Finds the cheapest flow through a small network, in whole numbers of any size, exactly.
 
 Theory of operation. Successive shortest paths: each is found by Dijkstra's algorithm on costs that potentials have made
 non-negative, and takes as much as fits. A search ends at the sink, so it sees a small part of the network. With costs
@@ -12,10 +12,10 @@ from heapq import heappop, heappush
 
 
 class FlowNetwork:
-    """Arcs with capacities and costs.
+    """Flow network: arcs with capacities and costs.
 
     Args:
-        nodes: How many; they are numbered from 0.
+        nodes: Number of nodes; they are numbered from 0.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -25,7 +25,7 @@ class FlowNetwork:
         self._left: list[int] = []
         self._potential = [0] * nodes
         self.reached: set[int] = set()
-        """The nodes that the last search of `send` came to."""
+        """Nodes that the last search of `send` came to."""
 
     def arc(self, tail: int, head: int, capacity: int, cost: int = 0) -> int:
         """Adds an arc of a cost of at least 0; returns its number."""

@@ -1,4 +1,4 @@
-"""Where the devices of a fleet of equal ones stand: a shape, and the places in it that losses have left vacant.
+"""Keeps the places of devices in a fleet of equal ones: a shape, and the places in it that losses have left vacant.
 
 Theory of operation. A `Formation` is to a `PlanShape` what a plan with vacant stages is to one without: it knows by row
 and stage how many places nobody fills. Places are numbered through the pipelines, the longest first, stage by stage.
@@ -34,23 +34,23 @@ from chaos_lightning.planning.pipelines.templates import FAULTS, oobleck, symmet
 from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
 FINE = 1000
-"""Beyond so many devices plans are searched for some numbers of them only, so that one in `FINE` is idle at most."""
+"""Number of devices beyond which plans are searched for some numbers only, so that one in `FINE` is idle at most."""
 
 
 @dataclass(frozen=True)
 class Formation:
-    """A shape with vacant places."""
+    """Shape of a plan, with vacant places."""
 
     shape: PlanShape
     cuts: tuple[tuple[int, ...], ...]
-    """By row of the shape: first layer of each stage, and the number of layers."""
+    """First layer of each stage, and the number of layers, by row of the shape."""
     vacant: frozenset[int] = frozenset()
     shadowed: bool = False
-    """Each device also holds the stage behind its own, and takes it over when that one's device is lost."""
+    """Whether each device also holds the stage behind its own, and takes it over when that one's device is lost."""
 
     @cached_property
     def starts(self) -> list[int]:
-        """By row: its first place; then the number of places."""
+        """First place of each row; then the number of places."""
         found = [0]
         for r in self.shape.rows:
             found.append(found[-1] + r.times * r.stages)
@@ -61,13 +61,13 @@ class Formation:
         return self.starts[-1]
 
     def seat(self, place: int) -> tuple[int, int, int]:
-        """Row, pipeline of that row, and stage of a place."""
+        """Returns row, pipeline of that row, and stage of a place."""
         row = bisect_right(self.starts, place) - 1
         return (row, *divmod(place - self.starts[row], self.shape.rows[row].stages))
 
     @cached_property
     def holes(self) -> tuple[tuple[int, ...], ...]:
-        """By row and stage: places that nobody fills."""
+        """Number of vacant places, by row and stage."""
         found = [[0] * r.stages for r in self.shape.rows]
         for place in self.vacant:
             row, _, stage = self.seat(place)
@@ -75,7 +75,7 @@ class Formation:
         return tuple(map(tuple, found))
 
     def without(self, places: Iterable[int]) -> Formation:
-        """After these places have lost their devices."""
+        """Returns the formation after these places have lost their devices."""
         more = frozenset(places) - self.vacant
         if not more:
             return self
@@ -88,7 +88,9 @@ class Formation:
         return found
 
     def filled(self, newcomers: int) -> Formation:
-        """After newcomers have taken vacant places, where most are vacant first."""
+        """Returns the formation after newcomers have taken vacant places; stages with most vacant places are filled
+        first.
+        """
         by_stage: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place in sorted(self.vacant, reverse=True):
             row, _, stage = self.seat(place)
@@ -101,7 +103,7 @@ class Formation:
 
     @cached_property
     def broken(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """By (row, pipeline): its vacant stages."""
+        """Vacant stages of each pipeline that has any, by (row, pipeline)."""
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place in sorted(self.vacant):
             row, pipeline, stage = self.seat(place)
@@ -109,7 +111,7 @@ class Formation:
         return {key: tuple(stages) for key, stages in found.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """A value of JSON."""
+        """Returns the formation as a value for JSON."""
         return {
             "rows": [r._asdict() | {"cut": list(at)} for r, at in zip(self.shape.rows, self.cuts, strict=True)],
             "vacant": sorted(self.vacant),
@@ -127,7 +129,7 @@ class _Group:
     first: int
     end: int
     owners: tuple[tuple[int, int], ...]
-    """(row, stage)."""
+    """Stages that hold these layers, as (row, stage)."""
 
 
 @lru_cache(maxsize=1024)
@@ -143,23 +145,23 @@ class Pauses:
     """Costs of changing a plan, in seconds."""
 
     reroute_s: float = 0.0
-    """Until micro-batches go other ways."""
+    """Seconds until micro-batches go other ways."""
     fill_s: float = 0.0
-    """Until newcomers take vacant places between two steps; they load beside training."""
+    """Seconds until newcomers take vacant places between two steps; they load beside training."""
     move_s: float = 8.2
-    """Until layers have moved and other pipelines train."""
+    """Seconds until layers have moved and other pipelines train."""
     reload_s: float = 60.0
-    """To read a checkpoint, beside a move."""
+    """Seconds to read a checkpoint, beside those of a move."""
     checkpoint_s: float = 1800.0
-    """Between two checkpoints."""
+    """Seconds between two checkpoints."""
 
 
 class EqualFleet:
     """Plans for a job on any number of devices of one kind; each is searched once.
 
     Args:
-        job: Its first device stands for all; how many there are matters for hosts alone.
-        pauses: What changes cost.
+        job: Job whose first device stands for all; the number of devices matters for hosts alone.
+        pauses: Seconds that changes of the plan cost.
     """
 
     def __init__(self, job: TrainingJob, pauses: Pauses | None = None) -> None:
@@ -175,7 +177,7 @@ class EqualFleet:
 
     @cached_property
     def shadowed(self) -> Shapes:
-        """For devices that also hold the stage behind their own and run its forward passes, as Bamboo's do."""
+        """Shapes for devices that also hold the stage behind their own and run its forward passes, as Bamboo's do."""
 
         def twice(x: Layer) -> Layer:
             return replace(
@@ -190,12 +192,12 @@ class EqualFleet:
     # ------------------------------------------------------------------------------------------------ plans
 
     def formation(self, kind: str, devices: int, was: PlanShape | None = None) -> Formation | None:
-        """The plan of a kind for so many devices; None where none fits.
+        """Returns the plan of a kind for so many devices; None where none fits.
 
         Args:
-            kind: Who looks for it.
-            devices: How many there are.
-            was: The shape before, which `algorithm1` stays near.
+            kind: Name of the search (`_KINDS`).
+            devices: Number of devices.
+            was: Shape before; `algorithm1` stays near it.
         """
         rounded = devices - devices % max(1, devices // FINE)
         key = (kind, rounded, was if kind == "algorithm1" else None)
@@ -213,7 +215,7 @@ class EqualFleet:
     # ------------------------------------------------------------------------------------------------ times
 
     def live(self, f: Formation) -> list[int]:
-        """By group of layers: how many hold them."""
+        """Returns the number of devices that hold each group of layers."""
         rows = f.shape.rows
         found = [sum(rows[r].times - f.holes[r][s] for r, s in g.owners) for g in _groups(f.cuts)]
         if f.shadowed:
@@ -222,7 +224,9 @@ class EqualFleet:
         return found
 
     def guests(self, f: Formation) -> list[tuple[int, ...]]:
-        """By row and stage: guests of each device; no group may be without an owner."""
+        """Returns the guests of each device (micro-batches of vacant places), by row and stage; every group must have
+        an owner.
+        """
         rows, both = f.shape.rows, self._both
         found = [[0.0] * r.stages for r in rows]
         for g, live in zip(_groups(f.cuts), self.live(f), strict=True):
@@ -235,7 +239,7 @@ class EqualFleet:
         return [tuple(math.ceil(x - 1e-9) for x in row) for row in found]
 
     def step_s(self, f: Formation, slow: Mapping[int, float] | None = None) -> float:
-        """Seconds of a step; `slow` has the speeds of devices by place, where they are not 1."""
+        """Returns the seconds of a step; `slow` has the speeds of devices by place, where they are not 1."""
         slow = slow or {}
         if f.shadowed:
             return self._shadowed_step_s(f)
@@ -287,7 +291,7 @@ class EqualFleet:
         return longest + self.commit_s
 
     def lacks(self, f: Formation) -> str:
-        """Returns in words for what a formation with guests has no memory; "": all fits."""
+        """Returns in words what a formation with guests lacks memory for; "": all fits."""
         if not f.vacant or f.shadowed:
             return ""
         for r, at, guests in zip(f.shape.rows, f.cuts, self.guests(f), strict=True):
@@ -300,7 +304,7 @@ class EqualFleet:
 
 
 Finder = Callable[[Shapes, int, PlanShape | None], PlanShape | None]
-"""Looks for a shape for so many devices; given is the shape before."""
+"""Function that looks for a shape for so many devices; the last argument is the shape before."""
 
 _KINDS: dict[str, Finder] = {
     "best": lambda shapes, devices, was: shapes.exact(devices),
@@ -309,31 +313,33 @@ _KINDS: dict[str, Finder] = {
     "algorithm1": algorithm1,
     "symmetric": lambda shapes, devices, was: symmetric(shapes, devices),
 }
-"""By name: who looks for shapes."""
+"""Function that looks for shapes, by the kind's name."""
 
 
 @dataclass(kw_only=True)
 class EqualOptions:
-    """The ways to go on that a fleet of equal devices has at a moment; what is None is not possible."""
+    """Ways to go on that a fleet of equal devices has at a moment; a method returns None for a way that is not
+    possible.
+    """
 
     fleet: EqualFleet
     before: Formation | None
-    """The plan in force, the places of the lost vacant; None: nothing has begun."""
+    """Plan in force, with the places of lost devices vacant; None: nothing has begun."""
     devices: int
-    """All that are there."""
+    """Number of all devices that are there."""
     idle: int = 0
-    """Number of those without a place that are not slow."""
+    """Number of devices without a place that are not slow."""
     slow: Mapping[int, float] = field(default_factory=dict)
-    """By place: the speed of its device where it is below 1."""
+    """Speeds of devices below 1, by place."""
     slow_idle: int = 0
     lost: bool = True
-    """A loss asks for the decision, so that the open step is run again."""
+    """Whether a loss is the cause of the decision, so that the open step is run again."""
     running_s: float | None = None
-    """A step of the plan that was in force; None: as long as without vacant places."""
+    """Seconds of a step of the plan that was in force; None: as long as without vacant places."""
     size_shares: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
-    """By devices that one loss takes: its probability."""
+    """Probability that a loss takes so many devices, by that number."""
     void_samples: float = 0.0
-    """Committed since the newest checkpoint."""
+    """Samples that were committed since the newest checkpoint."""
 
     def _candidate(self, f: Formation, kind: str, transition_s: float, redo_s: float, step_s: float) -> PlanCandidate:
         return PlanCandidate(
@@ -351,7 +357,7 @@ class EqualOptions:
         )
 
     def _distinct(self, f: Formation) -> list[int]:
-        """How many hold the layers of each set of owners."""
+        """Returns the number of devices that hold the layers of each set of owners."""
         rows, found = f.shape.rows, {}
         for g, live in zip(_groups(f.cuts), self.fleet.live(f), strict=True):
             found[tuple((r, s) for r, s in g.owners if rows[r].times > f.holes[r][s])] = live
@@ -359,12 +365,12 @@ class EqualOptions:
 
     @property
     def whole(self) -> bool:
-        """There is a plan, and all of its places are filled."""
+        """Whether there is a plan and all of its places are filled."""
         return self.before is not None and not self.before.vacant
 
     @property
     def fatal(self) -> bool:
-        """Some layer has no owner left."""
+        """Whether some layer has no owner left."""
         f = self.before
         return f is not None and min(self.fleet.live(f)) == 0
 
@@ -376,7 +382,7 @@ class EqualOptions:
         return (self.before.shape.charged_s if self.running_s is None else self.running_s) / 2
 
     def keep(self) -> PlanCandidate | None:
-        """Goes on: the micro-batches of the lost go to the owners of the same layers."""
+        """Returns the candidate that goes on: the micro-batches of lost devices go to the owners of the same layers."""
         f = self.before
         if f is None or f.shadowed or self.fatal:
             return None
@@ -385,7 +391,7 @@ class EqualOptions:
         return self._candidate(f, KEEP, pause, self._redo_s, step_s)
 
     def fill(self) -> PlanCandidate | None:
-        """Seats idle devices in vacant places."""
+        """Returns the candidate that seats idle devices in vacant places."""
         f = self.before
         if f is None or f.shadowed or self.fatal or not f.vacant or not self.idle:
             return None
@@ -394,7 +400,9 @@ class EqualOptions:
         return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._redo_s, step_s)
 
     def avoid(self) -> PlanCandidate | None:
-        """Puts slow devices out of the plan as if they were lost, and seats idle ones there."""
+        """Returns the candidate that puts slow devices out of the plan as if they were lost, and seats idle ones
+        there.
+        """
         f = self.before
         if f is None or f.shadowed or self.fatal or not self.slow:
             return None
@@ -405,7 +413,9 @@ class EqualOptions:
         return self._candidate(after, FILL, self.fleet.pauses.fill_s, self._redo_s, step_s)
 
     def move(self, kind: str = "best") -> PlanCandidate | None:
-        """Moves layers, so that all devices that are not slow train by a plan of this kind."""
+        """Returns the candidate that moves layers, so that all devices that are not slow train by a plan of this
+        kind.
+        """
         healthy = self.devices - len(self.slow) - self.slow_idle
         was = self.before.shape if self.before else None
         after = self.fleet.formation(kind, healthy, was) if healthy else None
@@ -418,7 +428,9 @@ class EqualOptions:
         return self._candidate(after, MOVE, self.fleet.pauses.move_s if f else 0.0, self._redo_s, step_s)
 
     def shadow(self) -> PlanCandidate | None:
-        """Goes on where the device before each lost one takes over its stage; None where two neighbours are lost."""
+        """Returns the candidate in which the device before each lost one takes over its stage; None if two neighbours
+        are lost.
+        """
         f = self.before
         if f is None or not f.shadowed:
             return None
@@ -431,7 +443,7 @@ class EqualOptions:
         return self._candidate(f, KEEP, pause, self._redo_s, step_s)
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
-        """Goes back to the newest checkpoint."""
+        """Returns the candidate that goes back to the newest checkpoint."""
         healthy = self.devices - len(self.slow) - self.slow_idle
         after = self.fleet.formation(kind, healthy or self.devices)
         if after is None:

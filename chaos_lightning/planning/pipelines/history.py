@@ -1,4 +1,4 @@
-"""How often losses come and how many devices they take at once, learnt from this job's own history.
+"""Learns from this job's own history how often losses come and how many devices they take at once.
 
 Theory of operation. While n devices train for s seconds, *losses* (of one or more devices at once) come as a Poisson
 process of rate n e, where e is the rate per device. A Gamma prior of shape a and rate b (device-seconds) on e, updated
@@ -27,13 +27,13 @@ from math import comb
 from types import MappingProxyType
 
 PRIOR_LOSSES = 0.5
-"""a: what the prior weighs, in losses."""
+"""Weight of the prior, in losses: a."""
 PRIOR_RATE = 0.01 / 3600
-"""a / b: losses per device and second before there is any history: one in a hundred per hour."""
+"""Losses per device and second before there is any history, a / b: one in a hundred per hour."""
 PRIOR_RETURNED, PRIOR_MISSING_S = 0.5, 3600.0
-"""u and v: half of the missing devices are back within an hour or so."""
+"""Prior of devices that come back (u and v): half of the missing devices are back within an hour or so."""
 PRIOR_SIZES: Mapping[int, float] = MappingProxyType({1: 0.8, 2: 0.04, 3: 0.04, 4: 0.04, 5: 0.04, 6: 0.04})
-"""w: in published traces of spot devices groups are of up to six."""
+"""Prior weights w of the number of devices in a loss: in published traces of spot devices groups are of up to six."""
 
 
 @dataclass
@@ -42,66 +42,66 @@ class LossHistory:
 
     prior_losses: float = PRIOR_LOSSES
     prior_rate: float = PRIOR_RATE
-    """Losses per device and second."""
+    """Losses per device and second before there is any history."""
     prior_sizes: Mapping[int, float] = field(default_factory=lambda: PRIOR_SIZES)
     device_s: float = 0.0
-    """x."""
+    """Device-seconds that were watched: x."""
     losses: int = 0
-    """k."""
+    """Number of losses: k."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """c."""
+    """Number of losses of each size: c."""
     most: int = 0
-    """Devices that were there at once."""
+    """Most devices that were there at once."""
     missing_s: float = PRIOR_MISSING_S
-    """v + z."""
+    """Missing-device-seconds, with the prior's: v + z."""
     returned: float = PRIOR_RETURNED
-    """u + y."""
+    """Number of devices that came, with the prior's: u + y."""
 
     def watched(self, devices: int, seconds: float) -> None:
-        """So many devices were there for so long."""
+        """Counts that so many devices were there for so many seconds."""
         self.device_s += devices * seconds
         self.most = max(self.most, devices)
         self.missing_s += (self.most - devices) * seconds
 
     def lost(self, devices: int) -> None:
-        """One loss took so many at once."""
+        """Counts one loss of so many devices at once."""
         self.losses += 1
         self.sizes[devices] = self.sizes.get(devices, 0) + 1
 
     def came(self, devices: int) -> None:
-        """So many have come, or come back."""
+        """Counts devices that have come, or come back."""
         self.returned += devices
 
     def return_rate(self, devices: int) -> float:
-        """Devices per second that come where so many are there."""
+        """Returns the devices per second that come back while so many are there."""
         missing = max(0, self.most - devices)
         return missing * self.returned / self.missing_s
 
     @property
     def rate(self) -> float:
-        """e: losses per device and second."""
+        """Losses per device and second: e."""
         before_s = self.prior_losses / self.prior_rate if self.prior_rate > 0 else 0.0
         seen_s = before_s + self.device_s
         return (self.prior_losses + self.losses) / seen_s if seen_s else 0.0
 
     @property
     def size_shares(self) -> dict[int, float]:
-        """By devices of one loss: its probability."""
+        """Probability of each number of devices in a loss."""
         total = sum(self.prior_sizes.values()) + self.losses
         sizes = sorted({*self.prior_sizes, *self.sizes})
         return {g: (self.prior_sizes.get(g, 0.0) + self.sizes.get(g, 0)) / total for g in sizes}
 
 
 def fatal_risk(owner_counts: Iterable[int], devices: int, size_shares: Mapping[int, float]) -> float:
-    """Probability that the next loss takes all owners of some layer.
+    """Returns the probability that the next loss takes all owners of some layer.
 
     A loss of g of n devices, any of them alike, takes all c owners of one set with probability
     C(n - c, g - c) / C(n, g). Sets that differ are added up, which is exact for g = 1 and an upper bound beyond.
 
     Args:
-        owner_counts: How many own the layers of each set of owners; equal sets are given once.
-        devices: n, all that are there, idle ones too.
-        size_shares: By g: its probability.
+        owner_counts: Number of devices in each set of owners; equal sets are given once.
+        devices: Number of all devices that are there, idle ones too: n.
+        size_shares: Probability of each g.
     """
     counts: dict[int, int] = {}
     for c in owner_counts:

@@ -1,4 +1,4 @@
-"""A job and its fleet as the planner sees them: layers with times and bytes, devices, links, micro-batches.
+"""Describes a job and its fleet as the planner sees them: layers with times and bytes, devices, links, micro-batches.
 
 Theory of operation. All values here are plain and frozen, and say no to what cannot be: a time below zero, a device
 twice, a link to nobody. Times are seconds of one micro-batch on a device of speed 1, sizes are bytes, rates are bits
@@ -26,18 +26,20 @@ CLOSED: dict[str, Any] = {"extra": "forbid"}
 
 
 class JobError(ConfigurationError):
-    """A job or fleet that cannot be; says which field, what was given, what was expected."""
+    """Error in a job or fleet; says which field, what was given, what was expected."""
 
 
 MOST_LAYERS, MOST_DEVICES, MOST_MICRO_BATCHES = 10_000, 100_000, 1_000_000
-"""More than that is a slip of the pen: planning takes time and memory for each of them."""
+"""Most layers, devices and micro-batches; more are a slip of the pen: planning takes time and memory for each of
+them.
+"""
 
 
 def check_number(where: str, value: float, *, least: float | None = None, most: float = sys.float_info.max) -> None:
-    """Refuses what is no finite number above 0, or not below `least` where that is given, or above `most`.
+    """Refuses a value that is no finite number above 0, or is below `least` where that is given, or above `most`.
 
     Raises:
-        JobError: It is not.
+        JobError: The value is no such number.
     """
     low = value >= least if least is not None else value > 0
     if not (low and value <= most):
@@ -49,27 +51,27 @@ def check_number(where: str, value: float, *, least: float | None = None, most: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of the model, as one micro-batch passes it."""
+    """Layer of the model, with the times and bytes of one micro-batch."""
 
     __pydantic_config__ = CLOSED
 
     name: str
     forward_s: float
     backward_s: float
-    """Both halves: the gradient of the input, and that of the weights."""
+    """Seconds of both halves: the gradient of the input, and that of the weights."""
     backward_input_s: float | None = None
-    """The half that the stage before waits for, where it is known; None: one half."""
+    """Seconds of the half that the stage before waits for; None: half of the pass."""
     parameter_nbytes: int = 0
     gradient_nbytes: int = 0
     optimizer_nbytes: int = 0
     activation_nbytes: int = 0
-    """Kept from the forward pass of a micro-batch to the end of its backward pass."""
+    """Bytes kept from the forward pass of a micro-batch to the end of its backward pass."""
     workspace_nbytes: int = 0
-    """Needed beside that while the layer computes."""
+    """Bytes needed beside the activations while the layer computes."""
     output_nbytes: int = 0
     """Bytes that go to the next layer, and as a gradient back."""
     optimizer_s: float = 0.0
-    """The optimizer's step on this layer, once per step."""
+    """Seconds of the optimizer on this layer, once per step."""
 
     def __post_init__(self) -> None:
         where = f"layer {self.name!r}: "
@@ -89,7 +91,7 @@ class Layer:
 
     @property
     def input_part(self) -> float:
-        """Share of the backward pass that the stage before waits for where it is split."""
+        """Fraction of the backward pass that the stage before waits for where the pass is split."""
         return 0.5 if self.backward_input_s is None else self.backward_input_s / self.backward_s
 
 
@@ -102,13 +104,13 @@ class Device:
     name: str
     memory_nbytes: int
     speed: float = 1.0
-    """By what the layers' times are divided."""
+    """Factor by which the layers' times are divided."""
     host: str = ""
-    """Its machine; "": one of its own."""
+    """Name of the device's machine; "": a machine of its own."""
     unit: str = ""
     """Name of the group that dies together with it; "": it dies alone."""
     cards: int = 1
-    """How many cards it is made of (tensor parallelism)."""
+    """Number of cards that the device is made of (tensor parallelism)."""
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}: "
@@ -120,7 +122,7 @@ class Device:
 
     @property
     def place(self) -> str:
-        """Its host, or a name that no host has."""
+        """Name of the device's host, or a name that no host has."""
         return self.host or f"\0{self.name}"
 
     @property
@@ -129,13 +131,15 @@ class Device:
 
     @property
     def kind(self) -> tuple[float, int]:
-        """Devices of one kind compute alike."""
+        """Speed and memory; devices of one kind compute alike."""
         return (self.speed, self.memory_nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRate:
-    """Rate of one direction between two devices. A rate of infinity and no latency: it costs nothing."""
+    """Latency and rate of one direction between two devices. With an infinite rate and no latency a link costs
+    nothing.
+    """
 
     __pydantic_config__ = CLOSED
 
@@ -148,7 +152,7 @@ class LinkRate:
         check_number("a link's latency_s", self.latency_s, least=0)
 
     def time_s(self, nbytes: float) -> float:
-        """Seconds from the first byte's start to the last one's arrival."""
+        """Returns the seconds from the start of the first byte to the arrival of the last one."""
         return self.latency_s + 8.0 * nbytes / self.rate_bps
 
     @property
@@ -158,7 +162,9 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLink:
-    """A link between two devices or hosts that is unlike the others, both ways; of a host and itself: within it."""
+    """Link between two devices or hosts that is unlike the others, both ways; from a host to itself: the links within
+    it.
+    """
 
     __pydantic_config__ = CLOSED
 
@@ -196,9 +202,11 @@ class MemoryRules:
     __pydantic_config__ = CLOSED
 
     flat_buffers: int = 2
-    """Copies of the gradients in flat memory: the own sum, and one result."""
+    """Copies of the gradients in flat memory: the device's own sum, and one result."""
     boundaries: bool = False
-    """Boundary tensors that were sent are kept until the step is committed; those of the next step may be there."""
+    """Whether boundary tensors that were sent are kept until the step is committed; those of the next step may be
+    there, too.
+    """
     in_flight_extra: int = 0
     """Micro-batches in flight beyond those of 1F1B, at each stage; plans without memory for them do not fit."""
 
@@ -208,26 +216,26 @@ class MemoryRules:
 
 
 PLAIN_MEMORY = MemoryRules(flat_buffers=0, boundaries=False)
-"""An executor that keeps state and activations only."""
+"""Rules of an executor that keeps state and activations only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """Arithmetic of a model, from which rates are told."""
+    """Arithmetic of a model, from which rates are computed."""
 
     tokens: int
-    """In one micro-batch."""
+    """Tokens in one micro-batch."""
     flop: float
-    """Forward and backward pass of one micro-batch; what is recomputed does not count."""
+    """Floating-point operations of the forward and backward pass of one micro-batch, without recomputation."""
     peak_flops: float
-    """One card of speed 1, FLOP/s."""
+    """Peak rate of one card of speed 1, FLOP/s."""
     assumptions: str
     """Efficiency, recomputation and bytes a parameter, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """A job and its fleet."""
+    """Job and its fleet."""
 
     __pydantic_config__ = CLOSED
 
@@ -239,13 +247,13 @@ class TrainingJob:
     between_hosts: LinkRate = field(default_factory=LinkRate)
     links: tuple[NamedLink, ...] = ()
     samples: int = 1
-    """In one micro-batch."""
+    """Samples in one micro-batch."""
     overheads: Overheads = field(default_factory=Overheads)
     memory: MemoryRules = field(default_factory=MemoryRules)
     tied_nbytes: int = 0
-    """Gradients that the first and the last layer share, as a head does that is the embedding; 0: none."""
+    """Bytes of the gradients that the first and the last layer share, as a head does that is the embedding; 0: none."""
     work: ModelWork | None = field(default=None, compare=False)
-    """Arithmetic of the model, where a formula tells it; plans do not depend on it."""
+    """Arithmetic of the model, known for models by formula; plans do not depend on it."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -294,7 +302,7 @@ class TrainingJob:
         return {pair: x.link() for x in self.links for pair in ((x.a, x.b), (x.b, x.a))}
 
     def link(self, a: str, b: str) -> LinkRate:
-        """Returns the link from device `a` to device `b`: their own, their hosts', or the usual one."""
+        """Returns the link from device `a` to device `b`: the named one, that of their hosts, or the usual one."""
         x, y = self.by_name[a], self.by_name[b]
         if self._special:
             for pair in ((a, b), (a, y.host), (x.host, b), (x.host, y.host)):
@@ -304,11 +312,11 @@ class TrainingJob:
 
     @property
     def alike(self) -> bool:
-        """All devices are of one kind, and no link is unlike the others."""
+        """Whether all devices are of one kind, and no link is unlike the others."""
         return len({d.kind for d in self.devices}) == 1 and not self.links
 
     def with_devices(self, devices: Sequence[Device]) -> TrainingJob:
-        """The same job on other devices; named links to those that are gone are dropped."""
+        """Returns the same job on other devices; named links to devices that are gone are dropped."""
         there = {d.name for d in devices} | {d.host for d in devices}
         links = tuple(x for x in self.links if x.a in there and x.b in there)
         job = replace(self, devices=tuple(devices), links=links)
@@ -316,10 +324,10 @@ class TrainingJob:
         return job
 
     def without(self, lost: Sequence[str]) -> TrainingJob:
-        """The same job without these devices.
+        """Returns the same job without these devices.
 
         Raises:
-            JobError: One of them is not there, or none is left.
+            JobError: A device is not there, or no device is left.
         """
         for name in lost:
             if name not in self.by_name:
@@ -332,7 +340,7 @@ class TrainingJob:
 
 
 class Costs:
-    """Sums over runs of layers [first, end), each in a few machine instructions."""
+    """Sums over runs of layers [first, end); each takes a few machine instructions."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = tuple(layers)
@@ -359,35 +367,35 @@ class Costs:
             self._workspace.append([max(a, b) for a, b in zip(last, last[half:], strict=False)])
 
     def workspace(self, first: int, end: int) -> int:
-        """The largest workspace of a run of layers, in bytes."""
+        """Returns the largest workspace of a run of layers, in bytes."""
         level = (end - first).bit_length() - 1
         row = self._workspace[level]
         return max(row[first], row[end - (1 << level)])
 
     def boundary_in(self, first: int) -> int:
-        """Bytes of the tensor that enters at a layer; samples count as nothing."""
+        """Returns the bytes of the tensor that enters at a layer; 0 at the first, for samples do not count."""
         return self.outputs[first - 1] if first else 0
 
     def boundary_out(self, end: int) -> int:
         return self.outputs[end - 1] if end < self.count else 0
 
     def state(self, first: int, end: int) -> int:
-        """Bytes that a new owner needs of a run of layers: weights and optimizer state."""
+        """Returns the bytes that a new owner of a run of layers needs: weights and optimizer state."""
         return int(self.parameters[end] - self.parameters[first] + self.optimizer[end] - self.optimizer[first])
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Peak bytes of one device, by what they are for."""
+    """Peak bytes of one device, by purpose."""
 
     state: int = 0
-    """Parameters, gradients, optimizer."""
+    """Bytes of parameters, gradients and optimizer state."""
     buffers: int = 0
-    """Flat copies of the gradients."""
+    """Bytes of flat copies of the gradients."""
     activations: int = 0
     workspace: int = 0
     boundaries: int = 0
-    """Boundary tensors kept until the step is committed, and those of the next step."""
+    """Bytes of boundary tensors kept until the step is committed, and of those of the next step."""
 
     @property
     def nbytes(self) -> int:
@@ -395,14 +403,15 @@ class MemoryUse:
 
 
 def stage_memory(job: TrainingJob, first: int, end: int, in_flight: int, micro_batches: int) -> MemoryUse:
-    """Peak memory of a device that owns layers [first, end) and runs `micro_batches` of them each step.
+    """Returns the peak memory of a device that owns layers [first, end) and runs `micro_batches` through them each
+    step.
 
     Args:
         job: The job.
         first: First layer.
         end: One behind the last layer.
         in_flight: Most micro-batches whose activations are there at once.
-        micro_batches: That pass it in one step.
+        micro_batches: Micro-batches that pass the device in one step.
     """
     c, rules = job.costs, job.memory
     gradients = c.gradients[end] - c.gradients[first]

@@ -1,4 +1,4 @@
-"""Links that a plan needs, where not every pair of devices has one; and the same plan with devices in other places.
+"""Checks that a plan has the links that it needs, where not every pair of devices has one; else exchanges devices.
 
 Theory of operation. A micro-batch goes from the device of one stage to that of the next, so these need a link. The
 owners of a layer reduce its gradient among themselves, as do those of layers that share a parameter, so links must
@@ -18,7 +18,7 @@ from chaos_lightning.planning.pipelines.plan import PipelinePlan
 Links = Collection[frozenset[str]]
 """Pairs of devices that have a link."""
 _STEPS = 2000
-"""Devices that are put into a place at most."""
+"""Most devices that a search puts into a place."""
 
 
 def missing_link(plan: PipelinePlan, links: Links, shared: Mapping[str, tuple[int, ...]]) -> str:
@@ -26,8 +26,8 @@ def missing_link(plan: PipelinePlan, links: Links, shared: Mapping[str, tuple[in
 
     Args:
         plan: The plan.
-        links: Of its devices.
-        shared: By the name of a parameter that several layers use: these layers.
+        links: Links of its devices.
+        shared: Layers that use a parameter together, by its name.
     """
     for route in {plan.route(j) for j in range(plan.micro_batches)}:
         for a, b in pairwise(route):
@@ -46,13 +46,14 @@ def missing_link(plan: PipelinePlan, links: Links, shared: Mapping[str, tuple[in
 def seated_by_links(
     plan: PipelinePlan, kinds: Mapping[str, object], links: Links, shared: Mapping[str, tuple[int, ...]]
 ) -> PipelinePlan:
-    """Returns the plan with devices of one kind exchanged so that it lacks no link; the plan itself if none is found.
+    """Returns the plan with devices of one kind exchanged so that it lacks no link; the plan itself if no exchange
+    helps.
 
     Args:
         plan: The plan.
-        kinds: By device: what it is like.
-        links: Of its devices.
-        shared: By the name of a parameter that several layers use: these layers.
+        kinds: Kind of each device.
+        links: Links of its devices.
+        shared: Layers that use a parameter together, by its name.
     """
     if plan.detours or plan.vacant or not missing_link(plan, links, shared):
         return plan

@@ -1,4 +1,4 @@
-"""Instruction lists where micro-batches leave their home: an event-driven greedy scheduler over all devices.
+"""Writes instruction lists where micro-batches leave their home: an event-driven greedy scheduler over all devices.
 
 Theory of operation. A device that is free takes a unit of what has arrived: a backward unit before a forward unit, or
 the other way round; among forward units that of the micro-batch which is the oldest at home, guests a little later, or
@@ -34,32 +34,35 @@ from chaos_lightning.planning.pipelines.schedules import Instruction, one_f_one_
 from chaos_lightning.planning.pipelines.timing import ScheduleRun, Span
 
 CAPS = (0, 1, 2, 4, 8, 16)
-"""Micro-batches in flight beyond those of 1F1B that are tried where memory allows."""
+"""Numbers of micro-batches in flight beyond those of 1F1B that are tried where memory allows."""
 
 QUICK_CAPS = ((250, (1, 4)), (math.inf, (4,)))
-"""By units up to which they are tried: caps of quick runs. Steps are 0.8% and 1.1% longer than the best of all runs."""
+"""Numbers in flight beyond 1F1B's that quick runs try, by the number of units up to which these are tried. Steps are
+0.8% and 1.1% longer than the best of all runs.
+"""
 
 FEW = 12_000
-"""Units, over all runs, up to which every rule is tried with every cap."""
+"""Number of units, over all runs, up to which every rule is tried with every cap."""
 
 SAME_S = 1e-9
-"""Share of the time by which two events may differ and count as simultaneous: sums of the same times in another
-order."""
+"""Relative difference of two times below which events count as simultaneous: sums of the same times in another
+order.
+"""
 
 
 class Unit(NamedTuple):
-    """Layers up to `end` of a micro-batch on one worker, forward and back."""
+    """Work of one worker on a micro-batch: layers up to `end`, forward and back."""
 
     worker: int
     end: int
     forward_s: float
     backward_s: float
     input_s: float
-    """The part of the backward pass that the stage before waits for where it is split."""
+    """Seconds of the part of the backward pass that the stage before waits for where the pass is split."""
     nbytes: int = 0
-    """Activations."""
+    """Bytes of activations."""
     kept_nbytes: int = 0
-    """Boundary tensors, from the assignment to the end of the step."""
+    """Bytes of boundary tensors, from the assignment to the end of the step."""
 
     @property
     def work_s(self) -> float:
@@ -70,33 +73,33 @@ class Capacity(NamedTuple):
     """Limits of what a device may have in flight."""
 
     cap: int
-    """1F1B's: forward passes without their backward pass, or without its input's half."""
+    """Most forward passes without their backward pass, or without its input's half: those of 1F1B."""
     stages: int
-    """Forward passes without the weights' half, where it is split."""
+    """Most forward passes without the weights' half, where backward passes are split."""
     room_nbytes: float = math.inf
-    """For activations and boundary tensors."""
+    """Bytes for activations and boundary tensors."""
 
 
 Way = Mapping[int, Sequence[Unit]]
-"""By layer: the units that may begin there; the first unit begins at 0."""
+"""Units that may begin at each layer, for one micro-batch; the first unit begins at 0."""
 
 
 class Rule(NamedTuple):
-    """How a free device chooses among what has arrived."""
+    """Rule by which a free device chooses among units that have arrived."""
 
     later: float
-    """Forward units take turns by their number at home, to which a guest adds this."""
+    """Number that is added to a guest's turn; forward units take turns by their number at home."""
     forward_first: bool = False
-    """A forward unit comes before a backward unit where the cap has room for it."""
+    """Whether a forward unit comes before a backward unit where the cap has room for it."""
 
 
 RULES = (Rule(0.5, forward_first=True), Rule(0.5), Rule(0.0), Rule(2.5), Rule(-math.inf, forward_first=True))
-"""Over many losses these reach what a dozen do; the first one alone comes within 1%."""
+"""Rules that are tried. Over many losses these reach what a dozen do; the first one alone comes within 1%."""
 
 
 @dataclass(frozen=True)
 class SharedStep:
-    """Units of one step that are to be run.
+    """Units of one step that a run has to schedule.
 
     Micro-batches are numbered from 0; `ranks` are their numbers at home, by which they take turns.
     """
@@ -106,13 +109,13 @@ class SharedStep:
     ways: Sequence[Way]
     ranks: Sequence[int]
     guests: Sequence[bool]
-    """By micro-batch: whether some of its layers run elsewhere than at home."""
+    """Whether some layers of each micro-batch run elsewhere than at home."""
     hop_s: Callable[[int, int, int], float]
-    """Seconds of a tensor's hop: from worker, to worker, at which layer."""
+    """Function of sending worker, receiving worker and layer: seconds of a tensor's hop."""
 
     @cached_property
     def fixed_s(self) -> list[float]:
-        """By worker: how long it works on units that are offered to nobody else."""
+        """Seconds that each worker works on units that are offered to no other worker."""
         found = [0.0] * len(self.workers)
         for way in self.ways:
             for units in way.values():
@@ -122,8 +125,9 @@ class SharedStep:
 
     @cached_property
     def levels_s(self) -> dict[int, float]:
-        """By first layer of units that are offered to several: up to where work should fill these workers, if each
-        unit goes to the one that would be done first."""
+        """Seconds of work up to which the workers should be filled that units are offered to, by the units' first
+        layer, if each unit goes to the one that would be done first.
+        """
         load = list(self.fixed_s)
         asked: dict[int, set[int]] = defaultdict(set)
         for way in self.ways:
@@ -137,16 +141,16 @@ class SharedStep:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A run of a problem."""
+    """Run of all units of a step: when each began and ended, and where."""
 
     rows: Sequence[Sequence[tuple[int, str, int, float, float]]]
-    """By worker: stage, kind and micro-batch of each instruction, its start and its end in seconds."""
+    """Instructions of each worker: stage, kind and micro-batch, start and end in seconds."""
     routes: Sequence[Sequence[Unit]]
-    """By micro-batch."""
+    """Units that each micro-batch went through."""
     peaks: Sequence[int]
-    """By worker: most bytes of activations at once."""
+    """Most bytes of activations at once, by worker."""
     held: Sequence[int]
-    """By worker: most micro-batches whose activations are there at once."""
+    """Most micro-batches whose activations are there at once, by worker."""
 
     @property
     def timeline(self) -> ScheduleRun:
@@ -158,7 +162,7 @@ class Ran:
 
     @property
     def ends_s(self) -> list[float]:
-        """By worker: when its last unit ends."""
+        """Second at which each worker's last unit ends."""
         return [row[-1][-1] if row else 0.0 for row in self.rows]
 
     @property
@@ -167,7 +171,9 @@ class Ran:
 
 
 def least_s(problem: SharedStep, *, split: bool = False) -> float:
-    """No run is shorter: a worker does all that it has to, after the way to it and, whole, before the way back."""
+    """Returns the least seconds of any run: a worker does all its work, after the way to it and, if not split, before
+    the way back.
+    """
     work, before, behind = ([0.0] * len(problem.workers) for _ in range(3))
     for way in problem.ways:
         if any(len(units) > 1 for units in way.values()):
@@ -188,16 +194,16 @@ def least_s(problem: SharedStep, *, split: bool = False) -> float:
 def best(
     problem: SharedStep, rules: Sequence[Rule] = RULES, caps: Sequence[int] = CAPS, *, split: bool = False
 ) -> Ran | None:
-    """The shortest of the runs by these rules and caps; of a large problem, not all pairs of them are tried.
+    """Returns the shortest of the runs by these rules and caps; of a large problem, not all pairs of them are tried.
 
     Args:
-        problem: What is to be run.
-        rules: Among equals the first is kept.
-        caps: In flight beyond 1F1B's, rising.
-        split: Backward passes are split.
+        problem: Step to be run.
+        rules: Rules to try; of equally short runs the first one's is kept.
+        caps: Numbers of micro-batches in flight beyond 1F1B's, rising.
+        split: Whether backward passes are split.
 
     Returns:
-        None: All of them stood still, for no order of devices fits the ways that are offered.
+        None if all runs stood still, because no order of devices fits the ways that are offered.
     """
     found: tuple[float, int, Ran] | None = None
     least = least_s(problem, split=split) * (1 + SAME_S)
@@ -218,7 +224,9 @@ def best(
 
 
 def run_greedily(problem: SharedStep, rule: Rule, extra: int, *, split: bool = False) -> Ran | None:
-    """One run; None where it stands still and ways are open, so that no room can be booked ahead."""
+    """Returns one run; None if it stands still and units are offered to several workers, so that no room can be booked
+    ahead.
+    """
     for booked in (False, True):
         run = _Run(problem, rule, extra, split=split, booked=booked)
         if run.run():
@@ -229,14 +237,14 @@ def run_greedily(problem: SharedStep, rule: Rule, extra: int, *, split: bool = F
 
 
 class _Run:
-    """The state of one run.
+    """State of one run.
 
     Args:
-        problem: What is run.
+        problem: Step that is run.
         rule: One of `RULES`.
-        extra: In flight beyond 1F1B's.
-        split: Backward passes are split.
-        booked: Micro-batches enter with room on all their way.
+        extra: Micro-batches in flight beyond 1F1B's.
+        split: Whether backward passes are split.
+        booked: Whether a micro-batch enters only with room on all its way.
     """
 
     def __init__(self, problem: SharedStep, rule: Rule, extra: int, *, split: bool, booked: bool) -> None:
@@ -251,11 +259,11 @@ class _Run:
         self.load_s = list(problem.fixed_s)
         self.routes: list[list[Unit]] = [[] for _ in ways]
         self.done = 0
-        # By worker: what has arrived and waits.
+        # Units that have arrived and wait, by worker.
         self.back: list[list[tuple[int, int, int]]] = [[] for _ in workers]
         self.forward: list[list[tuple[int, float, int, int, Unit, bool]]] = [[] for _ in workers]
         self.weights: list[list[tuple[int, int, int]]] = [[] for _ in workers]
-        # By worker: what is in flight, and the most that was.
+        # Units and bytes in flight now, and the most that ever were, by worker.
         self.busy = [False] * len(workers)
         self.open, self.held, self.nbytes = ([0] * len(workers) for _ in range(3))
         self.most_held, self.peaks = ([0] * len(workers) for _ in range(2))
@@ -272,7 +280,7 @@ class _Run:
         return Ran(self.rows, self.routes, self.peaks, self.most_held)
 
     def run(self) -> bool:
-        """Whether every micro-batch went through."""
+        """Runs all events; returns whether every micro-batch went through."""
         for j in range(len(self.problem.ways)):
             self._offer(j, 0.0)
         now, events, touched = 0.0, self.events, self.touched
@@ -311,7 +319,7 @@ class _Run:
         heappush(self.events, (time_s, self.number, worker, what, j, k, unit, offered))
 
     def _offer(self, j: int, now: float) -> None:
-        """The next forward unit of a micro-batch comes to all that may run it."""
+        """Offers the next forward unit of a micro-batch to all workers that may run it."""
         route = self.routes[j]
         units = self.problem.ways[j][route[-1].end if route else 0]
         for unit in units:
@@ -322,7 +330,7 @@ class _Run:
                 self._arrive(j, len(route), unit, len(units) > 1)
 
     def _next(self, now: float, worker: int) -> None:
-        """A free worker begins what it can."""
+        """Begins a unit at a free worker, if one can begin."""
         if self.forward_first and self._next_forward(now, worker):
             return
         if self.back[worker]:
@@ -335,12 +343,12 @@ class _Run:
             self._start(now, worker, "W", j, k, unit.backward_s - unit.input_s)
 
     def _next_forward(self, now: float, worker: int) -> bool:
-        """Whether a forward unit begins: the first that has arrived, if there is room for it."""
+        """Begins the first forward unit that has arrived, if there is room for it; returns whether it began."""
         waiting = self.forward[worker]
         while waiting:
             _, _, j, k, unit, offered = waiting[0]
             if len(self.routes[j]) > k or (offered and self._is_full(j, unit)):
-                heappop(waiting)  # another one has taken it, or this one has its share
+                heappop(waiting)  # another worker has taken the unit, or this one has its share
                 continue
             if not self._fits(j, k, unit, offered):
                 return False
@@ -363,7 +371,7 @@ class _Run:
     def _has_room(self, unit: Unit, offered: bool) -> bool:
         w = unit.worker
         if not self.held[w] and not offered:
-            return True  # what does not fit alone never will; the peak tells
+            return True  # a unit that does not fit alone never will, so it runs; the peak shows what it lacks
         need = self.nbytes[w] + unit.nbytes + (unit.kept_nbytes if offered else 0)
         return self.open[w] < self.caps[w] and self.held[w] < self.most[w] and need <= self.room[w]
 
@@ -417,12 +425,12 @@ class _Run:
 
 
 class Fleet:
-    """The devices of some pipelines of a plan, as workers.
+    """Devices of some pipelines of a plan, as workers.
 
     Args:
         job: The job; it has all devices of the plan.
-        plan: Checked; places that nobody fills are allowed where `problem` is told who may.
-        pipelines: Their numbers. Detours lead to their devices.
+        plan: Plan that was checked; vacant places are allowed where `problem` is told which devices may stand in.
+        pipelines: Numbers of the pipelines. Detours lead to their devices.
     """
 
     def __init__(self, job: TrainingJob, plan: PipelinePlan, pipelines: Sequence[int]) -> None:
@@ -440,10 +448,10 @@ class Fleet:
         self._hops: dict[tuple[int, int, int], float] = {}
 
     def problem(self, owners: Mapping[int, Sequence[str]] | None = None) -> SharedStep:
-        """Returns what these pipelines run in a step.
+        """Returns the units of a step that these pipelines have to run.
 
         Args:
-            owners: By first layer of a group: who may run it where a place is vacant.
+            owners: Devices that may run a group of layers where a place is vacant, by the group's first layer.
         """
         ways: dict[tuple[PlanStage, ...], Way] = {}
         rows, guests = [], []
@@ -472,7 +480,7 @@ class Fleet:
         return way
 
     def _until(self, name: str, first: int, end: int, owners: Mapping[int, Sequence[str]]) -> int:
-        """How far an owner's layers reach without a gap."""
+        """Returns the layer up to which an owner's layers reach from `first` on without a gap."""
         return next((b for b in self.plan.borders if first < b < end and name not in owners[b]), end)
 
     def unit(self, name: str, first: int, end: int) -> Unit:
@@ -510,7 +518,7 @@ class Fleet:
         return stage_memory(self.job, stage.first, stage.end, 0, 0)
 
     def memory(self, ran: Ran) -> dict[str, MemoryUse]:
-        """By device: its peak in a run."""
+        """Returns each device's peak memory in a run."""
         boundaries = [0] * len(self.names)
         for unit in (u for route in ran.routes for u in route):
             boundaries[unit.worker] += unit.kept_nbytes
@@ -521,7 +529,7 @@ class Fleet:
 
 
 def coupled(plan: PipelinePlan) -> list[int]:
-    """The pipelines whose devices run units of others, or whose micro-batches leave them."""
+    """Returns the pipelines whose devices run units of other pipelines, or whose micro-batches leave them."""
     hosts = {d.device for d in plan.detours}
     left = {plan.homes[d.micro_batch] for d in plan.detours}
     return [
@@ -537,18 +545,18 @@ class PlanLists:
 
     workers: tuple[str, ...]
     lists: tuple[tuple[Instruction, ...], ...]
-    """By worker. A stage is an index into the micro-batch's own route."""
+    """Instruction list of each worker. A stage is an index into the micro-batch's own route."""
     routes: tuple[tuple[int, ...], ...]
-    """By micro-batch: its workers."""
+    """Workers of each micro-batch."""
 
 
 def plan_lists(plan: PipelinePlan, fleet: Fleet, ran: Ran) -> PlanLists:
-    """The instruction lists of a plan: 1F1B, and those of a run for pipelines that share micro-batches.
+    """Returns the instruction lists of a plan: 1F1B, and for pipelines that share micro-batches those of a run.
 
     Args:
-        plan: Checked.
+        plan: Plan that was checked.
         fleet: The devices of the pipelines that share micro-batches.
-        ran: Their run.
+        ran: Run of these devices.
     """
     together = coupled(plan)
     names = list(fleet.names)
@@ -573,15 +581,15 @@ def run_coupled(
     caps: Sequence[int] = CAPS,
     quick: bool = False,
 ) -> tuple[Fleet, Ran]:
-    """Runs pipelines that share micro-batches; who runs what is as the plan says.
+    """Returns the run of pipelines that share micro-batches; each unit runs on the device that the plan names.
 
     Args:
         job: The job; it has all devices of the plan.
-        plan: Checked.
-        pipelines: Their numbers.
-        split: Backward passes are split.
-        caps: In flight beyond 1F1B's, as memory allows.
-        quick: Try the best rule alone, and few caps instead of `caps`.
+        plan: Plan that was checked.
+        pipelines: Numbers of the pipelines.
+        split: Whether backward passes are split.
+        caps: Numbers of micro-batches in flight beyond 1F1B's that are tried, as memory allows.
+        quick: Whether the best rule alone is tried, and few caps instead of `caps`.
     """
     fleet = Fleet(job, plan, pipelines)
     problem = fleet.problem()

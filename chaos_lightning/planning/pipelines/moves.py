@@ -1,4 +1,4 @@
-"""Which survivor takes which place of a new plan, and which bytes then move from whom to whom.
+"""Assigns devices to places of a new plan, and says which bytes then move from which device to which.
 
 Theory of operation. A device of the new plan needs its layers' weights and optimizer state, and has those of the layers
 that it owned under the old one. Devices are exchanged only within a *kind* (speed, memory), for the planner
@@ -36,14 +36,14 @@ from chaos_lightning.planning.pipelines.plan import VACANT, PipelinePlan, PlanSt
 from chaos_lightning.planning.pipelines.rerouting import FatalLossError
 
 ROUNDS = 8
-"""Assignments that are tried for a busiest source that sends less."""
+"""Most assignments that are tried for a busiest source that sends less."""
 LEVELS = 64
 """Levels of the number of bytes that a receiver lacks, in one search."""
 
 Layers = int
-"""A set of layers: bit l is layer l."""
+"""Set of layers: bit l is layer l."""
 Held = Mapping[str, Collection[int]]
-"""By device: numbers of the layers whose state it has."""
+"""Numbers of the layers whose state each device has."""
 Class = tuple[tuple[float, int], Layers]
 """Kind of device, and the layers that it holds or needs."""
 
@@ -69,7 +69,7 @@ class LinkUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Moves:
-    """All that moves before a new plan can run."""
+    """Everything that moves before a new plan can run."""
 
     moves: tuple[Move, ...]
     links: tuple[LinkUse, ...]
@@ -80,7 +80,7 @@ class Moves:
 
     @cached_property
     def sends(self) -> dict[str, int]:
-        """By source: bytes."""
+        """Bytes that each source sends."""
         found: Counter[str] = Counter()
         for x in self.links:
             found[x.source] += x.nbytes
@@ -96,7 +96,7 @@ class Moves:
 
     @cached_property
     def seconds(self) -> float:
-        """All of it: each device sends, and receives, one after the other over its own card."""
+        """Seconds of all moves: each device sends, and receives, one after the other over its own card."""
         busy: dict[tuple[str, str], float] = defaultdict(float)
         for x in self.links:
             busy["sends", x.source] += x.seconds
@@ -122,13 +122,13 @@ def _bits(layers: Layers) -> Iterator[int]:
 
 
 class _Change:
-    """From one plan to another: what survivors hold and places need, by device.
+    """Change from one plan to another: the layers that devices hold, and those that places need.
 
     Args:
-        job: It has all devices of the new plan and all that hold layers.
-        old: Its owners hold their layers, if they are devices of the new plan.
+        job: Job with all devices of the new plan and all that hold layers.
+        old: Plan before; its owners hold their layers, if they are devices of the new plan.
         new: The plan that is to run.
-        held: By device: the layers that it holds; None: as `old` says. Devices outside of the new plan serve, too.
+        held: Layers that each device holds; None: as `old` says. Devices outside of the new plan serve, too.
     """
 
     def __init__(self, job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | None = None) -> None:
@@ -157,7 +157,7 @@ class _Change:
         if lost:
             raise FatalLossError(lost)
         self.sources = Counter(self.serves.values())
-        """By set of layers: how many devices hold just that."""
+        """Number of devices that hold exactly each set of layers."""
         self._sizes: dict[Layers, int] = {}
 
     def nbytes(self, layers: Layers) -> int:
@@ -172,10 +172,10 @@ class _Change:
         return dict(sorted(found.items()))
 
     def demand(self, missing: Mapping[Layers, int]) -> dict[int, int]:
-        """By layer: how many bytes of it have to be sent.
+        """Returns the bytes of each layer that have to be sent.
 
         Args:
-            missing: By set of layers: how many devices lack just that.
+            missing: Number of devices that lack exactly each set of layers.
         """
         found: dict[int, int] = defaultdict(int)
         for layers, times in missing.items():
@@ -191,9 +191,9 @@ class _Shares(NamedTuple):
     busiest: int
     """Bytes of the busiest source."""
     tight: Layers
-    """Layers whose holders all send that much, but for rounding."""
+    """Layers whose holders all send as much as the busiest source, but for rounding."""
     sent: dict[tuple[int, Layers], int]
-    """By layer and set of layers held: bytes that the devices that hold just that set send together."""
+    """Bytes of each layer that the devices with exactly a set of layers send together, by (layer, set)."""
 
 
 def _balance(demand: Mapping[int, int], sources: Mapping[Layers, int]) -> _Shares:
@@ -231,14 +231,14 @@ def move_list(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held
     """Returns what has to move so that the devices of a new plan have their layers.
 
     Args:
-        job: It has all devices of the new plan, and all that hold layers.
-        old: Its owners hold their layers, if they are devices of the new plan.
-        new: With its devices in their places (`assign`).
-        held: By device: the layers that it holds and serves, also if it is no device of the new plan; None: as `old`
+        job: Job with all devices of the new plan, and all that hold layers.
+        old: Plan before; its owners hold their layers, if they are devices of the new plan.
+        new: New plan with its devices in their places (`assign`).
+        held: Layers that each device holds and serves, also if it is no device of the new plan; None: as `old`
             says.
 
     Raises:
-        FatalLossError: Nobody holds some layer.
+        FatalLossError: No device holds some layer.
         PlanError: The plans and the job do not belong together.
     """
     change = _Change(job, old, new, held)
@@ -259,7 +259,9 @@ def move_list(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held
 
 
 def _pieces(change: _Change, shares: _Shares) -> dict[int, dict[str, int]]:
-    """By layer and source: bytes. Devices of a class take equal parts, one layer after the other."""
+    """Returns the bytes that each source sends of each layer. Devices of a class take equal parts, one layer after the
+    other.
+    """
     left: dict[str, int] = {}
     of: dict[Layers, list[str]] = defaultdict(list)
     loads: Counter[Layers] = Counter()
@@ -285,7 +287,7 @@ def _pieces(change: _Change, shares: _Shares) -> dict[int, dict[str, int]]:
 
 
 def _meet(job: TrainingJob, gives: dict[str, int], takes: dict[str, int]) -> Iterator[tuple[str, str, int]]:
-    """Yields whose bytes of a layer go to whom, within hosts first."""
+    """Yields for a layer the bytes that go from each holder to each device that lacks it, within hosts first."""
     for near in (True, False):
         waiting: dict[str, list[str]] = defaultdict(list)
         for source in sorted(gives, reverse=True):
@@ -306,21 +308,21 @@ def _meet(job: TrainingJob, gives: dict[str, int], takes: dict[str, int]) -> Ite
 # ------------------------------------------------------------------------------------------------ who takes what
 
 Pairs = dict[tuple[Class, Class], int]
-"""How many devices of a class take places of another."""
+"""Number of devices of one class that take places of another."""
 
 
 def assign(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | None = None) -> PipelinePlan:
-    """The new plan with its devices in the places to which the fewest bytes have to move.
+    """Returns the new plan with its devices in the places to which the fewest bytes have to move.
 
     Args:
-        job: It has all devices of the new plan, and all that hold layers.
-        old: Its owners hold their layers.
-        new: Its devices, idle ones among them, are those that are left.
-        held: By device: the layers that it holds and serves, also if it is no device of the new plan; None: as `old`
-            says.
+        job: Job with all devices of the new plan, and all that hold layers.
+        old: Plan before, whose owners hold their layers.
+        new: New plan; its devices, idle ones among them, are those that are left.
+        held: Layers that each device holds and serves, also if it is no device of the new plan; None: as
+            `old` says.
 
     Raises:
-        FatalLossError: Nobody holds some layer.
+        FatalLossError: No device holds some layer.
         PlanError: The plans and the job do not belong together.
     """
     change = _Change(job, old, new, held)
@@ -331,7 +333,7 @@ def assign(job: TrainingJob, old: PipelinePlan, new: PipelinePlan, held: Held | 
 
 
 def renamed(plan: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
-    """The plan with other devices in the places of its own."""
+    """Returns the plan with other devices in the places of its own."""
     names = {VACANT: VACANT, **names}
 
     def moved(stages: Iterable[PlanStage]) -> tuple[PlanStage, ...]:
@@ -346,9 +348,9 @@ def renamed(plan: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
 
 
 def _pairs(change: _Change, rows: Mapping[Class, list[str]], columns: Mapping[Class, list[str]]) -> Pairs:
-    """The best that is found of all pairs of classes with the fewest bytes to move.
+    """Returns the pairs of classes with the fewest bytes to move; of several such solutions the best that is found.
 
-    Pairs that share no layer are left out: those whom no other pair takes up make them, whoever they are.
+    Pairs that share no layer are left out: devices and places that are in no other pair make them, in any way.
     """
     dear: list[Layers] = []
     found: list[tuple[int, int, Pairs]] = []
@@ -365,7 +367,7 @@ def _pairs(change: _Change, rows: Mapping[Class, list[str]], columns: Mapping[Cl
 
 
 def _missing(columns: Mapping[Class, list[str]], pairs: Pairs) -> Counter[Layers]:
-    """By set of layers: how many devices lack just that."""
+    """Returns the number of devices that lack exactly each set of layers."""
     found: Counter[Layers] = Counter()
     for column, names in columns.items():
         found[column[1]] += len(names)
@@ -378,7 +380,8 @@ def _missing(columns: Mapping[Class, list[str]], pairs: Pairs) -> Counter[Layers
 def _transport(
     change: _Change, rows: Mapping[Class, list[str]], columns: Mapping[Class, list[str]], dear: Sequence[Layers]
 ) -> Pairs:
-    """Fewest bytes in all; of these the fewest of `dear` layers; of these the least for the busiest receiver.
+    """Returns pairs of classes with the fewest bytes to move in all; of these the fewest of `dear` layers; of these the
+    least for the busiest receiver.
 
     All numbers of bytes that some device may lack are divided by size into levels. With n receivers one of level k
     costs (n + 1) ** k, more than all those of lower levels, so none is of a higher level than need be. If that level
@@ -421,7 +424,7 @@ def _cheapest(
     for a, names in rows.items():
         net.arc(devices[a], 0, len(names))
     for b, names in columns.items():
-        net.arc(places[b], 0, len(names), cost(b[1]))  # whoever is left takes it
+        net.arc(places[b], 0, len(names), cost(b[1]))  # a device that is left takes the place
         net.send(places[b], 0, len(names))
     return {pair: net.sent(arc) for pair, arc in arcs.items() if net.sent(arc)}
 
@@ -455,7 +458,7 @@ class _Seats:
         self.free: dict[Class, dict[str, list[str]]] = {key: defaultdict(list) for key in rows}
 
     def taken(self) -> dict[str, str]:
-        """By device of the new plan: who takes its place."""
+        """Returns the device that takes the place of each device of the new plan."""
         places = [*self.new.stages, *(x for x in self.new.devices if x not in self.new.stages)]
         found = {name: name for name in places if self._pair(self.row[name], self.column[name])}
         for name in sorted(self.row, reverse=True):
@@ -480,7 +483,7 @@ class _Seats:
         return False
 
     def _next(self, column: Class, hosts: Sequence[str]) -> str:
-        """A device for a place of this class, on one of the hosts if that can be."""
+        """Returns a free device for a place of this class, on one of the hosts if possible."""
         rows = [a for a in self.partners[column] if self.pairs[a, column]]
         if self.spare["column", column]:
             rows += [a for a in self.free if a[0] == column[0] and not a[1] & column[1] and self.spare["row", a]]
@@ -498,7 +501,9 @@ class _Seats:
 
 
 def _part_hosts(job: TrainingJob, new: PipelinePlan, holds: Mapping[str, Layers], names: dict[str, str]) -> None:
-    """Exchanges devices that hold the same, where owners that the new plan had on several hosts would be on one."""
+    """Exchanges devices that hold the same layers, where owners that the new plan had on several hosts would be on
+    one.
+    """
 
     def together(owners: Iterable[str]) -> bool:
         return len({job.by_name[names[x]].place for x in owners}) == 1

@@ -1,4 +1,4 @@
-"""The ways that a job has to go on after a loss, as plans of its own devices; `policies` choose among them.
+"""Offers the ways that a job has to go on after a loss, as plans of its own devices; `policies` choose among them.
 
 Theory of operation. The plan in force has lost devices. `keep` reroutes, and moves nothing. `fill` seats idle devices
 of the same kind in the vacant places. `move` takes the best plan for those that are left, with its devices put where
@@ -45,20 +45,20 @@ class PlanOptions:
     """Ways of a job to go on after a loss.
 
     Attributes:
-        planner: Of the job with its whole fleet.
-        before: The plan in force; it has the lost devices still.
+        planner: Planner of the job with its whole fleet.
+        before: Plan in force, which still has the lost devices.
         lost: Devices that are gone.
         slow: Devices that compute more slowly than the job says, with their measured speeds.
-        pauses: What changes cost; a move takes at least as long as its bytes.
-        size_shares: By loss units that one loss takes: its probability.
+        pauses: Seconds that changes of the plan cost; a move takes at least as long as its bytes need.
+        size_shares: Probability that a loss takes so many loss units, by that number.
         first: Take first answers instead of the best: of the planner, and an even spread of rerouted micro-batches.
-        held: By device: the layers that it holds and serves; None: those that are left hold what they own in `before`.
-        serving: Devices that are in `lost` and hold layers until others have them: they leave.
-        running_s: A step of the plan in force, in seconds; None: as it is estimated.
-        live: Of a running job: finds the plan for those that are left. Such a job has no way back to a checkpoint, and
-            no time for plans of templates.
+        held: Layers that each device holds and serves; None: devices that are left hold what they own in `before`.
+        serving: Devices in `lost` that are about to leave: they hold layers until others have them.
+        running_s: Seconds of a step of the plan in force; None: as estimated.
+        live: Function that finds the plan for the devices that are left; only in a running job. Such a job has no way
+            back to a checkpoint, and no time for plans of templates.
         links: Pairs of devices that have a link; None: all.
-        shared: By the name of a parameter that several layers use: these layers.
+        shared: Layers that use a parameter together, by its name.
     """
 
     planner: Planner
@@ -78,28 +78,28 @@ class PlanOptions:
 
     @cached_property
     def job(self) -> TrainingJob:
-        """The job on its whole fleet, at measured speeds."""
+        """Job on its whole fleet, at measured speeds."""
         job, slow = self.planner.job, self.slow
         devices = [replace(d, speed=slow.get(d.name, d.speed)) for d in job.devices]
         return job.with_devices(devices) if slow else job
 
     @cached_property
     def left(self) -> TrainingJob:
-        """The job on the devices that are left."""
+        """Job on the devices that are left."""
         known = self.job.by_name
         gone = [name for name in self.lost if name in known]
         return self.job.without(gone) if gone else self.job
 
     @cached_property
     def _holding(self) -> TrainingJob:
-        """The job on all that hold layers or may get some."""
+        """Job on all devices that hold layers or may get some."""
         there = self.left.by_name
         more = [d for d in self.serving if d.name not in there]
         return self.left.with_devices([*self.left.devices, *more]) if more else self.left
 
     @cached_property
     def healthy(self) -> list[str]:
-        """Devices for other plans: those left that are not slow, if there are any."""
+        """Devices for other plans: those left that are not slow, or all that are left if all are slow."""
         names = [d.name for d in self.left.devices]
         return [name for name in names if name not in self.slow] or names
 
@@ -110,20 +110,20 @@ class PlanOptions:
 
     @cached_property
     def planned(self) -> PlannedPipelines:
-        """The plan for those that are left, its devices in any places."""
+        """Plan for the devices that are left, which may have any places."""
         if self.live is not None:
             return self.live()
         return self.planner.first(self.healthy) if self.first else self.planner.exact(self.healthy)
 
     @cached_property
     def lost_layers(self) -> tuple[int, ...]:
-        """Layers that nobody holds any more."""
+        """Layers that no device holds any more."""
         held = set[int]().union(*(self._held.values()))
         return tuple(x for x in range(self.before.layer_count) if x not in held)
 
     @property
     def fatal(self) -> str:
-        """Which layers nobody holds any more, in words; "": none."""
+        """Layers that no device holds any more, in words; "": there are none."""
         return str(FatalLossError(self.lost_layers)) if self.lost_layers else ""
 
     @cached_property
@@ -144,7 +144,7 @@ class PlanOptions:
         return move_list(self._holding, self.before, plan, self.held)
 
     def outlook(self, rate: float, returns: float = 0.0) -> Outlook:
-        """How candidates are compared: a change of what is whole has to be better by a threshold.
+        """Returns how candidates are compared: a change of a plan without losses has to be better by a threshold.
 
         Args:
             rate: Losses per second of all devices that are left.
@@ -163,7 +163,7 @@ class PlanOptions:
     # ------------------------------------------------------------------------------------------------ the ways
 
     def keep(self) -> PlanCandidate | None:
-        """The micro-batches of the lost go to the owners of the same layers."""
+        """Returns the candidate that goes on: the micro-batches of lost devices go to the owners of the same layers."""
         plan = self.before
         try:
             if self.lost or self.slow:
@@ -175,14 +175,16 @@ class PlanOptions:
         return self._candidate(plan, KEEP, max(self.pauses.reroute_s if broken else 0.0, moves_s))
 
     def fill(self) -> PlanCandidate | None:
-        """Seats idle devices in all vacant places."""
+        """Returns the candidate that seats idle devices in all vacant places."""
         seated = None if self.fatal or self.whole else self._seated()
         if seated is None:
             return None
         return self._candidate(seated, FILL, max(self.pauses.fill_s, self.moves(seated).seconds))
 
     def avoid(self) -> PlanCandidate | None:
-        """Takes slow devices for lost: idle ones take their places, or else peers their micro-batches."""
+        """Returns the candidate that takes slow devices for lost: idle ones take their places, or peers take their
+        micro-batches.
+        """
         if self.fatal or not set(self.slow) & set(self.before.stages):
             return None
         around = replace(self, lost=(*self.lost, *self.slow), slow={}, _costs={})
@@ -196,7 +198,7 @@ class PlanOptions:
         return self._candidate(plan, FILL, max(self.pauses.fill_s, self.moves(plan).seconds))
 
     def move(self, kind: str = "best") -> PlanCandidate | None:
-        """Moves layers to the plan of this kind for those that are left."""
+        """Returns the candidate that moves layers to the plan of this kind for the devices that are left."""
         found = None if self.fatal else self._plan(kind)
         if found is None:
             return None
@@ -209,10 +211,12 @@ class PlanOptions:
         return self._candidate(plan, MOVE, max(self.pauses.move_s, self.moves(plan).seconds))
 
     def shadow(self) -> None:
-        """No stage is redundant."""
+        """Returns None: no stage is redundant in a job's own plans."""
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
-        """The plan of this kind, from the newest checkpoint: half of what lies between two is lost."""
+        """Returns the candidate with the plan of this kind, from the newest checkpoint: half of the time between two is
+        lost.
+        """
         plan, p = None if self.live is not None else self._plan(kind), self.pauses
         if plan is None:
             return None
@@ -227,12 +231,12 @@ class PlanOptions:
 
     @cached_property
     def before_s(self) -> float:
-        """A step of the plan in force, before the loss."""
+        """Seconds of a step of the plan in force, before the loss."""
         return estimate(self.job, self.before).step_s if self.running_s is None else self.running_s
 
     @property
     def _redo_s(self) -> float:
-        """Seconds of the open step, which is run again whatever is chosen: the mean over the moment of the loss."""
+        """Mean seconds of the open step that are run again after a loss, whatever is chosen; 0 without a loss."""
         return self.before_s / 2 if self.lost else 0.0
 
     def _plan(self, kind: str) -> PipelinePlan | None:
@@ -253,7 +257,7 @@ class PlanOptions:
         return None if shape is None else self._with_all(self.planner.seated(shape, self.healthy).plan)
 
     def _with_all(self, plan: PipelinePlan) -> PipelinePlan:
-        """With every device that is left: slow ones are idle, and still hold what others need."""
+        """Returns the plan with every device that is left: slow ones are idle, and still hold what others need."""
         return replace(plan, idle=tuple(sorted(set(self.left.by_name) - set(plan.stages))))
 
     def _seated(self) -> PipelinePlan | None:
@@ -278,7 +282,9 @@ class PlanOptions:
         return replace(self.before, pipelines=tuple(pipelines), detours=(), idle=tuple(idle))
 
     def _lacking(self, plan: PipelinePlan, kind: str) -> dict[str, int]:
-        """By device: bytes that it lacks for a plan, and for layers that it hands over, which it still keeps."""
+        """Returns the bytes that each device lacks for a plan, and for layers that it hands over, which it still
+        keeps.
+        """
         c, use = self.left.costs, {name: x.nbytes for name, x in self.cost(plan).memory.items()}
         for name, layers in self._held.items() if kind != RESTART else ():
             if name in self.left.by_name:
@@ -311,7 +317,7 @@ class PlanOptions:
         )
 
     def _risk(self, plan: PipelinePlan) -> float:
-        """That the next loss is fatal; devices that die together count as one owner."""
+        """Returns the probability that the next loss is fatal; devices that die together count as one owner."""
         by_name = self.left.by_name
         owners = {frozenset(by_name[name].dies_with for name in group) for group in plan.owners}
         units = len({d.dies_with for d in self.left.devices})

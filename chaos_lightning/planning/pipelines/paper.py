@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper on Chameleon, its search for a plan, as a policy to compare with.
+"""Searches a plan by Algorithm 1 of the paper on Chameleon, as a policy to compare with.
 
 Theory of operation. "Chameleon: Adaptive Fault Tolerance for Distributed Training via Real-time Policy Selection"
 shares out all devices over pipelines, deals layers and micro-batches evenly, and takes the fastest candidate. Here each
@@ -19,16 +19,17 @@ from chaos_lightning.planning.pipelines.equal import Alike, PlanShape, Shapes
 from chaos_lightning.planning.pipelines.schedules import in_flight
 
 DEEPEST = 16
-"""Stages of a pipeline at most (section IV-A: "typically small, e.g. <= 16")."""
+"""Most stages of a pipeline (section IV-A: "typically small, e.g. <= 16")."""
 PARTITIONS = 500
-"""Ways to share out the devices that are tried for one number of pipelines; where there are more, only the most even
-one is (section IV-A: as many candidates as the number of devices has divisors)."""
+"""Most ways to share out the devices that are tried for one number of pipelines; if there are more, only the most even
+one is tried (section IV-A: as many candidates as the number of devices has divisors).
+"""
 PLACEMENTS = 1000
-"""Places of the remaining layers that are tried, early stages first (section IV-A: "tens to hundreds")."""
+"""Most placements of the remaining layers that are tried, early stages first (section IV-A: "tens to hundreds")."""
 
 
 def algorithm1(shapes: Shapes, devices: int, was: PlanShape | None) -> PlanShape | None:
-    """Algorithm 1 for one number of devices: the best of its candidates, None where none fits.
+    """Returns the best candidate of Algorithm 1 for one number of devices; None where none fits.
 
     All devices are used, also where fewer would do better. The number of pipelines differs by less than 2 from that
     before; after several losses the best plan may be further away. Micro-batches go by the number of stages, so short
@@ -36,8 +37,8 @@ def algorithm1(shapes: Shapes, devices: int, was: PlanShape | None) -> PlanShape
     all-reduce included, with the layers split as `split_layers` does.
 
     Args:
-        shapes: Of such devices.
-        devices: That are left.
+        shapes: Shapes of such devices.
+        devices: Number of devices that are left.
         was: The shape before the loss; None: any number of pipelines is tried.
     """
     cutter, total = shapes.cutter, shapes.total
@@ -65,7 +66,9 @@ def algorithm1(shapes: Shapes, devices: int, was: PlanShape | None) -> PlanShape
 
 
 def integer_partition(devices: int, pipelines: int, shallow: int, deepest: int) -> list[tuple[int, ...]]:
-    """Lengths of pipelines that use all devices, longest first: all, or where those are too many the most even ones."""
+    """Yields lengths of pipelines that use all devices, longest first: all ways, or only the most even one where there
+    are too many.
+    """
     if not shallow * pipelines <= devices <= deepest * pipelines:
         return []
     found = list(islice(_partitions(devices, pipelines, shallow, deepest), PARTITIONS + 1))
@@ -76,7 +79,9 @@ def integer_partition(devices: int, pipelines: int, shallow: int, deepest: int) 
 
 
 def _partitions(devices: int, pipelines: int, low: int, high: int) -> Iterator[tuple[int, ...]]:
-    """Takes as many of the longest length as can be, down to as few; each way to begin can be ended."""
+    """Yields ways to share out the devices: with as many pipelines of the longest length as possible, then with fewer.
+    Each way to begin can be ended.
+    """
     if low == high or not pipelines:
         yield (low,) * pipelines
         return
@@ -89,7 +94,9 @@ def _partitions(devices: int, pipelines: int, low: int, high: int) -> Iterator[t
 
 
 def distribute_batch(micro_batches: int, lengths: Sequence[int]) -> list[int]:
-    """Section IV-A: in proportion to the devices, then one by one to all; who has none gets one of whoever has most."""
+    """Returns the micro-batches of each pipeline (section IV-A): in proportion to the devices, then one by one to all;
+    a pipeline without any gets one from the pipeline with most.
+    """
     devices = sum(lengths)
     found = [micro_batches * p // devices for p in lengths]
     for i in range(micro_batches - sum(found)):
@@ -104,15 +111,16 @@ _SPLITS: WeakKeyDictionary[Cutter, dict[tuple[int, int, int], LayerCut | None]] 
 
 
 def split_layers(cutter: Cutter, stages: int, m: int, pipelines: int) -> LayerCut | None:
-    """Section IV-A: equally many layers for each stage, and the best places for those that remain.
+    """Returns the cut with equally many layers for each stage, and the best places for the layers that remain (section
+    IV-A).
 
     Layers that differ (embedding, head) are counted alike, which is what the better cuts of `cuts` gain on it.
 
     Args:
-        cutter: Of these devices.
-        stages: Of the pipeline.
-        m: Its micro-batches.
-        pipelines: How many there are, for the all-reduce.
+        cutter: Cutter for these devices.
+        stages: Stages of the pipeline.
+        m: Micro-batches of the pipeline.
+        pipelines: Number of pipelines, for the all-reduce.
 
     Returns:
         None where none of the first `PLACEMENTS` places fits into memory, or there are fewer layers than stages.
@@ -137,7 +145,9 @@ def split_layers(cutter: Cutter, stages: int, m: int, pipelines: int) -> LayerCu
 
 
 def _bound(row: DeviceRow, at: Sequence[int], m: int) -> float:
-    """No pipeline of this cut is faster, by two of the bounds of `cuts` without hops: through, and after first."""
+    """Returns the least seconds of a pipeline of this cut, by two of the bounds of `cuts` without hops: through, and
+    after first.
+    """
     s, total = row.fastest, row.fastest.both[-1]
     found = 0.0
     for k, (x, y) in enumerate(pairwise(at)):

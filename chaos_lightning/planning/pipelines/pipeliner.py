@@ -1,4 +1,4 @@
-"""The pipelines of each view: at a founding, after each change of members, and when a better plan is found.
+"""Chooses the pipelines of each view: at a founding, after each change of members, and when a better plan is found.
 
 Theory of operation. A `Pipeliner` knows the job's profile: what layers cost, what devices and links can do, how many
 micro-batches a step has. It answers in the scheduler's turn, within milliseconds. After a loss it takes the ways to go
@@ -45,36 +45,36 @@ from chaos_lightning.planning.pipelines.units import ViewPipelines
 PAUSES = Pauses(reroute_s=0.15, fill_s=0.6, move_s=0.6)
 """Costs of changes to a running job, in seconds, if bytes do not take longer."""
 LITTLE = 1e-6
-"""Share of a micro-batch's time by which a unit's cost is raised to see how many lie on the critical path."""
+"""Fraction of a micro-batch's time by which a unit's cost is raised to see how many units lie on the critical path."""
 _NAMES = {KEEP: "reroute", FILL: "fill", MOVE: "move"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineAnswer:
-    """The pipelines of the next view, or why there are none."""
+    """Pipelines of the next view, or the reason why there are none."""
 
     text: str | None
     """Text for the view (`ViewPipelines.to_json`); None: there are no pipelines for these members."""
     reason: str
-    """In a sentence, for the log."""
+    """Reason in a sentence, for the log."""
     candidates: tuple[PlanCandidate, ...] = ()
-    """Candidates among which it was chosen."""
+    """Candidates among which the chosen one was."""
     chosen: PlanCandidate | None = None
     horizon_s: float = math.inf
     """Seconds until the next loss or return of a member, on average."""
     moves: Moves | None = None
-    """Which bytes of which layers go from whom to whom."""
+    """Bytes of layers that go from member to member."""
     lost_layers: tuple[str, ...] = ()
-    """Names of layers that nobody holds any more."""
+    """Names of layers that no member holds any more."""
     least_members: int | None = None
-    """If no plan fits: the smallest number of members like the roomiest one with which one does; None: no number."""
+    """Smallest number of members like the roomiest one with which a plan fits, if none fits now; None: no number."""
     restarts: bool = False
-    """The policy has the job end, so that it begins again from a checkpoint."""
+    """Whether the policy has the job end, so that it begins again from a checkpoint."""
     busy: Mapping[str, float] = field(default_factory=dict)
-    """By member: share of a step in which it computes, 0 to 1; the rest is bubbles and waiting."""
+    """Fraction of a step in which each member computes, 0 to 1; the rest is bubbles and waiting."""
 
     def facts(self) -> dict[str, Any]:
-        """The fields of an event: numbers, texts, and lists of them."""
+        """Returns the fields of an event: numbers, texts, and lists of them."""
         return {
             "reason": self.reason,
             "candidates": [
@@ -98,23 +98,23 @@ class PipelineAnswer:
 
 @dataclass(frozen=True)
 class PlanWish:
-    """Asks another process for the best plan of some members."""
+    """Request to another process for the best plan of some members."""
 
     job: TrainingJob
-    """On these members."""
+    """Job on these members."""
     copies: int
-    """Owners that each layer is to have, as far as memory allows."""
+    """Number of owners that each layer is to have, as far as memory allows."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A value of JSON; `from_dict` makes it the wish again."""
+        """Returns the wish as a value for JSON, from which `from_dict` makes the wish again."""
         return {"job": to_dict(self.job), "copies": self.copies}
 
     @staticmethod
     def from_dict(about: Mapping[str, Any]) -> PlanWish:
-        """The wish that `to_dict` wrote.
+        """Returns the wish that `to_dict` wrote.
 
         Raises:
-            JobError: It is none.
+            JobError: The value is no wish.
         """
         copies = about.get("copies")
         if type(copies) is not int or copies < 1:
@@ -131,10 +131,10 @@ def search_plan(wish: PlanWish) -> PipelinePlan | None:
 
 
 def _safe(copies: int, planned: Callable[[int], PlannedPipelines]) -> PlannedPipelines:
-    """The plan with so many owners of each layer, or with as many as fit.
+    """Returns the plan with so many owners of each layer, or with as many as fit.
 
     Raises:
-        NoPlanError: None fits.
+        NoPlanError: No plan fits.
     """
     for least in range(copies, 1, -1):
         try:
@@ -148,14 +148,14 @@ class Pipeliner:
     """Chooses the pipelines of each view.
 
     Args:
-        profile: Layers, links and micro-batches; members bring their own devices.
+        profile: Job with layers, links and micro-batches; members bring their own devices.
         policy: One of `PIPELINE_POLICIES`.
         copies: Owners that each layer is to have, as far as memory allows, so that a loss does not take it along.
-        shared: By the name of a parameter that several layers use: these layers.
+        shared: Layers that use a parameter together, by its name.
 
     Attributes:
-        history: Losses of this job. Whoever has a clock tells it what it sees.
-        overheads: As this job has measured them (`measured`); None: as the profile has them.
+        history: Losses of this job. The owner of the pipeliner has a clock, and notes losses and time there.
+        overheads: Overheads as this job has measured them (`measured`); None: as the profile has them.
 
     Raises:
         PlanError: There is no such policy.
@@ -184,7 +184,9 @@ class Pipeliner:
             policies.installed()  # looks for entry points on the disk, once
 
     def _job(self, members: Iterable[Device]) -> TrainingJob:
-        """The profile on these members; links of devices are those of the members that run there."""
+        """Returns the profile as a job on these members; named links of devices are those of the members that run
+        there.
+        """
         devices = sorted(members, key=lambda d: d.name)
         ends: dict[str, set[str]] = {}
         for d in devices if self.profile.links else ():
@@ -247,9 +249,10 @@ class Pipeliner:
 
         Args:
             text: The pipelines of the view before.
-            members: Of the next view.
+            members: Members of the next view.
             leaving: Members that are let go: they run nothing, and hold what they own until others have it.
-            held: By member: numbers of the layers that it holds, where that is known; None: what `text` says it owns.
+            held: Numbers of the layers that each member holds, where that is known; None: those that `text` says it
+                owns.
             links: Pairs of members that have a link; None: all.
 
         Raises:
@@ -280,7 +283,7 @@ class Pipeliner:
         Args:
             text: The pipelines of the view that rules.
             members: The members of that view.
-            plan: What `search_plan` found for members, maybe for others than these.
+            plan: Plan that `search_plan` found for members, maybe for others than these.
             links: Pairs of members that have a link; None: all.
 
         Returns:
@@ -303,17 +306,18 @@ class Pipeliner:
         return self._answer(options, decision, text if stays else None)
 
     def wish(self, members: Collection[Device]) -> PlanWish | None:
-        """Returns what to ask another process for; None: the policy never moves layers to a better plan.
+        """Returns the request to another process for a better plan; None: the policy never moves layers to a better
+        plan.
 
         Args:
-            members: Of the view that rules.
+            members: Members of the view that rules.
         """
         return PlanWish(self._job(members), self.copies) if self.policy in ("adaptive", "dynamic") else None
 
     def measured(
         self, text: str, members: Collection[Device], step_s: float, between_s: Mapping[str, float]
     ) -> Overheads:
-        """Returns what a unit and the end of a step cost beside layers, given how long steps take.
+        """Returns the measured overheads of a unit and of the end of a step, given how long steps take.
 
         The end is that of the member with first layers that waits least from one step to the next. What else a step
         takes is shared out by the units on its critical path.
@@ -322,7 +326,8 @@ class Pipeliner:
             text: The pipelines of the view by which it ran.
             members: The members of that view.
             step_s: Time that a step takes, s.
-            between_s: By member: from its last unit of a step to the first of the next, as far as that is told.
+            between_s: Seconds from each member's last unit of a step to the first of the next, as far as members tell
+                it.
 
         Raises:
             PlanError: The text is none of this job's.
@@ -407,7 +412,7 @@ class Pipeliner:
         return options.outlook(count * self.history.rate, self.history.return_rate(count))
 
     def _answer(self, options: PlanOptions, decision: Decision, text: str | None = None) -> PipelineAnswer:
-        """Makes a decision an answer, with the lists of the pipelines that share micro-batches."""
+        """Returns a decision as an answer, with the lists of the pipelines that share micro-batches."""
         chosen, outlook = decision.chosen, self._outlook(options)
         if text is None and chosen is not None:
             plan: PipelinePlan = chosen.plan
@@ -429,7 +434,7 @@ class Pipeliner:
     def _none(
         self, job: TrainingJob, reason: str, lost_layers: tuple[str, ...] = (), decision: Decision | None = None
     ) -> PipelineAnswer:
-        """Says that there are no pipelines, and how many members there would have to be."""
+        """Returns the answer that there are no pipelines, with the number of members that would suffice."""
         roomy = max(job.devices, key=lambda d: (d.memory_nbytes, d.name))
         return PipelineAnswer(
             text=None,
@@ -441,7 +446,7 @@ class Pipeliner:
 
 
 def _busy(job: TrainingJob, plan: PipelinePlan, step_s: float) -> dict[str, float]:
-    """Returns by device the share of a step in which it computes."""
+    """Returns the fraction of a step in which each device computes."""
     costs, taken_s = job.costs, dict.fromkeys(plan.stages, 0.0)
     for j in range(plan.micro_batches):
         for s in plan.route(j):
@@ -451,6 +456,6 @@ def _busy(job: TrainingJob, plan: PipelinePlan, step_s: float) -> dict[str, floa
 
 
 def _few(word: str, names: Sequence[str]) -> str:
-    """Names in words, the first few of them."""
+    """Returns the first few names in words, and how many more there are."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"{word}{'s' if len(names) > 1 else ''} {', '.join(names[:8])}{more}"

@@ -1,4 +1,4 @@
-"""Which device gets which place of a shape.
+"""Gives the devices of a job the places of a shape.
 
 Theory of operation. Pipelines, longest first, are put on the host on which they leave least room; those that no host
 has room for take what is left, host by host. So most hops stay within a host. Then each layer whose owners would all be
@@ -23,12 +23,14 @@ from chaos_lightning.planning.pipelines.moves import renamed
 from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, PlanStage
 
 Seating = Literal["hosts", "packed", "stages"]
-"""Pipelines on hosts, so that no host is left with room for none; on few hosts; the owners of a stage on one host."""
+"""Ways to seat: pipelines on hosts, so that no host is left with room for a pipeline; on few hosts; the owners of a
+stage on one host.
+"""
 OTHERS: tuple[Seating, ...] = ("packed", "stages")
 SAME = 1e-9
-"""Steps that differ by no more than this share are equal."""
+"""Relative difference of two steps below which they count as equally long."""
 EXCHANGES = 200
-"""Exchanges of two devices that are tried for the sake of owners on several hosts."""
+"""Most exchanges of two devices that are tried so that owners are on several hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +41,24 @@ class SharedFate:
     end: int
     host: str
     cost_s: float
-    """By which a step gets longer if the cheapest exchange of two devices mends it, and does so to no other layers, or
-    if all devices get other places; infinite: neither mends it."""
+    """Seconds by which a step gets longer if the cheapest exchange of two devices mends that, and harms no other
+    layers, or if all devices get other places; infinity: neither mends it.
+    """
 
 
 def seated(
     job: TrainingJob, shapes: Shapes, shape: PlanShape, *, hosts_matter: bool, on_two: bool = False
 ) -> tuple[PipelinePlan, StepEstimate, tuple[SharedFate, ...]]:
-    """A shape on the devices of a job.
+    """Returns the best plan that puts a shape on the devices of a job, its costs, and layers that would be lost with
+    one host.
 
     Args:
         job: The job; its devices get places.
-        shapes: What the shape was found by; it cuts the layers.
-        shape: How many pipelines of which length.
-        hosts_matter: Links within hosts are unlike those between them.
-        on_two: Owners of each layer must be on two hosts, if exchanges of devices can do that, whatever it costs.
+        shapes: Shapes by which the shape was found; they cut the layers.
+        shape: Shape of the plan.
+        hosts_matter: Whether links within hosts are unlike those between them.
+        on_two: Whether owners of each layer must be on two hosts, if exchanges of devices can do that, whatever it
+            costs.
 
     Returns:
         The plan with the shortest step, what it costs, and which of its layers would be lost with one host.
@@ -79,7 +84,7 @@ def _meet(group: range, fate: SharedFate) -> bool:
 
 
 def place(job: TrainingJob, shapes: Shapes, shape: PlanShape, seating: Seating) -> PipelinePlan:
-    """Gives each place of a shape a device of the job."""
+    """Returns a plan in which each place of a shape has a device of the job."""
     free: dict[str, list[str]] = defaultdict(list)
     for d in sorted(job.devices, key=lambda d: (d.place, d.name)):
         free[d.place].append(d.name)
@@ -104,7 +109,7 @@ def place(job: TrainingJob, shapes: Shapes, shape: PlanShape, seating: Seating) 
 
 
 def _take(free: dict[str, list[str]], count: int, *, packed: bool) -> list[str]:
-    """Devices for one pipeline: of the host on which it leaves least room, or else of the emptiest hosts.
+    """Returns devices for one pipeline: of the host on which it leaves least room, or else of the emptiest hosts.
 
     If `packed`, of the first one in order that has room.
     """
@@ -164,7 +169,7 @@ def spread(
 
 
 def on_one_host(job: TrainingJob, plan: PipelinePlan) -> list[tuple[range, str]]:
-    """Groups of layers with owners on one host alone, and that host."""
+    """Returns groups of layers whose owners are all on one host, with that host."""
     found = []
     for group, owners in zip(plan.groups, plan.owners, strict=True):
         hosts = {job.by_name[n].place for n in owners}
@@ -174,7 +179,7 @@ def on_one_host(job: TrainingJob, plan: PipelinePlan) -> list[tuple[range, str]]
 
 
 def _exchanged(job: TrainingJob, plan: PipelinePlan, owners: Sequence[str], host: str) -> Iterator[PipelinePlan]:
-    """Plans in which one of these owners changes places with a device of another host."""
+    """Yields plans in which one of these owners has changed places with a device of another host."""
     others = [n for n in (*plan.idle, *plan.stages) if job.by_name[n].place != host]
     names = {n: n for n in plan.devices}
     for a in owners:

@@ -1,4 +1,5 @@
-"""A plan: who computes which layers for which micro-batches. A value that is printed, compared, stored and sent.
+"""Defines a plan: which device computes which layers for which micro-batches. A value that is printed, compared, stored
+and sent.
 
 Theory of operation. A plan has *pipelines*. Each is a row of *stages*, a stage is a device and the run of layers that
 it owns, and the runs of one pipeline make up the whole model. Micro-batches are numbered through the pipelines in
@@ -21,11 +22,11 @@ from typing import Any, NamedTuple
 from chaos_lightning.errors import PlanError
 
 VACANT = ""
-"""The device of a stage whose owner is lost."""
+"""Device of a stage whose owner is lost."""
 
 
 class PlanStage(NamedTuple):
-    """A device and the layers [first, end) that it owns."""
+    """Device and the layers [first, end) that it owns."""
 
     device: str
     first: int
@@ -37,7 +38,7 @@ class PlanStage(NamedTuple):
 
 
 class Detour(NamedTuple):
-    """One micro-batch's layers [first, end) run on `device` instead of at home."""
+    """Layers [first, end) of one micro-batch that run on `device` instead of at home."""
 
     micro_batch: int
     first: int
@@ -47,19 +48,19 @@ class Detour(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A row of stages that make up the model, and how many micro-batches of a step are at home there."""
+    """Row of stages that make up the model, and the number of micro-batches of a step that are at home there."""
 
     stages: tuple[PlanStage, ...]
     micro_batches: int
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many layers each stage has."""
+        """Number of layers of each stage."""
         return tuple(s.end - s.first for s in self.stages)
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Where stages begin, and where the last one ends."""
+        """First layer of each stage, and the end of the last one."""
         return (*(s.first for s in self.stages), self.stages[-1].end)
 
 
@@ -82,12 +83,12 @@ class PipelinePlan:
 
     @cached_property
     def homes(self) -> tuple[int, ...]:
-        """By micro-batch: its pipeline."""
+        """Pipeline in which each micro-batch is at home."""
         return tuple(q for q, p in enumerate(self.pipelines) for _ in range(p.micro_batches))
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
-        """Where some pipeline is cut, with 0 and the number of layers."""
+        """Layers at which some pipeline is cut, with 0 and the number of layers."""
         at = {0, self.layer_count}
         for p in self.pipelines:
             at.update(p.cut)
@@ -99,7 +100,7 @@ class PipelinePlan:
 
     @cached_property
     def owners(self) -> tuple[tuple[str, ...], ...]:
-        """By group: those that own its layers; vacant stages own nothing."""
+        """Devices that own the layers of each group; vacant stages own nothing."""
         found: list[list[str]] = [[] for _ in self.groups]
         at = {border: i for i, border in enumerate(self.borders)}
         for name, (stage,) in self.stages.items():
@@ -109,7 +110,7 @@ class PipelinePlan:
 
     @cached_property
     def stages(self) -> dict[str, list[PlanStage]]:
-        """By device: its stage, which is what it owns."""
+        """Stage of each device, which is what the device owns."""
         found: dict[str, list[PlanStage]] = defaultdict(list)
         for p in self.pipelines:
             for s in p.stages:
@@ -119,17 +120,17 @@ class PipelinePlan:
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """All that own layers or are idle, sorted."""
+        """Devices that own layers or are idle, sorted."""
         return tuple(sorted({*self.stages, *self.idle}))
 
     @cached_property
     def vacant(self) -> tuple[tuple[int, int], ...]:
-        """(pipeline, stage) of the places that nobody fills."""
+        """Vacant places, as (pipeline, stage)."""
         return tuple((q, i) for q, p in enumerate(self.pipelines) for i, s in enumerate(p.stages) if s.device == VACANT)
 
     @property
     def shape(self) -> str:
-        """The plan for people: "3 x 2" is three pipelines of two stages."""
+        """Shape of the plan in words: "3 x 2" is three pipelines of two stages."""
         counts = Counter(len(p.stages) for p in self.pipelines)
         rows = " + ".join(f"{n} x {stages}" for stages, n in sorted(counts.items(), reverse=True))
         return f"{rows}, {len(self.vacant)} vacant" if self.vacant else rows
@@ -142,16 +143,16 @@ class PipelinePlan:
         return found
 
     def route(self, micro_batch: int) -> tuple[PlanStage, ...]:
-        """The devices that a micro-batch passes, in order, with the layers that each runs for it.
+        """Returns the devices that a micro-batch passes, in order, with the layers that each runs for it.
 
-        Neighbouring layers on one device are one unit. A place that nobody fills shows as `VACANT`.
+        Neighbouring layers on one device are one unit. A vacant place shows as `VACANT`.
         """
         home = self.pipelines[self.homes[micro_batch]].stages
         detours = self._detours_of.get(micro_batch)
         return home if not detours else overlay(home, detours)
 
     def holders(self) -> list[set[str]]:
-        """By layer: who holds its state."""
+        """Returns the devices that hold the state of each layer."""
         found: list[set[str]] = [set() for _ in range(self.layer_count)]
         for group, owners in zip(self.groups, self.owners, strict=True):
             for layer in group:
@@ -161,7 +162,7 @@ class PipelinePlan:
     # ------------------------------------------------------------------------------------------------ as text
 
     def to_dict(self) -> dict[str, Any]:
-        """A value of JSON; `from_dict` makes it a plan again."""
+        """Returns the plan as a value for JSON, from which `from_dict` makes the plan again."""
         rows = [{"micro_batches": p.micro_batches, "stages": [list(s) for s in p.stages]} for p in self.pipelines]
         about: dict[str, Any] = {"layers": self.layer_count, "pipelines": rows}
         for name, value in (
@@ -175,10 +176,10 @@ class PipelinePlan:
 
     @staticmethod
     def from_dict(about: Mapping[str, Any]) -> PipelinePlan:
-        """The plan that `to_dict` wrote.
+        """Returns the plan that `to_dict` wrote.
 
         Raises:
-            PlanError: It is none.
+            PlanError: The value is no plan.
         """
         try:
             _only(about, "layers", "pipelines", "detours", "idle", "in_flight_extra")
@@ -202,15 +203,15 @@ class PipelinePlan:
         return plan
 
     def to_json(self) -> str:
-        """The shortest JSON text of this plan; equal plans have equal texts."""
+        """Returns the shortest JSON text of this plan; equal plans have equal texts."""
         return json.dumps(self.to_dict(), separators=(",", ":"), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> PipelinePlan:
-        """The plan that `to_json` wrote.
+        """Returns the plan that `to_json` wrote.
 
         Raises:
-            PlanError: It is none.
+            PlanError: The text is no plan.
         """
         try:
             about = json.loads(text)
@@ -226,7 +227,7 @@ class PipelinePlan:
         """Refuses a plan that does not run every layer of every micro-batch exactly once, on an owner.
 
         Raises:
-            PlanError: It does not; says where.
+            PlanError: The plan does not; says where.
         """
         self._check_rows()
         busy = [s.device for p in self.pipelines for s in p.stages if s.device != VACANT]
@@ -286,7 +287,7 @@ class PipelinePlan:
 
 
 def overlay(home: Sequence[PlanStage], detours: Iterable[Detour]) -> tuple[PlanStage, ...]:
-    """The route at home with some layers on other devices; neighbouring runs of one device are one."""
+    """Returns the route at home with some layers on other devices; neighbouring runs of one device become one."""
     who: list[str] = []
     for s in home:
         who.extend([s.device] * (s.end - s.first))

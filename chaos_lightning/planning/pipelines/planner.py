@@ -1,4 +1,4 @@
-"""The plan for a fleet: at once a good one, then the best; with what it costs and how sure that is.
+"""Finds the plan for a fleet: at once a good one, then the best; with its costs, and how sure it is to be the best.
 
 Theory of operation. For devices of one kind `equal` finds the shape, `places` says who gets which place, and the whole
 is simulated. Devices or links that are not alike are searched (`unequal`). Where no plan fits, `shortage` says why.
@@ -23,25 +23,27 @@ from chaos_lightning.planning.pipelines.shortage import nearest, tightest
 from chaos_lightning.planning.pipelines.unequal import Mixed
 
 FEWER = 2
-"""By so many devices less plans are looked for, too; more of them may be in the way."""
+"""Largest number of devices by which plans may use fewer than there are; more devices may be in the way."""
 NEAR = 0.01
-"""Where a step takes no more than this share above what was charged, no other shapes are looked at."""
+"""Fraction by which a step may exceed what was charged, so that no other shapes are looked at."""
 
 
 class NoPlanError(JobError):
-    """No plan fits; says which one comes closest and what is missing where."""
+    """Error that no plan fits; says which one comes closest and what is missing where."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPipelines:
-    """A plan with what it costs."""
+    """Plan with its costs."""
 
     plan: PipelinePlan
     estimate: StepEstimate
     exact: bool
-    """No plan takes less: its simulated step meets a lower bound over all lengths, splits and cuts."""
+    """Whether no plan takes less: the simulated step meets a lower bound over all lengths, splits and cuts."""
     gap: float
-    """Share of the step by which a better plan might take less, by that bound; of first answers, by all work alone."""
+    """Fraction of the step by which a better plan might take less, by that bound; of first answers, by all work
+    alone.
+    """
     why: str
     shared_fate: tuple[SharedFate, ...] = ()
 
@@ -52,7 +54,7 @@ class Planner:
     Args:
         job: The job and its whole fleet.
         copies: Number of devices that must own each layer, at least.
-        hosts: Owners of each layer must be on two hosts, so that no host takes a layer along.
+        hosts: Whether owners of each layer must be on two hosts, so that the loss of a host loses no layer.
     """
 
     def __init__(self, job: TrainingJob, *, copies: int = 1, hosts: bool = False) -> None:
@@ -64,7 +66,7 @@ class Planner:
 
     @cached_property
     def _per_host(self) -> int:
-        """Devices of the largest host; 0: hosts make no difference to hops."""
+        """Number of devices of the largest host; 0: hosts make no difference to hops."""
         hosts = Counter(d.place for d in self.job.devices)
         same = self.job.within_host.kind == self.job.between_hosts.kind
         return 0 if same or len(hosts) == 1 else max(hosts.values())
@@ -92,13 +94,15 @@ class Planner:
 
     @property
     def _usual(self) -> LinkRate:
-        """Between any two devices, where hosts make no difference."""
+        """Link between any two devices, where hosts make no difference."""
         several = len({d.place for d in self.job.devices}) > 1
         return self.job.between_hosts if several else self.job.within_host
 
     @cached_property
     def _others(self) -> tuple[Shapes, ...]:
-        """As if all-reduces were hidden; lengths that fill hosts evenly; pipelines that cross hosts at each hop."""
+        """Other searches for shapes: as if all-reduces were hidden; lengths that fill hosts evenly; pipelines that
+        cross hosts at each hop.
+        """
         h = self._per_host
         hidden = self._shapes(self.job.within_host if h else self._usual, h, reduce=LinkRate())
         if h < 2:
@@ -108,12 +112,12 @@ class Planner:
 
     @cached_property
     def _bounds(self) -> Shapes:
-        """With links that no placement has faster ones than."""
+        """Shapes with links at least as fast as those of any placement, for lower bounds."""
         return self._shapes(self._fast, reduce=self._fast) if self._per_host else self.shapes
 
     @cached_property
     def _fast(self) -> LinkRate:
-        """No two devices have more between them."""
+        """Link that is at least as fast as any between two devices."""
         within, between = self.job.within_host, self.job.between_hosts
         hosts = Counter(d.place for d in self.job.devices)
         if len(hosts) == 1 or max(hosts.values()) == 1:
@@ -123,21 +127,22 @@ class Planner:
         )
 
     def first(self, devices: Collection[str] | None = None) -> PlannedPipelines:
-        """A good plan at once.
+        """Returns a good plan at once.
 
         Args:
-            devices: Names of those that are left; None: all.
+            devices: Names of the devices that are left; None: all.
 
         Raises:
-            NoPlanError: None fits.
+            NoPlanError: No plan fits.
         """
         return self._answer(devices, exact=False)
 
     def at_once(self) -> PlannedPipelines:
-        """A plan in milliseconds: a first answer, or for devices or links that are not alike the best of few starts.
+        """Returns a plan in milliseconds: a first answer, or for devices or links that are not alike the best of few
+        starts.
 
         Raises:
-            NoPlanError: None fits.
+            NoPlanError: No plan fits.
         """
         if self.job.alike and (shape := self.shapes.first(len(self.job.devices))) is not None:
             first = self.seated(shape, self.job.by_name)
@@ -163,7 +168,7 @@ class Planner:
 
     @property
     def _tables_of(self) -> tuple[object, ...]:
-        """All that the times of `shapes` depend on."""
+        """Values on which the times of `shapes` depend."""
         job = self.job
         longest = 0 if self.copies == 1 else len(job.devices) // self.copies
         return (
@@ -172,13 +177,13 @@ class Planner:
         )  # fmt: skip
 
     def exact(self, devices: Collection[str] | None = None) -> PlannedPipelines:
-        """The best plan; for devices or links that are not alike, the best one that a longer search finds.
+        """Returns the best plan; for devices or links that are not alike, the best one that a longer search finds.
 
         Args:
-            devices: Names of those that are left; None: all.
+            devices: Names of the devices that are left; None: all.
 
         Raises:
-            NoPlanError: None fits.
+            NoPlanError: No plan fits.
         """
         return self._answer(devices, exact=True)
 
@@ -209,7 +214,7 @@ class Planner:
         return PlannedPipelines(plan, cost, gap <= SAME, gap if gap > SAME else 0.0, f"{_rows(plan)}; {sure}", fates)
 
     def _lacks(self) -> str:
-        """Says why no plan has as many owners of each layer as are asked for."""
+        """Returns in words why no plan has as many owners of each layer as are asked for."""
         where = "two hosts" if self.hosts else f"{self.copies} devices"
         return (
             f"no plan was found in which each layer has owners on {where}: so many copies do not fit, or lie on one "
@@ -217,7 +222,9 @@ class Planner:
         )
 
     def _best(self, names: Sequence[str]) -> PlannedPipelines | None:
-        """The plan with the shortest simulated step, and how far the best one may be away."""
+        """Returns the plan with the shortest simulated step, with a bound on how much better another may be; None if no
+        plan fits.
+        """
         shape = self.shapes.exact(len(names))
         best = self.seated(shape, names) if shape and math.isfinite(shape.charged_s) else None
         for shapes in self._others:
@@ -244,7 +251,9 @@ class Planner:
         return replace(best, exact=exact, gap=0.0 if exact else gap, why=f"{_rows(best.plan)}; {sure}")
 
     def _simpler(self, names: Sequence[str], than: PlanShape | None) -> Iterator[PlannedPipelines]:
-        """The first answer, one device alone, and the shapes of a few devices less: what is charged is not all."""
+        """Yields plans that may be faster than the charged costs say: the first answer, one device alone, and shapes of
+        a few devices less.
+        """
         count, shapes = len(names), self.shapes
         fewer = range(max(1, count - FEWER), count) if count <= COUNTED else ()
         found = (shapes.first(count), shapes.over(count, [1]), *map(shapes.exact, fewer))
@@ -254,14 +263,16 @@ class Planner:
                 yield self.seated(replace(shape, devices=count), names)
 
     def _bound_s(self, devices: int, near_s: float) -> float:
-        """No step takes less, its commit included; a bound beyond `near_s` is not looked for."""
+        """Returns the least seconds of a step, its commit included; a bound beyond `near_s` is not looked for."""
         o = self.job.overheads
         several_s = self._bounds.bound_s(devices, near_s) + 2 * (self._fast.latency_s + o.hop_s)
         alone_s = self._bounds.cutter.row(1).bound_s(self.job.micro_batches, 1)
         return min(several_s, alone_s) + o.commit_s
 
     def _on_one_host(self, names: Sequence[str], than: PlannedPipelines) -> PlannedPipelines | None:
-        """A better plan on the largest host alone, where links to the others cost more than their devices add."""
+        """Returns a better plan on the largest host alone, where links to the others cost more than their devices add;
+        None if there is none.
+        """
         hosts = defaultdict[str, list[Device]](list)
         for n in names:
             hosts[self.job.by_name[n].place].append(self.job.by_name[n])
@@ -278,12 +289,12 @@ class Planner:
         return replace(found, plan=plan, shared_fate=fates if len(plan.pipelines) > 1 else ())
 
     def seated(self, shape: PlanShape, devices: Collection[str], shapes: Shapes | None = None) -> PlannedPipelines:
-        """A shape on these devices.
+        """Returns the plan that puts a shape on these devices.
 
         Args:
-            shape: How many pipelines of which length.
-            devices: Names.
-            shapes: What found the shape, and cuts its pipelines; None: `shapes` of this planner.
+            shape: Shape of the plan.
+            devices: Names of the devices.
+            shapes: Shapes by which the shape was found; they cut its pipelines. None: `shapes` of this planner.
         """
         shapes = shapes or self.shapes
         job = self.job.with_devices([self.job.by_name[n] for n in sorted(devices)])
@@ -299,7 +310,7 @@ def _at_most(gap: float) -> str:
 
 
 def describe(shape: PlanShape) -> str:
-    """In words."""
+    """Returns a shape in words."""
     return _words(Counter(shape.pairs), shape.devices - shape.used)
 
 

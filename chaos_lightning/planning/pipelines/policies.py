@@ -1,4 +1,4 @@
-"""Policies by name: each proposes ways to go on after a loss.
+"""Proposes ways to go on after a loss, by policies that have names.
 
 Theory of operation. A *policy* is a function from the ways that there are at a moment (`Options`) to candidates, of
 which `choice` takes the one of the greatest value. Options are asked of whoever knows the devices: `formation` for a
@@ -30,42 +30,48 @@ from chaos_lightning.planning.pipelines.choice import KINDS, Decision, Outlook, 
 from chaos_lightning.planning.pipelines.job import check_number
 
 GROUP = "chaos_lightning.policies"
-"""Entry points of policies."""
+"""Group of entry points that are policies."""
 
 RISKY = 0.01
-"""Risk of the best plan from which on `adaptive` looks for one of templates, too: it has two copies of each layer."""
+"""Risk of the best plan from which on `adaptive` also looks for a plan of templates, which has two copies of each
+layer.
+"""
 
 
 class Options(Protocol):
-    """The ways to go on at a moment; None: that way is not possible."""
+    """Ways to go on at a moment, as an interface; a method returns None for a way that is not possible."""
 
     @property
     def whole(self) -> bool:
-        """There is a plan, and nobody of it is lost."""
+        """Whether there is a plan and no device of it is lost."""
         ...
 
     def keep(self) -> PlanCandidate | None:
-        """Reroutes around vacant places, and moves nothing."""
+        """Returns the candidate that reroutes around vacant places, and moves nothing."""
         ...
 
     def fill(self) -> PlanCandidate | None:
-        """Seats idle devices in vacant places."""
+        """Returns the candidate that seats idle devices in vacant places."""
         ...
 
     def avoid(self) -> PlanCandidate | None:
-        """Takes slow devices for lost."""
+        """Returns the candidate that takes slow devices for lost."""
         ...
 
     def move(self, kind: str = "best") -> PlanCandidate | None:
-        """Moves layers: to the `best` plan, or to that of `oobleck`, `algorithm1` or `shadowed`."""
+        """Returns the candidate that moves layers: to the `best` plan, or to that of `oobleck`, `algorithm1` or
+        `shadowed`.
+        """
         ...
 
     def shadow(self) -> PlanCandidate | None:
-        """Goes on by redundant stages."""
+        """Returns the candidate that goes on by redundant stages."""
         ...
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
-        """Goes back to the newest checkpoint, with the `best`, a `symmetric` or a `shadowed` plan."""
+        """Returns the candidate that goes back to the newest checkpoint, with the `best`, a `symmetric` or a `shadowed`
+        plan.
+        """
         ...
 
 
@@ -78,7 +84,9 @@ def reroute(options: Options) -> Iterator[PlanCandidate | None]:
 
 
 def _anew(kind: str) -> Policy:
-    """After each loss the plan of this kind; where nobody of the plan is lost, only if that is worth it."""
+    """Returns a policy that takes the plan of this kind after each loss; while no device of the plan is lost, only if
+    that pays.
+    """
 
     def policy(options: Options) -> Iterator[PlanCandidate | None]:
         if options.whole:
@@ -120,7 +128,7 @@ POLICIES: dict[str, Policy] = {
 
 @cache
 def installed() -> dict[str, Policy]:
-    """Policies that users have installed; what cannot be loaded raises when it is asked."""
+    """Returns the policies that users have installed; one that cannot be loaded raises its error when asked."""
     found: dict[str, Policy] = {}
     for entry in entry_points(group=GROUP):
         if entry.name in POLICIES or entry.name in found:
@@ -142,10 +150,10 @@ def _raising(words: str) -> Policy:
 
 
 def policy(name: str) -> Policy:
-    """The policy of this name.
+    """Returns the policy of this name.
 
     Raises:
-        PlanError: There is none; lists those there are.
+        PlanError: There is no such policy; lists those there are.
     """
     found = POLICIES.get(name) or installed().get(name)
     if found is None:
@@ -155,7 +163,7 @@ def policy(name: str) -> Policy:
 
 
 class _Noting:
-    """Options that note the plans they make, so that a user's policy goes on by none of its own."""
+    """Options that note the plans they make, so that a user's policy cannot go on by a plan of its own."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -175,14 +183,14 @@ class _Noting:
 
 
 _LEAST = {"step_s": None, "samples": None, "transition_s": 0, "redo_s": 0, "risk": 0, "void_samples": 0, "devices": 0}
-"""By field: the least that a candidate may have; None: more than nothing."""
+"""Least value of each field of a candidate; None: more than 0."""
 
 
 def _checked(who: str, c: PlanCandidate, plans: list[Any]) -> PlanCandidate:
-    """A candidate under its policy's name.
+    """Returns a candidate under its policy's name.
 
     Raises:
-        PlanError: Nobody could.
+        PlanError: The candidate cannot be carried out.
     """
     if not isinstance(c, PlanCandidate) or c.kind not in KINDS or c.plan is None:
         raise PlanError(
@@ -204,9 +212,9 @@ def decide(name: str, options: Options, outlook: Outlook) -> Decision:
     """Returns the decision of a policy.
 
     Args:
-        name: Of the policy.
-        options: What is possible.
-        outlook: How its candidates are compared.
+        name: Name of the policy.
+        options: Ways to go on that are possible.
+        outlook: Facts and rules by which candidates are compared.
     """
     asked = {name: policy(name)}
     if name == "adaptive":

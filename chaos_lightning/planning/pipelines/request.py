@@ -30,7 +30,7 @@ _REQUESTS = 16
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """See the module."""
+    """Request of a member for pipelines (see the module)."""
 
     job: TrainingJob
     """Layers with their costs, micro-batches, overheads and memory rules; and one device, the member's own."""
@@ -39,7 +39,7 @@ class PipelineRequest:
     copies: int
     """Owners that each layer is to have, as far as memory allows."""
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By the name of a parameter that several layers use: these layers, in order."""
+    """Layers that use a parameter together, in order, by its name."""
     on_lost_parts: str = "wait"
     """One of ON_LOST_PARTS."""
 
@@ -129,7 +129,7 @@ class PipelineRequest:
         """Reads what `to_json` wrote.
 
         Raises:
-            JobError: It is none; says which field, what was given and what was expected.
+            JobError: The text is no request; says which field, what was given and what was expected.
         """
         try:
             about = json.loads(text)
@@ -152,10 +152,10 @@ class PipelineRequest:
 
 
 def _check_plain(job: Any) -> None:
-    """Refuses what stands for many layers or devices: a short text must not make a large job.
+    """Refuses values that stand for many layers or devices: a short text must not make a large job.
 
     Raises:
-        JobError: It does.
+        JobError: The text stands for too much.
     """
     devices = job.get("devices") if isinstance(job, dict) else None
     if not isinstance(devices, list) or len(devices) != 1 or not isinstance(devices[0], dict):

@@ -34,7 +34,7 @@ from chaos_lightning.planning.pipelines.timing import OneFOneB, PipelineTimes
 
 
 class FatalLossError(PlanError):
-    """Layers have no owner left: no rerouting helps, only a checkpoint does."""
+    """Error that layers have no owner left: no rerouting helps, only a checkpoint does."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
@@ -51,14 +51,14 @@ def reroute(
     search: bool = True,
     caps: Sequence[int] = CAPS,
 ) -> PipelinePlan:
-    """The plan without some of its devices, of which nothing moves.
+    """Returns the plan without some of its devices; no state moves.
 
     Args:
-        job: The job; it has the plan's devices, of which those that are lost may be missing.
-        plan: Checked; it may have been rerouted before.
+        job: Job with the plan's devices; lost ones may be missing.
+        plan: Plan that was checked; it may have been rerouted before.
         lost: Devices of the plan, in any order.
-        search: Owners are chosen by bubbles and memory; else evenly, as in the paper.
-        caps: In flight beyond 1F1B's, as memory allows; only a search asks.
+        search: Whether owners are chosen by bubbles and memory; else evenly, as in the paper.
+        caps: Numbers of micro-batches in flight beyond 1F1B's, as memory allows; used by a search only.
 
     Returns:
         A checked plan with the same pipelines and cuts.
@@ -78,7 +78,7 @@ def reroute(
 
 
 def without(plan: PipelinePlan, lost: Collection[str]) -> PipelinePlan:
-    """A plan whose lost devices have left vacant places that no detour fills yet.
+    """Returns the plan whose lost devices have left vacant places that no detour fills yet.
 
     Raises:
         FatalLossError: Some layer has no owner left.
@@ -112,18 +112,18 @@ def without(plan: PipelinePlan, lost: Collection[str]) -> PipelinePlan:
 
 
 def _worth(job: TrainingJob, plan: PipelinePlan, caps: Sequence[int]) -> tuple[int, float]:
-    """Bytes that its devices lack, then the step's seconds: less is better."""
+    """Returns the cost of a plan: bytes that its devices lack, then the step's seconds; less is better."""
     cost = estimate(job, plan, caps=caps)
     return sum(cost.over(job).values()), cost.step_s
 
 
 def _owners(plan: PipelinePlan) -> dict[int, tuple[str, ...]]:
-    """By first layer of a group."""
+    """Returns the owners of each group, by the group's first layer."""
     return {group.start: owners for group, owners in zip(plan.groups, plan.owners, strict=True)}
 
 
 def _orphans(plan: PipelinePlan) -> list[tuple[int, PlanStage]]:
-    """(micro-batch, vacant place at its home)."""
+    """Returns the micro-batches whose home has a vacant place, as (micro-batch, vacant place)."""
     starts = [0]
     for p in plan.pipelines:
         starts.append(starts[-1] + p.micro_batches)
@@ -131,7 +131,9 @@ def _orphans(plan: PipelinePlan) -> list[tuple[int, PlanStage]]:
 
 
 def _even(job: TrainingJob, plan: PipelinePlan) -> PipelinePlan:
-    """Each orphan goes to the owner that has the fewest guests so far, counted in seconds of a device of speed 1."""
+    """Returns the plan in which each orphan goes to the owner with the fewest guests so far, counted in seconds of a
+    device of speed 1.
+    """
     c, owners = job.costs, _owners(plan)
     load: dict[str, float] = dict.fromkeys(plan.stages, 0.0)
     detours = list(plan.detours)
@@ -147,7 +149,9 @@ def _even(job: TrainingJob, plan: PipelinePlan) -> PipelinePlan:
 
 
 def _searched(job: TrainingJob, plan: PipelinePlan, caps: Sequence[int]) -> list[PipelinePlan]:
-    """Plans whose guests went to owners as the greedy runs let them."""
+    """Returns the plan whose guests went to owners as a greedy run lets them, in a list; an empty list if every run
+    stood still.
+    """
     owners = _few_owners(job, plan)
     asked = {name for names in owners.values() for name in names}
     busy = {plan.homes[d.micro_batch] for d in plan.detours} | {q for q, _ in plan.vacant}
@@ -160,7 +164,9 @@ def _searched(job: TrainingJob, plan: PipelinePlan, caps: Sequence[int]) -> list
 
 
 def _few_owners(job: TrainingJob, plan: PipelinePlan) -> dict[int, list[str]]:
-    """By first layer of a group with orphans: as many owners as it has orphans, those with the least to do at home."""
+    """Returns as many owners of each group as it has orphans, those with the least to do at home, by the group's first
+    layer.
+    """
     c = job.costs
     work = {
         s.device: p.micro_batches * (c.forward[s.end] - c.forward[s.first] + c.backward[s.end] - c.backward[s.first])
@@ -196,17 +202,18 @@ def _with_detours(plan: PipelinePlan, fleet: Fleet, ran: Ran) -> PipelinePlan:
 
 
 def slowed_s(times: PipelineTimes, micro_batches: int, guests: Sequence[int], in_flight_extra: int = 0) -> float:
-    """Seconds to the last backward unit of a pipeline that also runs guests, of which only the numbers are known.
+    """Returns the seconds to the last backward unit of a pipeline that also runs guests, of which only the numbers are
+    known.
 
     The guests come from pipelines that run nothing but them, so what is left out is that these may be late because of
     guests that go elsewhere. Over random losses it differs by 2% in the mean from the run of all pipelines, and by 18%
     at most. It is never less than 1F1B without guests takes.
 
     Args:
-        times: Of its units and hops; those of the pipelines that lost a device are taken to be the same.
-        micro_batches: At home.
-        guests: By stage: further micro-batches that pass it alone.
-        in_flight_extra: Most in flight beyond 1F1B's.
+        times: Times of its units and hops; those of the pipelines that lost a device are taken to be the same.
+        micro_batches: Micro-batches at home.
+        guests: Further micro-batches that pass each stage alone.
+        in_flight_extra: Most micro-batches in flight beyond 1F1B's.
     """
     return _slowed_s(times, micro_batches, tuple(guests), in_flight_extra)
 

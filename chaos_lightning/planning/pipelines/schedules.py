@@ -1,4 +1,4 @@
-"""Instruction lists: what each stage does in which order, for 1F1B; and the check of any lists.
+"""Makes instruction lists for 1F1B, which say what each stage does in which order; and checks any lists.
 
 Theory of operation. An instruction is (stage, kind, micro-batch), written as torch.distributed.pipelining does: `0F3`
 is the forward pass of micro-batch 3 through stage 0, `B` its whole backward pass, `I` and `W` the two halves of a split
@@ -20,7 +20,7 @@ _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Instruction(NamedTuple):
-    """One unit, or one half of a backward pass."""
+    """Instruction to run one unit, or one half of a backward pass."""
 
     stage: int
     kind: str
@@ -31,18 +31,18 @@ class Instruction(NamedTuple):
 
 
 Schedule = Sequence[Sequence[Instruction]]
-"""By worker: its instructions in order."""
+"""Instructions of each worker, in order."""
 
 
 class ScheduleError(PlanError):
-    """A schedule that cannot run or does not do everything once; says which instruction of which worker."""
+    """Error in a schedule that cannot run or does not do everything once; says which instruction of which worker."""
 
 
 def read_instruction(text: str) -> Instruction:
     """Reads what `str` of an instruction wrote.
 
     Raises:
-        ScheduleError: It is none.
+        ScheduleError: The text is no instruction.
     """
     found = _TEXT.fullmatch(text.strip())
     if found is None:
@@ -54,17 +54,17 @@ def read_instruction(text: str) -> Instruction:
 
 
 def in_flight(stages: int, stage: int, micro_batches: int, extra: int = 0) -> int:
-    """Most micro-batches whose activations a stage of 1F1B keeps at once."""
+    """Returns the most micro-batches whose activations a stage of 1F1B keeps at once."""
     return min(stages - stage + extra, micro_batches)
 
 
 def one_f_one_b(stages: int, micro_batches: int, extra: int = 0) -> list[list[Instruction]]:
-    """As many forward passes as may be in flight, then one backward and one forward in turn.
+    """Returns the lists of 1F1B: as many forward passes as may be in flight, then one backward and one forward in turn.
 
     Args:
-        stages: How many.
-        micro_batches: How many.
-        extra: In flight beyond what 1F1B has.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        extra: Micro-batches in flight beyond those of 1F1B.
     """
     lists = []
     for k in range(stages):
@@ -85,8 +85,8 @@ def check_schedule(schedule: Schedule, routes: Mapping[int, Sequence[int]]) -> N
     """Refuses a schedule that does not do everything once, in an order in which it ends.
 
     Args:
-        schedule: By worker.
-        routes: By micro-batch: the worker of each of its stages.
+        schedule: Instructions by worker.
+        routes: Workers of the stages of each micro-batch.
 
     Raises:
         ScheduleError: A unit is missing, there twice, elsewhere than its route says, or in an order of its worker that
@@ -126,7 +126,7 @@ def _check_unit(done: Mapping[Instruction, int], k: int, j: int) -> None:
 
 
 def _check_order(worker: int, row: Sequence[Instruction]) -> None:
-    """A worker alone: forward before backward, the input's half before the weights'."""
+    """Refuses a worker's list with a backward before its forward pass, or the weights' half before the input's half."""
     seen: set[Instruction] = set()
     for x in row:
         first = {"B": "F", "I": "F", "W": "I"}.get(x.kind)

@@ -1,4 +1,6 @@
-"""The pipeline that comes closest to fitting, why no plan fits where that one does not, and what it would take."""
+"""Finds the pipeline that comes closest to fitting; says why no plan fits if that one does not, and what it would
+take.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def nearest(job: TrainingJob) -> str:
-    """Why no plan fits: the layer that fits on no device, or the plan that comes closest and what it lacks."""
+    """Returns in words why no plan fits: the layer that fits on no device, or the plan that comes closest and what it
+    lacks.
+    """
     roomy = max(job.devices, key=lambda d: d.memory_nbytes)
     for i, layer in enumerate(job.layers):
         use = stage_memory(job, i, i + 1, 1, 1).nbytes
@@ -34,7 +38,9 @@ def nearest(job: TrainingJob) -> str:
 
 
 def tightest(job: TrainingJob) -> PipelinePlan | None:
-    """One pipeline of all micro-batches on the devices with most memory, as it fits best; None: it does not fit."""
+    """Returns one pipeline of all micro-batches on the devices with most memory, cut as it fits best; None if it does
+    not fit.
+    """
     devices, at, short = _tightest(job)
     if max(short) > 0:
         return None
@@ -49,7 +55,7 @@ def least_devices(job: TrainingJob, device: Device) -> int | None:
 
     Args:
         job: The job; its own devices do not matter.
-        device: What all devices are like.
+        device: Device that all are like.
     """
     layers, least = job.costs.count, None
     for pipelines in range(1, job.micro_batches + 1):
@@ -64,7 +70,7 @@ def least_devices(job: TrainingJob, device: Device) -> int | None:
 
 
 def _holds(job: TrainingJob, device: Device, stages: int, m: int) -> bool:
-    """Whether a pipeline of so many devices like this one fits: the longest stages that fit hold all layers."""
+    """Returns whether a pipeline of so many devices like this one fits: the longest stages that fit hold all layers."""
     first, count = 0, job.costs.count
     for k in range(stages):
         flight = min(stages - k + job.memory.in_flight_extra, m)
@@ -80,7 +86,9 @@ def _holds(job: TrainingJob, device: Device, stages: int, m: int) -> bool:
 
 
 def _tightest(job: TrainingJob) -> tuple[Sequence[Device], list[int], list[int]]:
-    """One pipeline that lacks least where it lacks most: its devices, its cut, and what each stage lacks."""
+    """Returns the pipeline whose worst stage lacks least memory: its devices, its cut, and the bytes that each stage
+    lacks.
+    """
     devices = sorted(job.devices, key=lambda d: (-d.memory_nbytes, d.name))[: job.costs.count]
     count, stages, m = job.costs.count, len(devices), job.micro_batches
     extra = job.memory.in_flight_extra

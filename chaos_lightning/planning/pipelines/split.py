@@ -1,4 +1,5 @@
-"""How many micro-batches each pipeline gets: what pipelines can do in a time, and the least time in which they do all.
+"""Splits micro-batches over pipelines: computes what pipelines can do in a time, and the least time in which they do
+all.
 
 Theory of operation. A pipeline of some *kind* takes T(kind, m) seconds for m micro-batches, and T does not fall with m.
 What it can do in t seconds is its *capacity*, the most m with T <= t. All times in which anything changes are values of
@@ -17,22 +18,22 @@ from typing import Generic, TypeVar
 from chaos_lightning.planning.pipelines.cuts import CLOSE
 
 GROWN = 200
-"""Times that are tried at most until all micro-batches are done in one."""
+"""Most times that are tried until all micro-batches are done in one."""
 
 Kind = TypeVar("Kind", bound=Hashable)
 Pairs = Sequence[tuple[Kind, int]]
-"""Pipelines: kind and micro-batches of each."""
+"""Kind and micro-batches of each pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filling(Generic[Kind]):
-    """Pipelines that do all micro-batches."""
+    """Pipelines that together do all micro-batches."""
 
     pairs: tuple[tuple[Kind, int], ...]
     time_s: float
-    """Seconds of the slowest, charged for as many pipelines as there are."""
+    """Seconds of the slowest pipeline, charged for as many pipelines as there are."""
     bound_s: float
-    """Nothing takes less, of what was searched."""
+    """Lower bound of the seconds of all fillings that were searched."""
 
 
 class Splitter(Generic[Kind]):
@@ -41,7 +42,7 @@ class Splitter(Generic[Kind]):
     Args:
         time_s: T(kind, m, pipelines), in seconds; infinite where nothing fits. It may depend on how many there are.
         total: Micro-batches of a step.
-        guess: (kind, seconds) to about how many micro-batches that are.
+        guess: Function of kind and seconds: about how many micro-batches a pipeline does in that time.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Splitter(Generic[Kind]):
         self._last: dict[tuple[Kind, int], int] = {}
 
     def capacity(self, kind: Kind, time_s: float, pipelines: int) -> int:
-        """The most micro-batches that take no longer; 0: none does."""
+        """Returns the most micro-batches that a pipeline does in a time; 0: none."""
         limit = time_s * (1 + CLOSE)
         low, high, below, above = 0, self.total + 1, 0.0, math.inf
         guess = self._last.get((kind, pipelines)) or (self._guess(kind, time_s) if self._guess else 1)
@@ -75,20 +76,21 @@ class Splitter(Generic[Kind]):
         return low
 
     def capacities(self, kinds: Collection[Kind], time_s: float, pipelines: int) -> dict[Kind, int]:
-        """By kind; those that can do none are left out."""
+        """Returns the capacity of each kind; kinds that can do no micro-batch are left out."""
         return {k: c for k in kinds if (c := self.capacity(k, time_s, pipelines))}
 
     def next_s(self, kinds: Collection[Kind], time_s: float, pipelines: int) -> float:
-        """The least time beyond `time_s` at which some capacity grows."""
+        """Returns the least time (s) beyond `time_s` at which some capacity grows."""
         more = [(k, self.capacity(k, time_s, pipelines) + 1) for k in kinds]
         return min((self.time_s(k, m, pipelines) for k, m in more if m <= self.total), default=math.inf)
 
     def over(self, pipelines: Sequence[Kind], near_s: float = 0.0) -> Filling[Kind] | None:
-        """The best split over given pipelines, some of which may get nothing; None where memory does not allow any.
+        """Returns the best split over given pipelines, some of which may get nothing; None if memory does not allow
+        any.
 
         Args:
-            pipelines: Their kinds.
-            near_s: About how long it takes, if that is known.
+            pipelines: Kinds of the pipelines.
+            near_s: Approximate seconds of the step, if known.
         """
         kinds, count = list(dict.fromkeys(pipelines)), len(pipelines)
 
@@ -109,16 +111,18 @@ class Splitter(Generic[Kind]):
         near_s: float = 0.0,
         close: float = CLOSE,
     ) -> Filling[Kind] | None:
-        """The least time in which `filled` finds room for all micro-batches, with times as of `pipelines`.
+        """Returns the filling with the least time in which `filled` finds room for all micro-batches, with times as of
+        `pipelines`.
 
         Args:
             kinds: All kinds that `filled` uses.
-            pipelines: How many the all-reduce is charged for in the search; what is found, for its own number.
-            filled: Pipelines that together do at least all micro-batches in a time, or None where there are none; and
-                the time before which there are none.
-            best: What is known already; only what is better is searched. None: any.
-            near_s: Where to begin if nothing is known; 0: at the shortest time of one micro-batch.
-            close: The bound may be below what was found by this share of it.
+            pipelines: Number of pipelines that the all-reduce is charged for in the search; the result is charged for
+                its own.
+            filled: Function of a time that returns pipelines that together do at least all micro-batches in it, or None
+                where there are none; and the time before which there are none.
+            best: Filling that is known already; only a better one is searched. None: any.
+            near_s: Time at which the search begins if nothing is known; 0: the shortest time of one micro-batch.
+            close: Fraction by which the bound may be below the time that was found.
 
         Returns:
             The better one of `best` and what was found; its bound is that of the search. None where there is nothing.
@@ -157,7 +161,7 @@ class Splitter(Generic[Kind]):
         return Filling(best.pairs, best.time_s, min(low, best.time_s))
 
     def _trimmed(self, pairs: Pairs[Kind], pipelines: int) -> tuple[Filling[Kind], float]:
-        """Takes what is more than all micro-batches from the slowest.
+        """Takes surplus micro-batches from the slowest pipelines, so that all together do exactly those of a step.
 
         Returns:
             The pipelines that are left, charged for their number; and their time as charged for `pipelines`.

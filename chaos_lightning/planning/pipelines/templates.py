@@ -1,4 +1,4 @@
-"""Oobleck's templates and Varuna's rectangles: what others do with the devices that are left, as policies to compare.
+"""Makes plans by Oobleck's templates and Varuna's rectangles, as policies to compare with.
 
 Theory of operation. Oobleck ("Resilient Distributed Training of Large Models Using Pipeline Templates", arXiv
 2309.08125, section 4) makes templates of n0, n0 + 1, ... devices beforehand, n0 being the fewest that the model fits
@@ -24,20 +24,21 @@ from chaos_lightning.planning.pipelines.cuts import CLOSE
 from chaos_lightning.planning.pipelines.equal import Alike, PlanShape, Shapes
 
 MORE = 1.1
-"""By what factor the time is raised until some plan keeps to it."""
+"""Factor by which the time is raised until some plan keeps to it."""
 FAULTS = 1
 """Losses at once for which policies take templates."""
 ROUNDS = 8
-"""How often at most the search is done anew since the number of pipelines, which the all-reduce needs, was another."""
+"""Most repetitions of the search because the number of pipelines, which the all-reduce needs, was another."""
 
 
 def templates(shapes: Shapes, devices: int, faults: int) -> range:
-    """Lengths of pipelines that instances are made of; empty where so many devices cannot hold `faults` + 1 copies.
+    """Returns lengths of pipelines that instances are made of; empty where so many devices cannot hold `faults` + 1
+    copies.
 
     Args:
-        shapes: Of such devices.
-        devices: How many there are.
-        faults: f, losses at once after which each layer must be left.
+        shapes: Shapes of such devices.
+        devices: Number of devices.
+        faults: Losses at once after which each layer must be left: f.
     """
     fewest = next((p for p in range(1, shapes.longest + 1) if math.isfinite(shapes.time_s(p, 1, 1))), 0)
     if not fewest:
@@ -46,12 +47,12 @@ def templates(shapes: Shapes, devices: int, faults: int) -> range:
 
 
 def oobleck(shapes: Shapes, devices: int, faults: int) -> PlanShape | None:
-    """The best plan of templates that uses all devices in at least `faults` + 1 pipelines.
+    """Returns the best plan of templates that uses all devices in at least `faults` + 1 pipelines.
 
     Args:
-        shapes: Of such devices.
-        devices: That are left.
-        faults: f, losses at once after which each layer must be left.
+        shapes: Shapes of such devices.
+        devices: Number of devices that are left.
+        faults: Losses at once after which each layer must be left: f.
 
     Returns:
         None where there is no such plan: too few devices, or fewer micro-batches than pipelines.
@@ -71,7 +72,9 @@ def oobleck(shapes: Shapes, devices: int, faults: int) -> PlanShape | None:
 
 
 def _best_of(shapes: Shapes, devices: int, sizes: Sequence[int], least: int, charged: int) -> PlanShape | None:
-    """The best multiset of sizes, with times as if there were `charged` pipelines; then told with their own."""
+    """Returns the best multiset of sizes by times as if there were `charged` pipelines; its own times are for its own
+    number.
+    """
     total = shapes.total
     splitter = shapes.splitter
     low, high, best = total * shapes.cutter.row(1).fastest.both[-1] / devices * (1 - CLOSE), math.inf, None
@@ -87,11 +90,12 @@ def _best_of(shapes: Shapes, devices: int, sizes: Sequence[int], least: int, cha
 
 
 def _all_used(caps: Mapping[int, int], devices: int, total: int, least: int) -> list[int] | None:
-    """At least `least` lengths, and no more than `total`, with a sum of exactly `devices` that do at least `total`.
+    """Returns at least `least` lengths, and at most `total`, with a sum of exactly `devices`, that do at least `total`
+    micro-batches.
 
     Returns:
-        None if there are none. Of the best those with the fewest lengths; only where these are too many for the work
-        are all numbers of lengths tried.
+        None if there are none. Of the best sets those with the fewest lengths; only where these are too many for the
+        work are all numbers of lengths tried.
     """
     found = _knapsack(caps, devices, total, least, more=True)
     if found is not None and len(found) > total:
@@ -101,7 +105,9 @@ def _all_used(caps: Mapping[int, int], devices: int, total: int, least: int) -> 
 
 
 def _knapsack(caps: Mapping[int, int], devices: int, total: int, least: int, *, more: bool) -> list[int] | None:
-    """`least` lengths, or any number from there on if there may be `more`; the value of each counts it, too."""
+    """Returns `least` lengths, or at least as many if `more`, that use all devices and do at least `total`; None if
+    there are none. Among equal sums of capacities the fewest lengths win.
+    """
     base = devices + 1
     items = [(p, c * base - 1) for p, c in sorted(caps.items())]
     never = -base * (1 + devices * max(caps.values(), default=0))
@@ -130,7 +136,7 @@ def _knapsack(caps: Mapping[int, int], devices: int, total: int, least: int, *, 
 
 
 def split(shapes: Shapes, lengths: Sequence[int], pipelines: int) -> list[tuple[int, int]]:
-    """(length, micro-batches) of each pipeline: one for each, and each further one where it ends earliest.
+    """Returns (length, micro-batches) of each pipeline: one for each, and each further one where it ends earliest.
 
     That makes the slowest pipeline fastest, as more micro-batches never take less time.
     """
@@ -143,14 +149,16 @@ def split(shapes: Shapes, lengths: Sequence[int], pipelines: int) -> list[tuple[
 
 
 def _shape_of(shapes: Shapes, devices: int, lengths: Sequence[int]) -> PlanShape:
-    """Pipelines of given lengths with the micro-batches split over them, charged with their own number."""
+    """Returns the shape of pipelines of given lengths with the micro-batches split over them, charged with their own
+    number.
+    """
     counts = Counter(split(shapes, lengths, len(lengths)))
     rows = tuple(Alike(p, m, k) for (p, m), k in sorted(counts.items(), reverse=True))
     return PlanShape(devices, rows, max(shapes.time_s(p, m, len(lengths)) for p, m in counts), 0.0, False)
 
 
 def symmetric(shapes: Shapes, devices: int) -> PlanShape | None:
-    """The best number of pipelines of one length; the rest of the devices is idle.
+    """Returns the best number of pipelines of one length; the rest of the devices is idle.
 
     Micro-batches are split as evenly as they go. None where no length fits.
     """

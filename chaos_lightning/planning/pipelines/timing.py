@@ -1,4 +1,4 @@
-"""Running instruction lists in virtual time: when each unit begins and ends, and what is kept meanwhile (Eq. 11).
+"""Runs instruction lists in virtual time: when each unit begins and ends, and what is kept meanwhile (Eq. 11).
 
 Theory of operation. A unit begins when its worker is free and what it needs has arrived: the same micro-batch's tensor
 from the stage before, or its gradient from the stage behind, a hop later than it was made. Sending takes no worker's
@@ -23,7 +23,7 @@ from chaos_lightning.planning.pipelines.schedules import (
 
 
 class Span(NamedTuple):
-    """When an instruction runs, in seconds from the step's start."""
+    """Start and end of an instruction, in seconds from the step's start."""
 
     instruction: Instruction
     start_s: float
@@ -31,23 +31,23 @@ class Span(NamedTuple):
 
 
 class Times(Protocol):
-    """How long units take; a unit is (micro-batch, stage of its route)."""
+    """Durations of units and hops, as an interface; a unit is (micro-batch, stage of its route)."""
 
     def unit_s(self, x: Instruction) -> float:
-        """Seconds of an instruction where it runs."""
+        """Returns the seconds of an instruction where it runs."""
         ...
 
     def hop_s(self, micro_batch: int, stage: int) -> float:
-        """Seconds of a tensor between a stage of the route and the next one, in either direction."""
+        """Returns the seconds of a tensor between a stage of the route and the next one, in either direction."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRun:
-    """A schedule as it ran."""
+    """Schedule as it ran."""
 
     rows: tuple[tuple[Span, ...], ...]
-    """By worker, in order."""
+    """Spans of each worker, in order."""
 
     @property
     def end_s(self) -> float:
@@ -55,12 +55,12 @@ class ScheduleRun:
 
 
 def run(schedule: Schedule, times: Times, route_lengths: Mapping[int, int]) -> ScheduleRun:
-    """Runs lists in virtual time.
+    """Runs instruction lists in virtual time; returns when each instruction ran.
 
     Args:
-        schedule: By worker.
-        times: Of units and hops.
-        route_lengths: By micro-batch: how many stages its route has.
+        schedule: Instructions by worker.
+        times: Times of units and hops.
+        route_lengths: Number of stages of each micro-batch's route.
 
     Returns:
         When each instruction ran.
@@ -101,13 +101,13 @@ def run(schedule: Schedule, times: Times, route_lengths: Mapping[int, int]) -> S
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """One pipeline: seconds of each stage's forward and backward units, and of the hops between stages."""
+    """Times of one pipeline: seconds of each stage's forward and backward units, and of the hops between stages."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     hops: tuple[float, ...]
     backward_input: tuple[float, ...] = ()
-    """Seconds of the input's half of a backward pass that is split; empty: one half."""
+    """Seconds of the input's half of a backward pass that is split; empty: half of the pass."""
 
     def unit_s(self, x: Instruction) -> float:
         if x.kind == "F":
@@ -124,7 +124,9 @@ class PipelineTimes:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A critical path: how many forward and backward units of each stage, and hops behind it, follow each other."""
+    """Critical path: number of forward and backward units of each stage, and of hops behind it, that follow each
+    other.
+    """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -132,26 +134,26 @@ class Path:
 
 
 class OneFOneB:
-    """1F1B of one pipeline, without lists.
+    """Run of 1F1B of one pipeline, without lists.
 
     The recurrence goes round by round: in round j each stage, the last one first, runs the backward unit of micro-batch
     j and then its next forward unit. What that needs was made by the stage before in the round before.
 
     Args:
-        times: Of units and hops.
-        micro_batches: At least one.
-        extra: In flight beyond what 1F1B has.
+        times: Times of units and hops.
+        micro_batches: Number of micro-batches, at least one.
+        extra: Micro-batches in flight beyond those of 1F1B.
     """
 
     def __init__(self, times: PipelineTimes, micro_batches: int, extra: int = 0) -> None:
         self.times, self.m = times, micro_batches
         self.stages = len(times.forward)
         self.warm = [in_flight(self.stages, k, micro_batches, extra) for k in range(self.stages)]
-        # By round and stage: whether a unit waited for another stage rather than for its own.
+        # Whether a unit waited for another stage rather than for its own, by round and stage.
         self._forward_waits: list[list[bool]] = []
         self._backward_waits: list[list[bool]] = []
         self.ends_s = self._run() if extra == 0 else self._run_lists(extra)
-        """When each stage ends its last backward unit."""
+        """Second at which each stage ends its last backward unit."""
 
     def _run(self) -> list[float]:
         f, b, hops, m, stages = self.times.forward, self.times.backward, self.times.hops, self.m, self.stages
@@ -204,7 +206,7 @@ class OneFOneB:
         return [row[-1].end_s for row in rows]
 
     def path(self, stage: int) -> Path:
-        """The critical path to the end of a stage: lengths of its units and hops add up to that end."""
+        """Returns the critical path to the end of a stage: lengths of its units and hops add up to that end."""
         forward, backward, hops = [0] * self.stages, [0] * self.stages, [0] * max(0, self.stages - 1)
         k, j, back = stage, self.m - 1, True
         while True:
@@ -232,5 +234,5 @@ class OneFOneB:
 
 
 def pipeline_timeline(schedule: Schedule, times: PipelineTimes, micro_batches: int) -> ScheduleRun:
-    """`run` for one pipeline whose micro-batches pass all its stages."""
+    """Runs lists of one pipeline whose micro-batches pass all its stages; see `run`."""
     return run(schedule, times, dict.fromkeys(range(micro_batches), len(times.forward)))

@@ -1,6 +1,6 @@
-"""A plan for devices or links that are not alike: a search from several starts, with its gap to a lower bound.
+"""Searches a plan for devices or links that are not alike, from several starts, with its gap to a lower bound.
 
-Theory of operation. Who shares a pipeline with whom, in which order, is a set of rows of devices; for given rows the
+Theory of operation. A set of rows of devices says which devices share a pipeline, in which order; for given rows the
 cuts (`cuts.DeviceRow`) and the split of the micro-batches (`split`) follow, with all-reduces over the slowest link
 between the hosts that the rows are on. The problem is NP-hard (it holds number partitioning), so rows are searched.
 Starts are made of all devices, of those on one host or on the fastest few, and of those that are fast or have much
@@ -33,35 +33,36 @@ from chaos_lightning.planning.pipelines.plan import Pipeline, PipelinePlan, Plan
 from chaos_lightning.planning.pipelines.split import Filling, Splitter
 
 SMALL = 10
-"""Devices: for no more than so many, all lengths of pipelines are starts."""
+"""Number of devices up to which all lengths of pipelines are starts."""
 EFFORT = ((SMALL, 4, 600), (32, 4, 60), (64, 2, 60))
-"""For so many devices at most: starts that are improved, of those that are charged least and of those whose simulated
-step is shortest; and plans that are looked at while one of them is improved."""
+"""Effort of the search, as (most devices; starts that are improved, of those that are charged least and of those whose
+simulated step is shortest; plans that are looked at while one start is improved).
+"""
 LEAST = (1, 30)
-"""The same for more devices."""
+"""Effort of the search for more devices, without the number of devices."""
 SIMULATED = 40
-"""Starts that are simulated at most, those first that are charged least."""
+"""Most starts that are simulated, those first that are charged least."""
 LEVELS = 4
-"""Sizes of memory, the largest ones: starts leave out devices that have less."""
+"""Number of memory sizes, the largest ones, for each of which a start leaves out devices with less."""
 PLACES = 8
-"""Hosts: where there are no more, starts are made of each one's devices alone, and of those of the fastest few."""
+"""Number of hosts up to which starts are made of each host's devices alone, and of those of the fastest few hosts."""
 SPEEDS = (0.5, 0.25)
-"""Starts leave out devices whose speed is below these shares of the fastest one's."""
+"""Fractions of the fastest device's speed; starts leave out devices that are slower."""
 EVEN = 1.05
-"""Rows whose speeds differ by no more than this ratio are in order as they are."""
+"""Ratio of speeds in a row up to which the row's order is kept."""
 CLASSES = 3
 """Classes that devices are sorted into, by speed and memory, for rows that mix them."""
 COUNTS = 40
-"""Numbers of rows of one mix that are tried at most."""
+"""Most numbers of rows of one mix that are tried."""
 BEST = 3
 """Numbers of rows that are kept of each mix, where rows of several mixes stand side by side."""
 ROWS = 40
-"""Pipelines: for no more than so many the best cuts are searched in the end."""
+"""Number of pipelines up to which the best cuts are searched in the end."""
 MANY = 128
-"""Devices: for no more than so many starts are simulated, and made of rows that mix kinds."""
+"""Number of devices up to which starts are simulated, and made of rows that mix kinds."""
 
 Names = tuple[str, ...]
-"""A row: devices in order."""
+"""Row of devices, by their names in order."""
 
 
 class Mixed:
@@ -69,8 +70,8 @@ class Mixed:
 
     Args:
         job: The job, on all devices that are there.
-        copies: Pipelines at least: each layer has so many owners.
-        hosts: Prefer plans in which the owners of each layer are on two hosts.
+        copies: Least number of pipelines: each layer has so many owners.
+        hosts: Whether plans are preferred in which the owners of each layer are on two hosts.
     """
 
     def __init__(self, job: TrainingJob, *, copies: int = 1, hosts: bool = False) -> None:
@@ -84,13 +85,15 @@ class Mixed:
         self._quick: dict[tuple[int, int, int], float] = {}
 
     def _effort(self) -> tuple[int, int]:
-        """Starts to improve of each kind, and looks at each: all together take some seconds at most."""
+        """Returns the number of starts to improve of each kind, and of looks at each: all together take some seconds at
+        most.
+        """
         return next(((starts, looks) for most, starts, looks in EFFORT if len(self.order) <= most), LEAST)
 
     # ------------------------------------------------------------------------------------------------ rows
 
     def reduce(self, rows: Sequence[Names]) -> LinkRate:
-        """The slowest link between the owners of a layer, who may be anywhere in these rows."""
+        """Returns the slowest link between the owners of a layer, who may be any of the devices in these rows."""
         by_name = self.job.by_name
         used = [n for names in rows for n in names]
         places = frozenset(used if self.job.links else (by_name[n].place for n in used))
@@ -101,7 +104,7 @@ class Mixed:
         return found
 
     def row(self, names: Names, reduce: LinkRate) -> DeviceRow:
-        """The row of these devices; those of one kind share it."""
+        """Returns the row of these devices; rows of the same kinds of devices and links share one."""
         found = self._rows_by_names.get((names, reduce.kind))
         if found is None:
             devices = [self.job.by_name[n] for n in names]
@@ -114,12 +117,12 @@ class Mixed:
         return found
 
     def time_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
-        """With the best cut."""
+        """Returns the seconds of a pipeline with the best cut."""
         cut = self.row(names, reduce).best(m, pipelines)
         return math.inf if cut is None else cut.charged_s
 
     def quick_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
-        """With a cut that is found at once."""
+        """Returns the seconds of a pipeline with a cut that is found at once."""
         row = self.row(names, reduce)
         key = (id(row), m, pipelines)
         if key not in self._quick:
@@ -128,7 +131,7 @@ class Mixed:
         return self._quick[key]
 
     def line_s(self, names: Names, m: int, pipelines: int, reduce: LinkRate) -> float:
-        """About `quick_s`: as linear in m, by two numbers around the row's share."""
+        """Returns approximately `quick_s`: taken as linear in m, by two numbers around the row's share."""
         key = (id(self.row(names, reduce)), pipelines > 1)
         line = self._lines.get(key)
         if line is None:
@@ -141,20 +144,20 @@ class Mixed:
         return found if math.isfinite(found) else self.quick_s(names, m, pipelines, reduce)
 
     def _share(self, names: Names) -> float:
-        """Micro-batches in proportion to speed."""
+        """Returns a row's micro-batches in proportion to its speed."""
         by_name = self.job.by_name
         return self.job.micro_batches * sum(by_name[n].speed for n in names) / self.speeds
 
     # ------------------------------------------------------------------------------------------------ answers
 
     def search(self, *, improve: bool = True) -> list[tuple[float, PipelinePlan]]:
-        """The best plans that were found.
+        """Returns the best plans that were found.
 
         Args:
-            improve: Move devices about; False: take the best starts.
+            improve: Whether devices are moved about; else the best starts are taken.
 
         Returns:
-            What a plan is charged in seconds, and the plan; the one that is charged least first. Empty where none was
+            Seconds that a plan is charged, and the plan; the one that is charged least first. Empty if no plan was
             found that fits.
         """
         looked: dict[tuple[Names, ...], float] = {}
@@ -186,7 +189,7 @@ class Mixed:
         return sorted(found, key=lambda x: x[0])
 
     def _simulated_s(self, rows: Sequence[Names]) -> float:
-        """The step of these rows, with cuts that are found at once."""
+        """Returns the seconds of a simulated step of these rows, with cuts that are found at once."""
         reduce = self.reduce(rows)
         filling = self._value(rows)
         # `line_s` knows no memory that micro-batches need.
@@ -200,7 +203,7 @@ class Mixed:
         return estimate(self.job, plan).step_s
 
     def _turned(self, rows: tuple[Names, ...]) -> Iterator[tuple[Names, ...]]:
-        """The rows, and if owners must be on two hosts, also with every other row the other way around.
+        """Yields the rows, and if owners must be on two hosts, also the rows with every other one the other way around.
 
         Where one kind of devices is all on one host, pipelines of one order would have the same layers there.
         """
@@ -210,7 +213,7 @@ class Mixed:
             yield tuple(sorted(turned, key=lambda x: (-len(x), x)))
 
     def bound_s(self) -> float:
-        """No plan takes less."""
+        """Returns the least seconds of a step of any plan."""
         job = self.job
         both = self.tables.at_speed(1.0).both
         least = min(stage_memory(job, i, i + 1, 1, 1).nbytes for i in range(job.costs.count))
@@ -222,7 +225,7 @@ class Mixed:
         return max(work, both[-1] / speeds[0], job.micro_batches * largest / sum(speeds[: max(1, owners)]))
 
     def _shortest(self) -> int:
-        """Stages of the shortest pipeline that memory allows, of the devices with most memory."""
+        """Returns the number of stages of the shortest pipeline that memory allows, of the devices with most memory."""
         most = max(self.job.devices, key=lambda d: d.memory_nbytes)
         cutter = Cutter(self.job, most, LinkRate(), LinkRate())
         top = min(len(self.job.devices), self.job.costs.count)
@@ -270,7 +273,7 @@ class Mixed:
             yield from self._mixes()
 
     def _mixes(self) -> Iterator[tuple[Names, ...]]:
-        """Rows that hold all classes of devices in the same shares, or some classes each.
+        """Yields sets of rows that hold all classes of devices in the same shares, or some classes each.
 
         A class may stay idle, have rows of its own, or share rows with others: all set partitions of all subsets. Where
         memory is scarce, rows of slow devices alone are too long, and those of fast ones alone leave the others idle.
@@ -286,9 +289,10 @@ class Mixed:
                 yield self._ordered([row for rows in chosen for row in rows])
 
     def _mixed(self, classes: Sequence[Sequence[Device]]) -> list[list[list[Device]]]:
-        """All devices of these classes in 1, 2, 3, ... rows with equal shares of each; the most promising ones first.
+        """Returns ways to put all devices of these classes into 1, 2, 3, ... rows with equal shares of each; the most
+        promising ones first.
 
-        What a number of rows promises is the step of its rows alone, at their share of the micro-batches.
+        The promise of a number of rows is the step of its rows alone, at their share of the micro-batches.
         """
         total = sum(map(len, classes))
         found: list[tuple[float, list[list[Device]]]] = []
@@ -308,7 +312,9 @@ class Mixed:
         return [rows for _, rows in sorted(found, key=lambda x: x[0])]
 
     def _classes(self) -> list[list[Device]]:
-        """Devices by kind; the kinds that differ least in speed are taken together while there are too many."""
+        """Returns the devices by class: one for each kind, but the kinds that differ least in speed are joined while
+        there are too many.
+        """
         by_kind = defaultdict[tuple[float, float], list[Device]](list)
         for d in self.order:
             by_kind[d.kind].append(d)
@@ -320,7 +326,7 @@ class Mixed:
         return [sorted(x, key=lambda d: (d.place, d.name)) for x in found]
 
     def _lengths(self) -> Iterator[tuple[list[Device], tuple[int, ...]]]:
-        """Devices, fast ones first, and lengths of pipelines of the first of them."""
+        """Yields devices, fast ones first, and lengths of pipelines of the first of them."""
         job = self.job
         for devices in self._parts():
             count = len(devices)
@@ -340,7 +346,9 @@ class Mixed:
                     yield devices, tuple(p for p, _ in shape.pairs)
 
     def _parts(self) -> Iterator[list[Device]]:
-        """Devices that starts are made of, fast ones first: all, those of some hosts, the fast ones, the roomy ones."""
+        """Yields the devices that a start is made of, fast ones first: all, those of some hosts, the fast ones, the
+        roomy ones.
+        """
         order, by_place = self.order, defaultdict[str, list[Device]](list)
         for d in order:
             by_place[d.place].append(d)
@@ -360,7 +368,7 @@ class Mixed:
                 yield devices
 
     def _ordered(self, rows: Sequence[Sequence[Device]]) -> tuple[Names, ...]:
-        """Each row in the better order: fast devices first or last, or those with most memory first."""
+        """Returns each row in the better order: fast devices first or last, or those with most memory first."""
         found = []
         reduce = self.reduce([tuple(d.name for d in row) for row in rows])
         for row in rows:
@@ -377,7 +385,7 @@ class Mixed:
     # ------------------------------------------------------------------------------------------------ moves
 
     def _improve(self, rows: tuple[Names, ...]) -> tuple[float, tuple[Names, ...]]:
-        """Takes the first move that helps, again and again."""
+        """Applies the first move that helps, again and again; returns the seconds and the rows."""
         filling = self._value(rows)
         assert filling is not None
         best, left = (filling.time_s, rows), self._effort()[1]
@@ -399,12 +407,14 @@ class Mixed:
                 return best
 
     def _like(self, rows: Sequence[Names]) -> tuple[int, ...]:
-        """Returns what rows of the same kinds of devices and links have in common, whatever the devices are called."""
+        """Returns a key that is equal for rows of the same kinds of devices and links, whatever the devices are
+        called.
+        """
         reduce = self.reduce(rows)
         return tuple(sorted(id(self.row(names, reduce)) for names in rows))
 
     def _neighbours(self, rows: tuple[Names, ...], filling: Filling[Names]) -> Iterator[tuple[Names, ...]]:
-        """Rows after one move; those moves first that change the row that the step waits for."""
+        """Yields rows after one move; those moves first that change the row that the step waits for."""
         count = len(filling.pairs)
         reduce = self.reduce(rows)
         late = {names: self.line_s(names, m, count, reduce) for names, m in filling.pairs}
@@ -438,7 +448,7 @@ class Mixed:
 
 
 def _exchanges(a: Names, b: Names, by_name: dict[str, Device]) -> Iterator[tuple[Names, Names]]:
-    """Two rows after one device of each changed places, or one of either went to the other."""
+    """Yields two rows after one device of each changed places, or one of either went to the other."""
     for (k, x), (j, y) in ((p, q) for p in enumerate(a) for q in enumerate(b)):
         if by_name[x].kind != by_name[y].kind:
             yield (*a[:k], y, *a[k + 1 :]), (*b[:j], x, *b[j + 1 :])
@@ -457,7 +467,7 @@ def _next_to_like(devices: Sequence[Device], lengths: Sequence[int]) -> list[lis
 
 
 def _dealt(devices: Sequence[Device], lengths: Sequence[int]) -> list[list[Device]]:
-    """To the row that has least speed per place so far."""
+    """Returns rows of these lengths: each device goes to the row that has least speed per place so far."""
     rows: list[list[Device]] = [[] for _ in lengths]
     for d in devices:
         free = [i for i, p in enumerate(lengths) if len(rows[i]) < p]
@@ -491,14 +501,14 @@ def _in_turn(classes: Sequence[Sequence[Device]], count: int) -> list[list[Devic
 
 
 def _counts(most: int) -> list[int]:
-    """Numbers of rows from 1 to `most`: all of them, or some at equal ratios."""
+    """Returns numbers of rows from 1 to `most`: all of them, or some at equal ratios."""
     if most <= COUNTS:
         return list(range(1, most + 1))
     return sorted({round(most ** (i / (COUNTS - 1))) for i in range(COUNTS)})
 
 
 def _set_partitions(items: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Set partitions of all subsets but the empty one."""
+    """Yields the set partitions of all subsets but the empty one."""
 
     def of(rest: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
         if not rest:
@@ -514,7 +524,7 @@ def _set_partitions(items: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], .
 
 
 def partitions(total: int, largest: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Whole numbers that add up to `total`, at most `most` of them, longest first."""
+    """Yields whole numbers that add up to `total`, at most `most` of them, longest first."""
     if total == 0:
         yield ()
     elif most:

@@ -1,4 +1,5 @@
-"""Units of one step: which member runs which layers of which micro-batch, in which order, and what a sum then covers.
+"""Derives the units of one step: which member runs which layers of which micro-batch, in which order, and what a sum
+then covers.
 
 Theory of operation. A view carries a text (protocol.md, pipelines): a plan by member ids, and the instruction lists of
 the pipelines that share micro-batches, since those depend on measured times and no two members measure alike. Pipelines
@@ -34,14 +35,16 @@ from chaos_lightning.protocol.spans import in_words, subtract, union
 from chaos_lightning.protocol.types import LayersCovered, Span
 
 MAX_LAYERS = 1 << 16
-"""A model has at most so many layers, and a step so many micro-batches."""
+"""Most layers of a model, and most micro-batches of a step."""
 MAX_STAGED = 1 << 22
-"""Layers times micro-batches of a step."""
+"""Most layers of a model times micro-batches of a step."""
 FORWARD, BACKWARD = "F", "B"
 
 
 class BorderKey(NamedTuple):
-    """One border tensor of a step: the activations that enter `layer` (forward), or their gradient (backward)."""
+    """Key of one border tensor of a step: the activations that enter `layer` (forward), or their gradient
+    (backward).
+    """
 
     kind: str
     micro_batch: int
@@ -69,13 +72,13 @@ class StepUnit(NamedTuple):
 
     @property
     def taken(self) -> BorderKey | None:
-        """The tensor that this unit waits for."""
+        """Key of the tensor that this unit waits for; None: it waits for none."""
         at = self.first if self.kind == FORWARD else self.end
         return BorderKey(self.kind, self.micro_batch, at) if self.source else None
 
     @property
     def sent(self) -> BorderKey | None:
-        """The tensor that this unit makes for another member."""
+        """Key of the tensor that this unit makes for another member; None: it makes none."""
         at = self.end if self.kind == FORWARD else self.first
         return BorderKey(self.kind, self.micro_batch, at) if self.to else None
 
@@ -86,9 +89,9 @@ class ViewPipelines:
 
     plan: PipelinePlan
     lists: Mapping[str, tuple[Instruction, ...]] = field(default_factory=dict)
-    """By member of the coupled pipelines, if it has any instructions."""
+    """Instructions of each member of the coupled pipelines that has any."""
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By the name of a parameter that several layers use, in the order of names: these layers."""
+    """Layers that use a parameter together, by the parameter's name, in the order of names."""
 
     @staticmethod
     def of(
@@ -97,9 +100,9 @@ class ViewPipelines:
         """Returns the plan with lists that `plan_lists` made; a plan without coupled pipelines needs none.
 
         Args:
-            plan: By member ids.
-            made: The lists.
-            shared: By the name of a parameter that several layers use: these layers.
+            plan: Plan by member ids.
+            made: Lists of the coupled pipelines.
+            shared: Layers that use a parameter together, by its name.
 
         Raises:
             PlanError: The lists do not run the plan, or a parameter is not used by several of its layers.
@@ -153,7 +156,7 @@ class ViewPipelines:
         """Refuses lists that do not run every unit of the coupled pipelines once, in an order that comes to its end.
 
         Raises:
-            PlanError: They do not; says which member, and which instruction. Or a shared parameter has odd layers.
+            PlanError: A list does not; says which member, and which instruction. Or a shared parameter has odd layers.
         """
         if len(self.shared) >= MAX_LAYERS:
             raise PlanError(f"{len(self.shared)} parameters are shared by layers; expected fewer than {MAX_LAYERS}")
@@ -210,7 +213,7 @@ class ViewPipelines:
         """Returns this member's units in their order; none if it stands by.
 
         Args:
-            member: Its id.
+            member: Id of the member.
             empty: Micro-batches without samples.
         """
         return tuple(self._unit(x) for x in self.instructions(member) if x.micro_batch not in empty)
@@ -225,13 +228,13 @@ class ViewPipelines:
 
 
 def _shared_by(plan: PipelinePlan) -> tuple[str, ...]:
-    """Members that run units of coupled pipelines, sorted."""
+    """Returns the members that run units of coupled pipelines, sorted."""
     together = set(coupled(plan))
     return tuple(sorted({s.device for q in together for s in plan.pipelines[q].stages if s.device != VACANT}))
 
 
 def _check_bounds(about: Mapping[str, Any]) -> None:
-    """Numbers that loops run up to, before any loop does."""
+    """Refuses numbers that loops run up to and that are too large, before any loop runs."""
     layers, micro_batches = about["layers"], sum(row["micro_batches"] for row in about["pipelines"])
     for value, name in ((layers, "layers"), (micro_batches, "micro-batches")):
         if type(value) is not int or value > MAX_LAYERS:
@@ -246,7 +249,8 @@ def _check_bounds(about: Mapping[str, Any]) -> None:
 
 
 def coverage(units: Iterable[StepUnit], kind: str = BACKWARD) -> tuple[LayersCovered, ...]:
-    """Returns what the raw sums hold once these units have run, by runs of layers; layers without any are left out.
+    """Returns the micro-batches that raw sums hold once these units have run, by runs of layers; layers without any are
+    left out.
 
     Args:
         units: Those of one member.
@@ -272,7 +276,7 @@ def coverage_error(
     Args:
         layer_count: Layers of the model.
         micro_batches: Those of the step that have samples.
-        given: By member: what its contribution names.
+        given: Coverage that each member's contribution names.
     """
     most = 2 * layer_count + 1
     for name, found in given.items():  # each row is looked at once for each border between layers
@@ -303,7 +307,7 @@ def coverage_error(
 
 
 def closing(units: Sequence[StepUnit]) -> tuple[tuple[int, ...], ...]:
-    """Returns, by unit, the layers of which it is the last backward pass here, the last layer first."""
+    """Returns, by unit, the layers of which the unit is the last backward pass here, the last layer first."""
     last: dict[int, int] = {}
     for i, u in enumerate(units):
         if u.kind == BACKWARD:

@@ -28,10 +28,10 @@ class Bug:
 
     Attributes:
         rule: Number in protocol.md, or with an O in outer.md.
-        what: In words.
-        hooks: Makes the broken behaviour.
-        plan: The runs in which it must show.
-        control: The same with only the masking guard off: must run clean; None if nothing masks the rule.
+        what: Broken behaviour in words.
+        hooks: Function that makes the broken behaviour.
+        plan: Plans of the runs in which it must show.
+        control: Hooks with only the masking guard off, which must run clean; None if nothing masks the rule.
     """
 
     rule: str
@@ -68,8 +68,8 @@ def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
     """Returns a class of machines some of whose parts behave otherwise.
 
     Args:
-        base: The others are this one's.
-        parts: By the machine's attribute: a class derived from the part's own, without state of its own.
+        base: Class of machines whose other parts are kept.
+        parts: Class of each part by the machine's attribute: derived from the part's own, without state of its own.
     """
 
     class Planted(base):  # type: ignore[valid-type, misc]
@@ -86,7 +86,7 @@ def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
 
 
 class TrustingNode(Node):
-    """Process that promotes a joiner without comparing hashes."""
+    """Process that accepts a joiner's state without comparing hashes."""
 
     def accept_state(self, equal: bool) -> bool:
         return True

@@ -99,7 +99,7 @@ class RepeatingObservation(Observation):
 
 
 class HastyLearners(Learners):
-    """Learners of which those that have caught up are served no more."""
+    """Learners of which those that have caught up are not served any more."""
 
     def _listed(self) -> tuple[str, ...]:
         return tuple(m for m in super()._listed() if not self._roster.peers[m].caught_up)
@@ -150,8 +150,8 @@ class CountingAdmission(Admission):
 
 
 def _impure_plan(seed: int) -> Plan:
-    """Plans a job whose steps are vouched for and are no pure function: its end is not calm, but no state may
-    differ.
+    """Plans a job whose steps are no pure function, though the user vouched for them: its end is not calm, but no state
+    may differ.
     """
     plan = calm_plan(seed)
     return replace(plan, replaying=replace(plan.replaying, calm=False, impure=0.3))

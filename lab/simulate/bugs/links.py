@@ -39,7 +39,7 @@ from lab.simulate.store import Store
 
 
 class ForgetfulGraph(Graph):
-    """Graph that takes every link that is wanted for one that stands."""
+    """Graph that treats every wanted link as one that stands."""
 
     def _stands(self, one: Peer, other: Peer, *, patient: bool) -> bool:
         return True
@@ -186,7 +186,7 @@ class ChoosyGraph(Graph):
 
 
 class StaleRedrawing(Redrawing):
-    """Redrawing that takes a plan that was drawn for a view that rules no more."""
+    """Redrawing that uses a plan that was drawn for a view that no longer rules."""
 
     def drop(self) -> None:
         pass

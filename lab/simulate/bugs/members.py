@@ -98,8 +98,8 @@ class EagerFollower(MemberMachine):
 
 
 class UncountedMachine(MemberMachine):
-    """Member that counts a slot as committed once its header is known to be with those below: until then it reports the
-    one before that.
+    """Member that counts a slot as committed only once all members below it in the header's tree have the header; until
+    then it reports the slot before.
     """
 
     _before = GENESIS

@@ -121,7 +121,7 @@ class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
 
 
 class FaithfulTerms(Terms):
-    """Job spec check that turns away processes of another program than the members had, whichever of these live."""
+    """Job spec check that turns away processes of another program than the members had, even if none of these lives."""
 
     def authorities(self) -> list[Peer]:
         return [p for p in self._roster.peers.values() if not p.differs]

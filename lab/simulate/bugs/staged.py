@@ -149,7 +149,7 @@ class BareNode(StagedNode):
 
 
 class RestlessParts(MemberParts):
-    """Parts of a member that does without the rest."""
+    """Parts of a member that begins without the part called the rest, which all members own."""
 
     @property
     def missing(self) -> tuple[Span, ...]:
@@ -192,7 +192,7 @@ class BelievingScheduler(SchedulerMachine):
 
 
 class EagerDetector(Detector):
-    """Detector that takes no member for a last holder while any other holds anything."""
+    """Detector that counts a member as a last holder only if no other member holds anything."""
 
     def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
         return not answered and super()._is_last_holder(member, scene, answered)
@@ -247,7 +247,7 @@ class HurriedNode(StagedNode):
 
 
 class NumberingNode(StagedNode):
-    """Process that knows tensors by the slot alone."""
+    """Process that tells tensors of different attempts apart by the slot's number alone."""
 
     def takes(self, run: Run, tensor: Border) -> bool:
         return tensor.attempt.seq == run.attempt.seq
@@ -407,7 +407,7 @@ class ForgetfulKeeper(Keeper):
 
 
 class CopyingParts(MemberParts):
-    """Parts of a member that still counts at GENESIS those that it pulled in the view before."""
+    """Parts of a member that counts, before slot 1, parts that it pulled in the view before as held."""
 
     def stand_in(self, me: str, view: View, seq: int) -> None:
         before = self.held
@@ -427,7 +427,7 @@ class CopyingNode(StagedNode):
 
 
 class GenerousNode(StagedNode):
-    """Process that serves at GENESIS any part that it has, in whichever view that was made."""
+    """Process that serves, before slot 1, any part that it has, whichever view the part was made in."""
 
     def serve_part(self, header: Header, view: View, part: int) -> int | None:
         if header.seq > 0:
@@ -472,12 +472,12 @@ class CountingNode(StagedNode):
 def _parts(
     kind: type[MemberParts], base: type[MemberMachine] = MemberMachine, node: type[StagedNode] = StagedNode
 ) -> type[Hooks]:
-    """Returns hooks with members that know their parts otherwise."""
+    """Returns hooks whose members keep their parts by this class."""
     return hooks(node=node, machine=planted(base, parts=kind))
 
 
 def _scheduler(**parts: type[object]) -> type[Hooks]:
-    """Returns hooks with a scheduler of some other parts."""
+    """Returns hooks whose scheduler has these classes for some of its parts."""
     return hooks(scheduler=with_parts(**parts))
 
 

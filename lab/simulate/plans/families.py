@@ -17,17 +17,21 @@ _OTHERS: tuple[Callable[[int], Plan], ...] = (*DYING, *JOINING, *WIRED, *SPARSE)
 
 
 def failing_family(number: int, seed: int | None = None) -> Plan:
-    """Returns the plan about failing schedulers and stores whose turn it is; with that number as its seed, too."""
+    """Returns a plan about failing schedulers and stores; kinds of plans take turns by `number`, which is the seed,
+    too, if none is given.
+    """
     return FAILING[number % len(FAILING)](number if seed is None else seed)
 
 
 def sparse_family(seed: int) -> Plan:
-    """Returns the plan on few links whose turn it is, in which much goes wrong at once."""
+    """Returns a plan on few links in which much goes wrong at once; kinds of plans take turns by the seed."""
     return SPARSE[seed % len(SPARSE)](seed)
 
 
 def any_plan(seed: int) -> Plan:
-    """Returns the plan of a long run: some at random, the rest aimed; every third one is about failing schedulers."""
+    """Returns a plan for a long run: every third seed about failing schedulers, the others random or aimed at rare
+    orders of events.
+    """
     return failing_family(seed // 3, seed) if seed % 3 == 2 else _OTHERS[seed % len(_OTHERS)](seed)
 
 

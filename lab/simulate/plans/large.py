@@ -22,9 +22,9 @@ def large_plan(seed: int, count: int = 20, degree: int = 8) -> Plan:
     """Plans a job that is founded by `count` members, most of which stay.
 
     Args:
-        seed: Of chance.
+        seed: Seed of all chance.
         count: Number of founders.
-        degree: How many partners a newcomer is given.
+        degree: Number of partners that a newcomer is given.
     """
     random = Random(seed * 6151 + 5)
     names = [f"n{i}" for i in range(count)]

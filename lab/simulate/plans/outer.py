@@ -24,7 +24,7 @@ def _times(random: Random, most: int, last_s: float) -> tuple[float, ...]:
 
 
 def outer_plan(seed: int) -> Plan:
-    """Plans faults of members for ranks, while their leader answers, and falls silent."""
+    """Plans a job of ranks with the faults that strike members; their leader answers, and falls silent at times."""
     random = Random(seed * 7919 + 5)
     plan = _UNDER[seed % len(_UNDER)](seed)
     script = OuterScript(

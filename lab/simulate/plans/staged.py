@@ -196,7 +196,7 @@ def torn_plan(seed: int) -> Plan:
 
 
 def early_plan(seed: int) -> Plan:
-    """Plans that a member dies when tensors are under way, some of the next slot, and all are late."""
+    """Plans that a member dies while late tensors are under way, some of them for the next slot."""
     random = Random(seed * 53 + 6)
     count = random.choice((4, 5, 6))
     plan = _job(seed, count, min_nodes=count - 1)
@@ -329,5 +329,5 @@ STAGED: tuple[Callable[[int], Plan], ...] = (
 
 
 def staged_family(seed: int) -> Plan:
-    """Returns the plan about pipelines whose turn it is."""
+    """Returns a plan about pipelines; kinds of plans take turns by the seed."""
     return STAGED[seed % len(STAGED)](seed)
