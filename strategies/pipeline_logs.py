@@ -55,7 +55,7 @@ class LoggedValue(NamedTuple):
         name: Name that was given.
         value: A number; of a metric what its last call returned, None if it was not called.
         size: Samples that a mean counts it for; None: the micro-batch's weight.
-        wide: The number is of double precision.
+        wide: Whether the number is of double precision.
         options: Other arguments, as far as they were given.
     """
 
@@ -67,11 +67,11 @@ class LoggedValue(NamedTuple):
 
 
 class UnitLogs:
-    """See the module.
+    """Record of the values that units of one fit log; see the module.
 
     Args:
-        trainer: In fit.
-        collectives: Refused within units.
+        trainer: Trainer in fit.
+        collectives: Collectives, which are refused within units.
         refuse: `LayerChain.refuse_placeholders`: refuses a value that depends on what another stage has.
         hook: Name of the user's step.
     """
@@ -91,12 +91,12 @@ class UnitLogs:
 
     @contextmanager
     def unit(self, micro_batch: int, last: bool, batch: Any = None) -> Iterator[None]:
-        """The user's step runs inside, as a unit.
+        """Records what the user's step logs, which runs inside as a unit.
 
         Args:
-            micro_batch: Number of the micro-batch.
-            last: The unit runs the last layers. If it has run before in this attempt, it leaves no trace this time.
-            batch: The micro-batch, for means over an epoch that are logged without `batch_size`.
+            micro_batch: Number of the micro-batch. last: Whether the unit runs the last layers. If it has run before in
+            this attempt, it leaves no trace this time. batch: The micro-batch, for means over an epoch that are logged
+            without `batch_size`.
         """
         module, counts = self._trainer.lightning_module, last and micro_batch not in self._recorded
         before = vars(module).get("log")  # units of a validation run within ones of training
@@ -120,7 +120,9 @@ class UnitLogs:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A pass within a unit only repeats it, and leaves no trace (`LayerChain.aside`)."""
+        """Drops what a pass inside logs, which only repeats one within a unit, and leaves no trace
+        (`LayerChain.aside`).
+        """
         self._aside = True
         try:
             with untouched():
@@ -129,7 +131,7 @@ class UnitLogs:
             self._aside = False
 
     def forget(self) -> None:
-        """An attempt begins: nothing is recorded."""
+        """Forgets all records, as an attempt begins."""
         self._recorded.clear()
 
     def _record(self, batch: Any, given: dict[str, Any]) -> LoggedValue:
@@ -188,7 +190,7 @@ class UnitLogs:
 
         Args:
             extras: What `extra` returned for each micro-batch, where that ran to its end.
-            weights: Of micro-batches; what means without a batch size are weighed by.
+            weights: Weights of micro-batches, by which means without a batch size are weighed.
 
         Raises:
             WireError: An extra is malformed.
@@ -241,7 +243,7 @@ def read_extra(data: bytes) -> list[LoggedValue]:
     """Reads what `UnitLogs.extra` returned at another member.
 
     Raises:
-        WireError: It is something else.
+        WireError: The bytes are something else.
     """
     rows = decode_manifest(data) if data else []
     if type(rows) is not list or not all(type(row) is list and len(row) == 5 for row in rows):

@@ -89,7 +89,7 @@ class Evidence:
         return next((r for r in self.records if r.name == name and r.t > after and wanted(r)), None)
 
     def lives(self, name: str, worker: int = 0) -> list[Life]:
-        """Returns the lives of this node's worker as a member, in order; each restart is one more."""
+        """Returns the lives of this node's worker as a member, in order; each incarnation is one."""
         mine = (x for x in self.timeline.lives.values() if x.node == f"{name}-{worker}")
         return sorted(mine, key=lambda x: x.born)
 
