@@ -156,7 +156,7 @@ class ManualGradients:
             self._note(number)
 
     def reset(self) -> None:
-        """Forgets what is open, as the member joined again."""
+        """Forgets which gradients are averages and which have changed, as the member joined again."""
         self._reached.clear()
         self._averaged.clear()
 

@@ -241,7 +241,8 @@ class OuterFit:
     # ------------------------------------------------------------------ boundaries
 
     def stepped(self, optimizer_steps: int = 0) -> None:
-        """Tells the session of an optimizer's step, or of several that belong together, and takes in what comes of it.
+        """Tells the session of an optimizer's step, or of several that belong together, and adopts a version that is
+        there.
 
         Args:
             optimizer_steps: Number of these steps, if Lightning counts them one by one.

@@ -296,7 +296,7 @@ def _whole(number: float | None) -> float | None:
 
 
 def _refuse_no_number(name: str, value: object) -> None:
-    """Raises where Lightning does, with the line of the user's step."""
+    """Raises a ValueError for a value that is no number, where Lightning does, with the line of the user's step."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(

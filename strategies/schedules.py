@@ -106,7 +106,7 @@ class SampleCount:
         self._ledger = Ledger()
 
     def begin(self, ledger: Ledger) -> None:
-        """Begins at this ledger, at which this member stands; what it counts has been counted."""
+        """Sets the ledger from which samples are counted; what it holds has been counted."""
         self._ledger = ledger
 
     def committed(self, ledger: Ledger) -> None:

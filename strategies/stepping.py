@@ -350,7 +350,7 @@ class Stepper:
         self._engine.losses.tell(0)
 
     def reset(self) -> None:
-        """Forgets all that is open, as the member joins again."""
+        """Forgets the present accumulation and manual gradients, as the member joins again."""
         self.forget_accumulation()
         self._watch.put_back()
         if self.manual is not None:
