@@ -169,7 +169,7 @@ class ClusterStrategy(DDPStrategy):
         self.fit = None
         if trainer is None:
             return
-        if self.single:  # Lightning takes it for one of several processes
+        if self.single:  # else Lightning takes this process for one of several
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -178,7 +178,7 @@ class ClusterStrategy(DDPStrategy):
         check_host_version(NAME)
         patience_s = build(self.options, self._given)[1].patience_s
         self.fit = OuterFit(trainer, self.writes, patience_s, self.place[1])
-        # Last: teardown takes it out where there is a fit.
+        # Last: `teardown` takes the callback out only if there is a fit.
         trainer.callbacks[:] = [OuterCompanion(self.fit), *_others(trainer)]
 
     def setup_environment(self) -> None:

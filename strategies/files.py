@@ -200,7 +200,7 @@ class _Continued(ExperimentWriter):
         known: Number of its last rows that are not written once more.
 
     Attributes:
-        there: These rows: their steps, and names of their values.
+        there: Step and names of values of each of these rows.
     """
 
     def __init__(self, log_dir: str, known: int) -> None:

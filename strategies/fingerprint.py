@@ -119,7 +119,7 @@ def _cadence(callback: Callback) -> dict[str, str]:
             "enable_version_counter": callback._enable_version_counter,
         }
         if callback.monitor is not None:
-            settings["mode"] = callback.mode  # which of equal values is worth a file
+            settings["mode"] = callback.mode  # decides which values are worth a file
     elif isinstance(callback, EarlyStopping):
         settings = {"monitor": callback.monitor, "check_on_train_epoch_end": callback._check_on_train_epoch_end}
     elif isinstance(callback, Timer):

@@ -86,8 +86,7 @@ class ManualGradients:
         """
         kept = None
         if stands_in:
-            # Gradients of a stand-in batch must not add to what is there; nor is anything else there if no member has
-            # more.
+            # Gradients of a stand-in batch must not add to the present ones, which stay if no member had samples.
             kept = [(p, p.grad) for s in self._sections for _, p in s.params]
             for param, _ in kept:
                 param.grad = None

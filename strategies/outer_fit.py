@@ -155,7 +155,7 @@ class OuterFit:
         except ConfigurationError as error:
             raise ConfigurationError(explained(str(error))) from error
         if self._writes(session.oldest) and self.trainer.is_global_zero:
-            open_loggers(self.trainer, session.incarnation, fresh=True)  # it set up as one that does not write
+            open_loggers(self.trainer, session.incarnation, fresh=True)  # it set up as a cluster that does not write
 
     def begin(self, leave_on_signals: bool) -> None:
         """Begins training, before the first batch: the loops stand where the job does."""
@@ -442,7 +442,9 @@ class SharedLoader:
         """Returns the batches that one cluster alone would need, before training; then nobody knows, and it is
         endless.
         """
-        return ENDLESS // self._fit.ranks if self._fit.in_step else len(self.leased)  # Lightning adds up the ranks'
+        return (
+            ENDLESS // self._fit.ranks if self._fit.in_step else len(self.leased)
+        )  # Lightning adds up the lengths of all ranks
 
     def used(self) -> tuple[int, tuple[Covered, ...]]:
         """Returns the samples and positions of the batches since the last call."""

@@ -212,7 +212,7 @@ class RankedSession:
         """Founds the job, or takes its newest version over, in place.
 
         Raises:
-            ChaosError: As `OuterSession.start`.
+            ChaosError: `OuterSession.start` failed at rank 0.
         """
         self._meet(lambda member: _nothing(member.start(timeout_s)))
         self._share()

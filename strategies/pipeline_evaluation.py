@@ -85,12 +85,12 @@ class BatchAnswer(NamedTuple):
 
 @dataclass(eq=False)
 class RoundBatch:
-    """One batch of a round.
+    """One batch of a round of validation.
 
     Attributes:
         batch: A copy of what the loader gave: Lightning's hooks, or user code, may change that in place.
         round: All batches of the round.
-        answer: Its results, once the round is closed.
+        answer: Results of the batch, once the round is closed.
     """
 
     batch: Any

@@ -158,7 +158,7 @@ def load_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None = Non
     Args:
         io: The strategy's plugin.
         path: Path of the checkpoint.
-        weights_only: As Lightning gives it.
+        weights_only: Lightning's argument of that name.
 
     Raises:
         FileNotFoundError: There is no such file.

@@ -189,7 +189,7 @@ class UnitLogs:
         """Logs a step's values; to be called at all members alike, where the step of the user's is under way.
 
         Args:
-            extras: What `extra` returned for each micro-batch, where that ran to its end.
+            extras: Bytes that `extra` returned for each micro-batch, where that ran to its end.
             weights: Weights of micro-batches, by which means without a batch size are weighed.
 
         Raises:

@@ -32,11 +32,11 @@ from chaos_lightning.strategies.lightning_types import Trainer
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row of the table.
+    """One row of the table of refused features.
 
     Attributes:
         what: The feature, as a user would name it.
-        why: Why it cannot be served, and what to do instead.
+        why: Reason why it cannot be served, and what to do instead.
         found: Looks at a trainer in fit, before (`early`) or after its optimizers exist; returns what it found, or "".
         early: Whether it needs no optimizers.
     """

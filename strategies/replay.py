@@ -59,7 +59,7 @@ _WRITERS = ("load_state_dict", "update_parameters", "vector_to_parameters", "swa
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One row of the table.
+    """One row of the table of what stands against replay.
 
     Attributes:
         found: Looks at a trainer in fit; returns what it found, or "".

@@ -164,7 +164,7 @@ def packed_numbers(items: Iterable[_ResultMetric]) -> bytes:
     for item in items:
         numbers += item.value, item.cumulated_batch_size if item.meta.is_mean_reduction else 0
     if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
-        # One wait for the device.
+        # All numbers at once, so that the device is waited for once.
         numbers = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers]).tolist()
     return struct.pack(f"<{len(numbers)}d", *map(float, numbers))
 

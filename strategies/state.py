@@ -220,7 +220,7 @@ class LightningState:
         self.ended = bool(manifest["loops"].get("ended"))
         for callback in trainer.callbacks:
             if isinstance(callback, OWN):
-                callback.running_mean.to(trainer.strategy.root_device)  # else in an epoch's first batch alone
+                callback.running_mean.to(trainer.strategy.root_device)  # it does so itself in an epoch's first batch
             if str(callback.state_key) in manifest["callbacks"]:
                 _adopt_callback(callback, manifest["callbacks"][str(callback.state_key)])
         if manifest["module"]:

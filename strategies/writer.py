@@ -157,8 +157,7 @@ class Writer:
             let_go: Whether it has, and leaves with it; it writes all that was logged before.
         """
         wrote = self.is_here
-        # Always: a member that was put out had another number meanwhile, which can be that of the world it comes back
-        # to.
+        # Always: a member that was put out counted as one of two meanwhile, and the job may have two members now.
         refit_rates(self._trainer, world_size)
         grows = world_size > self._environment.world_size()
         if self._environment.place(rank, world_size):
@@ -192,7 +191,7 @@ class Writer:
             mark(self._trainer.loggers, run, self.logs.writer)
         if self._trainer.loggers and len(here) > 1 and self.told.writer != here[0]:
             answer = self._trainer.strategy.broadcast(self._files())
-            self.told = LogPlace(here[0], *answer)  # if that one has died meanwhile, the next one tells soon
+            self.told = LogPlace(here[0], *answer)  # if that writer has died meanwhile, the next one tells soon
 
     def _files(self) -> list[Any]:
         loggers, (_, _, run, known) = self._trainer.loggers, self.told

@@ -235,7 +235,7 @@ class ImageData(DataModule):
         root: Folder of the files; "" means where Debian's package puts them (FashionMNIST only).
         batch_size: Samples per member and micro-batch.
         workers: Worker processes of each loader.
-        fallback: Whether to use the digits, with a warning, if FashionMNIST is not installed. All members must then do so.
+        fallback: Whether to use the digits, and warn, if FashionMNIST is not installed; then at all members alike.
     """
 
     def __init__(

@@ -254,7 +254,7 @@ class Shares:
         rate = self.rate_bps
         if rate is None:
             return dict.fromkeys(self._connections)
-        # The first of several with nothing to send is the link: whatever comes next, as a rule comes there.
+        # If none has anything to send, the first one counts as busy: it is the link, where the next bytes usually come.
         busy = [s for s, c in self._connections.items() if now - c.busy_at <= _LINGER_S]
         busy = busy or list(self._connections)[:1]
         others = len(self._connections) - len(busy)

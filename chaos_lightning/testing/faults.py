@@ -240,7 +240,7 @@ class FaultPlan:
     """An ordered list of faults, and the deaths that come with them.
 
     Attributes:
-        faults: In the order they were written.
+        faults: Faults, in the order they were written.
         also_expected: Nodes that may die as well (a neighbour on the same machine, say).
     """
 

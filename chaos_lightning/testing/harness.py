@@ -344,7 +344,7 @@ class Harness:
     def _may_die(self, name: str) -> bool:
         if name in self._declared:
             return True
-        # A plan may name its victim by rank: then the victim's own word before it struck is the declaration.
+        # A plan may name its victim by rank: then the event that the victim wrote before it struck is the declaration.
         ranked = any(victim.startswith("rank ") for victim in self._declared)
         return ranked and any(
             r.name == "fault_injected" and r.node == name and r.get("kind") == Action.SIGKILL for r in self._seen

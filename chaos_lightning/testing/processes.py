@@ -349,7 +349,7 @@ def owner_of(near: socket.socket, pids: Mapping[int, str]) -> str:
         near: Accepted end of the connection.
         pids: Names by process id.
     """
-    # Both ports tell: a dialler's alone is given out again for connections to other places.
+    # By both ports: a dialler's port alone may also be used for connections to other places.
     dialled, wanted, inodes = near.getsockname()[1], near.getpeername()[1], set()
     for table in _TABLES:
         with contextlib.suppress(OSError):

@@ -70,7 +70,7 @@ class Machines:
         """Checks that no command has failed, or ended before it may.
 
         Raises:
-            NodeDied: A command has.
+            NodeDied: A command has ended so; the message shows its last output.
         """
         for name, code in self.exit_codes().items():
             if code or (code == 0 and not self.ending):

@@ -408,5 +408,5 @@ def demo(
         return
     folder = prepare(directory, "demo")
     arguments = (*size.arguments, f"--accelerator={accelerator}")
-    cast = Cast(folder, arguments, min_nodes=1, workers={ROLES.several: 2})  # the last one is to train alone
+    cast = Cast(folder, arguments, min_nodes=1, workers={ROLES.several: 2})  # the last node must be able to train alone
     play(scenario(cast, size), folder, keep=keep)

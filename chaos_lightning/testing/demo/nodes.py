@@ -222,7 +222,7 @@ class Cast:
         """Checks that no process has ended with an error, but for those that the demo killed.
 
         Raises:
-            NodeDied: One has; the message shows its last output.
+            NodeDied: A process has ended so; the message shows its last output.
         """
         for name, child in {**self.nodes, **self.others()}.items():
             if child.poll() not in (None, 0) and name not in self.fallen:

@@ -171,7 +171,7 @@ def one_chain(e: Evidence) -> Check:
         if r.name == "committed" and r.by == r.member:
             members.add(r.member)
             compared += 1
-            # Commits that only a victim had made are in `no_step_lost`.
+            # Commits that only a victim had made are judged by `no_step_lost`.
             differ += chain.get(int(r["seq"])) != r["header"] and r.member not in dead
     text = f"{compared:,} commits by {len(members)} member ids agree on one chain of {len(chain):,} headers"
     if differ:

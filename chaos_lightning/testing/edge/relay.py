@@ -273,7 +273,9 @@ class LinkRelay:
         soon = time.monotonic() + AHEAD_S
         while self._timers and self._timers[0][0] <= soon:
             when, _, _, connection, end, reading = heapq.heappop(self._timers)
-            if when == (end.read_at if reading else end.write_at):  # else it was set anew, or its socket is closed
+            if when == (
+                end.read_at if reading else end.write_at
+            ):  # else the timer was set anew, or its socket is closed
                 if reading:
                     end.read_at = 0.0
                 else:
@@ -353,7 +355,7 @@ class LinkRelay:
                 return
             try:
                 self._introduce(connection)
-            except OSError:  # it is gone again
+            except OSError:  # the dialler is gone again
                 self._drop(connection)
             else:
                 self._go_on(connection)
@@ -378,7 +380,7 @@ class LinkRelay:
                     else:
                         mask |= select.EPOLLIN
                 else:
-                    end.waits = False  # it is not the wire that it waits for
+                    end.waits = False  # it does not wait for the wire
                     end.read_at = 0.0
             if mask == end.mask:
                 continue

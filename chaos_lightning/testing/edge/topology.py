@@ -54,7 +54,7 @@ class SchemaError(ConfigurationError):
 
     Attributes:
         path: Place of the mistake, such as "links[2].rate".
-        problem: What is wrong, without the place.
+        problem: Problem in words, without the place.
     """
 
     def __init__(self, path: str, problem: str, source: str = "topology") -> None:
@@ -83,7 +83,7 @@ class Link:
     """A link between two nodes, as it is before the schedule changes it.
 
     Attributes:
-        a, b: Its ends.
+        a, b: Nodes at its ends.
         rate_bps: Rate each way, bits per second.
         latency_s: Latency one way, s.
     """
