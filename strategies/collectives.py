@@ -143,12 +143,12 @@ class Collectives:
         return [decode_payload(data, self._device()) if data else None for _, data in answers]
 
     def meet(self, name: str) -> set[str] | None:
-        """Returns the ids of all members that are here; None if this member is not in the job."""
+        """Returns the ids of all members that have come to this meeting; None if this member is not in the job."""
         answers = self._gather(name, b"", "")
         return None if answers is None else {member for member, _ in answers}
 
     def barrier(self, name: str | None) -> None:
-        """Waits until all members are here."""
+        """Waits until all members have come to this barrier."""
         self.exchange(f"barrier {name or call_site()}", None)
 
     def broadcast(self, value: Any, source: int) -> Any:
@@ -206,8 +206,8 @@ class Collectives:
 
     @contextmanager
     def inside(self, hook: str) -> Iterator[None]:
-        """Puts aside what the hook inside reduces, until `leave_step`, which comes next. If the hook raises, that
-        is forgotten.
+        """Puts aside the values that the hook inside reduces; `leave_step`, which comes next, exchanges them. If
+        the hook raises, they are forgotten.
         """
         self.enter_step(hook)
         try:
@@ -227,7 +227,7 @@ class Collectives:
             self._in_step, self._in_unit, self._hook = before
 
     def leave_step(self, collection: _ResultCollection, *, always: bool = False, stood_in: bool = False) -> None:
-        """Exchanges what was put aside, now that every member is past its step.
+        """Exchanges the values that were put aside, now that every member is past its step.
 
         Args:
             collection: Values that `self.log` keeps; a member that had no samples gets the others' values there.
@@ -255,7 +255,7 @@ class Collectives:
         mine: Mapping[str, list[Any]],
         answers: Sequence[Mapping[str, list[Any]] | None],
     ) -> None:
-        """Puts what the exchange gave where it was logged: each key's value is that of the members who logged it."""
+        """Puts exchanged values where they were logged: each key's value is that of the members who logged it."""
         logged = [answer for answer in answers if answer]
         if logged:
             self.syncs.add(hook)
@@ -281,7 +281,7 @@ class Collectives:
 
     @property
     def owes(self) -> bool:
-        """Whether the others may exchange logged values before they do what this member does next."""
+        """Whether the others may exchange logged values before they come to this member's next collective."""
         return self._owed is not None
 
     def went_along(self, name: str, payloads: Sequence[bytes]) -> None:

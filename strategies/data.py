@@ -123,7 +123,7 @@ class TrainLoader:
         self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what is spent of the data, for checkpoints (protocol.md 27)."""
+        """Returns which samples are spent, for checkpoints (protocol.md 27)."""
         return self.elastic.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ class TrainLoader:
             )
 
     def __reduce__(self) -> Any:
-        """Copies as the user's loader, which has no part in the job."""
+        """Makes a copy the user's own loader, which has no part in the job."""
         return themselves, (self.elastic.loader,)
 
     def __getattr__(self, name: str) -> Any:

@@ -306,7 +306,7 @@ class EvalLoader:
             fetcher.length += more
 
     def __reduce__(self) -> Any:
-        """Copies as the user's loader, which has no part in the job."""
+        """Makes a copy the user's own loader, which has no part in the job."""
         return themselves, (self.loader,)
 
     def __getattr__(self, name: str) -> Any:

@@ -73,7 +73,7 @@ def mark(loggers: Sequence[Logger], run: str, writer: str) -> str:
 
     Args:
         loggers: Loggers, all open.
-        run: Run of the writer before; "": this is the first one.
+        run: Run of the previous writer; "": this is the first one.
         writer: Id that tells this member from others.
 
     Returns:
@@ -117,14 +117,14 @@ def forget(logger: Logger) -> None:
 
 
 def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) -> bool:
-    """Makes this member's logger open where the logger of the writer before has logged.
+    """Makes this member's logger open where the logger of the previous writer has logged.
 
     Args:
         logger: Logger of the trainer, not open or left open when this member was the writer before.
         version: Version of the other's logger; "": it was not told, and is looked for.
         run: Run with which the other's folder is marked; "": it is not known either.
         name: This member's name.
-        writer: Id that tells this member from others; "": the writer before leaves, and has something to write still.
+        writer: Id that tells this member from others; "": the previous writer leaves, and has something to write still.
 
     Returns:
         Whether the logger leaves out what the other has written.
@@ -150,7 +150,7 @@ def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) ->
 
 
 def catch_up(logger: Logger, owed: Sequence[Call]) -> None:
-    """Logs what the writer before may not have written; what is in a file that is gone on with is left out."""
+    """Logs what the previous writer may not have written; what a continued file holds already is left out."""
     for call in owed:
         call.make()
     save(logger)

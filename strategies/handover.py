@@ -47,7 +47,7 @@ class Saying(Protocol):
 
 
 class Handover:
-    """Parts that this member and the others have logged and counted in an epoch, during one fit.
+    """Numbers and metric states of an epoch, of this member and of the others, during one fit.
 
     Args:
         trainer: Trainer in fit.
@@ -80,7 +80,9 @@ class Handover:
         self.limit = min(MAX_STEP_NBYTES, max(MIN_STEP_NBYTES, gradient // 16))
 
     def says(self, member: Saying) -> bytes:
-        """Returns this member's part, for the coming step; b"" if there is none."""
+        """Returns, for the coming step, what this member has logged and counted in the epoch; b"" if that is
+        nothing.
+        """
         live = results.epoch_numbers(self._trainer.fit_loop.epoch_loop._results)
         limit = MAX_LEAVE_NBYTES if member.leaving else self.limit // max(1, member.world_size)
         states, left_out = self.metrics.trained(limit)
@@ -99,8 +101,7 @@ class Handover:
     # ------------------------------------------------------------------ slots
 
     def committed(self, header: Header, answers: Mapping[str, bytes], present: tuple[str, ...], me: str) -> None:
-        """Takes in another slot that is committed; the first member that is left takes over the parts of those that are
-        gone.
+        """Takes in a committed slot; the first member that is left takes over the parts of those that are gone.
 
         Args:
             header: Header of the slot.
@@ -156,7 +157,9 @@ class Handover:
     # ------------------------------------------------------------------ newcomers
 
     def manifest(self) -> dict[str, Any]:
-        """Returns all members' parts, for newcomers and for the state that the last member keeps."""
+        """Returns what all members have logged and counted, for newcomers and for the state that the last member
+        keeps.
+        """
         heard = {member: [[part, sorted(out)] for part, out in parts] for member, parts in self._heard.items()}
         return {"heard": heard, "described": self._described}
 

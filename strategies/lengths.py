@@ -92,7 +92,7 @@ class Lengths:
         return {"estimated_stepping_batches": f"counted for {self._foreseen} members"}
 
     def check(self, members: int) -> None:
-        """Warns once if the world is another than the one that schedules were made for."""
+        """Warns once if the job has another number of members than the one that schedules were made for."""
         foreseen = self._foreseen
         if not self._estimated or members == foreseen:
             return

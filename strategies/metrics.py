@@ -167,7 +167,7 @@ class MetricRoute:
     # ------------------------------------------------------------------ those of training
 
     def _touch(self, metric: Metric) -> None:
-        """Notes that this metric was updated for the first time since fit began, or since it was validation's."""
+        """Notes the first update of this metric in training."""
         if not self._trainer.training or not metric._reductions or not self._in_job():
             return
         path, key = self._path(metric), id(metric)
@@ -203,7 +203,9 @@ class MetricRoute:
         return states, left_out
 
     def inherit(self, path: str, states: list[Any]) -> None:
-        """Counts a member that is gone as one more, until the metric is reset."""
+        """Keeps the states of a member that is gone, which count as those of one member more until the metric is
+        reset.
+        """
         metric = next((other for name, other in metrics_of(self._trainer) if name == path), None)
         of, before = self._inherited.get(path, (None, []))
         ref = weakref.ref(metric) if metric is not None else of
@@ -245,7 +247,7 @@ def _nbytes_of(part: Mapping[str, Any]) -> int:
 
 
 def packed(metric: Metric) -> dict[str, Any]:
-    """Returns the states as they travel; none of a metric that is as it was made."""
+    """Returns a metric's states as they travel; none if the metric is as it was made."""
     states: dict[str, Any] = {}
     for state, reduction in metric._reductions.items():
         value = getattr(metric, state)

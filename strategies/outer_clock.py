@@ -122,7 +122,7 @@ class JobClock:
     # ------------------------------------------------------------------ steps
 
     def put(self, now: JobProgress, *, in_batch: bool, counted: int = 0, back: bool = False) -> None:
-        """Puts Lightning's counters and schedules where the job is.
+        """Sets Lightning's counters and schedules to the job's progress.
 
         Args:
             now: Progress of the job, as this cluster sees it.

@@ -148,7 +148,9 @@ class OuterFit:
         return loader
 
     def start(self, session: OuterSession | RankedSession, timeout_s: float) -> None:
-        """Joins the outer job: afterwards the parameters are the job's newest version, or found the job."""
+        """Joins the outer job: afterwards the parameters are the job's newest version; a founder's are its first
+        one.
+        """
         self._session = session
         try:
             session.start(timeout_s)
@@ -204,12 +206,12 @@ class OuterFit:
 
     @property
     def last_known(self) -> bool:
-        """Whether the present batch is the last one that is known."""
+        """Whether no batch after the present one is known yet."""
         return self.loader is not None and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     @property
     def _in_batch(self) -> bool:
-        """Whether it is between the optimizer's step and the batch's end."""
+        """Whether training is between the optimizer's step and the batch's end."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return progress.ready > progress.completed
 
@@ -347,7 +349,9 @@ class OuterFit:
 
     @contextlib.contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Shows the base inside, in this process alone: of several ranks only the first one has the base."""
+        """Sets the parameters to the base's inside, in this process alone: of several ranks only the first one has
+        the base.
+        """
         member = self.session.member if isinstance(self.session, RankedSession) else self.session
         if member is not None:
             member.show_base()
@@ -439,8 +443,8 @@ class SharedLoader:
         return batch
 
     def __len__(self) -> int:
-        """Returns the batches that one cluster alone would need, before training; then nobody knows, and it is
-        endless.
+        """Returns, before training, the batches that one cluster alone would need; later nobody knows them, and it
+        is endless.
         """
         return (
             ENDLESS // self._fit.ranks if self._fit.in_step else len(self.leased)
@@ -452,7 +456,7 @@ class SharedLoader:
         return samples, tuple(Covered(epoch, spans) for epoch, spans in covers)
 
     def __reduce__(self) -> Any:
-        """Copies as the user's loader, which has no part in the job."""
+        """Makes a copy the user's own loader, which has no part in the job."""
         return themselves, (self.leased.loader,)
 
     def __getattr__(self, name: str) -> Any:
@@ -462,7 +466,7 @@ class SharedLoader:
 
 
 class OuterCompanion(pl.Callback):
-    """First of all callbacks for the time of fit, for what a strategy gets no hook for, or gets it too late.
+    """Callback that comes first for the time of fit, for what a strategy gets no hook for, or gets it too late.
 
     Args:
         fit: This cluster's part; None in a copy, which has no part in a job.

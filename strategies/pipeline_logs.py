@@ -91,7 +91,7 @@ class UnitLogs:
 
     @contextmanager
     def unit(self, micro_batch: int, last: bool, batch: Any = None) -> Iterator[None]:
-        """Records what the user's step logs, which runs inside as a unit.
+        """Records what the user's step logs while it runs inside, as a unit.
 
         Args:
             micro_batch: Number of the micro-batch. last: Whether the unit runs the last layers. If it has run before in
@@ -120,9 +120,7 @@ class UnitLogs:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Drops what a pass inside logs, which only repeats one within a unit, and leaves no trace
-        (`LayerChain.aside`).
-        """
+        """Drops what a pass inside logs and counts, as it only repeats one within a unit (`LayerChain.aside`)."""
         self._aside = True
         try:
             with untouched():

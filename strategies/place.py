@@ -35,7 +35,7 @@ _LOOK_TIMEOUT_S = 5.0
 
 
 class Place:
-    """Place of one process in one fit, until it enters the job, or until the object is no longer needed.
+    """Rank and world size of one process in one fit, until it enters the job, or until the object is no longer needed.
 
     Attributes:
         rank: Rank of this process.

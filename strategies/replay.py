@@ -73,7 +73,7 @@ class Obstacle:
 
 
 class LightningReplay:
-    """`Replay` of one trainer.
+    """Replay of one trainer's steps, as `Replay`.
 
     Args:
         trainer: Trainer in fit, set up: its module, optimizers and precision plugin exist.

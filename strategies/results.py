@@ -48,7 +48,7 @@ def described(item: _ResultMetric) -> dict[str, Any]:
 
 
 def describe_results(collection: _ResultCollection, *, live_only: bool = True) -> dict[str, dict[str, Any]]:
-    """Returns the keys of this epoch and how they were logged."""
+    """Returns the keys that were logged in this epoch, and how they were logged."""
     return {
         key: {**described(item), "live": not item.has_reset}
         for key, item in collection.items()
@@ -105,7 +105,7 @@ def _find_metric(module: LightningModule, attribute: str | None) -> Metric | Non
 def agree(
     trainer: Trainer, collection: _ResultCollection, exchange: Exchange, what: str, reduce: Callable[..., Any]
 ) -> None:
-    """Makes the keys of all members the same."""
+    """Gives all members the same keys of logged values."""
     everybody = exchange(f"keys logged in {what}", describe_results(collection))
     if everybody is None:
         return
@@ -183,7 +183,7 @@ def add_numbers(collection: _ResultCollection, keys: Sequence[str], numbers: byt
 
 
 def collections_manifest(trainer: Trainer) -> dict[str, Any]:
-    """Returns the keys of the training epoch and of validation, for newcomers."""
+    """Returns the keys that were logged in the training epoch and in validation, for newcomers."""
     epoch_loop = trainer.fit_loop.epoch_loop
     return {
         "train": describe_results(epoch_loop._results, live_only=False),

@@ -335,8 +335,8 @@ class Stepper:
     # ------------------------------------------------------------------ what else may happen
 
     def put_back(self) -> None:
-        """Puts back averaged buffers that were assigned anew, before the state is kept: they are those that the
-        engine knows again.
+        """Puts averaged buffers that were assigned anew back, before the state is kept, so that they are those that
+        the engine knows.
         """
         self._watch.put_back()
 

@@ -153,7 +153,7 @@ class Writer:
             rank: Rank of this member.
             world_size: World size of the job.
             fresh: Whether the job starts, and nobody has written yet.
-            lost: Whether the writer before has no part in that slot.
+            lost: Whether the previous writer has no part in that slot.
             let_go: Whether it has, and leaves with it; it writes all that was logged before.
         """
         wrote = self.is_here
@@ -238,11 +238,11 @@ def open_loggers(
         trainer: Trainer in fit.
         name: This member's name; distinguishes its log folder from one that is not the run's.
         fresh: Whether the job starts, and nobody has written yet.
-        told: Place at which the writer before has logged.
-        writer: Id that tells this member from others; "": the writer before writes a little more.
+        told: Place at which the previous writer has logged.
+        writer: Id that tells this member from others; "": the previous writer writes a little more.
 
     Returns:
-        The loggers, and whether they know what the writer before has written.
+        The loggers, and whether they know what the previous writer has written.
     """
     opened: dict[Logger, bool] = {}
     for place, logger in enumerate(trainer.loggers):

@@ -102,7 +102,7 @@ def emulating(*, relay: str = "", rates: Mapping[str, float] | None = None, host
 
 
 class Emulated:
-    """A network as the environment says.
+    """Emulated network of one process: the relay that members dial, and the rates at which they send.
 
     Args:
         relay: HOST:PORT through which members are dialled; "": they are dialled directly.
@@ -141,7 +141,7 @@ class Emulated:
 
 
 class RatePacer:
-    """Bounds what one member sends, peer by peer; a `transport.medium.Pacer`.
+    """Pacer that bounds what one member sends, peer by peer; a `transport.medium.Pacer`.
 
     Args:
         rates_bps: Bits per second, by id, name or node of the peer.

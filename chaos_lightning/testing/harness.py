@@ -425,8 +425,8 @@ class Harness:
         return findings
 
     def dump(self, events: int = 30) -> str:
-        """Returns processes, the last output of declared victims that failed, and the last events, for a failed
-        test.
+        """Returns words about all processes, the last output of declared victims that failed, and the last events,
+        for a failed test.
         """
         self._turn()
         states = "\n".join(f"  {c.words()}" for c in self.children.values()) or "  none"

@@ -54,8 +54,8 @@ FREEZE_S = 2.5
 def gpt_job(
     layers: int, width: int, block: int, batch: int, micro_batches: int, memory_nbytes: int, itemsize: int = 4
 ) -> TrainingJob:
-    """Returns a job with the costs of the small GPT's layers, by formula: six processes on few cores would measure each
-    other.
+    """Returns a job with the costs of the small GPT's layers, by formula: six processes on few cores would disturb each
+    other's measurements.
 
     Args:
         layers: Number of blocks.

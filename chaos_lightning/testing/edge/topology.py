@@ -65,7 +65,7 @@ class SchemaError(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class EdgeNode:
-    """A machine.
+    """A node of a topology: one machine.
 
     Attributes:
         name: Unique name; members on it are called NAME-RANK.
@@ -139,7 +139,7 @@ class Change:
     seed: int = 0
 
     def times(self, t_s: float) -> int:
-        """Returns how often the change has begun by then."""
+        """Returns how often the change has begun by time `t_s`."""
         if t_s < self.at_s:
             return 0
         if not self.every_s:
@@ -264,7 +264,7 @@ def next_change_s(topology: Topology, t_s: float) -> float | None:
 
 
 def story(topology: Topology, until_s: float) -> Iterator[tuple[float, str]]:
-    """Yields what the schedule does up to then: time and words."""
+    """Yields what the schedule does until `until_s`: time and words."""
     t_s: float | None = 0.0
     before = {(x.a, x.b): LinkState(x.rate_bps, x.latency_s) for x in topology.links}
     while t_s is not None and t_s <= until_s:
