@@ -38,8 +38,9 @@ def fingerprint_of(trainer: Trainer, loader: JobLoader, *, assigns_validation: b
 
     Args:
         trainer: Trainer in fit, with all loaders of fit made (those of validation are, from
-        `ChaosStrategy.on_train_start` on). loader: The training loader. assigns_validation: Whether loaders of
-        validation are divided where that can be.
+            `ChaosStrategy.on_train_start` on).
+        loader: The training loader.
+        assigns_validation: Whether loaders of validation are divided where that can be.
     """
     module = trainer.lightning_module
     by_time = trainer._val_check_time_interval

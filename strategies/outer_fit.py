@@ -75,9 +75,11 @@ class OuterFit:
     """Part of one call of `fit` in an outer job; see the module.
 
     Args:
-        trainer: Trainer of this fit. writes: Takes in whether this cluster is the oldest one, which logs and writes;
-        returns whether it has become that. patience_s: Seconds to wait for samples, or for the job's end. ranks: Number
-        of processes of the cluster.
+        trainer: Trainer of this fit.
+        writes: Takes in whether this cluster is the oldest one, which logs and writes; returns whether it has become
+            that.
+        patience_s: Seconds to wait for samples, or for the job's end.
+        ranks: Number of processes of the cluster.
 
     Attributes:
         loader: The training loader, where clusters share the data.

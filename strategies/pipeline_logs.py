@@ -94,9 +94,10 @@ class UnitLogs:
         """Records what the user's step logs while it runs inside, as a unit.
 
         Args:
-            micro_batch: Number of the micro-batch. last: Whether the unit runs the last layers. If it has run before in
-            this attempt, it leaves no trace this time. batch: The micro-batch, for means over an epoch that are logged
-            without `batch_size`.
+            micro_batch: Number of the micro-batch.
+            last: Whether the unit runs the last layers. If it has run before in this attempt, it leaves no trace this
+                time.
+            batch: The micro-batch, for means over an epoch that are logged without `batch_size`.
         """
         module, counts = self._trainer.lightning_module, last and micro_batch not in self._recorded
         before = vars(module).get("log")  # units of a validation run within ones of training

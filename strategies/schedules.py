@@ -31,7 +31,8 @@ class BySamples(LRScheduler):
 
     Args:
         scheduler: Any schedule that steps without a metric, written for a machine that takes a step after so many
-        samples. samples_per_step: Samples that one step of the schedule stands for, such as batch size times
+            samples.
+        samples_per_step: Samples that one step of the schedule stands for, such as batch size times
             `accumulate_grad_batches` of one process. Where the training loader has a batch sampler of its own, batches.
 
     Attributes:

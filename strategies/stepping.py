@@ -102,10 +102,11 @@ class Stepper:
         says: Returns what this member says beside a step's gradient.
 
     Attributes:
-        comparison: Comparison of the members' states, every so many steps. total_weight: Sum of all members' weights in
-        the last step's average. manual: The gradients of manual optimization; None under automatic optimization.
+        comparison: Comparison of the members' states, every so many steps.
+        total_weight: Sum of all members' weights in the last step's average.
+        manual: The gradients of manual optimization; None under automatic optimization.
         hooked: Whether the module or a callback has `on_after_backward`, and so sees or changes gradients before the
-        step.
+            step.
     """
 
     def __init__(

@@ -62,10 +62,12 @@ class Harness:
 
         Args:
             directory: Folder of the test; output goes to `out/`, event logs to `events/` in it; children get
-            CHAOS_LOG_DIR. env: Further environment of the children. plan: Fault plan, which `drive` carries out; its
-            `expected_deaths` are declared. deadline_s: Default deadline of every wait, s. start: Starts the process of
-            a node that joins by the plan. relay: Relay through which the children's links pass, so that they can be
-            hurt; the caller closes it.
+                CHAOS_LOG_DIR.
+            env: Further environment of the children.
+            plan: Fault plan, which `drive` carries out; its `expected_deaths` are declared.
+            deadline_s: Default deadline of every wait, s.
+            start: Starts the process of a node that joins by the plan.
+            relay: Relay through which the children's links pass, so that they can be hurt; the caller closes it.
         """
         self.directory = Path(directory)
         self.logs = self.directory / "events"

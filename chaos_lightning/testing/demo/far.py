@@ -10,9 +10,10 @@ class FarCluster:
     """A cluster of `demo-diloco`.
 
     Attributes:
-        name: Name of the cluster. pause_s: Seconds added to each of its steps. nodes: Nodes of an elastic cluster: the
-        first two found it, the second one is killed, the third one joins. Empty for a
-            plain cluster.
+        name: Name of the cluster.
+        pause_s: Seconds added to each of its steps.
+        nodes: Nodes of an elastic cluster: the first two found it, the second one is killed, the third one joins. Empty
+            for a plain cluster.
     """
 
     name: str

@@ -47,9 +47,9 @@ class Evidence:
     """Evidence that a demo has left: its event logs, and the exit codes of its nodes.
 
     Args:
-        folder: Folder of the demo, with its event logs. codes: Exit codes by node; None if one still ran. The key
-        `nodes.before(name)` has that of the earlier agent of a
-            node that was started again.
+        folder: Folder of the demo, with its event logs.
+        codes: Exit codes by node; None if one still ran. The key `nodes.before(name)` has that of the earlier agent of
+            a node that was started again.
 
     Attributes:
         records: All events, in order of time.

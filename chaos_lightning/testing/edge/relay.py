@@ -111,9 +111,9 @@ class LinkRelay:
     effect; any thread may call it.
 
     Args:
-        bind: Address to listen on. node_of: Returns the node of a member's name or id; None for a stranger, who is
-        refused. By default each name without its
-            incarnation is a node. Members of one node need no link and are not shaped.
+        bind: Address to listen on.
+        node_of: Returns the node of a member's name or id; None for a stranger, who is refused. By default each name
+            without its incarnation is a node. Members of one node need no link and are not shaped.
         closed: Whether pairs are refused until they are shaped or restored.
         introduce: Sets pair, names and address of a new connection; None: the dialler's first line does.
 

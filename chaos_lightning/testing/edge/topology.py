@@ -186,7 +186,7 @@ class Topology:
 
     Raises:
         SchemaError: It is impossible: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0,
-        ...
+            ...
     """
 
     nodes: tuple[EdgeNode, ...]
