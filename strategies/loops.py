@@ -124,7 +124,8 @@ def _refit_bars(trainer: Trainer, total: float) -> None:
 
 def unfinish_epoch(trainer: Trainer, *, begun: bool = True) -> None:
     """Takes one epoch off Lightning's count: it ended in its midst, by a StopIteration, and a checkpoint must not
-    count it. An epoch that was not `begun` here was over at those whose counters these are, and counts already.
+    count it. An epoch that was not `begun` here had ended at the members whose counters were taken over, and counts
+    already.
     """
     if not begun or not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
         for count in _processed(trainer.fit_loop.epoch_progress):

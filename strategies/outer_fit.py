@@ -468,7 +468,8 @@ class SharedLoader:
 
 
 class OuterCompanion(pl.Callback):
-    """Callback that comes first for the time of fit, for what a strategy gets no hook for, or gets it too late.
+    """Callback that runs before all others during fit, for events of which a strategy gets no hook, or gets it too
+    late.
 
     Args:
         fit: This cluster's part; None in a copy, which has no part in a job.

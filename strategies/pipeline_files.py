@@ -153,7 +153,7 @@ def _some(names: list[str]) -> str:
 
 
 def load_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-    """Returns a checkpoint whose tensors are read when they are looked at, if that can be.
+    """Returns a checkpoint whose tensors are read from the file only when they are used, if that is possible.
 
     Args:
         io: The strategy's plugin.

@@ -226,7 +226,7 @@ class UnitLogs:
         module.log(name, value, batch_size=_whole(total), **options)  # type: ignore[arg-type]
 
     def _metric(self, name: str, path: str, value: Tensor | None) -> Metric:
-        """Returns the metric of this path, which shows this value as the step's."""
+        """Returns the metric at this path of the module, with this value as the step's."""
         metric = dict(self._trainer.lightning_module.named_modules()).get(path)
         if not isinstance(metric, Metric):
             raise UnsupportedError(

@@ -237,7 +237,7 @@ class LightningState:
 
 
 class KeptState:
-    """State that the last member keeps: as before the micro-batches that no step has used.
+    """State that the last member keeps: as it was before the micro-batches that no step has used.
 
     Args:
         state: State of this member.

@@ -46,7 +46,7 @@ def places_for(*names: str) -> dict[str, str]:
 
 
 def before(name: str) -> str:
-    """Returns the name that stands for the earlier agent of a node that was started again."""
+    """Returns the key that the exit code of a node's earlier agent has, if the node was started again."""
     return f"{name} before"
 
 
