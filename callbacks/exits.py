@@ -37,13 +37,13 @@ log = logging.getLogger("chaos_lightning.callbacks")
 
 
 class ChaosExit(Callback):
-    """Leave the job politely on an exit event.
+    """Callback that leaves the job politely on an exit event.
 
     Args:
-        signals: Names of the signals that mean it.
-        flag_file: Leave when this file exists; looked for after each batch.
-        after_s: Leave so many seconds after training began; 0: never. (A time limit of the machine, say.)
-        debounce_s: Repeats of a signal within so many seconds are the same wish.
+        signals: Names of the signals that are exit events.
+        flag_file: File that is an exit event once it exists; looked for after each batch.
+        after_s: Seconds of training after which it leaves; 0: never. (A time limit of the machine, say.)
+        debounce_s: Seconds within which repeats of a signal are the same wish.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ChaosExit(Callback):
         self.after_s = after_s
         self.debounce_s = debounce_s
         self.reason = ""
-        """Why this member leaves; empty while it stays."""
+        """Reason why this member leaves; empty while it stays."""
         self._clock: Callable[[], float] = time.monotonic
         self._began = 0.0
         self._signals: ExitSignals | None = None

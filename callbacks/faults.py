@@ -11,7 +11,7 @@ event log first (one `write`, which survives the SIGKILL that follows) and then 
 - validation, checkpoint, train_end: where the hooks of these names are.
 
 A fault whose step a process had already behind it when it came in is not its own: a restarted victim does not die
-again. A victim named by rank is whoever has that rank when the phase is first passed from that step on.
+again. A victim named by rank is the process that has that rank when the phase is first passed from that step on.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ log = logging.getLogger("chaos_lightning.callbacks")
 
 
 class FaultInjectorCallback(Callback):
-    """Hurts its own process as a plan says.
+    """Callback that hurts its own process as a fault plan says.
 
     Args:
         plan: A plan, its text, a file or a list of entries (see `chaos_lightning.testing.faults`).
-        only_phases: Leave faults without a phase to somebody outside, such as a harness that drives the same plan.
+        only_phases: Whether to leave faults without a phase to others, such as a harness that drives the same plan.
         name: This node's name in the plan; default: the engine's.
     """
 
@@ -106,7 +106,7 @@ class FaultInjectorCallback(Callback):
             self._strike(trainer, fault)
 
     def _due(self, trainer: Trainer, phase: LoopPhase | None) -> list[Fault]:
-        """Faults of this process that come due here; those of others that do so are dropped."""
+        """Returns the faults of this process that come due here; those of others that do so are dropped."""
         step, name, rank = self._who(trainer)
         if self._anywhere is None:
             own = self._own(trainer, name, step)

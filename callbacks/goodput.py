@@ -1,7 +1,7 @@
 """Goodput: how much of the job's time was useful, logged to the Trainer's loggers.
 
 Theory of operation. Every member meters (one call a step), rank 0 logs. The totals travel with the training state
-like any callback's, so whoever becomes rank 0 goes on from the same numbers, and a resumed job does, too.
+like any callback's, so the next rank 0 goes on from the same numbers, and a resumed job does, too.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class GoodputMeter:
     _members: tuple[str, ...] | None = None
 
     def step(self, now: float, members: tuple[str, ...], *, leaving: bool = False) -> None:
-        """A step was committed.
+        """Takes in that a step was committed.
 
         Args:
             now: Monotonic time, s.
             members: Ids of the view's members now, in rank order.
-            leaving: Whoever is missing had asked to leave (the view's reason says so).
+            leaving: Whether the members that are missing had asked to leave (the view's reason says so).
         """
         before, self._members = self._members, members
         if self._at is None:
@@ -75,7 +75,7 @@ class GoodputMeter:
         return "join"
 
     def pause(self) -> None:
-        """Not in the job for a while (fenced, validating): the time until the next step is nobody's."""
+        """Stops the clock until the next step, as this member is not in the job for a while (fenced, validating)."""
         self._at = None
 
     @property
@@ -89,11 +89,11 @@ class GoodputMeter:
         return 1.0 - sum(self.lost_s.values()) / self.total_s if self.total_s > 0 else 1.0
 
     def state(self) -> dict[str, Any]:
-        """Totals, for a checkpoint or for a newcomer that may become the one who logs."""
+        """Returns the totals, for a checkpoint or for a newcomer that may become the one who logs."""
         return {"total_s": self.total_s, "lost_s": dict(self.lost_s), "steps": self.steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from these totals."""
+        """Sets the totals, from which the meter goes on."""
         self.total_s = float(state.get("total_s", 0.0))
         self.steps = int(state.get("steps", 0))
         self.lost_s = {c: float(dict(state.get("lost_s", {})).get(c, 0.0)) for c in CAUSES}
@@ -101,11 +101,11 @@ class GoodputMeter:
 
 
 class Goodput(Callback):
-    """Logs `chaos/goodput`, `chaos/step_s`, `chaos/members` and `chaos/lost_<cause>_s`.
+    """Callback that logs `chaos/goodput`, `chaos/step_s`, `chaos/members` and `chaos/lost_<cause>_s`.
 
     Args:
-        every_n_steps: How often; 0: as often as the Trainer logs (`log_every_n_steps`).
-        prefix: Of the names.
+        every_n_steps: Steps from one log to the next; 0: as often as the Trainer logs (`log_every_n_steps`).
+        prefix: Prefix of the names.
     """
 
     def __init__(self, every_n_steps: int = 0, prefix: str = "chaos/") -> None:
@@ -127,7 +127,7 @@ class Goodput(Callback):
             return  # accumulating
         if engine is not None and engine.view is not None:
             change = engine.header.view_change
-            # A header takes out only who asked to leave; who is missing after a decision is dead.
+            # A header takes out only members that asked to leave; one that is missing after a decision is dead.
             carried = change is not None and change.id == engine.view.id
             self.meter.step(self._clock(), engine.view.ids(), leaving=carried or "leav" in engine.view.reason)
         else:

@@ -26,7 +26,7 @@ log = logging.getLogger("chaos_lightning.callbacks")
 
 
 class LiveView(Callback):
-    """Shows members, ranks, steps, step times and joins with their progress; on rank 0 only.
+    """Callback that shows members, ranks, steps, step times and joins with their progress; on rank 0 only.
 
     Args:
         interval_s: Seconds between two looks.

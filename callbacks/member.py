@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def engine_of(trainer: Trainer) -> Engine | None:
-    """The engine of a chaos strategy once its member is in the job; None before, and under any other strategy."""
+    """Returns the engine of a chaos strategy once its member is in the job; None before, and under any other
+    strategy.
+    """
     strategy: Any = trainer.strategy
     engine = getattr(strategy, "engine", None)
     if engine is None:

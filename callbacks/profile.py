@@ -19,13 +19,13 @@ log = logging.getLogger("chaos_lightning.callbacks")
 
 
 class PipelineProfile(Callback):
-    """Writes a file for `chaos-lightning plan` after some steps.
+    """Callback that writes a file for `chaos-lightning plan` after some steps.
 
     Args:
-        out: The file; JSON if its name ends with .json.
+        out: File to write; JSON if its name ends with .json.
         steps: Steps to measure, behind five that warm up; half of them by layer.
         chain: Path of the list of blocks in the LightningModule; "": its `chaos_chain`, or the longest of alike blocks.
-        force: Write over the file.
+        force: Whether to write over the file.
     """
 
     def __init__(

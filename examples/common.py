@@ -10,7 +10,7 @@ import chaos_lightning  # noqa: F401  (makes "chaos" known to Lightning)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options that every example has."""
+    """Returns a parser with the options that every example has."""
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--strategy", default="chaos", help="'chaos', or anything else that Lightning knows")
     options.add_argument(
@@ -27,7 +27,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def build_trainer(args: argparse.Namespace) -> L.Trainer:
-    """`L.Trainer(strategy="chaos")`, with what the command line says."""
+    """Returns `L.Trainer(strategy="chaos")`, with what the command line says."""
     strategy: object = args.strategy
     if args.endpoint:
         from chaos_lightning.strategies import ChaosStrategy

@@ -23,7 +23,7 @@ from chaos_lightning.examples.datasets import digits
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train a two-layer network on the digits."""
+    """Trains a two-layer network on the digits."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--epochs", type=int, default=5, help="of all clusters together")
     options.add_argument("--batch-size", type=int, default=16)

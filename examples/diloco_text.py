@@ -24,7 +24,7 @@ from chaos_lightning.strategies import DiLoCoStrategy
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train until `--max-steps` or `--max-epochs` of the job, whichever is first."""
+    """Trains until `--max-steps` or `--max-epochs` of the job, whichever is first."""
     options = parser(__doc__)
     options.set_defaults(strategy="chaos_diloco")
     options.add_argument("--server", help="HOST:PORT of the parameter server (default: CHAOS_PS, or this machine's)")

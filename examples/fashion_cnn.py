@@ -15,7 +15,7 @@ from chaos_lightning.examples.models import CNNModule
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train until `--max-steps` or `--max-epochs`, whichever is first."""
+    """Trains until `--max-steps` or `--max-epochs`, whichever is first."""
     options = parser(__doc__)
     options.add_argument("--root", default="", help="folder of the IDX files (default: Debian's)")
     options.add_argument("--digits", action="store_true", help="train on scikit-learn's digits")

@@ -63,7 +63,7 @@ class GPT(L.LightningModule):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train `--max-steps` steps of `--micro-batches` batches each."""
+    """Trains `--max-steps` steps of `--micro-batches` batches each."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--min-nodes", type=int, help="training starts once so many processes are here")
     options.add_argument("--device-memory", default="24 MiB", help="of each process, as if it were a small device")

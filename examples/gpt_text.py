@@ -21,7 +21,7 @@ from chaos_lightning.examples.models import GPTModule
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train until `--max-steps` or `--max-epochs`, whichever is first."""
+    """Trains until `--max-steps` or `--max-epochs`, whichever is first."""
     options = parser(__doc__)
     options.add_argument("--source", default="stdlib", help="stdlib, python-doc, a file, or WikiText's folder")
     options.add_argument("--block", type=int, default=64, help="context in bytes")

@@ -27,7 +27,7 @@ from chaos_lightning.trainer import Trainer, capture_exit_event
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train a two-layer network on the digits."""
+    """Trains a two-layer network on the digits."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--epochs", type=int, default=3)
     options.add_argument("--batch-size", type=int, default=16, help="samples per member and batch")

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 @hydra.main(version_base="1.3", config_path="pkg://chaos_lightning.configs", config_name="config")
 def main(config: DictConfig) -> float | None:
-    """Train once; the metric named by `monitor` is returned for sweepers that look for its minimum."""
+    """Trains once; returns the metric named by `monitor`, for sweepers that look for its minimum."""
     seed_everything(config.seed)
     trainer = instantiate(
         config.trainer,

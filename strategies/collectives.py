@@ -42,12 +42,14 @@ _LOGGED = {hook: f"values logged in {hook} with sync_dist=True" for hook in ("tr
 
 
 def call_site() -> str:
-    """`file.py:function` of the code that asked for the collective, past the strategy and generic helpers."""
+    """Returns `file.py:function` of the code that asked for the collective, past the strategy and generic helpers."""
     return _site(_asking(_SKIPPED))
 
 
 def users_call_site() -> str:
-    """The same of the user's code; "" if it was Lightning that asked."""
+    """Returns `file.py:function` of the user's code that asked for the collective; "" if it was Lightning that
+    asked.
+    """
     frame = _asking((*_SKIPPED, "module.py"))  # LightningModule.all_gather
     room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return "" if room in ("lightning", "chaos_lightning") else _site(frame)
@@ -65,8 +67,9 @@ def _site(frame: FrameType) -> str:
 
 
 def reduced(values: Sequence[Tensor], op: str) -> Tensor:
-    """One tensor out of the members' in rank order; low precision is summed in float32, a mean of integers is a
-    float."""
+    """Returns one tensor reduced from the members' tensors in rank order; low precision is summed in float32, a
+    mean of integers is a float.
+    """
     op = op.lower()
     first = values[0]
     if any(v.shape != first.shape for v in values):
@@ -89,13 +92,13 @@ def reduced(values: Sequence[Tensor], op: str) -> Tensor:
 
 
 class Collectives:
-    """See the module.
+    """Collectives of one fit, each a numbered slot of the job; see the module.
 
     Args:
         gather: Exchanges bytes under a name, for a line of the user's code ("": the one that calls now); None if this
             member is not in the job.
-        device: Where tensors of answers go.
-        reduce: The strategy's, with which `self.log` reduces.
+        device: Returns the device that tensors of answers go to.
+        reduce: The strategy's `reduce`, with which `self.log` reduces.
     """
 
     def __init__(self, gather: Gather, device: Callable[[], torch.device], reduce: Callable[..., Any]) -> None:
@@ -108,14 +111,14 @@ class Collectives:
         """Line of the user's code that was the first one in this hook to ask for a reduce."""
         self._hook = ""
         self.syncs: set[str] = set()
-        """Hooks among "training_step" and "validation_step" in which somebody has asked for a reduce; then each batch
-        has one exchange."""
+        """Hooks among "training_step" and "validation_step" in which some member has asked for a reduce; then each
+        batch has one exchange."""
         self._owed: tuple[str, _ResultCollection] | None = None
 
     # ------------------------------------------------------------------ plain collectives
 
     def exchange(self, name: str, value: Any, line: str = "") -> list[Any] | None:
-        """Everybody's value in rank order; None if this member is not in the job."""
+        """Returns all members' values in rank order; None if this member is not in the job."""
         if self._in_unit:
             raise UnsupportedError(
                 f"{name}: collectives inside {self._hook} are not supported with pipelines, since members run other "
@@ -140,24 +143,25 @@ class Collectives:
         return [decode_payload(data, self._device()) if data else None for _, data in answers]
 
     def meet(self, name: str) -> set[str] | None:
-        """Returns the ids of all members that are here; None if this member is not in the job."""
+        """Returns the ids of all members that have come to this meeting; None if this member is not in the job."""
         answers = self._gather(name, b"", "")
         return None if answers is None else {member for member, _ in answers}
 
     def barrier(self, name: str | None) -> None:
-        """All members are here."""
+        """Waits until all members have come to this barrier."""
         self.exchange(f"barrier {name or call_site()}", None)
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The value of rank `source`. Everybody sends its own: if that member dies meanwhile, its successor's
-        counts."""
+        """Returns the value of rank `source`. Every member sends its own: if that member dies meanwhile, its
+        successor's counts.
+        """
         answers = self.exchange(f"broadcast at {call_site()}", value)
         if answers is None:
             return value
         return answers[source] if source < len(answers) else answers[0]
 
     def reduce(self, value: Any, op: str) -> Any:
-        """A tensor reduced over members; other values come back as they are, as with DDP."""
+        """Returns a tensor reduced over members; other values come back as they are, as with DDP."""
         if not isinstance(value, Tensor):
             return value
         if self._in_step and not self._in_unit:
@@ -171,7 +175,7 @@ class Collectives:
         return value if answers is None else reduced(answers, op)
 
     def all_gather(self, value: Tensor) -> Tensor:
-        """Stacked over members in rank order."""
+        """Returns the members' tensors, stacked in rank order."""
         answers = self.exchange(f"all_gather at {call_site()}", value)
         if answers is None:
             return value.unsqueeze(0)
@@ -185,7 +189,7 @@ class Collectives:
         return torch.stack(answers)
 
     def decide(self, decision: bool, every: bool) -> bool:
-        """Whether all (or any) members say yes."""
+        """Returns whether all (or any) members say yes."""
         answers = self.exchange(f"decision at {call_site()}", bool(decision))
         if answers is None:
             return bool(decision)
@@ -202,7 +206,9 @@ class Collectives:
 
     @contextmanager
     def inside(self, hook: str) -> Iterator[None]:
-        """The hook runs inside, and `leave_step` comes next. If it raises, what it put aside is forgotten."""
+        """Puts aside the values that the hook inside reduces; `leave_step`, which comes next, exchanges them. If
+        the hook raises, they are forgotten.
+        """
         self.enter_step(hook)
         try:
             yield
@@ -212,7 +218,7 @@ class Collectives:
 
     @contextmanager
     def within_unit(self, hook: str) -> Iterator[None]:
-        """A unit of a pipeline runs the hook inside; every collective there is refused (protocol.md P17)."""
+        """Refuses every collective of the hook inside, which a unit of a pipeline runs (protocol.md P17)."""
         before = self._in_step, self._in_unit, self._hook
         self._in_step, self._in_unit, self._hook = True, True, hook
         try:
@@ -221,12 +227,12 @@ class Collectives:
             self._in_step, self._in_unit, self._hook = before
 
     def leave_step(self, collection: _ResultCollection, *, always: bool = False, stood_in: bool = False) -> None:
-        """Every member is past its step: exchange what was put aside.
+        """Exchanges the values that were put aside, now that every member is past its step.
 
         Args:
-            collection: What `self.log` keeps; a member that had no samples gets the others' values there.
-            always: Exchange even if there is nothing to: then all learn whether there is.
-            stood_in: This member had no samples and did not run the hook: only the others know what was logged.
+            collection: Values that `self.log` keeps; a member that had no samples gets the others' values there.
+            always: Whether to exchange even if there is nothing to: then all learn whether there is.
+            stood_in: Whether this member had no samples and did not run the hook: only the others know what was logged.
         """
         waiting, self._waiting, self._in_step = self._waiting, [], False
         if not waiting and not always and self._hook not in self.syncs:
@@ -249,7 +255,7 @@ class Collectives:
         mine: Mapping[str, list[Any]],
         answers: Sequence[Mapping[str, list[Any]] | None],
     ) -> None:
-        """Puts what the exchange gave where it was logged: each key's value is that of the members who logged it."""
+        """Puts exchanged values where they were logged: each key's value is that of the members who logged it."""
         logged = [answer for answer in answers if answer]
         if logged:
             self.syncs.add(hook)
@@ -275,11 +281,13 @@ class Collectives:
 
     @property
     def owes(self) -> bool:
-        """The others may exchange logged values before they do what this member does next."""
+        """Whether the others may exchange logged values before they come to this member's next collective."""
         return self._owed is not None
 
     def went_along(self, name: str, payloads: Sequence[bytes]) -> None:
-        """The others closed another slot than this member was about to: what they logged, or else it is an error."""
+        """Takes the values that the others logged, in a slot that they closed before the one that this member was
+        about to fill. Any other slot there is an error.
+        """
         if self._owed is None or name != _LOGGED[self._owed[0]]:
             raise DisagreementError(
                 f"the others are at {name!r}, where this member, which had no samples in this micro-batch, is not; all "

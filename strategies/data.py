@@ -1,4 +1,4 @@
-"""The training loader between Lightning and the job: batches out, the safe point in.
+"""Puts a loader between Lightning and the job: it hands out batches, and lets the session act at safe points.
 
 Theory of operation. No strategy hook lies between two steps, but Lightning fetches the next batch exactly there, when
 all its counters are at rest. So `TrainLoader.__next__` first lets the session do what may only be done at rest
@@ -60,22 +60,22 @@ class Fed(Protocol):
     """The fit that a loader feeds, as the loader sees it."""
 
     def safe_point(self) -> None:
-        """The safe point before each batch. StopIteration if there are no more."""
+        """Lets the fit act at the safe point before each batch; raises StopIteration if there are no more."""
 
     def begin_pass(self, epoch: int) -> None:
-        """The loader begins an epoch."""
+        """Notes that the loader begins an epoch."""
 
     def length(self) -> int:
-        """Micro-batches of this epoch, as far as it is known."""
+        """Returns the number of micro-batches of this epoch, as far as it is known."""
 
 
 class TrainLoader:
     """Loader over which Lightning iterates instead of the user's.
 
     Args:
-        elastic: Assigns.
-        trainer: Whose fit this is.
-        fit: Asked before each batch.
+        elastic: Elastic loader, which assigns samples to members.
+        trainer: Trainer of this fit.
+        fit: Fit, which is asked before each batch.
     """
 
     def __init__(self, elastic: JobLoader, trainer: Trainer, fit: Fed) -> None:
@@ -84,7 +84,7 @@ class TrainLoader:
         self._fit = fit
         self._batches: Iterator[Any] | None = None
         self._placed = False
-        """A checkpoint has told where the data stood."""
+        """Whether a checkpoint has told where the data stood."""
 
     def __iter__(self) -> TrainLoader:
         self._batches = None
@@ -119,11 +119,11 @@ class TrainLoader:
         return self._fit.length()
 
     def restart(self) -> None:
-        """The member has the state of another place in the data now."""
+        """Ends the present pass, as the member has the state of another place in the data now."""
         self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: what is spent (protocol.md 27)."""
+        """Returns which samples are spent, for checkpoints (protocol.md 27)."""
         return self.elastic.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,7 +132,9 @@ class TrainLoader:
         self._placed = True
 
     def warn_of_lost_place(self) -> None:
-        """Before the first batch: Lightning warns where a loader has no state; this one has, and got none."""
+        """Warns before the first batch if a checkpoint within an epoch has no place for this loader; Lightning
+        warns only if a loader has no state.
+        """
         if self._trainer.ckpt_path is not None and not self._placed and stopped_within_epoch(self._trainer):
             rank_zero_warn(
                 "You're resuming from a checkpoint that ended before the epoch ended, and that was not written with "
@@ -141,7 +143,7 @@ class TrainLoader:
             )
 
     def __reduce__(self) -> Any:
-        """A copy is the user's loader: it has no part in the job."""
+        """Makes a copy the user's own loader, which has no part in the job."""
         return themselves, (self.elastic.loader,)
 
     def __getattr__(self, name: str) -> Any:

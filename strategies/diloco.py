@@ -57,7 +57,7 @@ from chaos_lightning.variables import warn_of_unknown
 
 NAME = "chaos_diloco"
 MARGIN_S = 60.0
-"""By so much longer than rank 0 waits for anything, other ranks wait for its word."""
+"""Seconds by which other ranks wait longer for rank 0's word than rank 0 waits for anything."""
 
 
 class OneProcess(ChaosEnvironment):
@@ -71,12 +71,12 @@ class ClusterStrategy(DDPStrategy):
     """Strategy of a cluster of one process, or of several on one machine that DDP keeps in step.
 
     Args:
-        inner: How the cluster trains: "auto", "single", "ddp", or a `DDPStrategy` whose settings are taken.
-        options: `DiLoCoOptions`.
+        inner: Way in which the cluster trains: "auto", "single", "ddp", or a `DDPStrategy` whose settings are taken.
+        options: Further options.
         given: The arguments of `DiLoCoStrategy` that are settings.
 
     Attributes:
-        data: "shared" or "local".
+        data: "shared" if clusters share the data, "local" if each has its own.
         fit: The part in the outer job; None outside of fit.
     """
 
@@ -93,7 +93,7 @@ class ClusterStrategy(DDPStrategy):
         self._oldest = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a Trainer has no part in the job."""
+        """Returns the state of a copy, which has no part in the job."""
         return {**super().__getstate__(), "fit": None}
 
     def _present_fit(self) -> OuterFit | None:
@@ -116,7 +116,7 @@ class ClusterStrategy(DDPStrategy):
 
     @property
     def place(self) -> tuple[int, int]:
-        """This process's rank in the cluster, and how many there are."""
+        """Rank of this process in the cluster, and number of its processes."""
         return (0, 1) if self.single else (self.global_rank, self.world_size)
 
     @property
@@ -127,7 +127,7 @@ class ClusterStrategy(DDPStrategy):
         """Takes in whether the cluster is the oldest one, which logs and writes files.
 
         Returns:
-            Whether it has become that by it.
+            Whether the cluster has become the oldest one by it.
         """
         promoted, self._oldest = oldest and not self._oldest, oldest
         if isinstance(self.cluster_environment, OneProcess):
@@ -169,7 +169,7 @@ class ClusterStrategy(DDPStrategy):
         self.fit = None
         if trainer is None:
             return
-        if self.single:  # Lightning takes it for one of several processes
+        if self.single:  # else Lightning takes this process for one of several
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -178,7 +178,7 @@ class ClusterStrategy(DDPStrategy):
         check_host_version(NAME)
         patience_s = build(self.options, self._given)[1].patience_s
         self.fit = OuterFit(trainer, self.writes, patience_s, self.place[1])
-        # Last: teardown takes it out where there is a fit.
+        # Last: `teardown` takes the callback out only if there is a fit.
         trainer.callbacks[:] = [OuterCompanion(self.fit), *_others(trainer)]
 
     def setup_environment(self) -> None:
@@ -190,7 +190,7 @@ class ClusterStrategy(DDPStrategy):
             super().setup_environment()
         if self.fit is not None:
             refuse(self.fit.trainer, early=True, table=OUTER_TABLE, strategy=NAME)
-            # Loggers open while Lightning sets up, and empty a folder that is named; another cluster's may be this one.
+            # Loggers open while Lightning sets up, and empty a folder that is named, which may be another cluster's.
             self.writes(not self.broadcast(others_in(build(self.options, self._given)[1])))
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -243,7 +243,7 @@ class ClusterStrategy(DDPStrategy):
         return RankedSession(member, replica, RankGroup(rank, patience), batches)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The training loader of shared data deals what is leased; all others are the user's."""
+        """Returns a loader that deals leased samples, for training on shared data; else the user's own loader."""
         fit = self.fit
         if fit is None or self.data != "shared" or not fit.trainer.training:
             return tie_workers(dataloader) if fit is not None else dataloader
@@ -261,7 +261,7 @@ class ClusterStrategy(DDPStrategy):
         return fit.share(SharedLoader(leased, fit.trainer, fit))
 
     def on_train_start(self) -> None:
-        """The last hook before batches are fetched."""
+        """Begins training in the outer job; it is the last hook before batches are fetched."""
         if self.fit is not None:
             self.fit.begin(self.options.leave_on_signals)
 
@@ -299,12 +299,12 @@ class ClusterStrategy(DDPStrategy):
             self.fit.show_base()
 
     def on_validation_end(self) -> None:
-        """After ModelCheckpoint and EarlyStopping have judged."""
+        """Shows the cluster's own parameters again, after ModelCheckpoint and EarlyStopping have judged."""
         if self.fit is not None:
             self.fit.show_own()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the version that was adopted last: what a checkpoint holds, others have, too."""
+        """Returns the state dict of the version that was adopted last: what a checkpoint holds, others have, too."""
         fit = self.fit
         if fit is None or not fit.in_step or fit.shows_base:
             return super().lightning_module_state_dict()

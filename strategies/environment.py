@@ -20,20 +20,20 @@ ASIDE = (1, 2)
 
 
 def local_rank() -> int:
-    """This process's place on its machine; picks the accelerator."""
+    """Returns this process's place on its machine, which picks the accelerator."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class ChaosEnvironment(ClusterEnvironment):
-    """See the module. One per strategy."""
+    """Rank and world size for Lightning; see the module. One per strategy."""
 
     def __init__(self) -> None:
         self._rank, self._world_size = ALONE
         self.preparing_data = False
-        """Every process then counts as its machine's first one: each prepares data, one after the other."""
+        """Whether every process counts as its machine's first one: each prepares data then, one after the other."""
 
     def place(self, rank: int, world_size: int) -> bool:
-        """Sets both.
+        """Sets rank and world size.
 
         Returns:
             Whether this process has become the writer by it.
@@ -50,16 +50,16 @@ class ChaosEnvironment(ClusterEnvironment):
         return self._world_size
 
     def set_global_rank(self, rank: int) -> None:
-        """Ignored: the view says it."""
+        """Ignores the rank: the view says it."""
 
     def set_world_size(self, size: int) -> None:
-        """Ignored: the view says it."""
+        """Ignores the size: the view says it."""
 
     def local_rank(self) -> int:
         return 0 if self.preparing_data else local_rank()
 
     def node_rank(self) -> int:
-        """0 on every machine: machines come and go, so each one prepares data for itself."""
+        """Returns 0 on every machine: machines come and go, so each one prepares data for itself."""
         return 0
 
     @property
@@ -68,7 +68,7 @@ class ChaosEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """There is no process group and so no main address."""
+        """Unused address: there is no process group, and so no main address."""
         return "127.0.0.1"
 
     @property
@@ -77,5 +77,5 @@ class ChaosEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Never chosen by itself: only together with the strategy."""
+        """Returns False: this environment is never chosen by itself, only together with the strategy."""
         return False

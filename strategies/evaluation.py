@@ -47,8 +47,9 @@ _log = logging.getLogger("chaos_lightning")
 
 
 def whole(loader: Any) -> Any:
-    """A loader over all samples in place of one whose DistributedSampler takes a part of them: that part was drawn by a
-    rank and a world size that change, and dividing is what such a sampler is for."""
+    """Returns a loader over all samples in place of one whose DistributedSampler takes a part of them: that part
+    was drawn by a rank and a world size that change, and dividing is what such a sampler is for.
+    """
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
         every = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # which that sampler asked for its length
         return _update_dataloader(loader, every, mode=RunningStage.VALIDATING)
@@ -56,10 +57,10 @@ def whole(loader: Any) -> Any:
 
 
 def unsharded(loader: Any) -> Any:
-    """For validate, test and predict, in which each process works alone: a loader over all samples.
+    """Returns a loader over all samples, for validate, test and predict, in which each process works alone.
 
     Raises:
-        UnsupportedError: It was cut by a rank and a world size in a way that cannot be undone.
+        UnsupportedError: The loader was cut by a rank and a world size in a way that cannot be undone.
     """
     loader = whole(loader)
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
@@ -72,7 +73,7 @@ def unsharded(loader: Any) -> Any:
 
 
 def can_be_assigned(loader: Any, trainer: Trainer) -> bool:
-    """Whether all members find the same batches at the same places, and one can draw some of them only."""
+    """Returns whether all members find the same batches at the same places, and a member can draw some of them only."""
     return (
         type(loader) is DataLoader
         and not isinstance(loader.dataset, IterableDataset)
@@ -86,13 +87,13 @@ class Evaluation:
     """Members that take part in the validation of one fit, and the loaders that are being divided.
 
     Args:
-        trainer: Whose fit this is.
-        collectives: By which members meet.
-        members: Ids of all members in rank order; none outside the job.
-        me: This member's id.
+        trainer: Trainer of this fit.
+        collectives: Collectives by which members meet.
+        members: Returns the ids of all members in rank order; none outside the job.
+        me: Returns this member's id.
 
     Attributes:
-        assigning: The pass that is being divided at the moment.
+        assigning: Pass that is being divided at the moment, if any.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Evaluation:
         self.assigning: DividedPass | None = None
 
     def step(self, run: Callable[[], Any]) -> Any:
-        """The user's validation step; what it logged per step is exchanged after it, if this loader is divided."""
+        """Runs the user's validation step; what it logged per step is exchanged after it, if this loader is divided."""
         if self.assigning is None:
             return run()
         with self.collectives.inside("validation_step"):
@@ -119,21 +120,21 @@ class Evaluation:
 
     @property
     def loop(self) -> _EvaluationLoop:
-        """Lightning's, of validation within fit."""
+        """Lightning's loop of validation within fit."""
         return self.trainer.fit_loop.epoch_loop.val_loop
 
     def divides(self, steps: int) -> bool:
-        """Whether a validation of so many steps that began now would be divided."""
+        """Returns whether a validation of so many steps that began now would be divided."""
         members = self.members()
         return len(members) > 1 and steps >= len(members)
 
     def shares(self, steps: int) -> dict[str, list[int]]:
-        """Numbers of the steps of each member."""
+        """Returns the numbers of the steps of each member."""
         members = self.members()
         return {m: list(range(place, steps, len(members))) for place, m in enumerate(members)}
 
     def combined_steps(self) -> int:
-        """Combined batches of a pass that divides them, and that begins now; 0 if none does."""
+        """Returns the number of combined batches of a pass that begins now, if it divides them; else 0."""
         combined = self.loop._combined_loader
         if combined is None or combined._mode == "sequential":
             return 0
@@ -142,7 +143,7 @@ class Evaluation:
         return steps if self.divides(steps) else 0
 
     def own(self, steps: int) -> int:
-        """Steps of this member in a validation that began now."""
+        """Returns the number of steps of this member in a validation that began now."""
         return len(self.shares(steps)[self.me()]) if self.divides(steps) else steps
 
 
@@ -150,10 +151,10 @@ class DividedPass:
     """One pass over steps that are divided among members.
 
     Args:
-        evaluation: Of this fit.
-        steps: Of the job.
+        evaluation: Evaluation of this fit.
+        steps: Steps of the whole job.
         draw: Fetches the batches of these steps of this member's, in order.
-        extend: Tells Lightning of so many more.
+        extend: Tells Lightning of so many more steps.
 
     Attributes:
         steps: Steps of this member so far.
@@ -176,7 +177,7 @@ class DividedPass:
 
     def _deal(self, share: Mapping[str, Sequence[int]]) -> None:
         self._rounds = max(len(numbers) for numbers in share.values())
-        # So many of the last steps some members do not have.
+        # Number of the last steps that some members do not have.
         self._uneven = self._rounds - min(len(numbers) for numbers in share.values())
         mine = share[self._evaluation.me()]
         self._draw(mine)
@@ -184,12 +185,13 @@ class DividedPass:
 
     @property
     def may_differ(self) -> bool:
-        """In this step members cannot tell from their own log calls whether the others log anything: it is the first
-        one, or some members have none."""
+        """Whether members cannot tell from their own log calls whether the others log anything in this step: it is
+        the first one, or some members have none.
+        """
         return self.steps == 1 or self._rounds < self._uneven
 
     def advance(self) -> bool:
-        """Goes on to this member's next step. Whether there is one; at their end all members meet."""
+        """Goes on to this member's next step; returns whether there is one. At their end all members meet."""
         while not self._left:
             if not self._meet():
                 return False
@@ -199,7 +201,7 @@ class DividedPass:
         return True
 
     def _meet(self) -> bool:
-        """The end of this member's steps. Whether anybody has more of them."""
+        """Meets the other members at the end of this member's steps; returns whether some member has more of them."""
         evaluation, collectives = self._evaluation, self._evaluation.collectives
         collection = evaluation.loop._results
         while self._rounds > 0:
@@ -220,7 +222,7 @@ class DividedPass:
         return False
 
     def _assign_again(self, lost: Sequence[str]) -> None:
-        """The dead's steps go to those who are left."""
+        """Divides the steps of members that died among those that are left."""
         numbers = sorted(number for member in lost for number in self._share[member])
         self._members = tuple(m for m in self._members if m not in lost)
         _log.warning("%s died during validation; %d batches are evaluated again", ", ".join(lost), len(numbers))
@@ -234,7 +236,7 @@ class DividedPass:
 
 
 def _drawn(loader: DataLoader[Any], numbers: Sequence[int]) -> Iterator[Any]:
-    """Batches of these numbers of a loader, in order."""
+    """Returns an iterator over the batches of these numbers of a loader, in order."""
     assert loader.batch_sampler is not None
     every = list(loader.batch_sampler)
     batches = [every[number] for number in numbers]
@@ -245,8 +247,8 @@ class EvalLoader:
     """Loader over which Lightning iterates instead of the user's validation loader.
 
     Args:
-        loader: One for which `can_be_assigned`.
-        evaluation: Of this fit.
+        loader: Loader for which `can_be_assigned` holds.
+        evaluation: Evaluation of this fit.
     """
 
     def __init__(self, loader: DataLoader[Any], evaluation: Evaluation) -> None:
@@ -270,7 +272,7 @@ class EvalLoader:
         return (combined is None or combined._mode == "sequential") and self._evaluation.divides(self.total)
 
     def own(self) -> int:
-        """Batches of this member in a validation that began now."""
+        """Returns the number of batches of this member in a validation that began now."""
         return self._evaluation.own(self.total) if self.assigned else self.total
 
     def __len__(self) -> int:
@@ -304,7 +306,7 @@ class EvalLoader:
             fetcher.length += more
 
     def __reduce__(self) -> Any:
-        """A copy is the user's loader: it has no part in the job."""
+        """Makes a copy the user's own loader, which has no part in the job."""
         return themselves, (self.loader,)
 
     def __getattr__(self, name: str) -> Any:
@@ -317,8 +319,8 @@ class CombinedSteps:
     """Iterator of a CombinedLoader in a pass whose combined batches are divided, in place of its own.
 
     Args:
-        combined: Of any mode but "sequential", over loaders that can all be assigned.
-        evaluation: Of this fit.
+        combined: Loader of any mode but "sequential", over loaders that can all be assigned.
+        evaluation: Evaluation of this fit.
     """
 
     def __init__(self, combined: CombinedLoader, evaluation: Evaluation) -> None:
@@ -351,7 +353,7 @@ class CombinedSteps:
         return drawn, self._at - 1, 0
 
     def _number(self, loader: DataLoader[Any], step: int) -> int | None:
-        """Number of a loader's batch in a step; None if the loader is exhausted by then."""
+        """Returns the number of a loader's batch in a step; None if the loader is exhausted by then."""
         length = len(loader)
         return step % length if self._cycles else step if step < length else None
 
@@ -374,7 +376,9 @@ class CombinedSteps:
 
 
 def refit_limits(trainer: Trainer, evaluation: Evaluation) -> None:
-    """Before a validation of fit: limits follow the members. Lightning counts batches once, when loaders are made."""
+    """Fits limits to the present members, before a validation of fit. Lightning counts batches once, when loaders
+    are made.
+    """
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     combined: CombinedLoader | None = val_loop._combined_loader
     if combined is None or trainer.sanity_checking:

@@ -1,4 +1,4 @@
-"""The files of a run stay together when another member becomes the writer (writer.py).
+"""Keeps the files of a run together when another member becomes the writer (writer.py).
 
 Theory of operation. The writer tells its loggers' versions, and the next one takes them: it opens the same folder, and
 W&B the same run. Clusters of an outer job tell each other nothing, but know the job's id, which is the run's id with
@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 RUN_FILE = ".chaos_run"
 KNOWN_ROWS = 200
-"""So many last rows of a metrics.csv are compared with what is logged; what two commits make final is less."""
+"""Number of last rows of a metrics.csv that are compared with what is logged; two commits make fewer final."""
 Version = int | str
 
 
@@ -40,13 +40,13 @@ class LogPlace(NamedTuple):
     """Place at which a writer logs."""
 
     writer: str = ""
-    """Its member id; "": nobody has told."""
+    """Member id of the writer; "": no writer has told yet."""
     folder: str = ""
-    """Its `trainer.log_dir`."""
+    """`trainer.log_dir` of the writer."""
     run: str = ""
-    """Mark of its folders; the same for all writers of a run."""
+    """Mark of the writer's folders; the same for all writers of a run."""
     versions: Sequence[Version] = ()
-    """Versions of its loggers, in order; "" where another writer cannot go on with one."""
+    """Versions of the writer's loggers, in order; "" where another writer cannot go on with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ def versions(loggers: Sequence[Logger]) -> list[Version]:
 
 
 def mark(loggers: Sequence[Logger], run: str, writer: str) -> str:
-    """The folders of this writer's loggers are of this run from now on, and this member writes them.
+    """Marks the folders of this writer's loggers: they are of this run from now on, and this member writes them.
 
     Args:
-        loggers: All are open.
-        run: Of the writer before; "": this is the first one.
-        writer: Tells this member from others.
+        loggers: Loggers, all open.
+        run: Run of the previous writer; "": this is the first one.
+        writer: Id that tells this member from others.
 
     Returns:
         The run's id.
@@ -88,42 +88,46 @@ def mark(loggers: Sequence[Logger], run: str, writer: str) -> str:
 
 def _mark(folder: str, run: str, writer: str) -> None:
     beside = Path(folder, f"{RUN_FILE}.{writer}")
-    with contextlib.suppress(OSError):  # who cannot read it later takes another folder
+    with contextlib.suppress(OSError):  # a writer that cannot read it later takes another folder
         beside.write_text(f"{run} {writer}")
-        os.replace(beside, Path(folder, RUN_FILE))  # whoever dies meanwhile leaves a whole one
+        os.replace(beside, Path(folder, RUN_FILE))  # a writer that dies meanwhile leaves a whole one
 
 
 def taken_over(loggers: Sequence[Logger], writer: str) -> bool:
-    """Whether another member writes one of these folders by now; who was frozen has not heard of it yet."""
+    """Returns whether another member writes one of these folders by now; a member that was frozen has not heard of
+    it yet.
+    """
     folders = [str(logger.log_dir) for logger in loggers if _in_folder(logger)] if rank_zero_only.rank == 0 else []  # type: ignore[attr-defined]
     return any(_marked(folder)[1] not in ("", writer) for folder in folders)
 
 
 @rank_zero_only
 def save(logger: Logger) -> None:
-    """Has the writer's logger write its files if that is cheap; else it writes when it does so by itself."""
+    """Makes the writer's logger write its files if that is cheap; else it writes when it does so by itself."""
     if _in_folder(logger):
         logger.save()
 
 
 def forget(logger: Logger) -> None:
-    """This member was put out, and others write to these files: what is not in them yet must not come into them."""
+    """Forgets what a logger has not written yet, as this member was put out: others write to these files, and that
+    must not come into them.
+    """
     if isinstance(logger, CSVLogger | TensorBoardLogger):
         logger._experiment = None
 
 
 def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) -> bool:
-    """This member's logger is to open where that of the writer before has logged.
+    """Makes this member's logger open where the logger of the previous writer has logged.
 
     Args:
-        logger: One of the trainer's, not open or left open when this member was the writer before.
-        version: Of the other's; "": it was not told, and is looked for.
-        run: What the other's folder is marked with; "": it is not known either.
+        logger: Logger of the trainer, not open or left open when this member was the writer before.
+        version: Version of the other's logger; "": it was not told, and is looked for.
+        run: Run with which the other's folder is marked; "": it is not known either.
         name: This member's name.
-        writer: Tells this member from others; "": who wrote before is let go, and has something to write still.
+        writer: Id that tells this member from others; "": the previous writer leaves, and has something to write still.
 
     Returns:
-        Whether it leaves out what the other has written.
+        Whether the logger leaves out what the other has written.
     """
     version = version if version != "" else _marked_last(logger, run)
     if version != "" and isinstance(logger, WandbLogger):
@@ -146,7 +150,7 @@ def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) ->
 
 
 def catch_up(logger: Logger, owed: Sequence[Call]) -> None:
-    """Logs what the writer before may not have written; what is in a file that is gone on with is left out."""
+    """Logs what the previous writer may not have written; what a continued file holds already is left out."""
     for call in owed:
         call.make()
     save(logger)
@@ -159,7 +163,7 @@ def _in_folder(logger: Logger) -> bool:
 
 
 def _marked(folder: str) -> tuple[str, str]:
-    """Run and writer."""
+    """Returns the run and the writer with which a folder is marked; "" and "" if it has no mark."""
     try:
         run, _, writer = Path(folder, RUN_FILE).read_text().partition(" ")
     except OSError:
@@ -189,14 +193,14 @@ def _marked_last(logger: Logger, run: str) -> Version:
 
 
 class _Continued(ExperimentWriter):
-    """Goes on with a file, if it is there.
+    """Writer of a metrics.csv that goes on with the file, if it is there.
 
     Args:
-        log_dir: Its folder.
-        known: So many last rows of it are not written once more.
+        log_dir: Folder of the file.
+        known: Number of its last rows that are not written once more.
 
     Attributes:
-        there: These rows: their steps, and names of their values.
+        there: Step and names of values of each of these rows.
     """
 
     def __init__(self, log_dir: str, known: int) -> None:
@@ -211,7 +215,7 @@ class _Continued(ExperimentWriter):
             self._last = max((int(step) for step, _ in self.there if step.isdecimal()), default=-1)
 
     def _check_log_dir_exists(self) -> None:
-        """Lightning's deletes the file here."""
+        """Keeps the file; Lightning's own deletes it here."""
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         super().log_metrics(metrics_dict, step)
@@ -226,7 +230,7 @@ def _key(row: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
 
 
 def _own_folder(logger: Logger, name: str) -> None:
-    """File loggers empty the folder they open, and this one is not this run's."""
+    """Gives a logger a folder of its own: file loggers empty the folder they open, and this one is not this run's."""
     folder = getattr(logger, "log_dir", None)
     if hasattr(logger, "_version") and hasattr(logger, "_experiment") and folder and os.path.isdir(folder):
         version = logger.version

@@ -28,15 +28,17 @@ from chaos_lightning.strategies.schedules import name_of
 
 
 def seed_of(seed: int | None) -> int:
-    """Keys the sample order: the option, else what `seed_everything` left behind, else 0."""
+    """Returns the seed of the sample order: the option, else what `seed_everything` left behind, else 0."""
     return seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def fingerprint_of(trainer: Trainer, loader: JobLoader, *, assigns_validation: bool) -> dict[str, str]:
-    """Versions, model, optimizers, data and those settings that decide how many steps and collectives there are.
+    """Returns versions, model, optimizers, data and those settings that decide how many steps and collectives there
+    are.
 
     Args:
-        trainer: In fit, with all loaders of fit made (those of validation are, from `ChaosStrategy.on_train_start` on).
+        trainer: Trainer in fit, with all loaders of fit made (those of validation are, from
+            `ChaosStrategy.on_train_start` on).
         loader: The training loader.
         assigns_validation: Whether loaders of validation are divided where that can be.
     """
@@ -79,11 +81,11 @@ def fingerprint_of(trainer: Trainer, loader: JobLoader, *, assigns_validation: b
 
 
 def words_of_run(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
-    """Settings of layers, and what `save_hyperparameters` kept; but for names that `chaos_own_hparams` gives.
+    """Returns settings of layers, and what `save_hyperparameters` kept; but for names that `chaos_own_hparams` gives.
 
     Args:
-        trainer: In fit.
-        warns: Of what is not compared.
+        trainer: Trainer in fit.
+        warns: Whether to warn of what is not compared.
     """
     found: dict[str, Mapping[str, Any]] = {"hyperparameter": trainer.lightning_module.hparams}
     if trainer.datamodule is not None:
@@ -118,7 +120,7 @@ def _cadence(callback: Callback) -> dict[str, str]:
             "enable_version_counter": callback._enable_version_counter,
         }
         if callback.monitor is not None:
-            settings["mode"] = callback.mode  # which of equal values is worth a file
+            settings["mode"] = callback.mode  # decides which values are worth a file
     elif isinstance(callback, EarlyStopping):
         settings = {"monitor": callback.monitor, "check_on_train_epoch_end": callback._check_on_train_epoch_end}
     elif isinstance(callback, Timer):
@@ -128,7 +130,7 @@ def _cadence(callback: Callback) -> dict[str, str]:
 
 
 def _validation(trainer: Trainer, stream: str, *, assigns_validation: bool) -> dict[str, str]:
-    """How many loaders of validation there are, which of them are divided, and how long they are.
+    """Returns the number of validation loaders, which of them are divided, and how long they are.
 
     Each member assigns by the length of its own loader, so another one would leave batches out or evaluate them twice.
     """

@@ -26,13 +26,15 @@ from chaos_lightning.strategies.metrics import Exchange, MetricRoute
 _log = logging.getLogger("chaos_lightning")
 
 MIN_STEP_NBYTES, MAX_STEP_NBYTES = 4 << 10, 256 << 10
-"""Limits of what travels in one header of all members' states; between them it is a sixteenth of the gradient's."""
+"""Bounds of the bytes of all members' states that travel in one header; between them, a sixteenth of the gradient's
+bytes.
+"""
 MAX_LEAVE_NBYTES = 8 << 20
-"""States of one member that leaves."""
+"""Most bytes of states that a member sends when it leaves."""
 _BEFORE_STEP = ("training_step", "on_train_batch_start", "on_train_epoch_start", "on_train_start")
 """Hooks whose values travel with the step of their own batch."""
 _NUMBERS = ""
-"""Stands for what `self.log` keeps among names of metrics."""
+"""Stands, among names of metrics, for the numbers that `self.log` keeps."""
 
 
 class Saying(Protocol):
@@ -45,17 +47,17 @@ class Saying(Protocol):
 
 
 class Handover:
-    """One member's part and the others', during one fit.
+    """Numbers and metric states of an epoch, of this member and of the others, during one fit.
 
     Args:
-        trainer: In fit.
-        metrics: Of this process.
-        reduce: What `self.log(sync_dist=True)` syncs with.
+        trainer: Trainer in fit.
+        metrics: Metrics of this process.
+        reduce: Function that `self.log(sync_dist=True)` syncs with.
 
     Attributes:
-        metrics: From set-up to the end of fit.
-        gone: Members that were seen to go; equal at all members after the same slot.
-        limit: Bytes of all members' states that travel with a step.
+        metrics: Metrics of this process, from set-up to the end of fit.
+        gone: Number of members that were seen to go; equal at all members after the same slot.
+        limit: Most bytes of all members' states that travel with a step.
     """
 
     def __init__(self, trainer: Trainer, metrics: MetricRoute, reduce: Callable[..., Any]) -> None:
@@ -65,7 +67,7 @@ class Handover:
         self._heard: dict[str, list[tuple[bytes, set[str]]]] = {}
         """Each member's part and those that it has taken over, with the names of what was reset since."""
         self._described: dict[str, dict[str, Any]] = {}
-        """How each key was logged, as far as everybody knows."""
+        """Facts on how each key was logged, as far as all members know it."""
         self._present: tuple[str, ...] = ()
         self.limit = MIN_STEP_NBYTES
         self.gone = 0
@@ -78,7 +80,9 @@ class Handover:
         self.limit = min(MAX_STEP_NBYTES, max(MIN_STEP_NBYTES, gradient // 16))
 
     def says(self, member: Saying) -> bytes:
-        """Returns this member's part, for the coming step; b"" if there is none."""
+        """Returns, for the coming step, what this member has logged and counted in the epoch; b"" if that is
+        nothing.
+        """
         live = results.epoch_numbers(self._trainer.fit_loop.epoch_loop._results)
         limit = MAX_LEAVE_NBYTES if member.leaving else self.limit // max(1, member.world_size)
         states, left_out = self.metrics.trained(limit)
@@ -97,13 +101,13 @@ class Handover:
     # ------------------------------------------------------------------ slots
 
     def committed(self, header: Header, answers: Mapping[str, bytes], present: tuple[str, ...], me: str) -> None:
-        """Another slot is committed.
+        """Takes in a committed slot; the first member that is left takes over the parts of those that are gone.
 
         Args:
-            header: Its.
-            answers: What each of its contributors said beside its gradient, if it is a step.
+            header: Header of the slot.
+            answers: Bytes that each contributor said beside its gradient, if the slot is a step.
             present: Members of the view that it named, in rank order.
-            me: This member.
+            me: Id of this member.
         """
         if header.kind is Kind.STEP:
             for member, answer in answers.items():
@@ -141,19 +145,21 @@ class Handover:
             )  # fmt: skip
 
     def _drop(self, name: str) -> None:
-        """A metric begins anew, or the numbers of the epoch: at all members, as they run the same script."""
+        """Notes that a metric begins anew, or the numbers of the epoch: at all members, as they run the same script."""
         for parts in self._heard.values():
             for _, dropped in parts:
                 dropped.add(name)
 
     def end_epoch(self) -> None:
-        """The numbers of this epoch are computed."""
+        """Notes that the numbers of this epoch are computed."""
         self._drop(_NUMBERS)
 
     # ------------------------------------------------------------------ newcomers
 
     def manifest(self) -> dict[str, Any]:
-        """Everybody's part, for newcomers and for the state that the last member keeps."""
+        """Returns what all members have logged and counted, for newcomers and for the state that the last member
+        keeps.
+        """
         heard = {member: [[part, sorted(out)] for part, out in parts] for member, parts in self._heard.items()}
         return {"heard": heard, "described": self._described}
 
@@ -163,7 +169,7 @@ class Handover:
         self._described = dict(manifest["described"])
 
     def forget(self) -> None:
-        """This member comes in anew: what it has counted until now has gone over to others."""
+        """Forgets all parts, as this member comes in anew: what it has counted until now has gone over to others."""
         self.metrics.forget_trained()
         self._heard, self._present = {}, ()
 

@@ -1,9 +1,9 @@
-"""How long an epoch is: what this member foresees before it is in the job, and what it says once it is.
+"""Tells the length of an epoch: what this member foresees before it is in the job, and what it says once it is.
 
-Theory of operation. Whoever makes a schedule of `trainer.estimated_stepping_batches` asks for the loader's length while
-it sets up, when nobody knows how many members there will be. All members that will ever be must find the same number
-then, so it is counted for `min_nodes`. In the job the length is what the elastic loader foresees for the present
-members, and it changes with them.
+Theory of operation. A process that makes a schedule of `trainer.estimated_stepping_batches` asks for the loader's
+length while it sets up, when nobody knows how many members there will be. All members that will ever be must find the
+same number then, so it is counted for `min_nodes`. In the job the length is what the elastic loader foresees for the
+present members, and it changes with them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class Lengths:
-    """See the module.
+    """Lengths of epochs, in micro-batches; see the module.
 
     Args:
-        trainer: In fit.
-        min_nodes: Of the job.
-        local: Each member has data of its own.
+        trainer: Trainer in fit.
+        min_nodes: `min_nodes` of the job.
+        local: Whether each member has data of its own.
     """
 
     def __init__(self, trainer: Trainer, min_nodes: int, *, local: bool) -> None:
@@ -43,12 +43,15 @@ class Lengths:
 
     @property
     def _foreseen(self) -> int:
-        """Members to be reckoned with before this one is in the job: what all of them know of the world is min_nodes,
-        of nodes with so many workers each as this one."""
+        """Number of members to reckon with before this one is in the job: what all of them know of the world is
+        min_nodes, of nodes with so many workers each as this one.
+        """
         return self._min_nodes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def total(self, elastic: JobLoader, *, entered: bool) -> float:
-        """Micro-batches of this epoch; inf while unknown (with data of its own, nobody knows the others')."""
+        """Returns the number of micro-batches of this epoch; inf while unknown (with data of its own, nobody knows
+        the others').
+        """
         if self._local:
             # Before the pass has begun, the loader still speaks of the one before.
             current = entered and elastic.epoch == epoch_of(self._trainer)
@@ -63,8 +66,9 @@ class Lengths:
 
     @contextmanager
     def estimating(self) -> Iterator[None]:
-        """Optimizers and schedulers are made inside. Who asks for a training loader there wants its length: it is
-        `trainer.estimated_stepping_batches`."""
+        """Counts the lengths that are asked for inside, where optimizers and schedulers are made: code that makes a
+        training loader there wants `trainer.estimated_stepping_batches`.
+        """
         self._estimating = True
         try:
             yield
@@ -72,13 +76,14 @@ class Lengths:
             self._estimating = False
 
     def asked(self, total: float) -> None:
-        """A training loader of this length was made."""
+        """Notes that a training loader of this length was made."""
         if self._estimating and not math.isinf(total):
             self._estimated = int(total)
 
     def words(self) -> dict[str, str]:
-        """For the fingerprint: a schedule by a function of the user's is the same on all members only if they have
-        counted the same. What else torch has takes its numbers over from the others, with its state."""
+        """Returns words for the fingerprint: a schedule by a function of the user's is the same on all members only
+        if they have counted the same. What else torch has takes its numbers over from the others, with its state.
+        """
         kept = (LambdaLR, MultiplicativeLR, SequentialLR, ChainedScheduler)
         schedulers = [c.scheduler for c in self._trainer.lr_scheduler_configs]
         own = [s for s in schedulers if isinstance(s, kept) or not type(s).__module__.startswith("torch.optim.")]
@@ -87,7 +92,7 @@ class Lengths:
         return {"estimated_stepping_batches": f"counted for {self._foreseen} members"}
 
     def check(self, members: int) -> None:
-        """Says once that the world is another than the one that schedules were made for."""
+        """Warns once if the job has another number of members than the one that schedules were made for."""
         foreseen = self._foreseen
         if not self._estimated or members == foreseen:
             return

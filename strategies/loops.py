@@ -27,18 +27,18 @@ from lightning.pytorch.utilities import CombinedLoader
 from chaos_lightning.strategies.lightning_types import Trainer
 
 ENDLESS = 1 << 62
-"""Length that the fetcher is told while nobody knows it. Not None: then it would fetch a batch ahead."""
+"""Length that the fetcher is told while the length is unknown. Not None: then it would fetch a batch ahead."""
 
 _CONNECTOR_DICTS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 def batches_begun(trainer: Trainer) -> int:
-    """Micro-batches of this epoch that Lightning has begun."""
+    """Returns the number of micro-batches of this epoch that Lightning has begun."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 def _processed(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracker]:
-    """Both counts, current and total, of a progress that also counts what was processed."""
+    """Returns both counts, current and total, of a progress that also counts what was processed."""
     current, total = progress.current, progress.total
     assert isinstance(current, _ProcessedTracker)
     assert isinstance(total, _ProcessedTracker)
@@ -46,23 +46,25 @@ def _processed(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracke
 
 
 def epoch_of(trainer: Trainer) -> int:
-    """The pass over the data that Lightning is in."""
+    """Returns the number of the pass over the data that Lightning is in."""
     current, _ = _processed(trainer.fit_loop.epoch_progress)
     return current.processed
 
 
 def stopped_within_epoch(trainer: Trainer) -> bool:
-    """Whether the checkpoint that fit goes on from was written between two batches of one epoch, by what it says
-    itself: who wrote it may have had other members, or limits. To be asked before the first batch."""
+    """Returns whether the checkpoint that fit goes on from was written between two batches of one epoch, by what it
+    says itself: its writer may have had other members, or limits. To be asked before the first batch.
+    """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     current, _ = _processed(progress)
     return trainer.fit_loop.restarted_mid_epoch and current.processed > 0 and not progress.is_last_batch
 
 
 def limited(trainer: Trainer, total: float) -> float:
-    """`limit_train_batches` applied: an int counts micro-batches of each member, a fraction is of the present
-    length, rounded down as Lightning does. What was its last batch stays the last, although a step that ends in the
-    middle of an accumulation leaves more accumulations behind."""
+    """Returns the length with `limit_train_batches` applied: an int counts micro-batches of each member, a fraction
+    is of the present length, rounded down as Lightning does. What was its last batch stays the last, although a
+    step that ends in the middle of an accumulation leaves more accumulations behind.
+    """
     limit = trainer.limit_train_batches
     if isinstance(limit, int):
         return min(total, limit)
@@ -78,7 +80,7 @@ def refit(trainer: Trainer, total: float) -> bool:
     """Tells all of Lightning how many micro-batches this epoch has.
 
     Args:
-        trainer: In `fit`, at any point of a training epoch.
+        trainer: Trainer in `fit`, at any point of a training epoch.
         total: Micro-batches of each member in this epoch, those already begun included; inf if unknown.
 
     Returns:
@@ -108,7 +110,7 @@ def refit(trainer: Trainer, total: float) -> bool:
 
 
 def _refit_bars(trainer: Trainer, total: float) -> None:
-    """Draws nothing where the total is the same."""
+    """Tells progress bars the total; draws nothing where it is the same."""
     bar = trainer.progress_bar_callback
     shown = None if math.isinf(total) else int(total)
     if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
@@ -121,8 +123,10 @@ def _refit_bars(trainer: Trainer, total: float) -> None:
 
 
 def unfinish_epoch(trainer: Trainer, *, begun: bool = True) -> None:
-    """The epoch ended in its midst, by a StopIteration: Lightning has counted it, and a checkpoint must not. One that
-    was not `begun` was over at those whose counters these are, and counts already."""
+    """Takes one epoch off Lightning's count: it ended in its midst, by a StopIteration, and a checkpoint must not
+    count it. An epoch that was not `begun` here had ended at the members whose counters were taken over, and counts
+    already.
+    """
     if not begun or not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
         for count in _processed(trainer.fit_loop.epoch_progress):
             count.processed -= 1
@@ -132,11 +136,12 @@ def unfinish_epoch(trainer: Trainer, *, begun: bool = True) -> None:
 
 
 def start_clocks(trainer: Trainer, *, fresh: bool) -> None:
-    """This member comes in: what it has waited for the others until now is no training, and does not count as such.
+    """Starts the clocks of a member that comes in: what it has waited for the others until now is no training, and does
+    not count as such.
 
     Args:
-        trainer: In fit.
-        fresh: The job starts. Else durations are the donors', and go on from here.
+        trainer: Trainer in fit.
+        fresh: Whether the job starts. Else durations are the donors', and go on from here.
     """
     now = time.monotonic()
     if fresh:
@@ -149,7 +154,9 @@ def start_clocks(trainer: Trainer, *, fresh: bool) -> None:
 
 
 def measure_anew(monitor: ThroughputMonitor) -> None:
-    """It starts its clocks on rank zero alone, where a stage starts; this member may become rank zero within one."""
+    """Starts a monitor's clocks anew. It starts them on rank zero alone, where a stage starts; this member may
+    become rank zero within one.
+    """
     for stage, throughput in monitor._throughputs.items():
         throughput.reset()
         monitor._lengths[stage] = monitor._samples[stage] = monitor._batches[stage] = 0
@@ -157,7 +164,7 @@ def measure_anew(monitor: ThroughputMonitor) -> None:
 
 
 def refit_rates(trainer: Trainer, members: int) -> None:
-    """Has throughput monitors multiply this member's rates by the number of members."""
+    """Makes throughput monitors multiply this member's rates by the number of members."""
     for callback in trainer.callbacks:
         if isinstance(callback, ThroughputMonitor):
             for throughput in callback._throughputs.values():
@@ -165,7 +172,9 @@ def refit_rates(trainer: Trainer, members: int) -> None:
 
 
 def agree_on_validation(trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
-    """With a time as `val_check_interval` each process asks its own clock after each batch: the writer's decides."""
+    """Makes the writer's clock decide when to validate, if `val_check_interval` is a time: else each process would
+    ask its own clock after each batch.
+    """
     if getattr(trainer, "_val_check_time_interval", None) is None:
         return
     epoch_loop = trainer.fit_loop.epoch_loop
@@ -178,7 +187,7 @@ def agree_on_validation(trainer: Trainer, broadcast: Callable[[bool], bool]) -> 
 
 
 def forget_agreement(trainer: Trainer) -> None:
-    """The loop is Lightning's own again."""
+    """Lets each process ask its own clock again."""
     vars(trainer.fit_loop.epoch_loop).pop("_should_check_val_fx", None)
 
 
@@ -186,7 +195,9 @@ def forget_agreement(trainer: Trainer) -> None:
 
 
 def loops_manifest(trainer: Trainer) -> dict[str, Any]:
-    """Counters of all loops of fit at a safe point, and what of the trainer decides which branches are taken."""
+    """Returns the counters of all loops of fit at a safe point, and those fields of the trainer that decide which
+    branches are taken.
+    """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     states = {key: value for key, value in fit_loop.state_dict().items() if key != "state_dict"}
     connector = trainer._logger_connector
@@ -206,12 +217,12 @@ def loops_manifest(trainer: Trainer) -> dict[str, Any]:
 
 
 def rolled_back(manifest: dict[str, Any], batches: int, *, ended: bool = False) -> dict[str, Any]:
-    """Counters as they stood before the last `batches` micro-batches, which no step has used.
+    """Returns the counters as they stood before the last `batches` micro-batches, which no step has used.
 
     Args:
-        manifest: From `loops_manifest`, at a safe point or within a batch whose step did not take place.
-        batches: Of these, 0 at a safe point.
-        ended: The epoch was ended after its last batch without what follows that: it is to be made up for.
+        manifest: Result of `loops_manifest`, at a safe point or within a batch whose step did not take place.
+        batches: Number of these micro-batches; 0 at a safe point.
+        ended: Whether the epoch was ended after its last batch without what follows that, which is to be made up for.
     """
     loops = {key: copy.deepcopy(value) for key, value in manifest["loops"].items()}
     for counts in (loops["epoch_loop.batch_progress"][scope] for scope in ("total", "current")):
@@ -250,7 +261,7 @@ def _finite(value: float) -> float | None:
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Clones, since donors go on while the bytes travel."""
+    """Returns the metrics with tensors cloned, since donors go on while the bytes travel."""
     return {k: v.detach().clone() if hasattr(v, "detach") else v for k, v in metrics.items()}
 
 
@@ -288,15 +299,16 @@ def adopt_loops(trainer: Trainer, manifest: dict[str, Any]) -> None:
 
 
 def reload_epochs(trainer: Trainer) -> tuple[float, float]:
-    """Epochs in which `reload_dataloaders_every_n_epochs` last made the loaders of training and of validation; -inf if
-    it has not yet."""
+    """Returns the epochs in which `reload_dataloaders_every_n_epochs` last made the loaders of training and of
+    validation; -inf if it has not yet.
+    """
     fit_loop = trainer.fit_loop
     return fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
 
 
 @contextmanager
 def at_epoch(trainer: Trainer, epoch: float) -> Iterator[None]:
-    """`trainer.current_epoch` is this one inside: user code makes loaders by it."""
+    """Makes `trainer.current_epoch` this one inside: user code makes loaders by it."""
     current, _ = _processed(trainer.fit_loop.epoch_progress)
     kept = current.completed
     current.completed = int(epoch) if math.isfinite(epoch) else kept
@@ -324,8 +336,9 @@ def remake_validation_loaders(trainer: Trainer) -> None:
 
 
 def settle(loop: _Loop) -> None:
-    """This loop is in the middle of its run, neither restarting nor resuming. The `restarting` property's setter would
-    say otherwise whenever max_steps is set."""
+    """Marks this loop as in the middle of its run, neither restarting nor resuming. The `restarting` property's
+    setter would say otherwise whenever max_steps is set.
+    """
     loop._restarting = False
     loop._loaded_from_state_dict = False
     loop._resuming_from_checkpoint = False
@@ -346,7 +359,7 @@ class Suspension:
 
     @classmethod
     def begin(cls, trainer: Trainer) -> Suspension:
-        """From here on nothing ends the loop: the state it counts with is void."""
+        """Lifts the limits, so that nothing ends the loop from here on: the state it counts with is void."""
         fit_loop = trainer.fit_loop
         kept = cls(fit_loop.epoch_loop.max_steps, fit_loop.max_epochs, fit_loop.min_epochs, trainer.should_stop)
         fit_loop.epoch_loop.max_steps = -1
@@ -384,5 +397,5 @@ def save_last_again(trainer: Trainer) -> None:
 
 
 def skip_validation(trainer: Trainer) -> None:
-    """A validation that this batch would cause does not take place."""
+    """Prevents the validation that this batch would cause."""
     trainer.fit_loop.epoch_loop._skip_next_val = True

@@ -1,4 +1,4 @@
-"""Manual optimization: which gradients are averages, and which a backward pass has changed since.
+"""Tracks, for manual optimization, which gradients are averages, and which a backward pass has changed since.
 
 Theory of operation. Nobody knows after which backward pass the user looks at `.grad`, clips it or steps. So each pass
 ends with the average, as with DDP: one slot for each optimizer whose parameters it reached, weighted by the
@@ -25,7 +25,7 @@ class ManualGradients:
     """Gradients of one member's optimizers.
 
     Args:
-        sections: One per optimizer, with the parameters that are trained.
+        sections: Sections of the parameters that are trained, one per optimizer.
         pass_is_over: Takes the slots of the optimizers that a backward pass `reached`.
     """
 
@@ -50,7 +50,7 @@ class ManualGradients:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Plain passes inside end with the average."""
+        """Ends each plain backward pass inside with the average."""
         self._awaits_pass = True
         try:
             yield
@@ -61,7 +61,7 @@ class ManualGradients:
         return lambda _: self._reaches(number)
 
     def _reaches(self, number: int) -> None:
-        """A backward pass has come to a parameter of this optimizer."""
+        """Notes that a backward pass has come to a parameter of this optimizer."""
         self._reached.add(number)
         if self._awaits_pass:
             self._awaits_pass = False
@@ -77,17 +77,16 @@ class ManualGradients:
         return tuple(sorted(self._reached))
 
     def backward(self, run: Callable[[], None], *, stands_in: bool, unweighed: Callable[[], bool]) -> None:
-        """One backward pass of `LightningModule.manual_backward`, and the average of what it reached.
+        """Runs one backward pass of `LightningModule.manual_backward`, and averages what it reached.
 
         Args:
-            run: The pass.
-            stands_in: It is of a stand-in batch.
-            unweighed: Whether nobody had samples in the slot that was closed last.
+            run: Runs the pass.
+            stands_in: Whether the pass is of a stand-in batch.
+            unweighed: Returns whether no member had samples in the slot that was closed last.
         """
         kept = None
         if stands_in:
-            # Gradients of a stand-in batch must not add to what is there; nor is anything else there if no member has
-            # more.
+            # Gradients of a stand-in batch must not add to the present ones, which stay if no member had samples.
             kept = [(p, p.grad) for s in self._sections for _, p in s.params]
             for param, _ in kept:
                 param.grad = None
@@ -108,21 +107,21 @@ class ManualGradients:
     # ------------------------------------------------------------------ averages
 
     def averaged(self, number: int) -> None:
-        """This optimizer's gradients hold the average of a slot."""
+        """Notes that this optimizer's gradients hold the average of a slot."""
         self._reached.discard(number)
         self._averaged.add(number)
         self._note(number)
 
     def stepped(self, number: int) -> None:
-        """This optimizer steps: gradients that are assigned to it from here on are this member's own."""
+        """Notes that this optimizer steps: gradients that are assigned to it from here on are this member's own."""
         self._averaged.discard(number)
 
     def hold_average(self, number: int) -> bool:
-        """Whether this optimizer's gradients are an average that it has not stepped with."""
+        """Returns whether this optimizer's gradients are an average that it has not stepped with."""
         return number in self._averaged and number not in self._reached
 
     def assigned(self, number: int) -> bool:
-        """Whether somebody has put another gradient in the place of an average."""
+        """Returns whether user code has put another gradient in the place of an average."""
         return any(
             param.grad is not None and param.grad is not self._averages.get(id(param))
             for _, param in self._sections[number].params
@@ -134,8 +133,9 @@ class ManualGradients:
     # ------------------------------------------------------------------ what travels, and the end
 
     def manifest(self) -> dict[str, Any]:
-        """At a safe point: gradients that are kept beyond the batch. All members have the same ones, so newcomers get
-        them."""
+        """Returns the gradients that are kept beyond the batch, at a safe point. All members have the same ones, so
+        newcomers get them.
+        """
         kept = {
             name: param.grad.detach().clone()
             for number, section in enumerate(self._sections)
@@ -155,7 +155,7 @@ class ManualGradients:
             self._note(number)
 
     def reset(self) -> None:
-        """The member joined again: nothing is open."""
+        """Forgets which gradients are averages and which have changed, as the member joined again."""
         self._reached.clear()
         self._averaged.clear()
 

@@ -1,4 +1,4 @@
-"""torchmetrics in a job: every metric of the process syncs through the members, wherever it was made.
+"""Syncs torchmetrics through the job: every metric of the process, wherever it was made.
 
 Theory of operation. A metric syncs in `Metric.sync`, which its wrapped `compute` looks up on the class each time: by
 itself only if torch.distributed runs, and else it shows this process's part in silence. For the time of fit the class
@@ -32,19 +32,19 @@ from chaos_lightning.strategies.lightning_types import Trainer
 Exchange = Callable[[str, Any], "list[Any] | None"]
 
 _DEPTH = 3
-"""Containers within containers in which metrics are looked for, to name them."""
+"""Depth of containers within containers in which metrics are looked for, to name them."""
 
 
 class MetricRoute:
-    """Makes the metrics of this process sync through the job, from `install` to `remove`.
+    """Route by which the metrics of this process sync through the job, from `install` to `remove`.
 
     Args:
-        trainer: In fit.
-        exchange: Gathers everybody's value under a name.
-        in_job: Whether it reaches other members.
+        trainer: Trainer in fit.
+        exchange: Gathers all members' values under a name.
+        in_job: Returns whether `exchange` reaches other members.
 
     Attributes:
-        on_reset: Told the path of a metric of training that begins anew.
+        on_reset: Called with the path of a metric of training that begins anew.
     """
 
     def __init__(self, trainer: Trainer, exchange: Exchange, in_job: Callable[[], bool]) -> None:
@@ -60,7 +60,7 @@ class MetricRoute:
         self.on_reset: Callable[[str], None] = lambda path: None
 
     def install(self) -> None:
-        """Takes the place of torchmetrics' own functions."""
+        """Replaces torchmetrics' own functions."""
         route = self
         real, real_dist, real_reset, real_set = Metric.sync, Metric._sync_dist, Metric.reset, Metric.__setattr__
 
@@ -142,7 +142,7 @@ class MetricRoute:
     # ------------------------------------------------------------------ one metric
 
     def name_of(self, metric: Metric) -> str:
-        """Says which metric it is, in the same words at all members."""
+        """Returns a metric's name for messages and slots, in the same words at all members."""
         kind, found = type(metric).__name__, self._path(metric)
         return f"metric {found} ({kind})" if found else f"metric {kind} {_script()}"
 
@@ -158,14 +158,16 @@ class MetricRoute:
             reduce_states(name, metric, [part for member in everybody for part in member])
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Has torchmetrics' signature of a `dist_sync_fn`, for metrics that gather by it themselves."""
+        """Gathers a tensor of all members, with torchmetrics' signature of a `dist_sync_fn`, for metrics that
+        gather by it themselves.
+        """
         everybody = self._exchange(f"tensor of a metric {_script()}", tensor)
         return [tensor] if everybody is None else [other.to(tensor.device) for other in everybody]
 
     # ------------------------------------------------------------------ those of training
 
     def _touch(self, metric: Metric) -> None:
-        """This metric was updated for the first time since fit began, or since it was validation's."""
+        """Notes the first update of this metric in training."""
         if not self._trainer.training or not metric._reductions or not self._in_job():
             return
         path, key = self._path(metric), id(metric)
@@ -181,10 +183,10 @@ class MetricRoute:
             self.on_reset(path)
 
     def trained(self, limit: int) -> tuple[dict[str, list[Any]], list[str]]:
-        """States of what is updated in training, by path, and names of what does not travel.
+        """Returns the states of metrics that are updated in training, by path, and names of those that do not travel.
 
         Args:
-            limit: Bytes of all states together; the smallest ones go first.
+            limit: Most bytes of all states together; the smallest ones go first.
         """
         states: dict[str, list[Any]] = {}
         left_out: list[str] = []
@@ -201,7 +203,9 @@ class MetricRoute:
         return states, left_out
 
     def inherit(self, path: str, states: list[Any]) -> None:
-        """Counts a member that is gone as one more, until the metric is reset."""
+        """Keeps the states of a member that is gone, which count as those of one member more until the metric is
+        reset.
+        """
         metric = next((other for name, other in metrics_of(self._trainer) if name == path), None)
         of, before = self._inherited.get(path, (None, []))
         ref = weakref.ref(metric) if metric is not None else of
@@ -226,7 +230,7 @@ def _always() -> bool:
 
 
 def _script() -> str:
-    """`at train.py`: without the line's number, since the name must be equal at all members."""
+    """Returns `at train.py`: without the line's number, since the name must be equal at all members."""
     return users_line().rpartition(":")[0]
 
 
@@ -243,7 +247,7 @@ def _nbytes_of(part: Mapping[str, Any]) -> int:
 
 
 def packed(metric: Metric) -> dict[str, Any]:
-    """The states as they travel; none of a metric that is as it was made."""
+    """Returns a metric's states as they travel; none if the metric is as it was made."""
     states: dict[str, Any] = {}
     for state, reduction in metric._reductions.items():
         value = getattr(metric, state)
@@ -291,8 +295,9 @@ def reduce_states(name: str, metric: Metric, everybody: Sequence[Mapping[str, An
 
 
 def _moved(value: Any, device: Any) -> Any:
-    """Back to where the metric keeps it: answers come to the strategy's device, and a metric in a plain list may be
-    elsewhere."""
+    """Returns a value on the device where the metric keeps it: answers come to the strategy's device, and a metric
+    in a plain list may be elsewhere.
+    """
     if isinstance(value, Tensor):
         return value.to(device)
     return [_moved(item, device) for item in value] if type(value) is list else value
@@ -302,7 +307,7 @@ def _moved(value: Any, device: Any) -> Any:
 
 
 def metrics_of(trainer: Trainer) -> list[tuple[str, Metric]]:
-    """torchmetrics that module, data and callbacks hold, by name: as submodules, and in containers."""
+    """Returns the torchmetrics that module, data and callbacks hold, by name: as submodules, and in containers."""
     module = trainer.lightning_module
     owners: list[tuple[str, object]] = [("", module), ("datamodule", trainer.datamodule)]
     owners += [(type(callback).__name__, callback) for callback in trainer.callbacks]
@@ -347,7 +352,7 @@ def _collect(
 
 
 def is_metrics(module: nn.Module) -> bool:
-    """Whether this is a metric, or a collection of nothing else."""
+    """Returns whether this is a metric, or a collection of nothing else."""
     children = list(module.children())
     return isinstance(module, Metric) or (bool(children) and all(is_metrics(child) for child in children))
 
@@ -382,8 +387,9 @@ def watched() -> Iterator[None]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Metrics that are updated inside have the states of before afterwards, wherever they live: the first thing that an
-    update does is to set an attribute of its metric."""
+    """Restores the states of metrics that are updated inside, wherever they live: the first thing that an update
+    does is to set an attribute of its metric.
+    """
     with watched():
         _kept.append({})
         try:

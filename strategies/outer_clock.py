@@ -1,4 +1,4 @@
-"""Lightning's counters and schedules by the job's clock, in a cluster that is one of several.
+"""Keeps Lightning's counters and schedules by the job's clock, in a cluster that is one of several.
 
 Theory of operation. A version carries how far the job is: inner steps of a synchronous job of the same data, samples,
 and the epoch. A cluster counts on from its base by its own pace, and is put right by each version that it adopts. So
@@ -31,11 +31,11 @@ _NEVER = 1 << 62
 
 @dataclass(slots=True)
 class _Schedule:
-    """One that goes by the clock.
+    """A learning rate schedule that goes by the clock.
 
     Attributes:
-        config: Lightning's.
-        frequency: As the user set it.
+        config: Lightning's configuration of it.
+        frequency: Frequency as the user set it.
         taken: Steps of it so far.
     """
 
@@ -45,14 +45,14 @@ class _Schedule:
 
 
 class JobClock:
-    """See the module. One per fit.
+    """Clock of an outer job, in one fit; see the module.
 
     Args:
-        trainer: In fit, with its training state restored, before the first batch.
+        trainer: Trainer in fit, with its training state restored, before the first batch.
 
     Attributes:
-        first_step: What was trained before the job began, in steps.
-        first_epoch: And in epochs; one that was not over begins anew.
+        first_step: Optimizer steps that were trained before the job began.
+        first_epoch: Epochs that were trained before the job began; one that was not over begins anew.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -70,7 +70,7 @@ class JobClock:
         """Steps of optimizers that Lightning counts for one of ours."""
 
     def begin(self) -> None:
-        """The loops stand before an epoch's first batch; schedules go by the clock from here on."""
+        """Puts the loops before an epoch's first batch; schedules go by the clock from here on."""
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         epoch_loop = fit_loop.epoch_loop
         for loop in (fit_loop, epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization,
@@ -88,7 +88,7 @@ class JobClock:
                 config.frequency = _NEVER
 
     def end(self) -> None:
-        """Lightning takes the steps of schedules again."""
+        """Lets Lightning take the steps of schedules again."""
         for schedule in self._schedules:
             schedule.config.frequency = schedule.frequency
         for scheduler, _ in self._by_samples:
@@ -96,7 +96,9 @@ class JobClock:
         self._schedules, self._by_samples = [], []
 
     def manifest(self) -> dict[str, Any]:
-        """For another process of the same cluster, beside the loops' counters; plain values."""
+        """Returns the clock's numbers, for another process of the same cluster, beside the loops' counters; plain
+        values.
+        """
         return {
             "first": (self.first_step, self.first_epoch, self._batches_before),
             "steps": self._steps,
@@ -105,7 +107,7 @@ class JobClock:
         }
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """Takes over what `manifest` gave there; this one has begun, too."""
+        """Takes over what `manifest` returned at another process; this clock has begun, too."""
         self.first_step, self.first_epoch, self._batches_before = manifest["first"]
         self._steps = manifest["steps"]
         for schedule, taken in zip(self._schedules, manifest["taken"], strict=True):
@@ -120,13 +122,13 @@ class JobClock:
     # ------------------------------------------------------------------ steps
 
     def put(self, now: JobProgress, *, in_batch: bool, counted: int = 0, back: bool = False) -> None:
-        """The job is so far.
+        """Sets Lightning's counters and schedules to the job's progress.
 
         Args:
-            now: As this cluster sees it.
-            in_batch: Within a batch that steps, before Lightning has counted its step.
+            now: Progress of the job, as this cluster sees it.
+            in_batch: Whether it is within a batch that steps, before Lightning has counted its step.
             counted: Steps of optimizers in this batch, where Lightning counts each; 0: none were taken.
-            back: The clock may go back: what was trained is discarded, or the version says all there is to say.
+            back: Whether the clock may go back: what was trained is discarded, or the version says all there is to say.
         """
         self._steps = now.steps if back else max(self._steps, now.steps)
         self._per_step = counted or self._per_step
@@ -158,7 +160,9 @@ class JobClock:
     # ------------------------------------------------------------------ epochs
 
     def skip_epochs(self, number: int) -> None:
-        """So many epochs of the job went by without this cluster: their schedules step, their hooks do not run."""
+        """Skips so many epochs of the job that went by without this cluster: their schedules step, their hooks do
+        not run.
+        """
         if number <= 0:
             return
         before = self._trainer.fit_loop.epoch_progress.current.completed
@@ -180,5 +184,7 @@ class JobClock:
 
 
 def _may_step(scheduler: Any) -> None:
-    """Torch warns of a schedule that steps before its optimizer; other clusters' optimizers have."""
+    """Marks a schedule's optimizer as having stepped. Torch warns of a schedule that steps before its optimizer;
+    other clusters' optimizers have.
+    """
     scheduler.optimizer._opt_called = True

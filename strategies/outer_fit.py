@@ -66,25 +66,26 @@ _log = logging.getLogger("chaos_lightning")
 NOTHING: tuple[Covered, ...] = ()
 WHERE_TO_LOOK = "`chaos-lightning ps status` tells what is held up; options.patience_s sets how long to wait"
 CHECKPOINTS = "checkpoints"
-"""Where Lightning keeps them by default, in the first logger's folder."""
+"""Folder in which Lightning keeps checkpoints by default, in the first logger's folder."""
 TURN_S = 0.1
-"""While it waits for samples, a cluster looks after its pushes and versions so often."""
+"""Seconds between two looks at pushes and versions, while a cluster waits for samples."""
 
 
 class OuterFit:
-    """See the module. One per call of `fit`.
+    """Part of one call of `fit` in an outer job; see the module.
 
     Args:
-        trainer: Whose fit this is.
-        writes: Told whether this cluster is the oldest one, which logs and writes; says whether it has become that.
-        patience_s: How long to wait for samples, or for the job's end.
-        ranks: How many processes the cluster has.
+        trainer: Trainer of this fit.
+        writes: Takes in whether this cluster is the oldest one, which logs and writes; returns whether it has become
+            that.
+        patience_s: Seconds to wait for samples, or for the job's end.
+        ranks: Number of processes of the cluster.
 
     Attributes:
         loader: The training loader, where clusters share the data.
-        departed: It was asked to leave, and did.
-        asked: The signal that asked it, if one did.
-        closed: fit is over.
+        departed: Whether the cluster was asked to leave, and did.
+        asked: Signal that asked it to leave, if one did.
+        closed: Whether fit is over.
     """
 
     def __init__(self, trainer: Trainer, writes: Callable[[bool], bool], patience_s: float, ranks: int = 1) -> None:
@@ -106,7 +107,7 @@ class OuterFit:
         )
         self._asked = False
         self._ended = ""
-        """Why it stops in the middle of an epoch."""
+        """Reason why fit stops in the middle of an epoch; "" while it goes on."""
         self._local_samples = 0
         self._steps = 0
         self._loss: Any = None
@@ -140,7 +141,7 @@ class OuterFit:
         return sum(sizes) * accumulate * self.ranks if all(sizes) else 0
 
     def share(self, loader: SharedLoader) -> SharedLoader:
-        """These batches are what it trains, in place of those before."""
+        """Takes this loader, whose batches are trained in place of those of the loader before; returns it."""
         if self.loader is not None:
             loader.leased.inherit(self.loader.leased)
             loader.leased.first = self.loader.leased.first
@@ -149,17 +150,19 @@ class OuterFit:
         return loader
 
     def start(self, session: OuterSession | RankedSession, timeout_s: float) -> None:
-        """Comes in: the parameters are the job's newest version afterwards, or found it."""
+        """Joins the outer job: afterwards the parameters are the job's newest version; a founder's are its first
+        one.
+        """
         self._session = session
         try:
             session.start(timeout_s)
         except ConfigurationError as error:
             raise ConfigurationError(explained(str(error))) from error
         if self._writes(session.oldest) and self.trainer.is_global_zero:
-            open_loggers(self.trainer, session.incarnation, fresh=True)  # it set up as one that does not write
+            open_loggers(self.trainer, session.incarnation, fresh=True)  # it set up as a cluster that does not write
 
     def begin(self, leave_on_signals: bool) -> None:
-        """Before the first batch: the loops stand where the job does."""
+        """Begins training, before the first batch: the loops stand where the job does."""
         self._clock = JobClock(self.trainer)
         self._clock.begin()
         if self.loader is not None:
@@ -175,7 +178,7 @@ class OuterFit:
     # ------------------------------------------------------------------ samples
 
     def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[Tag, ...]:
-        """See `data.leased.LeaseSource`."""
+        """Claims positions of the shared data; see `data.leased.LeaseSource`."""
         got: tuple[Covered, ...] = ()
 
         def found() -> bool:
@@ -190,7 +193,9 @@ class OuterFit:
         return tuple((each.epoch, each.spans) for each in got)
 
     def _wait(self, found: Callable[[], bool]) -> None:
-        """Between two steps, until `found` or this cluster stops; pushes what is there and adopts meanwhile."""
+        """Waits between two steps until `found` or until this cluster stops; pushes what is there and adopts
+        meanwhile.
+        """
         patience = Patience(self.session.incarnation, self._waits_for, self._patience_s, tells=self._speaks)
         while not (self._stops or self.closed or found()):
             self._take(self.session.boundary(0, steps=0), in_batch=self._in_batch)
@@ -203,18 +208,18 @@ class OuterFit:
 
     @property
     def last_known(self) -> bool:
-        """The present batch is the last one that is known."""
+        """Whether no batch after the present one is known yet."""
         return self.loader is not None and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     @property
     def _in_batch(self) -> bool:
-        """Between the optimizer's step and the batch's end."""
+        """Whether training is between the optimizer's step and the batch's end."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return progress.ready > progress.completed
 
     @property
     def _leaving(self) -> bool:
-        """Ranks stop together: what one of them was asked all must know."""
+        """Whether the cluster was asked to leave. Ranks stop together: what one of them was asked all must know."""
         return self._asked if self.ranks == 1 else self.session.leaving
 
     @property
@@ -222,7 +227,7 @@ class OuterFit:
         return bool(self._ended) or self._leaving or self.session.ending
 
     def fetched(self, batch: Any) -> None:
-        """A batch begins. StopIteration if it is not to be trained any more."""
+        """Begins a batch; raises StopIteration if it is not to be trained any more."""
         if self._stops:
             # Lightning has begun it.
             progress = self.trainer.fit_loop.epoch_loop.batch_progress
@@ -233,17 +238,18 @@ class OuterFit:
         self._local_samples += batch_length(batch)
 
     def saw(self, output: Any) -> None:
-        """A training step gave this."""
+        """Takes in what a training step returned."""
         loss = output.get("loss") if isinstance(output, dict) else output
         self._loss = loss.detach() if isinstance(loss, Tensor) else None
 
     # ------------------------------------------------------------------ boundaries
 
     def stepped(self, optimizer_steps: int = 0) -> None:
-        """After an optimizer's step, or several that belong together.
+        """Tells the session of an optimizer's step, or of several that belong together, and adopts a version that is
+        there.
 
         Args:
-            optimizer_steps: So many that Lightning counts one by one.
+            optimizer_steps: Number of these steps, if Lightning counts them one by one.
         """
         if not self.in_step:
             return
@@ -266,7 +272,9 @@ class OuterFit:
         self.clock.put(self.session.reckoned, in_batch=in_batch, counted=counted, back=boundary.outright)
 
     def _end_of_epoch(self, leased: LeasedLoader) -> None:
-        """The last batch that was known has stepped: was it the epoch's last one? If so, the base has all of it."""
+        """Waits, after the last known batch has stepped, until it is clear whether it was the epoch's last one. If
+        so, the base has all of the epoch.
+        """
         self._wait(lambda: leased.known or self.session.progress.epoch > leased.epoch)
         if leased.known:
             refit(self.trainer, math.inf)
@@ -280,8 +288,9 @@ class OuterFit:
         self.clock.put(self.session.reckoned, in_batch=True, back=True)
 
     def begins(self, epoch: int) -> None:
-        """A pass over this epoch of the job begins. While this cluster waited for its first samples, others may have
-        gone through the one that Lightning is in."""
+        """Notes that a pass over this epoch of the job begins. While this cluster waited for its first samples,
+        others may have gone through the one that Lightning is in.
+        """
         missed = self.clock.first_epoch + epoch - epoch_of(self.trainer)
         if missed > 0:
             self.clock.skip_epochs(missed)
@@ -289,13 +298,15 @@ class OuterFit:
             _call_lightning_module_hook(self.trainer, "on_train_epoch_start")
 
     def safe_point(self) -> None:
-        """Between two batches. StopIteration if there are no more."""
+        """Raises StopIteration between two batches, if no more are to be trained."""
         if self._stops:
             self._ended = self._ended or self.session.over or "it was asked to leave"
             raise StopIteration
 
     def _look_who_writes(self) -> None:
-        """Outside of steps: if this cluster has become the oldest one, it goes on with the files of the one before."""
+        """Goes on with the files of the cluster before, if this one has become the oldest one; called outside of
+        steps.
+        """
         self._logs.stable()
         if not self._writes(self.session.oldest):
             return
@@ -311,25 +322,25 @@ class OuterFit:
                 callback.dirpath = now
 
     def _mark_files(self) -> None:
-        """The next oldest cluster finds these folders, if it sees them."""
+        """Marks this cluster's log folders: the next oldest cluster finds them by that, if it sees them."""
         if self.trainer.is_global_zero:
             mark(self.trainer.loggers, self.session.job_id, self._logs.writer)
 
     @property
     def stopped_within_epoch(self) -> bool:
-        """fit ends without the hooks that judge an epoch."""
+        """Whether fit ends without the hooks that judge an epoch."""
         return bool(self._ended)
 
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
-        """The parameters are those of the version that was adopted last, until `show_own`."""
+        """Sets the parameters to those of the version that was adopted last, until `show_own`."""
         if self.in_step and not self._shows_base:
             self._shows_base = True
             self.session.show_base()
 
     def show_own(self) -> None:
-        """The parameters are what is trained. Idempotent."""
+        """Sets the parameters to what is trained. Idempotent."""
         if self._shows_base:
             self._shows_base = False
             self.session.show_own()
@@ -340,7 +351,9 @@ class OuterFit:
 
     @contextlib.contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Likewise inside, in this process alone: of several ranks only the first one has the base."""
+        """Sets the parameters to the base's inside, in this process alone: of several ranks only the first one has
+        the base.
+        """
         member = self.session.member if isinstance(self.session, RankedSession) else self.session
         if member is not None:
             member.show_base()
@@ -353,7 +366,7 @@ class OuterFit:
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """The first Ctrl+C, SIGTERM or SIGHUP."""
+        """Handles the first Ctrl+C, SIGTERM or SIGHUP: the cluster leaves; the user's own handlers are called, too."""
         self._asked = True
         self.asked = self.asked or number
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
@@ -361,12 +374,15 @@ class OuterFit:
 
     @property
     def _speaks(self) -> bool:
-        """A terminal's Ctrl+C reaches all ranks, and one line about it is enough."""
+        """Whether this process prints about signals. A terminal's Ctrl+C reaches all ranks, and one line about it
+        is enough.
+        """
         return not isinstance(self.session, RankedSession) or self.session.member is not None
 
     def finish(self) -> None:
-        """The loop is over: stays until what was trained is durable, and if others are not too far behind, until the
-        job is over, whose last version it has then."""
+        """Stays, after the loop is over, until what was trained is durable, and if others are not too far behind,
+        until the job is over, whose last version it has then.
+        """
         self.show_own()
         if self._leaving:
             self.departed = True
@@ -378,7 +394,7 @@ class OuterFit:
             save_last_again(self.trainer)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends this cluster's part in the job. Idempotent."""
         if self.closed:
             return
         self.show_own()
@@ -401,9 +417,9 @@ class SharedLoader:
     """Loader over which Lightning iterates instead of the user's training loader.
 
     Args:
-        leased: The batches.
-        trainer: Whose fit this is.
-        fit: This cluster's part.
+        leased: Loader of the leased batches.
+        trainer: Trainer of this fit.
+        fit: This cluster's part in the outer job.
     """
 
     def __init__(self, leased: LeasedLoader, trainer: Trainer, fit: OuterFit) -> None:
@@ -429,8 +445,12 @@ class SharedLoader:
         return batch
 
     def __len__(self) -> int:
-        """Before training what one cluster alone would need; then nobody knows."""
-        return ENDLESS // self._fit.ranks if self._fit.in_step else len(self.leased)  # Lightning adds up the ranks'
+        """Returns, before training, the batches that one cluster alone would need; later nobody knows them, and it
+        is endless.
+        """
+        return (
+            ENDLESS // self._fit.ranks if self._fit.in_step else len(self.leased)
+        )  # Lightning adds up the lengths of all ranks
 
     def used(self) -> tuple[int, tuple[Covered, ...]]:
         """Returns the samples and positions of the batches since the last call."""
@@ -438,7 +458,7 @@ class SharedLoader:
         return samples, tuple(Covered(epoch, spans) for epoch, spans in covers)
 
     def __reduce__(self) -> Any:
-        """A copy is the user's loader: it has no part in the job."""
+        """Makes a copy the user's own loader, which has no part in the job."""
         return themselves, (self.leased.loader,)
 
     def __getattr__(self, name: str) -> Any:
@@ -448,10 +468,11 @@ class SharedLoader:
 
 
 class OuterCompanion(pl.Callback):
-    """First of all callbacks for the time of fit: what a strategy gets no hook for, or too late.
+    """Callback that runs before all others during fit, for events of which a strategy gets no hook, or gets it too
+    late.
 
     Args:
-        fit: None in a copy, which has no part in a job.
+        fit: This cluster's part; None in a copy, which has no part in a job.
     """
 
     def __init__(self, fit: OuterFit | None) -> None:
@@ -468,7 +489,7 @@ class OuterCompanion(pl.Callback):
             raise StopIteration
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Before other callbacks look at the result, which is the job's."""
+        """Finishes this cluster's part before other callbacks look at the result, which is the job's."""
         if self._fit is not None:
             self._fit.finish()
 

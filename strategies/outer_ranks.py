@@ -38,7 +38,7 @@ from chaos_lightning.planning.batches import Batches
 from chaos_lightning.protocol.spans import count, first_positions, subtract
 
 MEET_S = 0.1
-"""Ranks meet about so often; a meeting of two took 1 ms on a busy machine."""
+"""Seconds of training between two meetings of ranks, about; a meeting of two took 1 ms on a busy machine."""
 _BUCKET = 64 << 20
 """Bytes of a version that are sent at once."""
 
@@ -47,8 +47,8 @@ class RankGroup:
     """The ranks' own process group, on the CPU.
 
     Args:
-        rank: Of this process.
-        timeout: How long rank 0 may be silent.
+        rank: Rank of this process.
+        timeout: Longest time that rank 0 may be silent.
     """
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
@@ -56,10 +56,10 @@ class RankGroup:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def tell(self, make: Callable[[], Any]) -> Any:
-        """Has rank 0 make a value; returns it at all ranks.
+        """Lets rank 0 make a value; returns it at all ranks.
 
         Raises:
-            ChaosError: It could not; the same at all ranks.
+            ChaosError: Rank 0 could not make it; the same error at all ranks.
         """
         said: list[Any] = [None, None]
         if self.rank == 0:
@@ -81,7 +81,7 @@ class RankGroup:
     @staticmethod
     @torch.no_grad()
     def share(tensors: Sequence[Tensor]) -> None:
-        """All ranks' tensors are rank 0's, bit for bit."""
+        """Sets all ranks' tensors to rank 0's, bit for bit."""
         whole = dist.group.WORLD
         assert whole is not None
         dist._broadcast_coalesced(whole, [t.detach() for t in tensors], _BUCKET, 0)  # type: ignore[attr-defined]
@@ -92,10 +92,10 @@ class ClusterFacts:
     """Facts about the cluster that all ranks know between two meetings.
 
     Attributes:
-        job: How far the job is with the base.
+        job: Progress of the job with the base.
         ahead: Samples and inner steps that the base does not hold.
-        steps: From one push to the next: as usual, and as the leader paces this cluster.
-        meet_in: The next meeting is after so many steps.
+        steps: Steps from one push to the next: as usual, and as the leader paces this cluster.
+        meet_in: Number of steps until the next meeting.
     """
 
     incarnation: str = ""
@@ -122,17 +122,18 @@ class _Untold:
 
 
 class RankedSession:
-    """See the module; the interface of `OuterSession`. Methods are the training thread's, but for `leave` and `close`.
+    """Session of one rank of a cluster, with the interface of `OuterSession`; see the module. Methods are the training
+    thread's, but for `leave` and `close`.
 
     Args:
         member: Rank 0's session; None at the other ranks.
-        replica: What of the model travels.
-        group: The ranks.
-        batches: How many positions of the data that clusters share these ranks train at once; None: the cluster has its
-            own data. With shared data all ranks count the same samples.
+        replica: Tensors of the model that travel.
+        group: Process group of the ranks.
+        batches: Tells how many positions of the shared data these ranks train at once; None: the cluster has its own
+            data. With shared data all ranks count the same samples.
 
     Attributes:
-        member: As given.
+        member: Rank 0's session, as given.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class RankedSession:
         self._facts = ClusterFacts()
         self._untold = _Untold()
         self._claimed: list[Covered] = []
-        """Ahead of what the loader has asked for."""
+        """Positions that were claimed ahead of what the loader has asked for."""
         self._asked = False
         self._own: list[Tensor] | None = None
 
@@ -156,17 +157,17 @@ class RankedSession:
 
     @property
     def base(self) -> VersionId:
-        """The version that was adopted last."""
+        """Version that was adopted last."""
         return self._facts.base
 
     @property
     def progress(self) -> JobProgress:
-        """The job's, with the base."""
+        """Progress of the job, with the base."""
         return self._facts.job
 
     @property
     def reckoned(self) -> JobProgress:
-        """How far the job is by this cluster's own reckoning."""
+        """Progress of the job, by this cluster's own reckoning."""
         told, untold = self._facts, self._untold
         samples = untold.samples * (1 if self._batches else dist.get_world_size())
         return reckon(told.job, told.ahead[0] + samples, told.ahead[1] + untold.steps, *told.steps)
@@ -178,22 +179,22 @@ class RankedSession:
 
     @property
     def oldest(self) -> bool:
-        """Whether it came before all others that are in."""
+        """Whether this cluster came before all others that are in the job."""
         return self._facts.oldest
 
     @property
     def leaving(self) -> bool:
-        """It was asked to leave, and all ranks know."""
+        """Whether this cluster was asked to leave, and all ranks know."""
         return self._facts.leaving
 
     @property
     def ending(self) -> bool:
-        """This cluster is to train no more."""
+        """Whether this cluster is to train no more."""
         return self._facts.ending
 
     @property
     def over(self) -> str:
-        """Why this cluster's part is over; "" while it goes on."""
+        """Reason why this cluster's part is over; "" while it goes on."""
         return self._facts.over
 
     def waits_for(self) -> str:
@@ -211,7 +212,7 @@ class RankedSession:
         """Founds the job, or takes its newest version over, in place.
 
         Raises:
-            ChaosError: As `OuterSession.start`.
+            ChaosError: `OuterSession.start` failed at rank 0.
         """
         self._meet(lambda member: _nothing(member.start(timeout_s)))
         self._share()
@@ -219,7 +220,7 @@ class RankedSession:
     def boundary(
         self, samples: int, covers: Sequence[Covered] = (), steps: int = 1, loss: float | None = None
     ) -> Boundary:
-        """After each inner step, and while the cluster waits (no steps): a meeting, if it is time for one."""
+        """Counts an inner step, or a turn of waiting (no steps); all ranks meet if it is time to."""
         untold = self._untold
         untold.samples, untold.steps = untold.samples + samples, untold.steps + steps
         untold.covers = (*untold.covers, *covers)
@@ -263,7 +264,7 @@ class RankedSession:
         self._group.share(self._replica.tensors)
 
     def claim(self, positions: int) -> tuple[Covered, ...]:
-        """The next positions of the shared data that this cluster trains, of all its ranks together."""
+        """Returns the next positions of the shared data that this cluster trains, of all its ranks together."""
         if not self._claimed:
             ahead = positions * max(1, self._facts.meet_in)
             self._claimed = list(self._meet(lambda member: member.claim(ahead)))
@@ -279,14 +280,14 @@ class RankedSession:
         return (Covered(found.epoch, taken),)
 
     def pause(self, timeout_s: float) -> None:
-        """Rank 0 waits for news; the others, for rank 0 in what comes next."""
+        """Waits for news at rank 0; the others wait for rank 0 in what comes next."""
         if self.member is not None:
             self.member.pause(timeout_s)
 
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
-        """The model's parameters are the base's at all ranks until `show_own`."""
+        """Sets the model's parameters to the base's at all ranks, until `show_own`."""
         if self._own is None:
             if self.member is not None:
                 self.member.show_base()
@@ -294,7 +295,7 @@ class RankedSession:
             self._share()
 
     def show_own(self) -> None:
-        """The parameters are what is trained again. Idempotent."""
+        """Sets the parameters to what is trained again. Idempotent."""
         own, self._own = self._own, None
         if own is not None and self.member is not None:
             self.member.show_own()
@@ -304,14 +305,14 @@ class RankedSession:
     # ------------------------------------------------------------------ the end
 
     def finish(self, reason: str) -> None:
-        """The ranks' loops are over: as `OuterSession.finish`."""
+        """Finishes the cluster's part, after the ranks' loops are over, as `OuterSession.finish` does."""
         if self._untold.steps:
             self._tell_steps()
         self._meet(lambda member: member.finish(reason))
         self._share()
 
     def leave(self) -> None:
-        """Asks to go. Any thread; the ranks stop training together, after their next meeting."""
+        """Asks to leave the job. Any thread; the ranks stop training together, after their next meeting."""
         self._asked = True
         if self.member is not None:
             self.member.leave()
@@ -323,7 +324,7 @@ class RankedSession:
 
 
 def _nothing(_: object) -> None:
-    """Does nothing, in place of what need not travel."""
+    """Returns nothing, in place of what need not travel."""
 
 
 def _facts_of(member: OuterSession) -> ClusterFacts:

@@ -28,10 +28,10 @@ _SHARDED_KINDS = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
 
 def refuse_inner(inner: object) -> None:
-    """UnsupportedError unless a cluster can train this way.
+    """Raises an UnsupportedError unless a cluster can train this way.
 
     Args:
-        inner: As the user gave it.
+        inner: Value of `inner`, as the user gave it.
     """
     if isinstance(inner, _SHARDED_KINDS) or str(inner).startswith(_SHARDED):
         raise UnsupportedError(
@@ -66,10 +66,10 @@ def _refuse_ddp(inner: DDPStrategy) -> None:
 
 
 def refuse_one_process(devices: int) -> None:
-    """UnsupportedError unless this process is the whole cluster.
+    """Raises an UnsupportedError unless this process is the whole cluster.
 
     Args:
-        devices: How many the Trainer found.
+        devices: Number of devices that the Trainer found.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UnsupportedError(
@@ -127,7 +127,7 @@ RANKS_TABLE: tuple[Refusal, ...] = (
     _AVERAGES,
     _PARTS_OF_EPOCHS,
 )
-"""For ranks of an elastic cluster, beside what strategy `chaos` refuses."""
+"""Refusals for ranks of an elastic cluster, beside those of strategy `chaos`."""
 OUTER_TABLE: tuple[Refusal, ...] = (
     Refusal(
         "several nodes",

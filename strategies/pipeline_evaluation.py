@@ -1,4 +1,5 @@
-"""Validation during fit, where layers lie at several members: in rounds of forward passes, each closed by a collective.
+"""Runs validation during fit where layers lie at several members: rounds of forward passes, each closed by a
+collective.
 
 Theory of operation (protocol.md P17). Every member iterates the same loaders, and a round has as many batches as a step
 has micro-batches. Lightning's loop asks for batch after batch, so the first one of a round has the whole round run:
@@ -55,7 +56,7 @@ from chaos_lightning.strategies.metrics import metrics_of
 from chaos_lightning.strategies.pipeline_logs import UnitLogs
 
 MAX_OUTPUTS_NBYTES = 1 << 20
-"""Outputs of `validation_step` that one round sends to all members have at most so many bytes together."""
+"""Most bytes of outputs of `validation_step`, together, that one round sends to all members."""
 _ALONE = "in a process that holds the whole model: Trainer(strategy='auto').validate(model, ckpt_path=...)"
 _ADVICE = (
     "validation_step runs in stages, as training_step does: it calls the model once, and uses what the last layers "
@@ -72,9 +73,9 @@ class BatchAnswer(NamedTuple):
     """Results of one batch, equal at all members.
 
     Attributes:
-        logged: For `UnitLogs.replay`.
+        logged: Bytes of what was logged, for `UnitLogs.replay`.
         output: Value that `validation_step` returned.
-        missing: Why the output is None although it was none; "" otherwise.
+        missing: Reason why the output was not sent, and is None here; "" otherwise.
     """
 
     logged: bytes
@@ -84,12 +85,12 @@ class BatchAnswer(NamedTuple):
 
 @dataclass(eq=False)
 class RoundBatch:
-    """One batch of a round.
+    """One batch of a round of validation.
 
     Attributes:
         batch: A copy of what the loader gave: Lightning's hooks, or user code, may change that in place.
         round: All batches of the round.
-        answer: Its results, once the round is closed.
+        answer: Results of the batch, once the round is closed.
     """
 
     batch: Any
@@ -108,15 +109,15 @@ class StepArguments:
 
 
 class RoundFeed:
-    """Hands out the batches of a pass over the loaders of validation, and fetches them in rounds.
+    """Iterator over the batches of a pass over the loaders of validation, which fetches them in rounds.
 
     A round ends with its loader: values of a loader are computed before the next one begins.
 
     Args:
         fetch: Lightning's iterator over all loaders.
         most: Batches of a round.
-        left: Batches that are still to be fetched; None: nobody knows.
-        begun: Those that were fetched before, and will be evaluated first.
+        left: Number of batches that are still to be fetched; None: unknown.
+        begun: Batches that were fetched before, and will be evaluated first.
 
     Attributes:
         due: Batches that were handed out and not evaluated, in order.
@@ -166,15 +167,15 @@ class RoundFeed:
 
 
 class PipelineEvaluation:
-    """See the module.
+    """Validation of one fit with pipelines; see the module.
 
     Args:
-        trainer: In fit.
+        trainer: Trainer in fit.
         gather: Has units make the payloads of a collective, given its name and the order of samples (session.py).
             Returns them by member; None if this member is out of the job.
-        engine: Returns this member's.
+        engine: Returns this member's engine.
         step: Returns this member's part of steps.
-        logs: For the hook `validation_step`.
+        logs: Record of what the hook `validation_step` logs.
         is_last: `LayerChain.is_last`: whether the unit under way runs the last layer.
     """
 
@@ -201,7 +202,7 @@ class PipelineEvaluation:
     # ------------------------------------------------------------------ what Lightning calls
 
     def begin(self) -> None:
-        """A pass over the loaders begins (the strategy's `on_validation_start`).
+        """Begins a pass over the loaders (the strategy's `on_validation_start`).
 
         Raises:
             UnsupportedError: `validation_step` fetches its batches itself.
@@ -317,21 +318,21 @@ class PipelineEvaluation:
                 )  # fmt: skip
 
     def _tell(self, text: str) -> None:
-        """Warns once."""
+        """Warns, once for each text."""
         if text not in self._told:
             self._told.add(text)
             warnings.warn(text, stacklevel=3)
 
 
 def _micro_batches(view: View) -> int:
-    """Returns how many batches a round of this view has."""
+    """Returns the number of batches of a round in this view."""
     pipelines = division(view).pipelines
     assert pipelines is not None
     return pipelines.plan.micro_batches
 
 
 def _travelling(output: Any, most_nbytes: int) -> tuple[Any, str]:
-    """Returns an output as it is sent to all members, and why nothing is sent in its place."""
+    """Returns an output as it is sent to all members, and ""; or None, and why it is not sent."""
     try:
         nbytes = len(encode_payload(output))
     except StateError as error:
@@ -345,7 +346,7 @@ def _read_answers(data: bytes, device: torch.device) -> dict[int, BatchAnswer]:
     """Reads what a member says in a round.
 
     Raises:
-        WireError: It is something else.
+        WireError: The bytes are something else.
     """
     found = decode_payload(data, device) if data else {}
     if type(found) is not dict or any(type(row) is not list or len(row) != 3 for row in found.values()):
@@ -379,7 +380,7 @@ def same_everywhere(loader: Any) -> Any:
     """Returns a loader of validation as all members iterate it, with all samples.
 
     Raises:
-        UnsupportedError: It shuffles, so that members would draw other batches.
+        UnsupportedError: The loader shuffles, so that members would draw other batches.
     """
     loader = whole(loader)
     if isinstance(loader, DataLoader) and isinstance(
@@ -408,11 +409,11 @@ def refuse_freed(module: nn.Module, what: str) -> None:
     """Refuses to run a model as a whole after fit has freed the layers that other members have.
 
     Args:
-        module: The user's.
+        module: The user's module.
         what: The Trainer's function, such as "test".
 
     Raises:
-        UnsupportedError: It is not whole.
+        UnsupportedError: The module is not whole.
     """
     absent = [name for name, _, _, tensor in named_tensors(module) if is_absent(tensor)]
     if absent:

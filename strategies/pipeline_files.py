@@ -66,7 +66,7 @@ def save_checkpoint(
         checkpoint: As for `saving.save`.
         filepath: As for `saving.save`.
         storage_options: As for `saving.save`.
-        model: The parts that are here.
+        model: Parts of the model that are at this member.
 
     Raises:
         StateError: As for `saving.save`; or parts are elsewhere, and their owners cannot be asked.
@@ -94,13 +94,13 @@ def save_checkpoint(
 
 
 class _PartsIO(saving.PartsIO):
-    """See `PartsIO`.
+    """Checkpoint plugin that puts all members' parts of the model into the file; see `PartsIO`.
 
     Args:
         io: The strategy's plugin.
-        path: Of the file.
-        model: The parts that are here.
-        source: Returns what gives the others.
+        path: Path of the file.
+        model: Parts of the model that are at this member.
+        source: Returns the source of the other parts.
     """
 
     def __init__(self, io: CheckpointIO, path: str, model: PartialModel, source: Callable[[], PartSource]) -> None:
@@ -141,7 +141,7 @@ class _PartsIO(saving.PartsIO):
 
 
 def _writes_files(io: CheckpointIO) -> bool:
-    """Whether a plugin reads and writes what torch does, one file for a checkpoint."""
+    """Returns whether a plugin reads and writes what torch does, one file for a checkpoint."""
     return type(io.checkpoint_io if type(io) is AsyncCheckpointIO else io) is TorchCheckpointIO
 
 
@@ -153,15 +153,15 @@ def _some(names: list[str]) -> str:
 
 
 def load_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-    """Returns a checkpoint whose tensors are read when they are looked at, if that can be.
+    """Returns a checkpoint whose tensors are read from the file only when they are used, if that is possible.
 
     Args:
         io: The strategy's plugin.
-        path: Of the checkpoint.
-        weights_only: As Lightning gives it.
+        path: Path of the checkpoint.
+        weights_only: Lightning's argument of that name.
 
     Raises:
-        FileNotFoundError: It is not there.
+        FileNotFoundError: There is no such file.
     """
     if _writes_files(io) and _is_local_file_protocol(path):
         local = Path(get_filesystem(path)._strip_protocol(str(path)))

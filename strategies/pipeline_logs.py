@@ -55,7 +55,7 @@ class LoggedValue(NamedTuple):
         name: Name that was given.
         value: A number; of a metric what its last call returned, None if it was not called.
         size: Samples that a mean counts it for; None: the micro-batch's weight.
-        wide: The number is of double precision.
+        wide: Whether the number is of double precision.
         options: Other arguments, as far as they were given.
     """
 
@@ -67,11 +67,11 @@ class LoggedValue(NamedTuple):
 
 
 class UnitLogs:
-    """See the module.
+    """Record of the values that units of one fit log; see the module.
 
     Args:
-        trainer: In fit.
-        collectives: Refused within units.
+        trainer: Trainer in fit.
+        collectives: Collectives, which are refused within units.
         refuse: `LayerChain.refuse_placeholders`: refuses a value that depends on what another stage has.
         hook: Name of the user's step.
     """
@@ -91,11 +91,12 @@ class UnitLogs:
 
     @contextmanager
     def unit(self, micro_batch: int, last: bool, batch: Any = None) -> Iterator[None]:
-        """The user's step runs inside, as a unit.
+        """Records what the user's step logs while it runs inside, as a unit.
 
         Args:
             micro_batch: Number of the micro-batch.
-            last: The unit runs the last layers. If it has run before in this attempt, it leaves no trace this time.
+            last: Whether the unit runs the last layers. If it has run before in this attempt, it leaves no trace this
+                time.
             batch: The micro-batch, for means over an epoch that are logged without `batch_size`.
         """
         module, counts = self._trainer.lightning_module, last and micro_batch not in self._recorded
@@ -120,7 +121,7 @@ class UnitLogs:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A pass within a unit only repeats it, and leaves no trace (`LayerChain.aside`)."""
+        """Drops what a pass inside logs and counts, as it only repeats one within a unit (`LayerChain.aside`)."""
         self._aside = True
         try:
             with untouched():
@@ -129,7 +130,7 @@ class UnitLogs:
             self._aside = False
 
     def forget(self) -> None:
-        """An attempt begins: nothing is recorded."""
+        """Forgets all records, as an attempt begins."""
         self._recorded.clear()
 
     def _record(self, batch: Any, given: dict[str, Any]) -> LoggedValue:
@@ -187,8 +188,8 @@ class UnitLogs:
         """Logs a step's values; to be called at all members alike, where the step of the user's is under way.
 
         Args:
-            extras: What `extra` returned for each micro-batch, where that ran to its end.
-            weights: Of micro-batches; what means without a batch size are weighed by.
+            extras: Bytes that `extra` returned for each micro-batch, where that ran to its end.
+            weights: Weights of micro-batches, by which means without a batch size are weighed.
 
         Raises:
             WireError: An extra is malformed.
@@ -225,7 +226,7 @@ class UnitLogs:
         module.log(name, value, batch_size=_whole(total), **options)  # type: ignore[arg-type]
 
     def _metric(self, name: str, path: str, value: Tensor | None) -> Metric:
-        """Returns the metric of this path, which shows this value as the step's."""
+        """Returns the metric at this path of the module, with this value as the step's."""
         metric = dict(self._trainer.lightning_module.named_modules()).get(path)
         if not isinstance(metric, Metric):
             raise UnsupportedError(
@@ -241,7 +242,7 @@ def read_extra(data: bytes) -> list[LoggedValue]:
     """Reads what `UnitLogs.extra` returned at another member.
 
     Raises:
-        WireError: It is something else.
+        WireError: The bytes are something else.
     """
     rows = decode_manifest(data) if data else []
     if type(rows) is not list or not all(type(row) is list and len(row) == 5 for row in rows):
@@ -294,7 +295,7 @@ def _whole(number: float | None) -> float | None:
 
 
 def _refuse_no_number(name: str, value: object) -> None:
-    """Raises where Lightning does, with the line of the user's step."""
+    """Raises a ValueError for a value that is no number, where Lightning does, with the line of the user's step."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(

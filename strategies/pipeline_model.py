@@ -35,12 +35,12 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class PipelineModel:
-    """See the module.
+    """The user's model in one fit with pipelines; see the module.
 
     Args:
-        trainer: In fit.
-        seed: The job's.
-        device: Where layers run.
+        trainer: Trainer in fit.
+        seed: Seed of the job.
+        device: Device on which layers run.
         chain: Name of the list of blocks; "": the module's `chaos_chain`, or the one that can be meant.
     """
 
@@ -55,7 +55,7 @@ class PipelineModel:
 
     @property
     def loaded(self) -> LoadedParts:
-        """Values of a checkpoint, for what is here and for what will be."""
+        """Values of a checkpoint, for the parts that are here and for those that will be."""
         if self._loaded is None:
             self._loaded = LoadedParts(self.module)
         return self._loaded
@@ -82,14 +82,14 @@ class PipelineModel:
     # ------------------------------------------------------------------ building
 
     def recorded(self) -> AbstractContextManager[None]:
-        """Within it a model that is built has no memory."""
+        """Returns a context in which a model that is built has no memory."""
         return self._recording.recorded()
 
     def take(self) -> None:
         """Takes the model as it was built, before its optimizers are made.
 
         Raises:
-            ConfigurationError, UnsupportedError: It has no chain that can be cut; says why.
+            ConfigurationError, UnsupportedError: The model has no chain that can be cut; says why.
         """
         self._memory = ModelMemory(self.module, self.seed, self._device, self._recording)
         path = find_chain(self.module, self._path).path
@@ -102,25 +102,25 @@ class PipelineModel:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Makes the module what it was."""
+        """Restores the module to what it was."""
         if self._chain is not None:
             self._chain.close()
 
     # ------------------------------------------------------------------ the user's step
 
     def moved(self, batch: Any) -> Any:
-        """A micro-batch as Lightning hands it to `training_step`: past its hooks, on the device."""
+        """Returns a micro-batch as Lightning hands it to `training_step`: past its hooks, on the device."""
         trainer = self._trainer
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return _call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def around(self) -> AbstractContextManager[Any]:
-        """Entered around each forward pass."""
+        """Returns the context that is entered around each forward pass."""
         return self._trainer.precision_plugin.forward_context()
 
     def begin(self, batch_idx: int) -> None:
-        """The units that run next are of this batch of the loop."""
+        """Notes that the units that run next are of this batch of the loop."""
         takes = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
         self._more = (batch_idx,) if takes else ()
 
@@ -130,7 +130,7 @@ class PipelineModel:
     # ------------------------------------------------------------------ looking at it
 
     def look(self, batch: Any) -> None:
-        """Sees which parts the model has.
+        """Finds the parts of the model, by the user's step on a micro-batch.
 
         Args:
             batch: A micro-batch, past Lightning's hooks.
@@ -141,7 +141,7 @@ class PipelineModel:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Within it the user's step logs nothing."""
+        """Keeps the user's step from logging anything inside."""
         shadowed = {name: vars(self.module).get(name) for name in ("log", "log_dict")}
         for name in shadowed:
             object.__setattr__(self.module, name, _nothing)
@@ -155,7 +155,7 @@ class PipelineModel:
                     object.__setattr__(self.module, name, before)
 
     def held(self) -> HeldModel:
-        """Access to the parts, once they are known and the optimizers are made."""
+        """Returns access to the parts, once they are known and the optimizers are made."""
         return HeldModel(self.module, self.memory, self.parts, self._trainer.optimizers, self.loaded)
 
 
@@ -164,6 +164,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def samples_of(batch: Any) -> int:
-    """Samples of a micro-batch: the first dimension of its first tensor that has one; 1 without any."""
+    """Returns the number of samples of a micro-batch: the first dimension of its first tensor that has one; 1
+    without any.
+    """
     tensors = (t for t in tree_iter(batch) if isinstance(t, Tensor) and t.dim())
     return next((int(t.shape[0]) for t in tensors), 1)

@@ -36,10 +36,10 @@ _REPLACED = frozenset((
     "fractions of an epoch with data='local'", "gradient accumulation that changes", "StochasticWeightAveraging",
     "sharded optimizers",
 ))  # fmt: skip
-"""Rows of strategy `chaos` that others take the place of here."""
+"""Names of rows of strategy `chaos` that other rows replace here."""
 
 _LOOKING = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "configure_gradient_clipping")
-"""Hooks that are there to look at gradients, or to change them."""
+"""Hooks whose purpose is to look at gradients, or to change them."""
 
 
 def warn_of_parts(trainer: Trainer) -> None:
@@ -53,12 +53,16 @@ def warn_of_parts(trainer: Trainer) -> None:
 
 
 def _steps_by_parameter(optimizer: Optimizer) -> bool:
-    """Whether the optimizer says so, or has a step that was read; a subclass with a step of its own has not."""
+    """Returns whether the optimizer says that it steps by parameter, or has a step that was read; a subclass with a
+    step of its own has not.
+    """
     return bool(getattr(optimizer, "chaos_by_parameter", False)) or inspect.unwrap(type(optimizer).step) in _STEPS
 
 
 def _unclear_chain(trainer: Trainer) -> str:
-    """Says why no list of blocks can be meant; a model that `configure_model` builds is looked at once it is there."""
+    """Returns why no list of blocks can be meant, or ""; a model that `configure_model` builds is looked at once it
+    is there.
+    """
     module = trainer.lightning_module
     if is_overridden("configure_model", module):
         return ""

@@ -7,11 +7,11 @@ right after one. These have numbers (control/claims.py): the first is rank 0 of 
 the next one rank 1, and so on. Alone with `min_nodes=1` that is the truth. Numbers are those of one machine, the
 scheduler's; of several schedulers, that of the last one named counts, whoever leads: all name the same one. Processes
 elsewhere ask it for theirs. Where it does not answer them and several founders are wanted, or somebody is waiting
-already, they are no rank 0: who becomes the writer makes up at its first batch for what Lightning writes as rank 0.
-With `min_nodes=1` those of each other machine number themselves then.
+already, they are no rank 0: the process that becomes the writer makes up at its first batch for what Lightning writes
+as rank 0. With `min_nodes=1` those of each other machine number themselves then.
 
-Who validates, tests or predicts before fit takes such a place, too, so that one of the processes writes, and keeps it
-until fit: else one that comes when another is through would write as well. All Trainers of a process share it.
+A process that validates, tests or predicts before fit takes such a place, too, so that one of the processes writes, and
+keeps it until fit: else one that comes when another is through would write as well. All Trainers of a process share it.
 
 The founders' order in the job is the order in which they come, so a founder may get another rank at its first batch.
 """
@@ -35,16 +35,16 @@ _LOOK_TIMEOUT_S = 5.0
 
 
 class Place:
-    """The place of one process in one fit, until it enters the job, or until the object is no longer needed.
+    """Rank and world size of one process in one fit, until it enters the job, or until the object is no longer needed.
 
     Attributes:
-        rank: Its own.
-        world_size: Of the job.
+        rank: Rank of this process.
+        world_size: World size of the job, with this process in it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.leave: Callable[[], object] = lambda: None
-        """The job says from here on who this process is. Idempotent."""
+        """Gives the place up: the job says from here on which rank this process has. Idempotent."""
         status = _status(config)
         members = _members(status)
         if members:
@@ -73,18 +73,18 @@ def place_to_evaluate(config: EngineConfig) -> Place:
 
 
 def end_evaluating(config: EngineConfig) -> None:
-    """This process is about to take a place in a fit."""
+    """Gives up the place to evaluate: this process is about to take a place in a fit."""
     place = _evaluating.pop((config.job, config.endpoint), None)
     if place is not None:
         place.leave()
 
 
 def _claim(config: EngineConfig, *, alone: bool) -> Claim | None:
-    """This process's number among those that set up now; None if it cannot be known.
+    """Returns this process's number among those that set up now; None if it cannot be known.
 
     Args:
-        config: The job's.
-        alone: No other founder is known of or wanted.
+        config: Configuration of the engine.
+        alone: Whether no other founder is known of or wanted.
     """
     last = config.endpoints[-1]
     host, port = split_endpoint(last)
@@ -110,5 +110,5 @@ def _status(config: EngineConfig) -> dict[str, Any]:
 
 
 def _members(status: dict[str, Any]) -> int:
-    """How many members are in and live."""
+    """Returns the number of members that are in and live."""
     return int((status.get("machine") or {}).get("counts", {}).get("living", 0))

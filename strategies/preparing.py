@@ -1,11 +1,12 @@
-"""prepare_data on machines that share nothing: each machine for itself, its processes one after the other.
+"""Runs prepare_data on machines that share nothing: each machine for itself, its processes one after the other.
 
 Theory of operation. Lightning lets one process prepare data while the others wait at a barrier. Here there is no
-barrier: who is setting up knows nobody. So every process prepares data, under a lock file of its machine, user and job;
-the first one downloads, the next ones find everything there, as prepare_data is meant to be written anyway. A process
-alone on its machine takes no lock.
+barrier: a process that is setting up knows no other. So every process prepares data, under a lock file of its machine,
+user and job; the first one downloads, the next ones find everything there, as prepare_data is meant to be written
+anyway. A process alone on its machine takes no lock.
 
-The lock file (machine/lock_files.py) holds the process id of whoever has the lock, for the message of those who wait.
+The lock file (machine/lock_files.py) holds the process id of the one that has the lock, for the message of those who
+wait.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ _LOOK_INTERVAL_S = 0.1
 
 
 class DataTurn:
-    """From `setup_environment`, just before prepare_data, until the barrier that follows it.
+    """Turn of this process to prepare data: from `setup_environment`, just before prepare_data, until the barrier that
+    follows it.
 
     Args:
-        environment: Told that every process counts as its machine's first one meanwhile.
-        deadline_s: How long to wait for this process's turn, s. The others' downloads count.
+        environment: Environment, which is told that every process counts as its machine's first one meanwhile.
+        deadline_s: Seconds to wait for this process's turn. The others' downloads count.
     """
 
     def __init__(self, environment: ChaosEnvironment, deadline_s: float = 3600.0) -> None:
@@ -81,7 +83,7 @@ class DataTurn:
         os.pwrite(file, str(os.getpid()).encode(), 0)
 
     def end(self) -> None:
-        """Idempotent. Unlocks explicitly: a process forked in prepare_data has the file open, too."""
+        """Ends the turn. Idempotent. Unlocks explicitly: a process forked in prepare_data has the file open, too."""
         self._environment.preparing_data = False
         if self._file is not None:
             file, self._file = self._file, None

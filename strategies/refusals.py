@@ -32,11 +32,11 @@ from chaos_lightning.strategies.lightning_types import Trainer
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row of the table.
+    """One row of the table of refused features.
 
     Attributes:
         what: The feature, as a user would name it.
-        why: Why it cannot be served, and what to do instead.
+        why: Reason why it cannot be served, and what to do instead.
         found: Looks at a trainer in fit, before (`early`) or after its optimizers exist; returns what it found, or "".
         early: Whether it needs no optimizers.
     """
@@ -151,7 +151,7 @@ def _line(row: Refusal, found: str) -> str:
 
 
 def refuse(trainer: Trainer, *, early: bool, table: tuple[Refusal, ...] = TABLE, strategy: str = "chaos") -> None:
-    """UnsupportedError with everything in this trainer that cannot be served."""
+    """Raises an UnsupportedError with everything in this trainer that cannot be served."""
     found = [(row, words) for row in table if row.early is early and (words := row.found(trainer))]
     if found:
         lines = [_line(row, words) for row, words in found]
@@ -159,7 +159,7 @@ def refuse(trainer: Trainer, *, early: bool, table: tuple[Refusal, ...] = TABLE,
 
 
 def refuse_loaders(trainer: Trainer, strategy: str = "chaos") -> None:
-    """UnsupportedError for several training loaders; they are only known once they were made."""
+    """Raises an UnsupportedError for several training loaders; they are only known once they were made."""
     combined = trainer.fit_loop._combined_loader
     if combined is not None and len(combined.flattened) != 1:
         raise UnsupportedError(
@@ -171,7 +171,7 @@ def refuse_loaders(trainer: Trainer, strategy: str = "chaos") -> None:
 
 
 def check_host_version(strategy: str = "chaos") -> None:
-    """Private fields of the host are touched, so its minor version is pinned."""
+    """Checks the minor version of Lightning, which is pinned, since private fields of it are touched."""
     found = version("lightning")
     if found.split(".")[:2] != ["2", "6"]:
         raise UnsupportedError(
@@ -182,7 +182,7 @@ def check_host_version(strategy: str = "chaos") -> None:
 
 
 def warn_ignored(trainer: Trainer, devices: int) -> None:
-    """Settings that are not honoured are named."""
+    """Warns of settings that are not honoured."""
     nodes = trainer._accelerator_connector._num_nodes_flag
     if nodes > 1:
         warnings.warn(

@@ -59,11 +59,11 @@ _WRITERS = ("load_state_dict", "update_parameters", "vector_to_parameters", "swa
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One row of the table.
+    """One row of the table of what stands against replay.
 
     Attributes:
-        found: Looks at a trainer in fit; what it found, or "".
-        why: Why that cannot be replayed.
+        found: Looks at a trainer in fit; returns what it found, or "".
+        why: Reason why that cannot be replayed.
         vouchable: Whether `chaos_replay = True` in the module overrules it.
     """
 
@@ -73,10 +73,10 @@ class Obstacle:
 
 
 class LightningReplay:
-    """`Replay` of one trainer.
+    """Replay of one trainer's steps, as `Replay`.
 
     Args:
-        trainer: In fit, set up: its module, optimizers and precision plugin exist.
+        trainer: Trainer in fit, set up: its module, optimizers and precision plugin exist.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -85,7 +85,7 @@ class LightningReplay:
         self._steps = OptimizerReplay(trainer.optimizers, self._clip, vouched=self._vouched, within=True)
 
     def replayable(self) -> str:
-        """Why this fit cannot be replayed; "" if it can."""
+        """Returns why this fit cannot be replayed; "" if it can."""
         if self._vouched is False:
             return self._steps.replayable()
         rows = (row for row in TABLE if not (row.vouchable and self._vouched))
@@ -97,7 +97,7 @@ class LightningReplay:
         self._steps.replay(header)
 
     def _clip(self, optimizer: Optimizer) -> None:
-        """As `Precision._after_closure`, without the hooks before it."""
+        """Clips gradients as `Precision._after_closure`, without the hooks before it."""
         trainer = self._trainer
         trainer.precision_plugin._clip_gradients(
             trainer.lightning_module,
@@ -119,7 +119,7 @@ def _parties(trainer: Trainer) -> Iterator[LightningModule | Callback]:
 
 
 def own_hooks(trainer: Trainer, names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """(name in words, hook) of what the user overrides among these hooks."""
+    """Yields (name in words, hook) of what the user overrides among these hooks."""
     names = tuple(names)
     for party in _parties(trainer):
         parent = LightningModule if isinstance(party, LightningModule) else Callback
@@ -173,7 +173,7 @@ def _writing(trainer: Trainer) -> str:
 
 
 def writes_of(hook: Callable[..., Any], parties: Iterable[object] = ()) -> Iterator[str]:
-    """In-place operations that a hook's code names, also within methods of `parties` that it calls."""
+    """Yields in-place operations that a hook's code names, also within methods of `parties` that it calls."""
     owners = [type(p) for p in parties]
     pending, seen = [_code_of(hook)], set()
     while pending:
@@ -187,7 +187,7 @@ def writes_of(hook: Callable[..., Any], parties: Iterable[object] = ()) -> Itera
 
 
 def _plain(value: Any) -> Any:
-    """The function within partials, methods and decorators."""
+    """Returns the function within partials, methods and decorators."""
     while isinstance(value, functools.partial):
         value = value.func
     value = getattr(value, "__func__", value)
@@ -195,7 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 def _code_of(value: Any) -> CodeType | None:
-    """The code of a user's function; None for what a known package defines, and for what is no function."""
+    """Returns the code of a user's function; None for what a known package defines, and for what is no function."""
     function = _plain(value)
     if not isinstance(function, FunctionType) or _TRUSTED.match(function.__module__ or ""):
         return None

@@ -4,7 +4,7 @@ Theory of operation. Two kinds of values need other members at the end of an epo
 `sync_dist=True`, which Lightning reduces through the strategy, and torchmetrics objects, which sync themselves
 (metrics.py). Either happens once per logged key, so members must have the same keys. One that had no samples in this
 epoch, or came at its end, has none. So before an epoch's values are computed, members tell each other what they have
-logged, and whoever lacks a key makes it, empty: it adds nothing to sums and means.
+logged, and a member that lacks a key makes it, empty: it adds nothing to sums and means.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def described(item: _ResultMetric) -> dict[str, Any]:
 
 
 def describe_results(collection: _ResultCollection, *, live_only: bool = True) -> dict[str, dict[str, Any]]:
-    """Keys of this epoch and how they were logged."""
+    """Returns the keys that were logged in this epoch, and how they were logged."""
     return {
         key: {**described(item), "live": not item.has_reset}
         for key, item in collection.items()
@@ -105,7 +105,7 @@ def _find_metric(module: LightningModule, attribute: str | None) -> Metric | Non
 def agree(
     trainer: Trainer, collection: _ResultCollection, exchange: Exchange, what: str, reduce: Callable[..., Any]
 ) -> None:
-    """All members have the same keys afterwards."""
+    """Gives all members the same keys of logged values."""
     everybody = exchange(f"keys logged in {what}", describe_results(collection))
     if everybody is None:
         return
@@ -117,8 +117,9 @@ def agree(
 
 
 def found(collection: _ResultCollection, tensor: Tensor) -> tuple[str, dict[str, Any] | None]:
-    """The key under which `self.log` keeps this very tensor as its latest value, and how it was logged; ("", None) if
-    it does not."""
+    """Returns the key under which `self.log` keeps this very tensor as its latest value, and how it was logged;
+    ("", None) if it does not.
+    """
     for key, item in collection.items():
         if item._forward_cache is tensor:
             return key, described(item)
@@ -128,7 +129,7 @@ def found(collection: _ResultCollection, tensor: Tensor) -> tuple[str, dict[str,
 def fill(
     collection: _ResultCollection, key: str, given: Mapping[str, Any], value: Tensor, reduce: Callable[..., Any]
 ) -> None:
-    """The latest value of a key, for a member that had no samples to log it with, or logged other keys."""
+    """Sets the latest value of a key, for a member that had no samples to log it with, or logged other keys."""
     item = collection.get(key)
     if item is None:
         item = collection[key] = _item(given, reduce).to(value.device)
@@ -139,7 +140,7 @@ def fill(
 
 
 def epoch_numbers(collection: _ResultCollection) -> dict[str, _ResultMetric]:
-    """Numbers that are logged per epoch and belong to all members."""
+    """Returns the numbers that are logged per epoch and belong to all members."""
     return {
         key: item
         for key, item in collection.items()
@@ -158,12 +159,12 @@ def reduce_all(collection: _ResultCollection) -> None:
 
 
 def packed_numbers(items: Iterable[_ResultMetric]) -> bytes:
-    """Returns what each has accumulated, and of how many samples, as pairs of float64."""
+    """Returns what each value has accumulated, and of how many samples, as pairs of float64."""
     numbers: list[Any] = []
     for item in items:
         numbers += item.value, item.cumulated_batch_size if item.meta.is_mean_reduction else 0
     if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
-        # One wait for the device.
+        # All numbers at once, so that the device is waited for once.
         numbers = torch.stack([torch.as_tensor(number, dtype=torch.float64) for number in numbers]).tolist()
     return struct.pack(f"<{len(numbers)}d", *map(float, numbers))
 
@@ -182,7 +183,7 @@ def add_numbers(collection: _ResultCollection, keys: Sequence[str], numbers: byt
 
 
 def collections_manifest(trainer: Trainer) -> dict[str, Any]:
-    """Keys of the training epoch and of validation, for newcomers."""
+    """Returns the keys that were logged in the training epoch and in validation, for newcomers."""
     epoch_loop = trainer.fit_loop.epoch_loop
     return {
         "train": describe_results(epoch_loop._results, live_only=False),
@@ -191,7 +192,9 @@ def collections_manifest(trainer: Trainer) -> dict[str, Any]:
 
 
 def adopt_collections(trainer: Trainer, manifest: Mapping[str, Any], reduce: Callable[..., Any]) -> None:
-    """A newcomer's collections get the donors' keys; what was logged before it came stays with those who logged it."""
+    """Gives a newcomer's collections the donors' keys; what was logged before it came stays with those who logged
+    it.
+    """
     epoch_loop = trainer.fit_loop.epoch_loop
     for collection, name in ((epoch_loop._results, "train"), (epoch_loop.val_loop._results, "val")):
         collection.clear()
@@ -199,10 +202,10 @@ def adopt_collections(trainer: Trainer, manifest: Mapping[str, Any], reduce: Cal
 
 
 class Untouched:
-    """Metrics and log calls inside have no effect: an idle member runs a training step on a stand-in batch.
+    """Context in which metrics and log calls have no effect: an idle member runs a training step on a stand-in batch.
 
     Attributes:
-        synced: A value was logged per step with sync_dist=True: the others exchange such values now.
+        synced: Whether a value was logged per step with sync_dist=True: the others exchange such values now.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -25,18 +25,19 @@ from chaos_lightning.protocol.types import Ledger
 
 
 class BySamples(LRScheduler):
-    """Walks a schedule by the samples that the job has used instead of by optimizer steps.
+    """Schedule that goes by the samples that the job has used instead of by optimizer steps.
 
     Under any other strategy each optimizer step is one step of the schedule, as without this.
 
     Args:
-        scheduler: Any that steps without a metric, written for a machine that takes a step after so many samples.
+        scheduler: Any schedule that steps without a metric, written for a machine that takes a step after so many
+            samples.
         samples_per_step: Samples that one step of the schedule stands for, such as batch size times
             `accumulate_grad_batches` of one process. Where the training loader has a batch sampler of its own, batches.
 
     Attributes:
-        samples: Used by the job so far.
-        steps: Taken by the schedule so far.
+        samples: Samples that the job has used so far.
+        steps: Steps that the schedule has taken so far.
     """
 
     def __init__(self, scheduler: LRScheduler, samples_per_step: int) -> None:
@@ -55,7 +56,7 @@ class BySamples(LRScheduler):
         self.samples = 0
         self.steps = 0
         self.counted = False
-        """Whether somebody says how many samples there are."""
+        """Whether the job counts the samples; else each step counts as `samples_per_step`."""
 
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
@@ -77,7 +78,7 @@ class BySamples(LRScheduler):
         return self.scheduler.get_lr()
 
     def step(self, epoch: int | None = None) -> None:
-        """After an optimizer step: as many steps of the schedule as its samples are worth, maybe none."""
+        """Takes, after an optimizer step, as many steps of the schedule as its samples are worth, maybe none."""
         if not self.counted:
             self.samples += self.samples_per_step
         while (self.steps + 1) * self.samples_per_step <= self.samples:
@@ -93,10 +94,10 @@ class BySamples(LRScheduler):
 
 
 class SampleCount:
-    """Tells the schedules of a fit what each commit has used.
+    """Counter that tells the schedules of a fit what each commit has used.
 
     Args:
-        configs: The Trainer's schedulers.
+        configs: Schedulers of the Trainer.
     """
 
     def __init__(self, configs: Iterable[LRSchedulerConfig]) -> None:
@@ -106,11 +107,11 @@ class SampleCount:
         self._ledger = Ledger()
 
     def begin(self, ledger: Ledger) -> None:
-        """This member stands at this ledger; what it counts has been counted."""
+        """Sets the ledger from which samples are counted; what it holds has been counted."""
         self._ledger = ledger
 
     def committed(self, ledger: Ledger) -> None:
-        """The ledger of the next header."""
+        """Counts the samples that the next header used, by its ledger."""
         before, self._ledger = self._ledger, ledger
         if self._schedules and ledger is not before:
             used = used_between(before, ledger)
@@ -119,7 +120,7 @@ class SampleCount:
 
 
 def used_between(before: Ledger, after: Ledger) -> int:
-    """Samples that were used between two ledgers, `after` being that of the next header."""
+    """Returns the number of samples that were used between two ledgers, `after` being that of the next header."""
     known = {entry.stream: entry for entry in before.streams}
     total = 0
     for entry in after.streams:
@@ -133,14 +134,16 @@ def used_between(before: Ledger, after: Ledger) -> int:
 
 
 def go_by_step(configs: Iterable[LRSchedulerConfig]) -> None:
-    """A schedule by samples is asked after each optimizer step, whatever interval it was given: epochs say nothing."""
+    """Makes Lightning ask schedules by samples after each optimizer step, whatever interval they were given: epochs
+    say nothing.
+    """
     for config in configs:
         if isinstance(config.scheduler, BySamples):
             config.interval, config.frequency = "step", 1
 
 
 def name_of(scheduler: Any) -> str:
-    """In words, for the job's fingerprint."""
+    """Returns a schedule's name in words, for the job's fingerprint."""
     if isinstance(scheduler, BySamples):
         return f"BySamples({name_of(scheduler.scheduler)}, {scheduler.samples_per_step})"
     return type(scheduler).__name__

@@ -58,16 +58,16 @@ saves (Lightning 2.6)."""
 
 
 class LightningState:
-    """`StateAccess` of one trainer.
+    """Training state of one trainer, as `StateAccess`.
 
     Args:
-        trainer: In fit, set up.
+        trainer: Trainer in fit, set up.
         loader: This member's training loader.
-        reduce: What `self.log(sync_dist=True)` syncs with.
-        extra: What else travels, by name, at the donor.
-        adopt_extra: Takes it over at the newcomer.
-        beside: What else all members hold alike, with tensors of its own.
-        reload: Makes this member's loaders anew if the donor's were made in another epoch; told in which its own were.
+        reduce: Function that `self.log(sync_dist=True)` syncs with.
+        extra: Functions by name that return, at the donor, what else travels.
+        adopt_extra: Takes that over at the newcomer.
+        beside: Further state that all members hold alike, with tensors of its own.
+        reload: Makes this member's loaders anew if the donor's were made in another epoch; gets the epochs of its own.
         rest: Names of the buffers that all members have, where they own parts of the model: this is the rest then
             (replication/part_state.py). None: all own all of it.
     """
@@ -96,16 +96,18 @@ class LightningState:
         made up for.
         """
         self.within_step = False
-        """A batch is under way. What is taken over then is of the header on which this member stands, so its counters
-        are those that are here: only tensors may differ. What is given away has the counters of before the batch."""
+        """Whether a batch is under way. What is taken over then is of the header on which this member stands, so its
+        counters are those that are here: only tensors may differ. What is given away has the counters of before the
+        batch.
+        """
         self.meeting = ""
-        """Name of the collective that is under way between two steps. Who takes the state over then does not know which
-        hooks the others have behind them, and cannot go on with them."""
+        """Name of the collective that is under way between two steps. A member that takes the state over then does not
+        know which hooks the others have behind them, and cannot go on with them."""
 
     # ------------------------------------------------------------------ tensors
 
     def _averages(self) -> dict[str, nn.Module]:
-        """Copies of the model that callbacks keep (EMA and the like)."""
+        """Returns the copies of the model that callbacks keep (EMA and the like)."""
         found = {}
         for place, callback in enumerate(self._trainer.callbacks):
             for name, value in vars(callback).items():
@@ -218,7 +220,7 @@ class LightningState:
         self.ended = bool(manifest["loops"].get("ended"))
         for callback in trainer.callbacks:
             if isinstance(callback, OWN):
-                callback.running_mean.to(trainer.strategy.root_device)  # else in an epoch's first batch alone
+                callback.running_mean.to(trainer.strategy.root_device)  # it does so itself in an epoch's first batch
             if str(callback.state_key) in manifest["callbacks"]:
                 _adopt_callback(callback, manifest["callbacks"][str(callback.state_key)])
         if manifest["module"]:
@@ -235,12 +237,12 @@ class LightningState:
 
 
 class KeptState:
-    """State that the last member keeps: as before the micro-batches that no step has used.
+    """State that the last member keeps: as it was before the micro-batches that no step has used.
 
     Args:
-        state: Of this member.
-        batches: How many these are.
-        ended: It is kept at the end of an epoch, after its last batch.
+        state: State of this member.
+        batches: Number of these micro-batches.
+        ended: Whether it is kept at the end of an epoch, after its last batch.
     """
 
     def __init__(self, state: LightningState, batches: int, *, ended: bool = False) -> None:
@@ -287,7 +289,7 @@ def _adopt_callback(callback: Callback, given: Mapping[str, Any]) -> None:
 
 
 def _cloned(value: Any) -> Any:
-    """Tensors copied: donors train on while the bytes travel."""
+    """Returns the value with its tensors copied: donors train on while the bytes travel."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is dict:

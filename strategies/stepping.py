@@ -1,4 +1,4 @@
-"""From micro-batches to committed steps: weights, idle micro-batches, averaging.
+"""Turns micro-batches into committed steps: weights, idle micro-batches, averaging.
 
 Theory of operation. An *accumulation* is what one optimizer step uses. Every member runs the same number of
 micro-batches in it, so that all of Lightning's counters agree; where nothing was assigned to it, it is idle. The
@@ -52,14 +52,14 @@ from chaos_lightning.strategies.manual import ManualGradients
 from chaos_lightning.strategies.results import Untouched
 
 IDLE_KEY = "chaos_idle"
-"""In `outputs` of `on_train_batch_end`: this member had no samples in this micro-batch."""
+"""Key in `outputs` of `on_train_batch_end`: whether this member had no samples in this micro-batch."""
 
 _CAME_TO_NOTHING = "`training_step` returned `None`. If this was on purpose, ignore this warning..."
 """Lightning's words, said here since Lightning sees a loss without a graph instead."""
 
 
 def sections_of(module: LightningModule, optimizers: list[Optimizer]) -> list[Section]:
-    """One section per optimizer, with the parameters that are trained now."""
+    """Returns one section per optimizer, with the parameters that are trained now."""
     names = {id(p): n for n, p in module.named_parameters()}
     sections = []
     for number, optimizer in enumerate(optimizers):
@@ -74,10 +74,10 @@ def sections_of(module: LightningModule, optimizers: list[Optimizer]) -> list[Se
 
 
 def weight_of(module: LightningModule, batch: Any, batch_idx: int, samples: float) -> float:
-    """Returns what a batch weighs in a step: its samples, or what the module's `chaos_weight` says.
+    """Returns the weight of a batch in a step: its samples, or what the module's `chaos_weight` says.
 
     Raises:
-        ConfigurationError: That is no weight.
+        ConfigurationError: `chaos_weight` returned no weight.
     """
     own = getattr(module, "chaos_weight", None)
     if own is None:
@@ -89,23 +89,24 @@ def weight_of(module: LightningModule, batch: Any, batch_idx: int, samples: floa
 
 
 class Stepper:
-    """One member's steps.
+    """Steps of one member in one fit.
 
     Args:
-        engine: Joined.
-        trainer: In fit.
-        collectives: For what is logged in training steps.
-        current: What the loader says about the present micro-batch.
-        spent: What a contribution made now spends.
-        order: Words about the order that the epoch's samples have.
+        engine: Engine that has joined the job.
+        trainer: Trainer in fit.
+        collectives: Collectives for what is logged in training steps.
+        current: Returns what the loader says about the present micro-batch.
+        spent: Returns the samples that a contribution made now spends.
+        order: Returns words about the order that the epoch's samples have.
         pass_is_over: Manual optimization: takes the slots of the optimizers that a backward pass reached.
-        says: What this member says beside a step's gradient.
+        says: Returns what this member says beside a step's gradient.
 
     Attributes:
-        comparison: Of the members' states, every so many steps.
-        total_weight: All members' weight in the last step's average.
+        comparison: Comparison of the members' states, every so many steps.
+        total_weight: Sum of all members' weights in the last step's average.
         manual: The gradients of manual optimization; None under automatic optimization.
-        hooked: Somebody has `on_after_backward`, and so sees gradients, or changes them, before the optimizer's step.
+        hooked: Whether the module or a callback has `on_after_backward`, and so sees or changes gradients before the
+            step.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Stepper:
         self.manual = None if automatic else ManualGradients(self.sections, pass_is_over)
         self._accumulation = Weighing(trainer.accumulate_grad_batches)
         self._present = 0.0
-        """Manual optimization: what the present micro-batch weighs."""
+        """Weight of the present micro-batch, under manual optimization."""
         self._skip_backward = False
         self._stepping = False
         self.total_weight = 0.0
@@ -149,7 +150,7 @@ class Stepper:
     # ------------------------------------------------------------------ one micro-batch
 
     def training_step(self, run: Callable[[], Any], batch: Any) -> Any:
-        """The user's training step, or what an idle member does instead; then what was logged is exchanged."""
+        """Runs the user's training step, or what an idle member does instead; then exchanges what was logged."""
         batch_idx = batches_begun(self._trainer) - 1
         part = self._current()
         idle = part is None or part.idle
@@ -173,7 +174,7 @@ class Stepper:
         return output
 
     def _automatic_step(self, run: Callable[[], Any], part: BatchFacts | None, batch: Any, batch_idx: int) -> Any:
-        """`part` is None if this member is idle."""
+        """Runs the user's training step under automatic optimization; `part` is None if this member is idle."""
         output = None
         if part is not None:
             self._watch.begin()
@@ -202,8 +203,9 @@ class Stepper:
         return weight_of(self._module, batch, batch_idx, part.samples)
 
     def _tell_of_changes(self) -> None:
-        """Under manual optimization members without samples run training_step, too, so what it does to a buffer is the
-        same everywhere unless it depends on the batch."""
+        """Warns once of buffers that training_step changed. Under manual optimization members without samples run
+        it, too, so what it does to a buffer is the same everywhere unless it depends on the batch.
+        """
         changed = self._watch.changed()
         if changed and not self._told:
             self._told = True
@@ -218,7 +220,8 @@ class Stepper:
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Scales the loss by what its samples count, tells the engine before the accumulation's last pass, and runs
-        it."""
+        the pass.
+        """
         if len(self._accumulation) == 1:
             refuse_kept(
                 self.sections[0].params,
@@ -234,13 +237,13 @@ class Stepper:
         return done
 
     def _close_accumulation(self) -> float:
-        """Before the last pass; returns the factor of its loss."""
+        """Closes the accumulation before its last pass; returns the factor of that pass's loss."""
         factor, total = self._accumulation.close(p for _, p in self.sections[0].params), self._accumulation.total
         self._engine.arm(coefficient=total, section=0, empty=total == 0)
         return factor
 
     def _start_scaler(self, loss: Tensor) -> None:
-        """A scaler that never scaled refuses to unscale the gradients that the others bring."""
+        """Starts the gradient scaler: one that never scaled refuses to unscale the gradients that the others bring."""
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             scaler.scale(loss)
@@ -259,7 +262,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """The closure inside belongs to the accumulation's last micro-batch."""
+        """Marks the closure inside as that of the accumulation's last micro-batch."""
         self._stepping = True
         try:
             yield
@@ -271,7 +274,7 @@ class Stepper:
         afterwards. If it yields, the header may be of what the others do first; then it is to be called again.
 
         Args:
-            number: The optimizer's.
+            number: Number of the optimizer.
             yields: See `Engine.step`.
         """
         self._check_layout(self._trainer.optimizers[number])
@@ -300,26 +303,29 @@ class Stepper:
     # ------------------------------------------------------------------ manual optimization
 
     def manual_backward(self, run: Callable[[], None]) -> None:
-        """One backward pass of `LightningModule.manual_backward`, and the average of what it reached."""
+        """Runs one backward pass of `LightningModule.manual_backward`, and averages what it reached."""
         assert self.manual is not None
         self.manual.backward(run, stands_in=self._present == 0.0, unweighed=lambda: self.total_weight <= 0)
 
     def holds_average(self, number: int) -> bool:
-        """Whether this optimizer's gradients are an average that it has not stepped with; it steps without a slot."""
+        """Returns whether this optimizer's gradients are an average that it has not stepped with; it steps without
+        a slot.
+        """
         return self.manual is not None and self.manual.hold_average(number)
 
     def must_average(self, number: int) -> bool:
-        """Whether this optimizer's step is a slot: what it holds is no average, or somebody has put another gradient in
-        the place of one."""
+        """Returns whether this optimizer's step is a slot: what it holds is no average, or user code has put
+        another gradient in the place of one.
+        """
         return self.manual is None or not self.manual.hold_average(number) or self.manual.assigned(number)
 
     def stepped(self, number: int) -> None:
-        """This optimizer steps."""
+        """Notes that this optimizer steps."""
         if self.manual is not None:
             self.manual.stepped(number)
 
     def gradients(self) -> dict[str, Any]:
-        """At a safe point, for newcomers: gradients that are kept beyond the batch."""
+        """Returns the gradients that are kept beyond the batch, at a safe point, for newcomers."""
         return {} if self.manual is None else self.manual.manifest()
 
     def adopt_gradients(self, given: Mapping[str, Any]) -> None:
@@ -330,7 +336,9 @@ class Stepper:
     # ------------------------------------------------------------------ what else may happen
 
     def put_back(self) -> None:
-        """Before the state is kept: averaged buffers that were assigned anew are those that the engine knows again."""
+        """Puts averaged buffers that were assigned anew back, before the state is kept, so that they are those that
+        the engine knows.
+        """
         self._watch.put_back()
 
     def nothing(self) -> Tensor | None:
@@ -338,12 +346,12 @@ class Stepper:
         return torch.zeros((), device=self._module.device) if self.manual is None else None
 
     def forget_accumulation(self) -> None:
-        """The next micro-batch begins a new one."""
+        """Forgets the present accumulation; the next micro-batch begins a new one."""
         self._accumulation.forget()
         self._engine.losses.tell(0)
 
     def reset(self) -> None:
-        """The member joins again: nothing is open."""
+        """Forgets the present accumulation and manual gradients, as the member joins again."""
         self.forget_accumulation()
         self._watch.put_back()
         if self.manual is not None:

@@ -37,11 +37,11 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class StableLog:
-    """Holds back what loggers are told until the next commit.
+    """Buffer of log calls, which loggers get once the next slot has committed.
 
     Args:
-        alone: Whether nobody else could redo the present step, so that waiting is pointless.
-        writer: Tells this member from others in the files of the run.
+        alone: Returns whether nobody else could redo the present step, so that waiting is pointless.
+        writer: Id that tells this member from others in the files of the run.
     """
 
     def __init__(self, alone: Callable[[], bool], writer: str = "") -> None:
@@ -51,10 +51,10 @@ class StableLog:
         self._owed: list[list[Call]] = [[], []]
         """Calls that the last two commits made final."""
         self._held: list[tuple[Logger, dict[str, Any]]] = []
-        """With what the user had put in place of `log_metrics`."""
+        """Loggers, each with what the user had put in place of `log_metrics`."""
 
     def hold(self, loggers: list[Logger]) -> None:
-        """From here on these loggers' `log_metrics` goes through here, once where one is given twice."""
+        """Routes these loggers' `log_metrics` through here from now on, once where one is given twice."""
         for logger in {id(logger): logger for logger in loggers}.values():
             own = {name: value for name, value in vars(logger).items() if name == "log_metrics"}
             self._held.append((logger, own))
@@ -70,7 +70,7 @@ class StableLog:
         return log_metrics
 
     def stable(self) -> None:
-        """A slot committed: whatever was logged before it is final."""
+        """Passes on what was logged before the slot that has committed now: it is final."""
         waiting, self._waiting = self._waiting, []
         self._owed = [self._owed[1], waiting]
         if not waiting or taken_over([logger for logger, _ in self._held], self.writer):
@@ -80,7 +80,7 @@ class StableLog:
         self.save()
 
     def save(self) -> None:
-        """Has loggers write files with which a successor of this writer goes on."""
+        """Makes loggers write files with which a successor of this writer goes on."""
         for logger, _ in self._held:
             save(logger)
 
@@ -91,14 +91,16 @@ class StableLog:
         return [call for calls in self._owed[certain:] for call in calls if call.logger is logger]
 
     def drop(self) -> None:
-        """This member was fenced: its last step may be redone by others, and others write what came before it."""
+        """Drops what waits, as this member was fenced: its last step may be redone by others, and others write what
+        came before it.
+        """
         self._waiting.clear()
         self._owed = [[], []]
         for logger, _ in self._held:
             forget(logger)
 
     def release(self) -> None:
-        """Loggers are the user's again; what still waits is dropped."""
+        """Gives the loggers back to the user; what still waits is dropped."""
         self._waiting.clear()
         for logger, own in self._held:
             vars(logger).pop("log_metrics", None)
@@ -107,17 +109,17 @@ class StableLog:
 
 
 class Writer:
-    """Whether this member is the writer of a fit, and what changes with it.
+    """Role of the writer in a fit: whether this member has it, and what changes with it.
 
     Args:
-        trainer: In fit.
-        environment: Told who this process is.
-        in_job: Whether collectives reach other members.
-        alone: Collectives inside answer with this member's own values.
-        run: The run's id where others than this job's members may go on with its files; "": there are none.
+        trainer: Trainer in fit.
+        environment: Environment, which is told who this process is.
+        in_job: Returns whether collectives reach other members.
+        alone: Returns a context in which collectives answer with this member's own values.
+        run: Returns the run's id if others than this job's members may go on with its files; "": there are none.
 
     Attributes:
-        told: Where the writer logs, as it has told. It travels with the training state.
+        told: Place at which the writer logs, as it has told. It travels with the training state.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Writer:
         self._due = False
         """Whether work is due that can only be done between two batches."""
         self._marked = False
-        """Its folders are marked for others than this job's members."""
+        """Whether its folders are marked for others than this job's members."""
         self.logs = StableLog(lambda: not in_job() or (environment.world_size() == 1 and not run()), uuid.uuid4().hex)
         self.told = LogPlace()
 
@@ -143,18 +145,19 @@ class Writer:
         return self._environment.global_rank() == 0
 
     def place(self, name: str, rank: int, world_size: int, *, fresh: bool, lost: bool, let_go: bool) -> None:
-        """A slot committed, or this member came in: who is it now?
+        """Sets this member's rank after a slot committed, or as it came in; it may become the writer by that, or cease
+        to be it.
 
         Args:
-            name: Of this member.
-            rank: Of this member.
-            world_size: Of the job.
-            fresh: The job starts; nobody has written yet.
-            lost: Who was the writer has no part in that slot.
-            let_go: It has, and leaves with it; it writes all that was logged before.
+            name: Name of this member.
+            rank: Rank of this member.
+            world_size: World size of the job.
+            fresh: Whether the job starts, and nobody has written yet.
+            lost: Whether the previous writer has no part in that slot.
+            let_go: Whether it has, and leaves with it; it writes all that was logged before.
         """
         wrote = self.is_here
-        # Always: who was put out had another number meanwhile, which can be that of the world it comes back to.
+        # Always: a member that was put out counted as one of two meanwhile, and the job may have two members now.
         refit_rates(self._trainer, world_size)
         grows = world_size > self._environment.world_size()
         if self._environment.place(rank, world_size):
@@ -167,27 +170,28 @@ class Writer:
                     if not let_go and (lost or gone_on):
                         catch_up(logger, self.logs.owed(logger, certain=not gone_on))
         elif wrote and rank == 0 and grows:
-            self.logs.save()  # whoever came in now does not know what was logged before
+            self.logs.save()  # a member that came in now does not know what was logged before
         elif wrote and rank != 0:
             _demote(self._trainer)
 
     def promote_if_due(self, *, fresh: bool) -> None:
-        """Between two batches: the rest of becoming the writer."""
+        """Finishes becoming the writer, between two batches."""
         if self._due:
             self._due = False
             with self._alone():
                 _promote(self._trainer, fresh=fresh)
 
     def tell_files(self, members: Callable[[], tuple[str, ...]]) -> None:
-        """All members learn where the writer logs, whenever there is another one: `trainer.log_dir` may be asked for in
-        training_step, where nothing can be exchanged, and the next writer goes on with these files."""
+        """Tells all members where the writer logs, whenever there is another one: `trainer.log_dir` may be asked
+        for in training_step, where nothing can be exchanged, and the next writer goes on with these files.
+        """
         here, run = members(), self._run()
         if run and self.is_here and not self._marked:
             self._marked = True
             mark(self._trainer.loggers, run, self.logs.writer)
         if self._trainer.loggers and len(here) > 1 and self.told.writer != here[0]:
             answer = self._trainer.strategy.broadcast(self._files())
-            self.told = LogPlace(here[0], *answer)  # if that one has died meanwhile, the next one tells soon
+            self.told = LogPlace(here[0], *answer)  # if that writer has died meanwhile, the next one tells soon
 
     def _files(self) -> list[Any]:
         loggers, (_, _, run, known) = self._trainer.loggers, self.told
@@ -203,20 +207,20 @@ class Writer:
         """Returns `trainer.log_dir` within a step: the writer's, as it was told last.
 
         Args:
-            own: This member's, which is its answer where it is the writer or nobody logs.
+            own: This member's own, which is the answer if it is the writer or nobody logs.
         """
         return own if self.is_here or not self.told.writer else self.told.folder
 
     def save_logs(self) -> None:
-        """Has loggers write what they hold back, while this member is still the writer."""
+        """Makes loggers write what they hold back, while this member is still the writer."""
         for logger in self._trainer.loggers:
             logger.save()
 
     def step_aside(self, *, void: bool) -> None:
-        """This member is out: it must not look like the writer.
+        """Gives the writer's role up, as this member is out: it must not look like the writer.
 
         Args:
-            void: It was put out: somebody else may write by now.
+            void: Whether it was put out: another member may write by now.
         """
         if self.is_here and not void:
             self.save_logs()
@@ -227,17 +231,18 @@ class Writer:
 def open_loggers(
     trainer: Trainer, name: str, *, fresh: bool, told: LogPlace = LogPlace(), writer: str = ""
 ) -> dict[Logger, bool]:
-    """This member writes from now on: loggers open, and clocks of rank zero start. Collectives must be off meanwhile.
+    """Opens the loggers, and starts clocks of rank zero: this member writes from now on. Collectives must be off
+    meanwhile.
 
     Args:
-        trainer: In fit.
+        trainer: Trainer in fit.
         name: This member's name; distinguishes its log folder from one that is not the run's.
-        fresh: The job starts; nobody has written yet.
-        told: Where the writer before has logged.
-        writer: Tells this member from others; "": who wrote before writes a little more.
+        fresh: Whether the job starts, and nobody has written yet.
+        told: Place at which the previous writer has logged.
+        writer: Id that tells this member from others; "": the previous writer writes a little more.
 
     Returns:
-        The loggers, and whether they know what the writer before has written.
+        The loggers, and whether they know what the previous writer has written.
     """
     opened: dict[Logger, bool] = {}
     for place, logger in enumerate(trainer.loggers):
@@ -256,7 +261,7 @@ def open_loggers(
 
 
 def _promote(trainer: Trainer, *, fresh: bool) -> None:
-    """The rest of becoming the writer, between two batches. Collectives must be switched off meanwhile."""
+    """Finishes becoming the writer, between two batches. Collectives must be switched off meanwhile."""
     cli = sys.modules.get("lightning.pytorch.cli")
     for callback in trainer.callbacks:
         if cli is not None and isinstance(callback, cli.SaveConfigCallback) and fresh:
@@ -270,8 +275,9 @@ def _promote(trainer: Trainer, *, fresh: bool) -> None:
 
 
 def _save_config(callback: Any, trainer: Trainer) -> None:
-    """LightningCLI's configuration is written where no founder has. One that counted as rank zero while it set up, and
-    is another member now, has written it to this very folder if all see the same one."""
+    """Writes LightningCLI's configuration if no founder has. One that counted as rank zero while it set up, and is
+    another member now, has written it to this very folder if all see the same one.
+    """
     path = os.path.join(str(trainer.log_dir), callback.config_filename)
     written = callback.save_to_log_dir and not callback.overwrite and trainer.world_size > 1 and os.path.isfile(path)
     before = callback.save_to_log_dir

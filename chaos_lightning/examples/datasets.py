@@ -43,7 +43,7 @@ class MissingDataError(ConfigurationError, FileNotFoundError):
 
 
 def read_text(source: str = "stdlib") -> tuple[bytes, bytes]:
-    """Training and validation text as bytes.
+    """Returns training and validation text as bytes.
 
     Args:
         source: "stdlib", "python-doc", a text file, or a folder with WikiText's files. Without a validation file of its
@@ -99,7 +99,7 @@ _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """One array of an IDX file (the format of MNIST), plain or gzipped.
+    """Returns the array of an IDX file (the format of MNIST), plain or gzipped.
 
     The file is: two zero bytes, the element type, the number of dimensions, each dimension as 4 bytes, the elements;
     all of it big endian.
@@ -120,7 +120,7 @@ def read_idx(path: str | Path) -> np.ndarray:
 
 
 def fashion_mnist(root: str | Path = FASHION_MNIST) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set of FashionMNIST: float images (1, 28, 28) around zero, and labels 0..9."""
+    """Returns training and test set of FashionMNIST: float images (1, 28, 28) around zero, and labels 0..9."""
 
     def load(part: str) -> TensorDataset:
         arrays = []
@@ -141,7 +141,9 @@ def fashion_mnist(root: str | Path = FASHION_MNIST) -> tuple[TensorDataset, Tens
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's handwritten digits: float images (1, 8, 8), labels 0..9; every fifth sample is for the test."""
+    """Returns scikit-learn's handwritten digits: float images (1, 8, 8), labels 0..9; every fifth sample is for the
+    test.
+    """
     with needing("the data set of digits"):
         from sklearn.datasets import load_digits
 
@@ -153,7 +155,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def cifar10(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
-    """CIFAR-10 from its binary version: records of one label byte and 3072 bytes of image, plane by plane."""
+    """Returns CIFAR-10 from its binary version: records of one label byte and 3072 bytes of image, plane by plane."""
 
     def load(names: list[str]) -> TensorDataset:
         parts = []
@@ -179,7 +181,7 @@ def cifar10(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
 
 
 Sets = tuple[Dataset[Any], Dataset[Any]]
-"""For training and for validation."""
+"""Training set and validation set."""
 
 
 class DataModule(L.LightningDataModule):
@@ -233,7 +235,7 @@ class ImageData(DataModule):
         root: Folder of the files; "" means where Debian's package puts them (FashionMNIST only).
         batch_size: Samples per member and micro-batch.
         workers: Worker processes of each loader.
-        fallback: Use the digits where FashionMNIST is not installed, and warn. Mind that all members must then do so.
+        fallback: Whether to use the digits, and warn, if FashionMNIST is not installed; then at all members alike.
     """
 
     def __init__(

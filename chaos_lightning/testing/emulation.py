@@ -1,4 +1,5 @@
-"""Members on an emulated network: whom they dial, how much they send to whom, and on which machine they count as.
+"""Puts members on an emulated network: where they dial, how fast they send to each peer, and as which machine they
+count.
 
 Theory of operation. The product knows three things that may be put in place of the network and the machine as they
 are: `transport.medium.install` (how connections are made, and a pacer that bounds what is sent on them) and
@@ -43,19 +44,21 @@ RELAY = "CHAOS_LINK_RELAY"
 RATES = "CHAOS_EMULATE"
 HOST = "CHAOS_HOST"
 _HOOK = str(Path(__file__).with_name("injected"))
-"""Holds the sitecustomize.py, and nothing else."""
+"""Folder that holds the sitecustomize.py, and nothing else."""
 
 IDLE_PART = 1 / 16
 """Share of the rate for a connection with nothing to send; many such connections have a quarter in all."""
 _LINGER_S = 0.15
-"""A connection that had nothing to send at the last looks was busy so short a time ago that it still counts as busy."""
+"""Seconds for which a connection counts as busy after the last look that found bytes waiting on it."""
 
 
 # ------------------------------------------------------------------ the environment
 
 
 def carried(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same for a program, which acts by it if it says anything about an emulated network."""
+    """Returns the same environment for a program; if it says anything about an emulated network, the program will act
+    by it.
+    """
     found = dict(environment)
     if any(found.get(name) for name in (RELAY, RATES, HOST)):
         paths = [p for p in found.get("PYTHONPATH", "").split(os.pathsep) if p and p != _HOOK]
@@ -64,7 +67,7 @@ def carried(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def install_from(environment: Mapping[str, str]) -> None:
-    """From now on this process acts by what this environment says, until something else is installed.
+    """Makes this process act by what this environment says, until something else is installed.
 
     Raises:
         ConfigurationError: The relay or the rates cannot be read.
@@ -77,7 +80,7 @@ def install_from(environment: Mapping[str, str]) -> None:
 
 
 def enter(environment: Mapping[str, str]) -> None:
-    """Puts this into the environment of this process and of whatever it starts, and acts by it."""
+    """Puts these variables into the environment of this process and of whatever it starts, and acts by them."""
     os.environ.update(environment)
     os.environ.update(carried(os.environ))
     install_from(os.environ)
@@ -85,7 +88,7 @@ def enter(environment: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def emulating(*, relay: str = "", rates: Mapping[str, float] | None = None, host: str = "") -> Iterator[Emulated]:
-    """This process has such a network and is such a machine; afterwards what it had and was before."""
+    """Gives this process such a network and such a machine while the block runs; afterwards it has its former ones."""
     emulated = Emulated(relay, rates or {})
     before, was = medium.install(emulated), process_table.count_as(host)
     try:
@@ -99,11 +102,11 @@ def emulating(*, relay: str = "", rates: Mapping[str, float] | None = None, host
 
 
 class Emulated:
-    """A network as the environment says.
+    """Emulated network of one process: the relay that members dial, and the rates at which they send.
 
     Args:
         relay: HOST:PORT through which members are dialled; "": they are dialled directly.
-        rates_bps: What is sent to whom at most.
+        rates_bps: Most that is sent to each peer, bits per second, by id, name or node.
     """
 
     def __init__(self, relay: str, rates_bps: Mapping[str, float]) -> None:
@@ -131,18 +134,18 @@ class Emulated:
         return self._pacers[-1]
 
     def change(self, rates_bps: Mapping[str, float]) -> None:
-        """Other rates, for all members of this process; called in the thread of their connections."""
+        """Sets other rates for all members of this process; called in the thread of their connections."""
         self._rates_bps = dict(rates_bps)
         for pacer in self._pacers:
             pacer.change(rates_bps)
 
 
 class RatePacer:
-    """Bounds what one member sends, peer by peer; a `transport.medium.Pacer`.
+    """Pacer that bounds what one member sends, peer by peer; a `transport.medium.Pacer`.
 
     Args:
-        rates_bps: By id, name or node of the peer.
-        relayed: All links go through a relay.
+        rates_bps: Bits per second, by id, name or node of the peer.
+        relayed: Whether all links go through a relay.
     """
 
     def __init__(self, rates_bps: Mapping[str, float], *, relayed: bool = False) -> None:
@@ -154,7 +157,7 @@ class RatePacer:
         return self._relayed or rate_to(self._rates_bps, peer) is not None
 
     def change(self, rates_bps: Mapping[str, float]) -> None:
-        """Sends at most so many bits per second to these peers from now on; others are not bounded.
+        """Bounds what is sent to these peers from now on, bits per second; other peers are not bounded.
 
         Raises:
             ConfigurationError: A rate is not positive.
@@ -214,10 +217,10 @@ class Shares:
         return len(self._connections)
 
     def join(self, sock: socket.socket, bound: Callable[[float | None], None], now: float) -> None:
-        """A connection, which as a rule has something to send at once.
+        """Adds a connection, which counts as busy at first: as a rule it has something to send at once.
 
         Args:
-            sock: Names it.
+            sock: Socket of the connection, which names it.
             bound: Sets its own bound in bits per second; None takes it away.
             now: Monotonic seconds.
         """
@@ -226,12 +229,12 @@ class Shares:
         self.settle(now)
 
     def leave(self, sock: socket.socket, now: float) -> None:
-        """This connection is over; unknown ones are ignored."""
+        """Removes this connection; unknown ones are ignored."""
         if self._connections.pop(sock, None) is not None:
             self.settle(now)
 
     def settle(self, now: float, waiting: Collection[socket.socket] = ()) -> None:
-        """Sets all bounds.
+        """Divides the rate among the connections, and sets all their bounds.
 
         Args:
             now: Monotonic seconds.
@@ -251,7 +254,7 @@ class Shares:
         rate = self.rate_bps
         if rate is None:
             return dict.fromkeys(self._connections)
-        # The first of several with nothing to send is the link: whatever comes next, as a rule comes there.
+        # If none has anything to send, the first one counts as busy: it is the link, where the next bytes usually come.
         busy = [s for s, c in self._connections.items() if now - c.busy_at <= _LINGER_S]
         busy = busy or list(self._connections)[:1]
         others = len(self._connections) - len(busy)
@@ -264,7 +267,7 @@ class Shares:
 
 
 def rates_from(text: str, what: str = RATES) -> dict[str, float]:
-    """The table in a JSON text; "" is an empty one.
+    """Returns the table of rates in a JSON text; "" is an empty one.
 
     Raises:
         ConfigurationError: Names the entry that cannot be a rate.
@@ -281,7 +284,7 @@ def rates_from(text: str, what: str = RATES) -> dict[str, float]:
 
 
 def checked(rates: Mapping[str, object], what: str = "emulate") -> dict[str, float]:
-    """The same table, if each rate is a positive number of bits per second.
+    """Returns the same table, if each rate is a positive number of bits per second.
 
     Raises:
         ConfigurationError: Names the entry.
@@ -295,7 +298,9 @@ def checked(rates: Mapping[str, object], what: str = "emulate") -> dict[str, flo
 
 
 def rate_to(table: Mapping[str, float], member_id: str) -> float | None:
-    """The rate towards this member: by its id, its name or its node (names are NODE-RANK); None if it has none."""
+    """Returns the rate towards this member: by its id, its name or its node (names are NODE-RANK); None if it has
+    none.
+    """
     name = member_id.rpartition("~")[0] or member_id
     for key in (member_id, name, name.rpartition("-")[0]):
         if key in table:

@@ -1,4 +1,4 @@
-"""A parameter server on several machines, as a user would start it, for demonstrations and benchmarks to strike at.
+"""Runs a parameter server on several machines, as a user would start it, for demos and benchmarks to strike at.
 
 Theory of operation. `chaos-lightning ps up` runs on the first machine (a leader, the followers and a warm spare),
 `chaos-lightning ps leader` on the others, which share the chain in etcd. All its processes inherit a mark, so that all
@@ -22,7 +22,7 @@ MARK = "CHAOS_FAR_SERVER"
 
 
 def surroundings(events: Path) -> dict[str, str]:
-    """The environment of a lab's processes: this one's, without what other jobs have left in it."""
+    """Returns the environment of a lab's processes: this process's own, without what other jobs have left in it."""
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("CHAOS_", "TORCHELASTIC_"))},
         "PYTHONUNBUFFERED": "1",
@@ -35,18 +35,18 @@ def surroundings(events: Path) -> dict[str, str]:
 
 @dataclass(slots=True)
 class FarServer:
-    """See the module.
+    """Parameter server on several machines; see the module.
 
     Attributes:
-        folder: For files and outputs.
-        events: Where all processes write their event logs.
+        folder: Folder of files and outputs.
+        events: Folder in which all processes write their event logs.
         places: HOST:PORT of the leader on each machine, by the machine's name.
-        log: Takes what is done to it.
-        store: What leaders are told of their store; "": one file on the first machine, which is the only one then.
-        followers: How many.
-        environment: Of all processes, beside their own.
-        apart: Each machine counts as one of its own.
-        machines: What was started last on each.
+        log: Event log of the faults that are injected into it.
+        store: Store that leaders are given by --store; "": one file on the first machine, which is the only one then.
+        followers: Number of followers.
+        environment: Further environment of all processes.
+        apart: Whether each machine counts as one of its own, or all as this one.
+        machines: First process of each machine, as started last.
         down: Machines whose first process was killed.
     """
 
@@ -64,12 +64,12 @@ class FarServer:
 
     @property
     def endpoints(self) -> str:
-        """All places where a leader may be."""
+        """Endpoints at which a leader may be, with commas between them."""
         return ",".join(self.places.values())
 
     @property
     def first(self) -> str:
-        """The machine that has the followers."""
+        """Name of the machine that has the followers."""
         return next(iter(self.places))
 
     def words(self, name: str) -> list[str]:
@@ -80,7 +80,7 @@ class FarServer:
         return [*words, *([f"--store={self.store}"] if self.store else [])]
 
     def start(self, name: str) -> None:
-        """This machine, perhaps again."""
+        """Starts the server's part on this machine, perhaps again."""
         if name in self.machines:
             self.machines[name].release()
         environment = {
@@ -95,18 +95,18 @@ class FarServer:
         self.down.discard(name)
 
     def start_all(self) -> None:
-        """All machines."""
+        """Starts the server's parts on all machines."""
         for name in self.places:
             self.start(name)
 
     def strike(self, kind: str, name: str, pid: int, number: int = signal.SIGKILL) -> bool:
-        """A signal for one process; whether it was there.
+        """Sends a signal to one process; returns whether the process was there.
 
         Args:
-            kind: What the log calls this.
-            name: Of its machine, where the supervisor goes on unless it is struck itself.
-            pid: Its number.
-            number: Of the signal.
+            kind: Name of this fault in the log.
+            name: Name of the machine, whose supervisor goes on unless it is struck itself.
+            pid: Process id.
+            number: Number of the signal.
         """
         if self.machines[name].pid == pid:
             self.down.add(name)
@@ -114,7 +114,7 @@ class FarServer:
         return self._mark.send(pid, number)
 
     def kill_all(self) -> int:
-        """SIGKILL for all processes at once; how many there were."""
+        """Sends SIGKILL to all processes at once; returns how many there were."""
         self.down |= set(self.machines)
         self.log.emit("fault_injected", kind="server_sigkill", node="server")
         struck: set[int] = set()
@@ -125,11 +125,11 @@ class FarServer:
         return len(struck)
 
     def alive(self) -> set[int]:
-        """All its processes."""
+        """Returns the ids of all processes of the server."""
         return self._mark.alive()
 
     def close(self) -> None:
-        """Ends them all."""
+        """Ends all processes of the server."""
         self._mark.end()
         for child in self.machines.values():
             if not child.running:

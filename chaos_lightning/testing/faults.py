@@ -39,7 +39,7 @@ class Action(enum.StrEnum):
     JOIN = "join"
     """A process of this name is started."""
     LEAVE = "leave"
-    """It asks to leave, as with Ctrl+C."""
+    """The process asks to leave, as with Ctrl+C."""
     SIGKILL = "sigkill"
     SIGSTOP = "sigstop"
     """Frozen for `seconds`, then continued (0: until somebody continues it)."""
@@ -60,9 +60,9 @@ class LoopPhase(enum.StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     ALLREDUCE = "allreduce"
-    """After the backward pass, when its gradients are on their way."""
+    """Phase after the backward pass, when its gradients are on their way."""
     OPTIMIZER = "optimizer"
-    """After the slot's commit, before the optimizer has written."""
+    """Phase after the slot's commit, before the optimizer has written."""
     VALIDATION = "validation"
     CHECKPOINT = "checkpoint"
     TRAIN_END = "train_end"
@@ -73,15 +73,15 @@ class Fault:
     """One fault: exactly one trigger (`step`, `after_s` or `event`), one action, one victim (`node` or `rank`).
 
     Attributes:
-        action: What happens.
+        action: Action against the victim.
         node: Name of the victim (constant over its incarnations).
         rank: The victim as its rank at the time, instead of a name.
         step: Trigger: so many optimizer steps are committed.
-        phase: With a step: where in the victim's loop.
+        phase: Phase of the victim's loop in which it strikes; only with a step.
         after_s: Trigger: seconds since the plan was started.
         event: Trigger: name of an event.
-        event_node: With an event: whose; empty: anybody's.
-        seconds: How long (sigstop, cut, stall); 0: for good.
+        event_node: Node that writes the event; empty: any node.
+        seconds: Duration of a sigstop, cut or stall; 0: for good.
         peer: The other end of a link that is cut or stalled.
     """
 
@@ -127,12 +127,12 @@ class Fault:
 
     @property
     def victim(self) -> str:
-        """Name or "rank N"."""
+        """Name of the victim, or "rank N"."""
         return self.node or f"rank {self.rank}"
 
     @property
     def fatal(self) -> bool:
-        """The process ends by it without having asked to."""
+        """Whether the fault ends the victim's process without the victim having asked for it."""
         return self.action is Action.SIGKILL
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ _LINE = re.compile(
 
 
 def parse_line(line: str) -> Fault:
-    """One line of a plan's text.
+    """Returns the fault in one line of a plan's text.
 
     Raises:
         ConfigurationError: The line is no fault; the message shows what is expected.
@@ -211,7 +211,7 @@ _CHOICES = {"action": [a.value for a in Action], "phase": [p.value for p in Loop
 
 
 def from_mapping(entry: Mapping[Any, Any]) -> Fault:
-    """One fault from a dict with the keys do, node, rank, at_step, in, after_s, on, of, for_s, peer.
+    """Returns the fault in a dict with the keys do, node, rank, at_step, in, after_s, on, of, for_s, peer.
 
     Raises:
         ConfigurationError: An unknown key, action or phase, or no number where one belongs.
@@ -240,7 +240,7 @@ class FaultPlan:
     """An ordered list of faults, and the deaths that come with them.
 
     Attributes:
-        faults: In the order they were written.
+        faults: Faults, in the order they were written.
         also_expected: Nodes that may die as well (a neighbour on the same machine, say).
     """
 
@@ -249,7 +249,9 @@ class FaultPlan:
 
     @classmethod
     def parse(cls, text: str) -> FaultPlan:
-        """From text: a fault a line; empty lines and `#` comments are skipped; `expect death of NODE` declares more."""
+        """Reads a plan from text: a fault a line; empty lines and `#` comments are skipped; `expect death of NODE`
+        declares more deaths.
+        """
         faults: list[Fault] = []
         expected: list[str] = []
         for raw in text.splitlines():
@@ -265,7 +267,7 @@ class FaultPlan:
 
     @classmethod
     def load(cls, source: FaultPlan | str | Path | Mapping[str, Any] | Sequence[Any] | None) -> FaultPlan:
-        """From whatever a user may hand over: a plan, its text, a file (.yaml, .yml or text), a dict or a list.
+        """Reads a plan from whatever a user may give: a plan, its text, a file (.yaml, .yml or text), a dict or a list.
 
         A dict has `faults` (entries as dicts or lines) and optionally `expect_deaths`.
         """
@@ -299,15 +301,16 @@ class FaultPlan:
     def random(
         cls, seed: int, *, nodes: Sequence[str], spares: Sequence[str] = (), steps: int, count: int, keep: int = 1
     ) -> FaultPlan:
-        """A random plan that always leaves `keep` of the first nodes untouched; the same seed gives the same plan.
+        """Returns a random plan that always leaves `keep` of the first nodes untouched; the same seed gives the same
+        plan.
 
         Args:
-            seed: Of the generator.
+            seed: Seed of the generator.
             nodes: Names that are there from the start.
             spares: Names that may join.
-            steps: Faults are spread over so many committed steps.
-            count: How many faults.
-            keep: So many nodes, from the front, are never hurt.
+            steps: Number of committed steps over which the faults are spread.
+            count: Number of faults.
+            keep: Number of nodes, from the front, that are never hurt.
         """
         rng = random.Random(seed)
         there, waiting = list(nodes), list(spares)
@@ -343,12 +346,12 @@ class FaultPlan:
         return tuple(f.node for f in self.faults if f.action is Action.JOIN)
 
     def inside(self, node: str) -> FaultPlan:
-        """The faults that the process of this node can carry out on itself (it learns its rank at run time)."""
+        """Returns the faults that the process of this node can carry out on itself (it learns its rank at run time)."""
         own = (f for f in self.faults if f.action not in (Action.JOIN, *LINK_ACTIONS))
         return FaultPlan(tuple(f for f in own if f.rank is not None or f.node == node), self.also_expected)
 
     def outside(self) -> FaultPlan:
-        """The faults that need somebody outside the victim: all but those in a phase of its loop."""
+        """Returns the faults that must be carried out from outside the victim: all but those in a phase of its loop."""
         return FaultPlan(tuple(f for f in self.faults if f.phase is None), self.also_expected)
 
     def __iter__(self) -> Iterator[Fault]:
@@ -376,7 +379,7 @@ class Schedule:
         self._open = list(self.plan.faults)
 
     def saw(self, event: str, node: str) -> None:
-        """An event was written by this node."""
+        """Notes that this node has written an event."""
         self._seen |= {(event, node), (event, "")}
 
     def due(
@@ -387,13 +390,13 @@ class Schedule:
         phase: LoopPhase | None = None,
         victims: Collection[str] | None = None,
     ) -> list[Fault]:
-        """Faults whose trigger has come, in the plan's order; they are not returned again.
+        """Returns faults whose trigger has come, in the plan's order; they are not returned again.
 
         Args:
             step: Optimizer steps committed so far.
             elapsed_s: Seconds since the start.
-            phase: Where the caller is; faults with a phase come due only there, faults without one anywhere.
-            victims: Only faults of these ("edge-2", "rank 1"); None: of anybody.
+            phase: Phase in which the caller is; faults with a phase come due only there, faults without one anywhere.
+            victims: Victims whose faults are returned ("edge-2", "rank 1"); None: all.
         """
         ready = [
             f
@@ -430,44 +433,44 @@ class FaultInjector:
         return self
 
     def fail_at(self, victim: int | str, step: int, phase: LoopPhase | str | None = None) -> FaultInjector:
-        """SIGKILL once `step` steps are committed, in this phase of the victim's loop if one is given."""
+        """Adds a SIGKILL once `step` steps are committed, in this phase of the victim's loop if one is given."""
         return self._add(Action.SIGKILL, victim, step=step, phase=LoopPhase(phase) if phase else None)
 
     def freeze_at(self, victim: int | str, step: int, seconds: float) -> FaultInjector:
-        """SIGSTOP once `step` steps are committed, SIGCONT so many seconds later."""
+        """Adds a SIGSTOP once `step` steps are committed, and a SIGCONT so many seconds later."""
         return self._add(Action.SIGSTOP, victim, step=step, seconds=seconds)
 
     def leave_at(self, victim: int | str, step: int) -> FaultInjector:
-        """A polite leave once `step` steps are committed."""
+        """Adds a polite leave once `step` steps are committed."""
         return self._add(Action.LEAVE, victim, step=step)
 
     def terminate_at(self, victim: int | str, step: int) -> FaultInjector:
-        """SIGTERM once `step` steps are committed."""
+        """Adds a SIGTERM once `step` steps are committed."""
         return self._add(Action.SIGTERM, victim, step=step)
 
     def join_at(self, name: str, step: int) -> FaultInjector:
-        """Start a process of this name once `step` steps are committed."""
+        """Adds the start of a process of this name once `step` steps are committed."""
         return self._add(Action.JOIN, name, step=step)
 
     def cut_at(self, one: str, other: str, step: int, seconds: float = 0.0) -> FaultInjector:
-        """Cut the link between two nodes once `step` steps are committed (0 s: for good)."""
+        """Adds a cut of the link between two nodes once `step` steps are committed (0 s: for good)."""
         return self._add(Action.CUT, one, step=step, peer=other, seconds=seconds)
 
     def stall_at(self, one: str, other: str, step: int, seconds: float = 0.0) -> FaultInjector:
-        """Make the link between two nodes a black hole once `step` steps are committed (0 s: for good)."""
+        """Adds a black hole on the link between two nodes once `step` steps are committed (0 s: for good)."""
         return self._add(Action.STALL, one, step=step, peer=other, seconds=seconds)
 
     def when(
         self, event: str, node: str, action: Action | str, victim: int | str, seconds: float = 0.0
     ) -> FaultInjector:
-        """Do something once an event of a node was seen."""
+        """Adds an action once an event of a node was seen."""
         return self._add(Action(action), victim, event=str(event), event_node=node, seconds=seconds)
 
     def expect(self, *nodes: str) -> FaultInjector:
-        """Declare further deaths."""
+        """Declares further deaths."""
         self._expected += nodes
         return self
 
     def plan(self) -> FaultPlan:
-        """The finished plan."""
+        """Returns the finished plan."""
         return FaultPlan(tuple(self._faults), tuple(self._expected))

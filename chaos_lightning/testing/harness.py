@@ -38,14 +38,14 @@ _TURN_S = 0.01
 
 
 class UndeclaredDeath(AssertionError):
-    """A process died that nobody had declared."""
+    """A process died whose death nobody had declared."""
 
 
 class Harness:
-    """Processes and their event logs in one directory.
+    """Processes of a test and their event logs, in one directory.
 
-    Use it as a context manager: at the end everything that still runs is killed, and a death that nobody declared or
-    noticed so far fails the test.
+    Use it as a context manager: at the end everything that still runs is killed, and a death that was neither declared
+    nor noticed so far fails the test.
     """
 
     def __init__(
@@ -58,15 +58,16 @@ class Harness:
         start: Callable[[Harness, str], Child] | None = None,
         relay: LinkRelay | None = None,
     ):
-        """Make the directories.
+        """Makes the directories.
 
         Args:
-            directory: Output goes to `out/`, event logs to `events/` in it; children get CHAOS_LOG_DIR.
+            directory: Folder of the test; output goes to `out/`, event logs to `events/` in it; children get
+                CHAOS_LOG_DIR.
             env: Further environment of the children.
-            plan: Its `expected_deaths` are declared; `drive` carries it out.
+            plan: Fault plan, which `drive` carries out; its `expected_deaths` are declared.
             deadline_s: Default deadline of every wait, s.
             start: Starts the process of a node that joins by the plan.
-            relay: The children's links pass through it and can be hurt; it stays the caller's to close.
+            relay: Relay through which the children's links pass, so that they can be hurt; the caller closes it.
         """
         self.directory = Path(directory)
         self.logs = self.directory / "events"
@@ -95,7 +96,7 @@ class Harness:
         return {**base, "CHAOS_LOG_DIR": str(self.logs), **routed, **self._env}
 
     def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
-        """Start a program under this name, once whoever was killed is gone."""
+        """Starts a program under this name, once all killed processes are gone."""
         self._bury()
         return self._keep(start_command(name, command, self._output(name), env={**self.environment(), **(env or {})}))
 
@@ -107,7 +108,7 @@ class Harness:
         env: Mapping[str, str] | None = None,
         preload: Sequence[str] = PRELOAD,
     ) -> Child:
-        """Run a module-level function in a child that has torch and Lightning imported already; see `start`."""
+        """Runs a module-level function in a child that has torch and Lightning imported already; see `start`."""
         self._bury()
         return self._keep(
             start_function(
@@ -136,14 +137,14 @@ class Harness:
     # ------------------------------------------------------------------------------------------------ hurting
 
     def kill(self, name: str, *, group: bool = False) -> None:
-        """SIGKILL; its death is declared."""
+        """Sends SIGKILL to a process; its death is declared by that."""
         child = self._child(name)
         self.declare(name)
         self.events.emit("fault_injected", kind=Action.SIGKILL.value, node=name, pid=child.pid)
         child.killed = child.send(signal.SIGKILL, group=group)
 
     def stop(self, name: str, seconds: float = 0.0) -> None:
-        """SIGSTOP; continued by `cont`, or by the first wait after `seconds`."""
+        """Freezes a process by SIGSTOP; `cont` continues it, or the first wait after `seconds` (0: `cont` only)."""
         child = self._child(name)
         self.events.emit("fault_injected", kind=Action.SIGSTOP.value, node=name, seconds=seconds, pid=child.pid)
         child.frozen = child.send(signal.SIGSTOP)
@@ -151,22 +152,22 @@ class Harness:
             self._later(seconds, lambda: self._thaw(child))
 
     def cont(self, name: str) -> None:
-        """SIGCONT."""
+        """Continues a frozen process by SIGCONT."""
         child = self._child(name)
         self.events.emit("fault_injected", kind="sigcont", node=name, pid=child.pid)
         child.frozen = False
         child.send(signal.SIGCONT)
 
     def cut(self, one: str, other: str, seconds: float = 0.0) -> None:
-        """Reset the link between two nodes, and refuse it until `restore`, or the first wait after `seconds`."""
+        """Resets the link between two nodes, and refuses it until `restore`, or the first wait after `seconds`."""
         self._hurt_link(Action.CUT, one, other, seconds)
 
     def stall(self, one: str, other: str, seconds: float = 0.0) -> None:
-        """A black hole between two nodes, until `restore`, or the first wait after `seconds`."""
+        """Makes the link between two nodes a black hole until `restore`, or the first wait after `seconds`."""
         self._hurt_link(Action.STALL, one, other, seconds)
 
     def restore(self, one: str, other: str) -> None:
-        """The link between two nodes is whole again."""
+        """Restores the link between two nodes."""
         relay = self._need_relay(f"restore {one} {other}")
         self.events.emit("fault_injected", kind="restore", node=one, peer=other)
         relay.restore(one, other)
@@ -193,13 +194,13 @@ class Harness:
             self.cont(child.name)
 
     def terminate(self, name: str, *, number: int = signal.SIGTERM, group: bool = False) -> None:
-        """SIGTERM (or SIGINT): a polite end, after which the process should end with exit code 0."""
+        """Sends SIGTERM (or SIGINT), a polite end, after which the process should end with exit code 0."""
         child = self._child(name)
         self.events.emit("fault_injected", kind=signal.Signals(number).name.lower(), node=name, pid=child.pid)
         child.send(number, group=group)
 
     def declare(self, *names: str) -> None:
-        """These may die from now on."""
+        """Declares that these processes may die from now on."""
         self._declared |= set(names)
         for name in names:
             if name in self.children:
@@ -221,18 +222,18 @@ class Harness:
         node: str = "",
         after: Record | None = None,
     ) -> Record:
-        """The first event of this name that answers the predicate, past ones included.
+        """Waits for the first event of this name that satisfies the predicate, past ones included; returns it.
 
         Args:
             name: Event name.
-            predicate: Which of them; None: any.
-            deadline_s: Give up after so many seconds.
-            node: Only of this node.
+            predicate: Condition on the event; None: any event.
+            deadline_s: Seconds after which the wait is given up.
+            node: Only events of this node.
             after: Only events that were read after this one.
 
         Raises:
             DeadlineError: It did not come; the message shows all processes and the last events.
-            UndeclaredDeath: A process died meanwhile that nobody had declared.
+            UndeclaredDeath: A process died meanwhile whose death nobody had declared.
         """
         place = 0 if after is None else self._seen.index(after) + 1
 
@@ -252,14 +253,14 @@ class Harness:
         return self.wait_until(found, f"event {name!r}" + (f" of {node}" if node else ""), deadline_s)
 
     def wait_admitted(self, name: str, scheduler: str) -> Record:
-        """Until a view that has this node as a joiner is decided, and the member that leads it knows of that.
+        """Waits until a view with this node as a joiner is decided, and the member that leads it knows of that.
 
         Args:
-            name: The newcomer's.
-            scheduler: Under which name the scheduler logs: the job's.
+            name: Name of the newcomer.
+            scheduler: Name under which the scheduler logs, which is the job's.
 
         Returns:
-            The scheduler's event.
+            Event of the scheduler about that view.
         """
 
         def joins(record: Record) -> bool:
@@ -276,7 +277,7 @@ class Harness:
         return view
 
     def wait_until(self, ready: Callable[[], T | None], what: str, deadline_s: float | None = None) -> T:
-        """Repeat `ready` as events come in until it returns something but None or False."""
+        """Repeats `ready` as events come in until it returns something but None or False; returns that."""
         limit = self.deadline_s if deadline_s is None else deadline_s
         end = time.monotonic() + limit
         while True:
@@ -291,7 +292,7 @@ class Harness:
             self._sleep(min(left, _TURN_S))
 
     def wait_exit(self, name: str, deadline_s: float | None = None) -> int:
-        """The exit code of a process, once it has ended (negative for a signal)."""
+        """Waits for the end of a process; returns its exit code (negative for a signal)."""
         child = self._child(name)
 
         def ended() -> tuple[int] | None:
@@ -301,23 +302,23 @@ class Harness:
         return self.wait_until(ended, f"the end of {name}", deadline_s)[0]
 
     def wait_all(self, deadline_s: float | None = None) -> None:
-        """Until every process has ended; each that was not declared must end with exit code 0."""
+        """Waits until every process has ended; each that was not declared must end with exit code 0."""
         self.wait_until(
             lambda: not any(c.running for c in self.children.values()), "the end of all processes", deadline_s
         )
         self._check(self.children.values())
 
     def wait_step(self, step: int, deadline_s: float | None = None, *, node: str = "") -> Record:
-        """The first commit that brings the job (or this node) to `step` optimizer steps."""
+        """Waits for the first commit that brings the job (or this node) to `step` optimizer steps; returns it."""
         return self.wait_for("committed", lambda r: integer(r.get("step")) >= step, deadline_s, node=node)
 
     def _bury(self) -> None:
-        """A killed process has its ports until the kernel is through with it, and the next one may want them."""
+        """Waits until killed processes have ended: until then they have their ports, which the next one may want."""
         dying = [child for child in self.children.values() if child.killed]
         self.wait_until(lambda: all(child.poll() is not None for child in dying), "the end of those that were killed")
 
     def _turn(self) -> None:
-        """Take in what was logged, and end freezes, cuts and stalls whose time has come."""
+        """Takes in what was logged, and ends freezes, cuts and stalls whose time has come."""
         now = time.monotonic()
         for entry in [x for x in self._due if x[0] <= now]:
             self._due.remove(entry)
@@ -325,7 +326,7 @@ class Harness:
         self._seen += self._tail.poll()
 
     def _sleep(self, seconds: float) -> None:
-        """Until a process ends, at most so long."""
+        """Sleeps until a process ends, at most so long."""
         waiter = select.poll()
         for child in self.children.values():
             if child.running:
@@ -345,7 +346,7 @@ class Harness:
     def _may_die(self, name: str) -> bool:
         if name in self._declared:
             return True
-        # A plan may name its victim by rank: then the victim's own word before it struck is the declaration.
+        # A plan may name its victim by rank: then the event that the victim wrote before it struck is the declaration.
         ranked = any(victim.startswith("rank ") for victim in self._declared)
         return ranked and any(
             r.name == "fault_injected" and r.node == name and r.get("kind") == Action.SIGKILL for r in self._seen
@@ -356,7 +357,8 @@ class Harness:
     def drive(
         self, until: Callable[[], bool], deadline_s: float | None = None, plan: FaultPlan | None = None
     ) -> Schedule:
-        """Carry out the plan's outside faults as their triggers come, until `until()` holds; returns what was left.
+        """Carries out the plan's outside faults as their triggers come, until `until()` holds; returns the schedule
+        with what was left.
 
         Steps and events from before the call count as triggers. Faults within a phase belong to the victims themselves
         (`FaultInjectorCallback`). Links are cut and stalled by the relay; without one, a plan that does so is refused.
@@ -397,7 +399,7 @@ class Harness:
             self.terminate(name, number=signal.SIGINT if fault.action is Action.LEAVE else signal.SIGTERM)
 
     def _by_rank(self, rank: int) -> str:
-        """The node that has this rank in the latest view."""
+        """Returns the node that has this rank in the latest view."""
         views = [v for v in self.timeline().views.values() if v.members]
         members = max(views, key=lambda v: v.number).members if views else ()
         if rank >= len(members):
@@ -413,11 +415,11 @@ class Harness:
         return list(self._seen)
 
     def timeline(self) -> Timeline:
-        """The timeline of all events so far."""
+        """Returns the timeline of all events so far."""
         return Timeline.of(self.records)
 
     def audit(self, **options: Any) -> list[auditing.Finding]:
-        """The contract's verdicts; raises AssertionError with the contradictions if a point is violated."""
+        """Returns the audit's verdicts; raises AssertionError with the contradictions if a point is violated."""
         expected = {x for x in self._declared if not x.startswith("rank ")}
         findings = auditing.audit(self.logs, expected_deaths=expected, **options)
         if auditing.violations(findings):
@@ -425,7 +427,9 @@ class Harness:
         return findings
 
     def dump(self, events: int = 30) -> str:
-        """Processes, the last output of declared victims that failed, and the last events, for a failed test."""
+        """Returns words about all processes, the last output of declared victims that failed, and the last events,
+        for a failed test.
+        """
         self._turn()
         states = "\n".join(f"  {c.words()}" for c in self.children.values()) or "  none"
         last = "\n".join(f"  {str(r)[:240]}" for r in self._seen[-events:]) or "  none"
@@ -435,12 +439,12 @@ class Harness:
         return f"--- processes\n{states}\n{said}--- last events ({self.logs})\n{last}"
 
     def _stacks(self) -> str:
-        """Where all that still runs stands, for a wait that was in vain."""
+        """Returns the stacks of all processes that still run, for a wait that was in vain."""
         told = ((child.name, child.stacks()) for child in self.children.values())
         return "".join(f"--- stacks of {name}\n{stacks}\n" for name, stacks in told if stacks)
 
     def close(self) -> None:
-        """Kill what still runs, with all its descendants in its group, and let the event log go."""
+        """Kills what still runs, with all its descendants in its group, and closes the event log."""
         for child in [*self._past, *self.children.values()]:
             child.end_group()
         deadline = time.monotonic() + 10.0

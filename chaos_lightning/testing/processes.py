@@ -48,25 +48,31 @@ PRELOAD = (
     "chaos_lightning.control.agent",
 )
 STACKS = signal.SIGVTALRM
-"""A child that runs a function answers with the stacks of all its threads, in its output. Nothing else uses it."""
+"""Signal that a child that runs a function answers with the stacks of all its threads, in its output. Nothing else
+uses it.
+"""
 _PR_SET_PDEATHSIG = 1
 _TURN_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def importable() -> str:
-    """PYTHONPATH for a command that is to find what this process finds."""
+    """Returns the PYTHONPATH for a command that is to find what this process finds."""
     return os.pathsep.join(p for p in sys.path if p)
 
 
 def die_with_parent() -> None:
-    """This process gets SIGKILL when the thread that started it ends (Linux; elsewhere nothing happens)."""
+    """Makes the kernel send SIGKILL to this process when the thread that started it ends (Linux; elsewhere nothing
+    happens).
+    """
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def hold_the_lock(seconds: float) -> None:
-    """One long call into C that lets no other thread of this process run Python, as a collection or a fork may."""
+    """Makes one long call into C that lets no other thread of this process run Python, as a collection or a fork
+    may.
+    """
     ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
 
@@ -85,7 +91,9 @@ _LAUNCH = (
     f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGKILL, 0, 0, 0) if sys.platform == 'linux' else None; "
     "os.execvp(sys.argv[1], sys.argv[1:])"
 )
-"""Bound to its parent, then the program; a preexec_fn would run Python between fork and exec of a threaded test."""
+"""Python program that binds itself to its parent, then becomes the command; a preexec_fn would run Python between
+fork and exec of a threaded test.
+"""
 
 
 @dataclass(slots=True)
@@ -96,27 +104,27 @@ class Child:
     pid: int
     log: Path
     started: float
-    """Monotonic, s."""
+    """Time of its start, monotonic clock, s."""
     sentinel: int
     """File descriptor that becomes readable when the process has ended."""
     poll: Callable[[], int | None]
-    """Exit code, negative for a signal; None while it runs."""
+    """Returns the exit code, negative for a signal; None while the process runs."""
     own_sentinel: bool = False
-    """The descriptor is ours to close."""
+    """Whether the descriptor is ours to close."""
     expected: bool = False
     frozen: bool = False
     killed: bool = False
-    """SIGKILL was sent, so its end is a matter of time."""
+    """Whether SIGKILL was sent, so that its end is a matter of time."""
     tells_stacks: bool = False
-    """It answers to `STACKS`."""
+    """Whether it answers to `STACKS`."""
 
     @property
     def running(self) -> bool:
-        """It has not ended."""
+        """Whether the process has not ended."""
         return self.poll() is None
 
     def send(self, number: int, *, group: bool = False) -> bool:
-        """Signal this process (or its whole group); False if it is gone already."""
+        """Sends a signal to this process (or its whole group); returns False if it is gone already."""
         if not self.running:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -128,7 +136,7 @@ class Child:
         return False
 
     def end_group(self) -> None:
-        """SIGKILL for whatever is left of its group, frozen or not; the group is this child's own session.
+        """Sends SIGKILL to whatever is left of its group, frozen or not; the group is this child's own session.
 
         A group that still has members keeps its leader's number from being given out again; so if the leader is gone
         and a process of that number exists, the group is empty and the process is a stranger's.
@@ -139,13 +147,13 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Let the descriptor go, once the process has ended."""
+        """Closes the descriptor, once the process has ended."""
         if self.own_sentinel:
             self.own_sentinel = False
             os.close(self.sentinel)
 
     def tail(self, lines: int = 40) -> str:
-        """The last lines it printed."""
+        """Returns the last lines that the process printed."""
         try:
             text = self.log.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
@@ -153,10 +161,10 @@ class Child:
         return "\n".join(text.splitlines()[-lines:]) or "(it printed nothing)"
 
     def stacks(self, patience_s: float = 2.0) -> str:
-        """Where its threads stand, as it says itself.
+        """Returns the stacks of the child's threads, as it prints them itself.
 
         Returns:
-            "" where it cannot say: it has ended, is frozen, has only just started, or is a program.
+            Stacks; "" if the child cannot print them: it has ended, is frozen, has only just started, or is a program.
         """
         if self.frozen or not self.tells_stacks or not self.running or not self.log.exists():
             return ""
@@ -171,7 +179,7 @@ class Child:
         return told
 
     def words(self) -> str:
-        """Its state for a message."""
+        """Returns the state of the process in words, for a message."""
         code = self.poll()
         if code is None:
             return f"{self.name} (pid {self.pid}) is {'frozen' if self.frozen else 'running'}"
@@ -182,7 +190,7 @@ class Child:
 def start_command(
     name: str, command: Sequence[str], log: Path, *, env: Mapping[str, str], cwd: Path | None = None
 ) -> Child:
-    """Start a program in a session of its own, its output in `log`."""
+    """Starts a program in a session of its own, with its output in `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -200,7 +208,8 @@ def start_command(
 
 @functools.cache
 def forkserver(preload: tuple[str, ...] = PRELOAD) -> ForkServerContext:
-    """Multiprocessing context whose children have these modules imported (the first child waits for the import).
+    """Returns the multiprocessing context whose children have these modules imported (the first child waits for the
+    import).
 
     The preload list is that of the first call in a process: there is one fork server.
     """
@@ -218,7 +227,7 @@ def start_function(
     env: Mapping[str, str],
     preload: Sequence[str] = PRELOAD,
 ) -> Child:
-    """Run `target(*args)` in a child of the fork server; both must be picklable (a function at module level)."""
+    """Runs `target(*args)` in a child of the fork server; both must be picklable (a function at module level)."""
     log.parent.mkdir(parents=True, exist_ok=True)
     context = forkserver(tuple(preload))
     process: BaseProcess = context.Process(
@@ -253,15 +262,15 @@ def _in_child(name: str, log: str, env: Mapping[str, str], target: Callable[...,
 
 MARK = "CHAOS_LAB"
 POLITE_S = 4.0
-"""Between SIGTERM and SIGKILL, s."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 class Mark:
-    """One lab's processes.
+    """Mark of one lab's processes: an environment variable that all of them inherit.
 
     Args:
-        value: Unique; by default a new one.
-        name: Of the environment variable.
+        value: Unique value; by default a new one.
+        name: Name of the environment variable.
     """
 
     def __init__(self, value: str = "", name: str = MARK) -> None:
@@ -274,12 +283,14 @@ class Mark:
         return {self.name: self.value}
 
     def alive(self) -> set[int]:
-        """Processes that bear the mark and run, but for this one."""
+        """Returns the ids of the processes that bear the mark and run, but for this one."""
         pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
         return {pid for pid in pids if pid != os.getpid() and self._bears(pid)}
 
     def end(self, polite_s: float = POLITE_S) -> int:
-        """Ends them all: SIGTERM, then SIGKILL; frozen ones are woken for it. How many there were."""
+        """Ends all that bear the mark: SIGTERM, then SIGKILL; frozen ones are woken for it. Returns how many there
+        were.
+        """
         ended: set[int] = set()
         for number, patience_s in ((signal.SIGTERM, polite_s), (signal.SIGKILL, 10.0)):
             signalled: set[int] = set()
@@ -293,7 +304,9 @@ class Mark:
         return len(ended)
 
     def send(self, pid: int, *numbers: int) -> bool:
-        """Signals this process, in order; False if it bears the mark no more (or never did), or has ended."""
+        """Sends these signals to this process, in order; returns False if it bears the mark no more (or never did), or
+        has ended.
+        """
         with self._open(pid) as handle:
             if handle < 0:
                 return False
@@ -306,7 +319,7 @@ class Mark:
 
     @contextlib.contextmanager
     def _open(self, pid: int) -> Iterator[int]:
-        """A pidfd of this process if it bears the mark; else -1."""
+        """Yields a pidfd of this process if it bears the mark; else -1."""
         try:
             handle = os.pidfd_open(pid)
         except OSError:
@@ -326,17 +339,17 @@ class Mark:
 
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
-"""gRPC dials IPv4 addresses by sockets of IPv6."""
+"""Tables of TCP connections; both, since gRPC dials IPv4 addresses by sockets of IPv6."""
 
 
 def owner_of(near: socket.socket, pids: Mapping[int, str]) -> str:
-    """The name of the process, of these, that dialled this connection; "" if none has.
+    """Returns the name of the process, of these, that dialled this connection; "" if none has.
 
     Args:
-        near: The end that was accepted.
+        near: Accepted end of the connection.
         pids: Names by process id.
     """
-    # Both ports tell: a dialler's alone is given out again for connections to other places.
+    # By both ports: a dialler's port alone may also be used for connections to other places.
     dialled, wanted, inodes = near.getsockname()[1], near.getpeername()[1], set()
     for table in _TABLES:
         with contextlib.suppress(OSError):

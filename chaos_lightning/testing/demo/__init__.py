@@ -1,8 +1,8 @@
 """`chaos-lightning demo`: real torchrun nodes train a real model, are hurt, and the event logs prove what happened."""
 
 LOSS = "loss"
-"""Name of the event by which the demo's training script tells a validation's loss."""
+"""Name of the event in which the demo's training script reports the loss of a validation."""
 FINAL = "final_weights"
-"""Name of the event by which a cluster of `demo-diloco` tells with what it ended."""
+"""Name of the event in which a cluster of `demo-diloco` reports its last version and the hash of its weights."""
 STEP_LOSS = "step_loss"
-"""Name of the event by which the training script of `demo-pipeline` tells the loss of a step."""
+"""Name of the event in which the training script of `demo-pipeline` reports the loss of a step."""

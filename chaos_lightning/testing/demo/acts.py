@@ -107,7 +107,9 @@ def are_in(stage: Stage[Cast], names: Sequence[str], after: float) -> None:
 
 
 def scheduler_ends(stage: Stage[Cast], names: Sequence[str], nothing: str) -> None:
-    """Ends the scheduler of a job that these nodes have left, too; says that nothing runs in these words."""
+    """Ends the scheduler of a job that these nodes have left, and waits for their ends; `nothing` says that nothing
+    runs.
+    """
     nodes = stage.nodes
     scheduler = integer(fetch_status(nodes.endpoint, timeout_s=stage.pace.act_deadline_s)["pid"])
     stage.say("do", "SIGTERM for the scheduler, too: nothing of the job is to be left")
@@ -118,7 +120,7 @@ def scheduler_ends(stage: Stage[Cast], names: Sequence[str], nothing: str) -> No
 
 
 def enough(folder: Path, epochs: int = 0) -> None:
-    """Asks the training scripts that look here to stop after this epoch, or after so many."""
+    """Asks the training scripts that look here to stop after their present epoch, or after `epochs` epochs."""
     part = folder / "enough.part"  # they never read half of it
     part.write_text(str(epochs))
     part.rename(folder / "enough")

@@ -36,12 +36,13 @@ from chaos_lightning.testing.far_server import FarServer
 
 SERVERS = ("server-1", "server-2", "server-3")
 FRESH_S, PUSHES = 0.2, 10
-"""The rank dies within so many seconds of a push's freezing. On a busy machine that is read late, when the push may be
-there already; then the next one is taken, of so many at most."""
+"""Seconds after the freezing of a push within which the rank is killed, and number of pushes that are tried. On a busy
+machine the event is read late, when the push may have arrived already; then the next push is taken.
+"""
 MOST_S = 300.0
-"""Longest time of the demo, s; not with --quick, for which others wait while they use the machine."""
+"""Longest time that the demo may take, s. It is not checked with --quick, which runs while others use the machine."""
 ENOUGH_LEFT = 500
-"""Samples, which take clusters some seconds."""
+"""Samples of an epoch that must be left if the job is to end with it; clusters take some seconds for them."""
 ARGUMENTS = ("--layers=3", "--width=96", "--batch-size=4")
 FULL, QUICK = ("--text=130000", "--inner-steps=12"), ("--text=100000", "--inner-steps=8")
 
@@ -49,7 +50,7 @@ FULL, QUICK = ("--text=130000", "--inner-steps=12"), ("--text=100000", "--inner-
 
 
 class Story:
-    """The acts, each a method that takes the stage.
+    """Acts of `demo-diloco`, each a method that takes the stage.
 
     Args:
         server: The parameter server between the clusters.
@@ -160,7 +161,7 @@ class Story:
     def finish(self, stage: Stage[Cast]) -> None:
         nodes = stage.nodes
         leases = self._facts()["leases"]
-        # Not this epoch, if some may be through with it before all others have read of it.
+        # Not this epoch if little of it is left: some clusters may be through with it before others have read the file.
         epochs = leases["epoch"] + (1 if leases["left"] > ENOUGH_LEFT else 2)
         acts.enough(nodes.folder, epochs)
         stage.say("do", f"enough: all clusters stop after {epochs} epochs of the data")
@@ -169,7 +170,7 @@ class Story:
         stage.look()
 
     def _start(self, stage: Stage[Cast], cluster: FarCluster, node: str = "") -> None:
-        """Starts a node of this cluster, or all of one that has none."""
+        """Starts this node of a cluster; a cluster without nodes is started as one process."""
         own = {"CHAOS_PS": self.server.endpoints, **({"CHAOS_NODE": node, **HASHES} if node else {})}
         command = [sys.executable, "-m", *_words(stage.nodes, cluster, node)]
         stage.nodes.run(node or cluster.name, command, own)
@@ -180,7 +181,7 @@ class Story:
 
 
 def _words(nodes: Cast, cluster: FarCluster, node: str = "") -> list[str]:
-    """Returns what is typed for this cluster, or on a node of it, after `python -m`."""
+    """Returns what is typed after `python -m` to start this cluster, or this node of it."""
     module, folder, *more = nodes.training()
     script = [module, folder, f"--name={cluster.name}", f"--pause={cluster.pause_s:g}", *more]
     if not node:
@@ -193,19 +194,19 @@ def _words(nodes: Cast, cluster: FarCluster, node: str = "") -> list[str]:
 
 
 def _rest(stage: Stage[Cast]) -> None:
-    """Some rounds in peace."""
+    """Waits for `pace.rest_steps` rounds in which nothing is broken."""
     at = time.time()
     for _ in range(stage.pace.rest_steps):
         at = _decided(stage, at).t
 
 
 def _decided(stage: Stage[Cast], after: float) -> Record:
-    """The first round after this time."""
+    """Waits for the first round that is decided after this time; returns its event."""
     return stage.first("entry", lambda r: r["kind"] == Round.__name__, after=after)
 
 
 def _adopts(stage: Stage[Cast], cluster: FarCluster) -> Record:
-    """It has a first version."""
+    """Waits until this cluster has adopted its first version; returns the event."""
     deadline_s = stage.pace.start_deadline_s
     return stage.first("version_adopted", lambda r: r.node == cluster.name, deadline_s=deadline_s)
 

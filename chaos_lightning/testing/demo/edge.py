@@ -39,7 +39,7 @@ from chaos_lightning.testing.processes import importable
 
 TOPOLOGY = Path(__file__).with_name("edge_topology.json")
 REST_S = 12.0
-"""After the last change, s."""
+"""Seconds of training after the last change of a link."""
 PACE = Pace(start_deadline_s=300.0, act_deadline_s=120.0)
 ARGUMENTS = ("--layers=3", "--width=128", "--batch-size=2", "--text=60000", "--pause=0.02")
 
@@ -47,10 +47,10 @@ ARGUMENTS = ("--layers=3", "--width=128", "--batch-size=2", "--text=60000", "--p
 
 
 class Machines:
-    """The lab's nodes.
+    """Nodes of the lab, as a demo's `Stage` watches them.
 
     Attributes:
-        ending: They may end.
+        ending: Whether commands may end now.
     """
 
     def __init__(self, lab: Lab) -> None:
@@ -62,13 +62,15 @@ class Machines:
         return self.lab.events
 
     def poll(self) -> Iterable[str]:
-        """Returns what the lab did to links."""
+        """Returns lines about what the lab has done to links since the last call."""
         said = [line for node, line in self.lab.poll() if not node and "started:" not in line]
         return [line.partition(" s  ")[2] for line in said]
 
     def check(self) -> None:
-        """Raises:
-        NodeDied: A command ended that was not to.
+        """Checks that no command has failed, or ended before it may.
+
+        Raises:
+            NodeDied: A command has ended so; the message shows its last output.
         """
         for name, code in self.exit_codes().items():
             if code or (code == 0 and not self.ending):
@@ -86,7 +88,7 @@ def all_join(stage: Stage[Machines]) -> None:
 
 
 def links_change(stage: Stage[Machines]) -> None:
-    """Until the schedule is over, and a rest."""
+    """Waits until the schedule of the links is over, and `REST_S` more."""
     lab = stage.nodes.lab
     last, coming = 0.0, next_change_s(lab.config.topology, 0.0)
     while coming is not None and coming < 3600.0:
@@ -105,7 +107,7 @@ def finish(stage: Stage[Machines]) -> None:
 
 
 def told(record: Record) -> str:
-    """Returns words about who is in, and about each view."""
+    """Returns a line about a member that joined, or about a view that was decided; "" for other events."""
     if record.name == "joined":
         return f"{record.node} is in as {record.get('role')}"
     if record.name == "view" and record.get("links") is None:
@@ -120,14 +122,14 @@ Edge = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Ruled:
-    """A view, as the first member that entered it told.
+    """A view, as reported by the member that entered it first.
 
     Attributes:
-        t: When, wall time, s.
-        members: Their ids.
-        links: Pairs of node names.
-        trees: What gradients travel over, as (weight, edges); empty for plans without trees of their own.
-        reason: Why it was decided.
+        t: Time at which it was entered, wall clock, s.
+        members: Ids of its members.
+        links: Its links, as pairs of node names.
+        trees: Reduction trees of the gradients, as (weight, edges); empty for plans without trees of their own.
+        reason: Reason for which it was decided.
     """
 
     t: float
@@ -143,12 +145,12 @@ class Ruled:
 
 
 def node(member: str) -> str:
-    """The node of a member id; the demo has one member a node."""
+    """Returns the node of a member id; the demo has one member a node."""
     return member.partition("~")[0].removesuffix("-0")
 
 
 def views(records: Sequence[Record]) -> list[Ruled]:
-    """All views with links, in the order in which they were entered."""
+    """Returns all views with links, in the order in which they were entered."""
     found: dict[str, Ruled] = {}
     for r in sorted(records, key=lambda r: r.t):
         links = r.get("links")
@@ -171,7 +173,7 @@ def _edge(a: str, b: str) -> Edge:
 
 
 def of_fault(fault: Record) -> Edge:
-    """The link that was changed."""
+    """Returns the link that a fault has changed."""
     return frozenset((fault.node, str(fault.get("peer"))))
 
 
@@ -193,7 +195,7 @@ class Links:
         self.views = views(records)
 
     def rate(self, edge: Edge, t: float) -> float:
-        """Returns what this link carried then, bits per second; 0 if nothing, or if it does not exist."""
+        """Returns the rate of this link at time `t`, bits per second; 0 if it carried nothing or does not exist."""
         link = next((x for x in self.topology.links if {x.a, x.b} == edge), None)
         rate, whole = (link.rate_bps, True) if link is not None else (0.0, False)
         for r in sorted(self.faults(*CHANGES), key=lambda r: r.t):
@@ -203,11 +205,11 @@ class Links:
         return rate if whole else 0.0
 
     def next(self, t: float, good: Callable[[Ruled], bool]) -> Ruled | None:
-        """The first view after this time that is so."""
+        """Returns the first view after time `t` that satisfies `good`; None if there is none."""
         return next((v for v in self.views if v.t > t and good(v)), None)
 
     def steps(self, start: float, stop: float) -> int:
-        """Committed in between."""
+        """Returns how many headers were committed between these times."""
         return len({r.get("header") for r in self.records if r.name == "committed" and start < r.t < stop})
 
 
@@ -226,7 +228,7 @@ def founded(links: Links) -> Check:
 
 
 def measured(links: Links) -> Check:
-    """Measurements between two changes of a link, over the rate that it then had."""
+    """Checks that all links were measured; compares each measurement with the rate that the link had at that time."""
     found: list[float] = []
     edges: set[Edge] = set()
     for r in links.records:
@@ -246,7 +248,7 @@ def measured(links: Links) -> Check:
 
 
 def failures(links: Links) -> list[Check]:
-    """Each cut or stall, and its end."""
+    """Checks for each cut or stall that the same members go on without the link, and use it again once it is back."""
     checks = []
     for fault in links.faults("cut", "stall"):
         edge = of_fault(fault)
@@ -269,7 +271,7 @@ def failures(links: Links) -> list[Check]:
 
 
 def slower(links: Links) -> list[Check]:
-    """Each rate that fell: the trees leave the link."""
+    """Checks for each rate that fell that the trees leave the link: it carries less than half of its former share."""
     checks = []
     for fault in links.faults("rate"):
         edge = of_fault(fault)
@@ -307,12 +309,12 @@ def stayed(links: Links) -> Check:
 
 
 def followed(links: Links) -> list[Check]:
-    """Returns the lines that this demo is about."""
+    """Returns the lines of the proof that are about links and trees."""
     return [founded(links), measured(links), *failures(links), *slower(links), trees(links), stayed(links)]
 
 
 def prove(e: Evidence, topology: Topology) -> list[Check]:
-    """Everything that must be true of this demo."""
+    """Returns all lines of this demo's proof."""
     names = topology.names
     deaths = any(r.name in ("death", "fenced") for r in e.records)
     return [

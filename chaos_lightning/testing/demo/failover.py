@@ -30,16 +30,18 @@ from chaos_lightning.testing.edge.runner import prepare
 FOUNDERS = ("edge-1", "edge-2", "edge-3")
 JOINS, JOINS_TOO, KILLED = "edge-4", "edge-5", "edge-2"
 WAITS_S = 1.0
-"""A step that is so much longer than others has waited for something: a lease of etcd's takes 2 s to end."""
+"""Seconds by which a step that waits for something exceeds the median: a lease of etcd's takes 2 s to end."""
 LEASES_S = 3.0
-"""By then an election among etcd's servers is over, and a lease that was not prolonged has ended."""
+"""Seconds after which an election among etcd's servers is over, and a lease that was not prolonged has ended."""
 RECOVERED_S = 6.0
 """Longest recovery from a death at the instant of a scheduler's and of etcd's leader's, s: 3 on an idle machine."""
 JOINS_WORK_S = 10.0
-"""Two elections, one of etcd's own and one of a scheduler, and a member that asks its endpoints in turn."""
+"""Longest time, s, from a kill until joins work again: two elections, one of etcd's own and one of a scheduler, and
+members that ask their endpoints in turn.
+"""
 JOINED_S = 20.0
-"""Longest way in, s, of a member that had just begun: beside these elections it says hello, links to all, pulls the
-state.
+"""Longest time, s, from a kill until a member that had just started has joined: beside these elections it says hello,
+links to all members and pulls the state.
 """
 
 
@@ -88,7 +90,7 @@ def both_die_and_a_node(stage: Stage[Cast], servers: EtcdServers) -> None:
 
 
 def _knocks(stage: Stage[Cast], name: str) -> None:
-    """Starts this node, and waits until its member runs, which knocks then."""
+    """Starts this node, and waits until its member runs, which asks to join then."""
     stage.nodes.start(name)
     stage.event("opened", name, stage.pace.start_deadline_s)
 
@@ -125,7 +127,7 @@ def _elected(stage: Stage[Cast], at: float, term: int) -> None:
 
 
 def led(e: Evidence) -> Check:
-    """Another scheduler, of a higher term, after each kill."""
+    """Checks that after each kill of a scheduler another one leads, with a term of its own."""
     times, kills = [], e.faults("scheduler_sigkill")
     for kill in kills:
         lead = e.first("scheduler_started", kill.t)
@@ -138,7 +140,9 @@ def led(e: Evidence) -> Check:
 
 
 def joins_work(e: Evidence) -> Check:
-    """From a kill until all who train on are connected to the next leader: then it takes in newcomers, too."""
+    """Checks how soon after each kill of a scheduler all members are connected to the next leader, which then takes in
+    newcomers, too.
+    """
     found = []
     for kill in e.faults("scheduler_sigkill"):
         lead = e.first("scheduler_started", kill.t)
@@ -155,12 +159,14 @@ def joins_work(e: Evidence) -> Check:
 
 
 def _connected(e: Evidence, node: str, after: float) -> Record | None:
-    """When this node's member was connected to a scheduler for the first time after that."""
+    """Returns the first event after this time that this member is connected to a scheduler; None if there is none."""
     return e.first("scheduler", after, lambda r: r.node == node and r.get("state") == "connected")
 
 
 def joined(e: Evidence, node: str, struck: str, whose: str) -> Check:
-    """After the first of these kills the node is let in, by a view that was written to the chain after it."""
+    """Checks that the node joins after the first of these kills, by a view that was written to the chain after the
+    kill.
+    """
     what, kill = f"{whose} dies as {node} knocks, and joins work again", e.fault(struck)
     joined = e.first("joined", wanted=lambda r: r.node == f"{node}-0" and r.source.startswith("member"))
     if joined is None or kill is None:
@@ -174,7 +180,9 @@ def joined(e: Evidence, node: str, struck: str, whose: str) -> Check:
 
 
 def leads_on(e: Evidence) -> Check:
-    """No other scheduler came to lead between the death of etcd's leader and the next kill of a scheduler."""
+    """Checks that no other scheduler came to lead between the death of etcd's leader and the next kill of a
+    scheduler.
+    """
     what = "while etcd elects a leader of its own, the scheduler goes on leading"
     etcd_kills, kills = e.faults("etcd_sigkill"), e.faults("scheduler_sigkill")
     if len(etcd_kills) != 2 or len(kills) != 2:
@@ -185,7 +193,7 @@ def leads_on(e: Evidence) -> Check:
 
 
 def undisturbed(e: Evidence) -> Check:
-    """In the first two acts nobody who trains dies."""
+    """Checks that no step of the first two acts, in which no member dies, waits for a scheduler or for etcd."""
     what = "training waits neither for a scheduler nor for etcd"
     etcd_kills, kills = e.faults("etcd_sigkill"), e.faults("scheduler_sigkill")
     if len(kills) != 2 or len(etcd_kills) != 2:
@@ -193,7 +201,9 @@ def undisturbed(e: Evidence) -> Check:
     steps = list(itertools.pairwise(slot.first for slot in e.steps))
 
     def longest(since: float, until: float) -> float:
-        """From step to step, s; what lies behind these times does not count."""
+        """Returns the longest time from one step to the next between these times, s; time after `until` does not
+        count.
+        """
         return max((min(b, until) - a for a, b in steps if b > since and a < until), default=0.0)
 
     ends = [kills[0].t, etcd_kills[0].t, min(kills[1].t, etcd_kills[1].t)]
@@ -218,7 +228,7 @@ def death(e: Evidence) -> Check:
 
 
 def prove(e: Evidence) -> list[Check]:
-    """Everything that must be true of this demo."""
+    """Returns all lines of this demo's proof."""
     return [
         led(e),
         joins_work(e),

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class FarCluster:
-    """A cluster.
+    """A cluster of `demo-diloco`.
 
     Attributes:
-        name: Its own.
-        pause_s: Added to each of its steps, s.
-        nodes: Of an elastic one: two found it, of which the second one is killed, and the third one joins. Else none.
+        name: Name of the cluster.
+        pause_s: Seconds added to each of its steps.
+        nodes: Nodes of an elastic cluster: the first two found it, the second one is killed, the third one joins. Empty
+            for a plain cluster.
     """
 
     name: str

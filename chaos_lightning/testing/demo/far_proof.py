@@ -29,25 +29,25 @@ from chaos_lightning.testing.demo.far import BENDS, CLUSTERS, DIES, LATE, FarClu
 from chaos_lightning.testing.demo.proof import Check, Evidence
 
 FASTER = (2.0, 5.0)
-"""How many times as fast as the slowest cluster the fastest one is. Pauses make it three, on a busy machine less."""
+"""Bounds of the fastest cluster's speed over the slowest one's. Pauses make it three, on a busy machine less."""
 REMOVED_S = 8.0
-"""Three heartbeats, the record, and a busy machine."""
+"""Longest time from a kill to the removal, s: three heartbeats, the record in the chain, and a busy machine."""
 SERVED_AGAIN_S = 8.0
 LED_S = 8.0
-"""An election where standbys see that the process is gone, on a busy machine."""
+"""Longest time from a kill to the next lead, s: an election in which standbys see that the process is gone."""
 BACK_S = 60.0
-"""All processes of a server are started anew: torch is imported."""
+"""Longest time from the kill of the whole server to a round, s: all processes are started anew and import torch."""
 
 
 class Plot(NamedTuple):
-    """Size of the story: so many machines may lead; all of it takes so long at most, s (0.0: nobody looks)."""
+    """Size of the story: number of machines that may lead, and longest time of it all, s (0.0: not checked)."""
 
     candidates: int
     most_s: float = 0.0
 
 
 class FarEvidence:
-    """The outer job that a demo has left."""
+    """Evidence about the outer job, from the event logs that a demo has left."""
 
     def __init__(self, e: Evidence, plot: Plot) -> None:
         self.e = e
@@ -60,31 +60,31 @@ class FarEvidence:
 
     @cached_property
     def rows(self) -> dict[str, list[ClusterRow]]:
-        """By cluster: its incarnations."""
+        """Incarnations of each cluster, by its name."""
         found: dict[str, list[ClusterRow]] = {}
         for row in self.facts.clusters:
             found.setdefault(cluster_of(row.name), []).append(row)
         return found
 
     def log(self, cluster: FarCluster) -> fold.ClusterLog | None:
-        """Returns the log of this cluster's incarnation."""
+        """Returns the log of this cluster's first incarnation; None if there is none."""
         return next((log for name, log in self.facts.run.clusters.items() if cluster_of(name) == cluster.name), None)
 
     def told(self, cluster: FarCluster) -> list[fold.Happening]:
-        """Returns all that this cluster has told."""
+        """Returns all happenings that this cluster has logged."""
         log = self.log(cluster)
         return [one for each in log.told.values() for one in each] if log is not None else []
 
     def rounds(self, since: float, until: float = float("inf")) -> int:
-        """Decided in between."""
+        """Returns the number of rounds that were decided between these times."""
         return sum(row.kind == "round" and since < row.t < until for row in self.facts.versions)
 
     def decided(self, after: Record | None) -> VersionRow | None:
-        """Returns the first round after this event."""
+        """Returns the first round that was decided after this event; None if there is no such round, or no event."""
         return next((row for row in self.facts.versions if row.kind == "round" and after and row.t > after.t), None)
 
     def steps(self, since: float, until: float) -> int:
-        """Inner steps that were told of in between, by all clusters."""
+        """Returns the number of inner steps that all clusters reported between these times."""
         told = (x for log in self.facts.run.clusters.values() for x in log.inner)
         return sum(x.steps for x in told if since < x.t < until)
 
@@ -93,7 +93,7 @@ class FarEvidence:
 
 
 def trained(f: FarEvidence) -> Check:
-    """All clusters, each as one incarnation and no others, and how fast each was."""
+    """Checks that all clusters trained, each as one incarnation and no others, and how fast each was."""
     what = f"{len(CLUSTERS)} clusters of speeds 1 to 3 train one model"
     paces = {one.name: pace for one in CLUSTERS if (log := f.log(one)) and (pace := _pace(log.inner))}
     slowest, fastest = min(paces.values(), default=1.0), max(paces.values(), default=1.0)
@@ -104,13 +104,13 @@ def trained(f: FarEvidence) -> Check:
 
 
 def _pace(told: Sequence[fold.InnerSteps]) -> float:
-    """Steps a second: the median over what was told."""
+    """Returns inner steps a second: the median over what a cluster reported."""
     rates = [b.steps / (b.t - a.t) for a, b in pairwise(told) if b.t > a.t]
     return statistics.median(rates) if rates else 0.0
 
 
 def elastic(f: FarEvidence) -> Check:
-    """How many ranks have told that they joined, before one was killed and in all."""
+    """Checks which ranks of the elastic cluster joined, before one was killed and in all."""
     (*founders, _), kill = BENDS.nodes, f.fault("sigkill", f"{BENDS.nodes[1]}-0")
     what = f'{BENDS.name} is inner="chaos" with {len(founders)} ranks at first, {len(BENDS.nodes)} in all'
     joined = {r.node.removesuffix("-0"): r.t for r in reversed(f.e.records) if r.name == "joined" and r.own}
@@ -144,7 +144,7 @@ def died(f: FarEvidence) -> Check:
 
 
 def rank(f: FarEvidence) -> Check:
-    """One of an elastic cluster's, while a push of it was under way."""
+    """Checks that a push counts if a rank of the elastic cluster dies while the push is under way."""
     _, dies, joins = BENDS.nodes
     what = f"a rank of {BENDS.name} dies in mid-push, and another joins: the push counts, and the cluster stays"
     kill, told = f.fault("sigkill", f"{dies}-0"), f.told(BENDS)
@@ -190,7 +190,7 @@ def follower(f: FarEvidence) -> Check:
 
 
 def was_warm(children: Sequence[Record], kill: float, up: float) -> bool:
-    """Whether the spare that made a follower had made one before the kill, and has stood since: that one was warm."""
+    """Returns whether the spare that made a follower was warm: it had made one before the kill, and has run since."""
     spares = [r for r in children if r.get("child") == SPARE and r.t < up]
     since = spares[-1].t if spares and spares[-1].get("up") else up
     made = [r for r in children if r.get("up") and r.get("child") not in (SPARE, LEADER)]
@@ -228,7 +228,7 @@ def everything(f: FarEvidence) -> Check:
 
 
 def versions(f: FarEvidence) -> Check:
-    """None that was decided is gone: all stand, and the last one is durable."""
+    """Checks that no version that was decided is lost: all stand, and the last one is durable."""
     chain, rows = f.chain, f.facts.versions
     gone = [str(row.version) for row in rows if not row.stands]
     cost = sum(lost_in(rollback)[0] for rollback in chain.rollbacks)
@@ -240,7 +240,7 @@ def versions(f: FarEvidence) -> Check:
 
 
 def pushes(f: FarEvidence) -> Check:
-    """No push counts twice, by its name."""
+    """Checks that no push counts twice, by its name."""
     accepted = [a for each in f.chain.answers.values() for a in each if a.answer is PushAnswer.ACCEPTED]
     twice = len(accepted) - len({a.offer.push for a in accepted})
     in_rounds = [push for row in f.facts.versions if row.kind == "round" and row.stands for push, _, _ in row.accepted]
@@ -261,7 +261,7 @@ def samples(f: FarEvidence) -> Check:
 
 
 def inner_steps(f: FarEvidence) -> Check:
-    """Trained less those in pushes that count, cluster by cluster."""
+    """Checks for each cluster that its steps are all in pushes that count, or known to be discarded."""
     words, lost, bad = [], 0, []
     for name, rows in f.rows.items():
         for row in rows:
@@ -290,7 +290,9 @@ def removed(f: FarEvidence) -> Check:
 
 
 def states(f: FarEvidence) -> Check:
-    """Followers' digests, also of what was computed again, and the clusters' weights at the end."""
+    """Checks that followers' digests are the chain's, also of versions that were computed again, and that all clusters
+    end with equal weights.
+    """
     marks = {str(mark.version): mark for mark in f.chain.marks}
     compared = again = differ = 0
     for log in f.facts.run.followers.values():
@@ -315,7 +317,9 @@ def states(f: FarEvidence) -> Check:
 
 
 def learned(f: FarEvidence) -> Check:
-    """Validation of adopted versions; the first cluster that tells of an epoch speaks for all."""
+    """Checks that the validation loss of adopted versions falls; the first cluster that reports an epoch speaks for
+    all.
+    """
     losses: dict[int, float] = {}
     for r in f.e.records:
         if r.name == LOSS:
@@ -324,20 +328,20 @@ def learned(f: FarEvidence) -> Check:
 
 
 def in_time(f: FarEvidence) -> Check:
-    """From the first event to the last one."""
+    """Checks the time from the first event to the last one."""
     seconds = f.e.records[-1].t - f.e.records[0].t if f.e.records else 0.0
     text = f"{seconds:.0f} s from the first event to the last one"
     return Check(f"it takes at most {f.plot.most_s:.0f} s", text, f.chain.ended is not None and seconds < f.plot.most_s)
 
 
 def audited(f: FarEvidence) -> list[Check]:
-    """The audit's verdicts on the outer job, and on the elastic cluster's own."""
+    """Returns the audit's verdicts on the outer job, and on the elastic cluster's own."""
     jobs = audit_folder(f.e.folder / "events")
     return [proof.verdict(x, j.title if j.title.startswith("elastic") else "") for j in jobs for x in j.findings]
 
 
 def prove(e: Evidence, plot: Plot) -> list[Check]:
-    """Everything that must be true of this demo."""
+    """Returns all lines of this demo's proof."""
     f = FarEvidence(e, plot)
     story = [trained(f), elastic(f), late(f), died(f), rank(f), follower(f), leader(f), everything(f)]
     kept = [versions(f), pushes(f), samples(f), inner_steps(f), removed(f), states(f), learned(f)]

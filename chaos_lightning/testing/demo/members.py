@@ -30,13 +30,13 @@ from chaos_lightning.testing.faults import Action, Fault, FaultPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Which node does what.
+    """Roles of the nodes in the story.
 
     Attributes:
-        founders, joins, killed, frozen, leaves: As they say.
+        founders, joins, killed, frozen, leaves: Nodes that found the job, join it, are killed, freeze and leave.
         several: A founder with two workers, of which the second one is killed.
-        last: Who leaves as the last one.
-        again: Who is started again after that.
+        last: Node that leaves last.
+        again: Nodes that are started again after that.
     """
 
     founders: tuple[str, ...]
@@ -50,12 +50,12 @@ class Roles:
 
     @property
     def worker(self) -> str:
-        """The member that is killed while its agent lives."""
+        """Name of the worker that is killed while its agent lives."""
         return f"{self.several}-1"
 
     @property
     def founding(self) -> set[str]:
-        """The founders' workers."""
+        """Names of the founders' workers."""
         return {f"{n}-0" for n in self.founders} | {self.worker}
 
 
@@ -73,12 +73,12 @@ ROLES = Roles(
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large and how long it is.
+    """Size and pace of the demo.
 
     Attributes:
-        pace: Of its acts.
-        freeze_s: How long the frozen worker sleeps.
-        arguments: For the training script.
+        pace: Pace of its acts.
+        freeze_s: Seconds for which the frozen worker sleeps.
+        arguments: Arguments of the training script.
     """
 
     pace: Pace = field(default_factory=Pace)
@@ -94,7 +94,7 @@ class Size:
             (
                 Fault(action=Action.SIGKILL, node=worker, event="joined", event_node=worker),
                 Fault(action=Action.JOIN, node=joins, event="death", event_node=worker),
-                # Its agent starts it again, and nobody else does.
+                # The worker's agent starts it again; the demo does not.
                 Fault(action=Action.JOIN, node=worker, event="death", event_node=worker),
                 Fault(action=Action.SIGKILL, node=killed, event="joined", event_node=joins),
                 Fault(action=Action.SIGSTOP, node=frozen, event="death", event_node=killed, seconds=long_s),
@@ -166,7 +166,7 @@ _AT_WORKER = {Action.SIGKILL: kill_worker, Action.JOIN: worker_comes_back}
 
 
 def everybody_goes(stage: Stage[Cast]) -> None:
-    """The last member, too; then the scheduler."""
+    """Makes the last two nodes leave, one after the other, and then ends the scheduler."""
     nodes, several, last = stage.nodes, ROLES.several, ROLES.last
     stage.say("do", f"SIGTERM for {several}, with both its workers, and then for {last}, the last one")
     nodes.ask(several, signal.SIGTERM)
@@ -323,7 +323,7 @@ def kept(e: Evidence, roles: Roles) -> Check:
 
 
 def _next_lead(e: Evidence, after: Record) -> float:
-    """When the next scheduler began to lead."""
+    """Returns the time at which the next scheduler began to lead; infinity if none did."""
     return min((r.t for r in e.leads() if r.t > after.t), default=float("inf"))
 
 
@@ -364,7 +364,7 @@ LINES: tuple[Callable[[Evidence, Roles], Check], ...] = (
 
 
 def prove(e: Evidence, roles: Roles = ROLES) -> list[Check]:
-    """Everything that must be true of this demo."""
+    """Returns all lines of this demo's proof."""
     finished = proof.finished(e, roles.again, f"the job finishes with {' and '.join(roles.again)}")
     return [*(line(e, roles) for line in LINES), finished, *proof.training(e, roles.again), *proof.audited(e)]
 
@@ -373,7 +373,7 @@ def prove(e: Evidence, roles: Roles = ROLES) -> list[Check]:
 
 
 def scenario(cast: Cast, size: Size) -> Scenario[Cast]:
-    """The demo, with these nodes."""
+    """Returns the scenario of this demo with these nodes."""
     plan = size.plan
     return Scenario(
         name="demo",
@@ -408,5 +408,5 @@ def demo(
         return
     folder = prepare(directory, "demo")
     arguments = (*size.arguments, f"--accelerator={accelerator}")
-    cast = Cast(folder, arguments, min_nodes=1, workers={ROLES.several: 2})  # the last one is to train alone
+    cast = Cast(folder, arguments, min_nodes=1, workers={ROLES.several: 2})  # the last node must be able to train alone
     play(scenario(cast, size), folder, keep=keep)

@@ -29,24 +29,24 @@ from chaos_lightning.testing.processes import Child, Mark, start_command
 MARK = "CHAOS_DEMO"
 NEWCOMER = "edge-4"
 LINK_RATES_BPS = {"edge-1": 600e6, "edge-2": 100e6, "edge-3": 300e6}
-"""The newcomer's links are uneven, as edge networks are: their sockets are paced (testing/emulation.py)."""
+"""Rates of the newcomer's links, uneven as in edge networks; their sockets are paced (testing/emulation.py)."""
 POLITE_S = 4.0
-"""Between SIGTERM and SIGKILL at the end, s."""
+"""Seconds between SIGTERM and SIGKILL at the end."""
 HASHES = {"CHAOS_STATE_HASH_EVERY": "5"}
-"""Steps between two state hashes are few, since a node may be killed soon after it joined."""
+"""Environment of nodes, which hash their state every few steps: a node may be killed soon after it joined."""
 
 
 class NodeDied(ChaosError):
-    """A node ended that nobody had touched."""
+    """A node has ended although the demo did nothing to it."""
 
 
 def places_for(*names: str) -> dict[str, str]:
-    """Each of these nodes may start a scheduler, at a port of this machine that nobody uses."""
+    """Returns an endpoint for each of these nodes, at a free port of this machine, where it may start a scheduler."""
     return {name: f"127.0.0.1:{free_port()}" for name in names}
 
 
 def before(name: str) -> str:
-    """Under which name the exit code stands of a node that was started again since then."""
+    """Returns the key that the exit code of a node's earlier agent has, if the node was started again."""
     return f"{name} before"
 
 
@@ -58,7 +58,9 @@ def rates_of(node: str) -> dict[str, float]:
 
 
 def last_words(child: Child, lines: int = 12) -> str:
-    """The end of the worker's last traceback if there is one: torchrun's own summary after it names no reason."""
+    """Returns the end of the worker's last traceback, else of its output: torchrun's own summary after it names no
+    reason.
+    """
     said = child.tail(400).splitlines()
     begins = [i for i, line in enumerate(said) if line.startswith("Traceback")]
     for begin in reversed(begins):
@@ -73,20 +75,20 @@ class Cast:
     """All processes of one demo, by name; the first worker of node "edge-1" is the member "edge-1-0".
 
     Attributes:
-        folder: Everything is written below it.
-        arguments: For the training script.
-        min_nodes: torchrun's --nnodes=MIN:8.
-        workers: How many workers these nodes have; all others have one.
-        places: By node: where it may start a scheduler. All others ask the first of these first, then the others.
-        store: Of the chain; "": a file in the folder.
+        folder: Folder below which everything is written.
+        arguments: Arguments of the training script.
+        min_nodes: MIN in torchrun's --nnodes=MIN:8.
+        workers: Number of workers by node; all others have one.
+        places: Endpoints at which nodes may start a scheduler, by node. All other nodes ask these, in order.
+        store: Store of the chain; "": a file in the folder.
         script: Module that workers run.
-        others: Returns processes that others have started, and that are not to end either.
-        nodes: Agents by node name; of a node that was started again, the one that was started last.
-        earlier: The agents before them.
+        others: Returns further processes of the demo, not started here, that must not end either.
+        nodes: Latest agent of each node, by name.
+        earlier: Agent before the latest one, of each node that was started again.
         fallen: Nodes that were killed on purpose.
         left: Nodes that were asked to leave, and were not started again.
-        mark: Borne by all processes.
-        log: Takes what is done to them.
+        mark: Environment variable that all processes inherit, by which they are found.
+        log: Event log of the faults that the demo injects.
     """
 
     folder: Path
@@ -115,13 +117,13 @@ class Cast:
 
     @property
     def endpoint(self) -> str:
-        """Endpoints of all places in which a scheduler may be."""
+        """Endpoints at which a scheduler may be, with commas between them."""
         return ",".join(self.places.values())
 
     # ------------------------------------------------------------------------------------------------ starting
 
     def workers_of(self, name: str) -> int:
-        """How many workers this node has."""
+        """Returns the number of workers of this node."""
         return self.workers.get(name, 1)
 
     def options(self, name: str) -> list[str]:
@@ -137,13 +139,13 @@ class Cast:
         ]
 
     def words(self, name: str) -> str:
-        """Returns what a user would type on this machine."""
+        """Returns the command that a user would type to start this node."""
         program = "torchrun" if self.workers_of(name) == 1 else "chaos-lightning run"
         # Shorter, and the same place from the folder in which the demo was started.
         return " ".join([program, *self.options(name), "train.py"]).replace(f"{Path.cwd()}/", "")
 
     def command(self, name: str) -> list[str]:
-        """The same, but for programs being called by their modules."""
+        """Returns the command that starts this node's agent: as `words`, but programs are called by their modules."""
         program = ["torch.distributed.run"] if self.workers_of(name) == 1 else ["chaos_lightning.cli", "run"]
         return [sys.executable, "-m", *program, *self.options(name), "-m", *self.training()]
 
@@ -160,7 +162,9 @@ class Cast:
         self.run(name, self.command(name), {"CHAOS_NODE": name, **HASHES, RATES: json.dumps(rates_of(name))})
 
     def run(self, name: str, command: Sequence[str], more: Mapping[str, str], events: Path | None = None) -> None:
-        """Starts a command with `more` in its environment; its events go where all go, or to a folder of their own."""
+        """Starts a command with `more` in its environment; its event log goes to `events` (default: the demo's own
+        folder).
+        """
         environment = {**surroundings(events or self.events), **more, **self.mark.environment()}
         log = self.folder / "out" / f"{name}.log"
         self.nodes[name] = start_command(name, command, log, env=environment, cwd=self.folder)
@@ -168,33 +172,34 @@ class Cast:
     # ------------------------------------------------------------------------------------------------ hurting
 
     def note(self, kind: str, node: str, **fields: object) -> None:
-        """Writes down what is about to be done to this member or process."""
+        """Logs a fault that is about to be injected into this member or process."""
         self.log.emit("fault_injected", kind=kind, node=node, **fields)
 
     def strike(self, number: signal.Signals, node: str, pid: int, kind: str = "", **fields: object) -> None:
-        """Sends a signal to one process; the log calls it `kind`, or as the signal."""
+        """Sends a signal to one process; logs it as `kind`, by default under the signal's name."""
         self.note(kind or number.name.lower(), node, pid=pid, **fields)
         if not self.mark.send(pid, number):
             raise NodeDied(f"process {pid} is not there any more, so it cannot get {number.name}")
 
     def kill(self, name: str, worker: int) -> None:
-        """SIGKILL for worker and agent at once: as if the machine were gone. The worker first, or its agent's death
-        would ask it to leave."""
+        """Sends SIGKILL to worker and agent at once, as if the machine were gone. The worker comes first: its agent's
+        death would ask it to leave.
+        """
         self.fallen.add(name)
         self.strike(signal.SIGKILL, f"{name}-0", worker)
         self.nodes[name].send(signal.SIGKILL)
 
     def kill_agent(self, name: str) -> None:
-        """SIGKILL for the agent, whose worker has killed itself, or for a process that has no agent."""
+        """Sends SIGKILL to the agent of a worker that has killed itself, or to a process that has no agent."""
         self.fallen.add(name)
         self.nodes[name].send(signal.SIGKILL)
 
     def freeze(self, name: str, worker: int, seconds: float) -> None:
-        """SIGSTOP for the worker, to be followed by `thaw` after so many seconds."""
+        """Stops the worker by SIGSTOP; the caller continues it by `thaw` after so many seconds."""
         self.strike(signal.SIGSTOP, f"{name}-0", worker, seconds=seconds)
 
     def thaw(self, name: str, worker: int) -> None:
-        """SIGCONT."""
+        """Continues a frozen worker by SIGCONT."""
         self.strike(signal.SIGCONT, f"{name}-0", worker)
 
     def ask(self, name: str, number: signal.Signals) -> None:
@@ -204,18 +209,20 @@ class Cast:
         self.nodes[name].send(number)
 
     def runs(self, pid: int) -> bool:
-        """Whether this process of the demo's has not ended."""
+        """Returns whether this process of the demo's has not ended."""
         return pid in self.mark.alive()
 
     # ------------------------------------------------------------------------------------------------ watching
 
     def poll(self) -> Iterable[str]:
-        """They go on by themselves, and say nothing in between."""
+        """Returns nothing: these nodes go on by themselves, and have nothing to report."""
         return ()
 
     def check(self) -> None:
-        """Raises:
-        NodeDied: One ended with an error that is no part of the plot.
+        """Checks that no process has ended with an error, but for those that the demo killed.
+
+        Raises:
+            NodeDied: A process has ended so; the message shows its last output.
         """
         for name, child in {**self.nodes, **self.others()}.items():
             if child.poll() not in (None, 0) and name not in self.fallen:

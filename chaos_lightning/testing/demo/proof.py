@@ -1,4 +1,4 @@
-"""Proof of a demo, from its event logs: a table of expectations, each with what was found.
+"""Proves a demo by its event logs: a table of expectations, each with what was found.
 
 Theory of operation. Two witnesses are heard. The audit (observe/audit.py) judges the contract over all events, sharing
 no code with the engine. A demo's own lines ask whether what it wanted to show was shown. A line is a function of the
@@ -31,7 +31,7 @@ from chaos_lightning.testing.demo.nodes import before
 
 
 class Check(NamedTuple):
-    """One line of the proof, with what was found."""
+    """One line of a proof: what must hold, what was found, and whether it holds."""
 
     what: str
     found: str
@@ -44,16 +44,16 @@ def faults_of(records: Sequence[Record], *kinds: str) -> list[Record]:
 
 
 class Evidence:
-    """Evidence that a demo has left.
+    """Evidence that a demo has left: its event logs, and the exit codes of its nodes.
 
     Args:
-        folder: The demo's, with its event logs.
-        codes: Exit codes of the nodes; None if one still ran. `nodes.before(name)` has that of a node that was started
-            again.
+        folder: Folder of the demo, with its event logs.
+        codes: Exit codes by node; None if one still ran. The key `nodes.before(name)` has that of the earlier agent of
+            a node that was started again.
 
     Attributes:
         records: All events, in order of time.
-        timeline: The same, folded.
+        timeline: All events, folded into a timeline.
         steps: Optimizer steps of the chain.
     """
 
@@ -65,7 +65,7 @@ class Evidence:
 
     @cached_property
     def chain(self) -> list[SlotFact]:
-        """All slots that count, in order."""
+        """All slots on the chain, in order."""
         return self.timeline.chain()
 
     @property
@@ -77,46 +77,46 @@ class Evidence:
         return self.codes.get(before(name), self.codes.get(name))
 
     def faults(self, *kinds: str) -> list[Record]:
-        """Returns the faults of these kinds."""
+        """Returns the injected faults of these kinds."""
         return faults_of(self.records, *kinds)
 
     def fault(self, kind: str, node: str = "") -> Record | None:
-        """Returns the first fault of this kind, at this node or at any."""
+        """Returns the first fault of this kind, at this node or at any; None if there is none."""
         return next((r for r in self.faults(kind) if node in ("", r.node)), None)
 
     def first(self, name: str, after: float = 0.0, wanted: Callable[[Record], bool] = lambda r: True) -> Record | None:
-        """Returns the first event of this name after this time that is so."""
+        """Returns the first event of this name after this time that satisfies `wanted`; None if there is none."""
         return next((r for r in self.records if r.name == name and r.t > after and wanted(r)), None)
 
     def lives(self, name: str, worker: int = 0) -> list[Life]:
-        """Returns the lives of this node's worker, in order."""
+        """Returns the lives of this node's worker as a member, in order; each incarnation is one."""
         mine = (x for x in self.timeline.lives.values() if x.node == f"{name}-{worker}")
         return sorted(mine, key=lambda x: x.born)
 
     def recovery(self, name: str, kind: str, worker: int = 0) -> folds.RecoveryTimes | None:
-        """Returns the recovery that followed when this node's worker was struck so."""
+        """Returns the recovery from the first fault of this kind at this node's worker; None if there is none."""
         found = folds.recoveries(self.timeline)
         return next((r for r in found if r.node == f"{name}-{worker}" and r.kind == kind), None)
 
     def join(self, wanted: Callable[[folds.Join], bool]) -> folds.Join | None:
-        """The first join that is so."""
+        """Returns the first join that satisfies `wanted`; None if there is none."""
         return next((j for j in folds.joins(self.timeline) if wanted(j)), None)
 
     def pid(self, life: Life) -> object:
         return next((r.get("pid") for r in self.records if r.name == "opened" and r.source == life.source), None)
 
     def one(self, name: str) -> Record | None:
-        """The only event of this name from members."""
+        """Returns the only event of this name from members; None if there is none, or several."""
         found = [r for r in self.records if r.name == name and r.own]
         return found[0] if len(found) == 1 else None
 
     def foundings(self) -> list[Record]:
-        """Views that no earlier view led to."""
+        """Returns the views with which a scheduler founded the job: no earlier view led to them."""
         views = [r for r in self.records if r.name == "view" and r.source.startswith("scheduler")]
         return [r for r in views if str(r.get("reason")).startswith("founded")]
 
     def leads(self) -> list[Record]:
-        """Schedulers that began to lead."""
+        """Returns the event of each scheduler that began to lead."""
         return [r for r in self.records if r.name == "scheduler_started"]
 
 
@@ -124,7 +124,7 @@ class Evidence:
 
 
 def finished(e: Evidence, names: Collection[str], what: str) -> Check:
-    """These nodes have committed the last slot, and ended well."""
+    """Checks that these nodes have committed the last slot, and ended with exit code 0."""
     codes = [e.codes.get(name) for name in names]
     closing = [s for s in e.chain if s.kind == "closing"]
     who = sorted(node_of(m).removesuffix("-0") for m in closing[-1].commits) if closing else []
@@ -133,7 +133,7 @@ def finished(e: Evidence, names: Collection[str], what: str) -> Check:
 
 
 def ended(e: Evidence, *killed: str) -> Check:
-    """Checks that all but those that were killed have ended well."""
+    """Checks that all nodes but those that were killed have ended with exit code 0."""
     good = bool(e.codes) and all(code == 0 for name, code in e.codes.items() if name not in killed)
     return Check("all others end with exit code 0", words_of(e.codes) or "nobody ran", good)
 
@@ -163,7 +163,7 @@ def samples(e: Evidence) -> Check:
 
 
 def one_chain(e: Evidence) -> Check:
-    """Each member's own list of commits against the chain, number by number."""
+    """Checks each member's own list of commits against the chain, number by number."""
     chain = {s.seq: s.header for s in e.chain}
     dead = _dead(e)
     compared, differ, members = 0, 0, set()
@@ -171,7 +171,7 @@ def one_chain(e: Evidence) -> Check:
         if r.name == "committed" and r.by == r.member:
             members.add(r.member)
             compared += 1
-            # Commits that only a victim had made are in `no_step_lost`.
+            # Commits that only a victim had made are judged by `no_step_lost`.
             differ += chain.get(int(r["seq"])) != r["header"] and r.member not in dead
     text = f"{compared:,} commits by {len(members)} member ids agree on one chain of {len(chain):,} headers"
     if differ:
@@ -210,12 +210,12 @@ def falls(what: str, losses: Sequence[float]) -> Check:
 
 
 def training(e: Evidence, names: Collection[str]) -> list[Check]:
-    """All that must hold of any training that ends on these nodes."""
+    """Returns the lines that must hold of any training that ends on these nodes."""
     return [no_step_lost(e), samples(e), one_chain(e), equal_hashes(e), equal_weights(e, names), learned(e)]
 
 
 def audited(e: Evidence) -> list[Check]:
-    """The independent audit's verdicts; here all five points must be shown."""
+    """Returns the independent audit's verdicts; here all five points must be shown."""
     return [verdict(finding) for finding in auditing.audit(e.folder / "events")]
 
 
@@ -235,7 +235,7 @@ def _dead(e: Evidence) -> set[str]:
 
 
 def table(checks: Sequence[Check], title: str) -> Table:
-    """The checks for a terminal."""
+    """Returns the lines of a proof as a table for a terminal."""
     grid = Table(title=title, title_justify="left", title_style="bold", header_style="dim", padding=(0, 1))
     grid.add_column("")
     grid.add_column("what must be", ratio=5)
@@ -247,17 +247,17 @@ def table(checks: Sequence[Check], title: str) -> Table:
 
 
 def words_of(codes: Mapping[str, int | None]) -> str:
-    """Exit codes in a sentence."""
+    """Returns exit codes as words: "edge-1 0, edge-2 -9"."""
     return ", ".join(f"{name} {code}" for name, code in codes.items())
 
 
 def consecutive(numbers: Sequence[int]) -> bool:
-    """Each is the one before and one."""
+    """Returns whether each number is one more than the one before it."""
     return all(b == a + 1 for a, b in pairwise(numbers))
 
 
 def transfer(join: folds.Join) -> str:
-    """Bytes, time and sources of one state transfer."""
+    """Returns words about one state transfer: bytes, time and sources."""
     parts = [
         f"{node_of(donor).removesuffix('-0')} {amount(n)}" + (f" at {8e-6 * n / seconds:.0f} Mbit/s" if seconds else "")
         for donor, n, seconds in join.sources

@@ -1,4 +1,4 @@
-"""How each demo is performed: its scenario is played, shown and proved, a report is written, and everything is ended.
+"""Performs a demo: plays its scenario, shows and proves it, writes a report, and ends everything that was started.
 
 Theory of operation. A `Scenario` is data: who takes part, which acts are played one after the other, and which lines
 the logs must prove. An act is a function of the `Stage`: it strikes, says so, and waits in the members' event logs for
@@ -55,31 +55,33 @@ Accelerator = Annotated[
 """Options that demos share."""
 
 NETWORK = "network.png"
-"""A picture of the demo's network, if somebody has drawn one."""
+"""Name of the file with a picture of the demo's network, if the demo has drawn one."""
 _REDRAW_S = 0.33
 _PLAIN_S = 5.0
 _TURN_S = 0.04
 _LEAST_ROOM = 20
-"""So many characters a line of the story has for words, however narrow the terminal."""
+"""Least number of characters for the words of a line of the story, however narrow the terminal is."""
 _STYLES = {"do": "bold", "seen": "", "good": "green", "bad": "bold red"}
 _SIGNS = {"do": ">", "seen": " ", "good": "+", "bad": "!"}
 
 
 class Nodes(Protocol):
-    """Those that train in a demo."""
+    """Nodes that train in a demo."""
 
     @property
     def events(self) -> Path:
         """Folder in which all members write their event logs."""
 
     def poll(self) -> Iterable[str]:
-        """Called again and again: they go on; what has been done to them since the last call."""
+        """Lets the nodes go on; returns lines about what was done to them since the last call. It is called again and
+        again.
+        """
 
     def check(self) -> None:
-        """Raises a ChaosError if one ended that was not to."""
+        """Raises a ChaosError if a node has ended that was not to."""
 
     def exit_codes(self) -> Mapping[str, int | None]:
-        """By node; None while one runs, negative for a signal."""
+        """Returns exit codes by node; None while a node runs, negative for a signal."""
 
 
 N = TypeVar("N", bound=Nodes)
@@ -88,12 +90,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How long things take.
+    """Rests and deadlines of a demo.
 
     Attributes:
         rest_steps: Undisturbed steps between two acts; of clusters far apart, rounds.
-        start_deadline_s: For a node that starts (importing torch and Lightning takes a while), s.
-        act_deadline_s: For everything else that is waited for, s.
+        start_deadline_s: Deadline for a node that starts (importing torch and Lightning takes a while), s.
+        act_deadline_s: Deadline for everything else that is waited for, s.
     """
 
     rest_steps: int = 15
@@ -103,18 +105,18 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario(Generic[N]):
-    """A demo.
+    """A demo: its nodes, its acts and its proof.
 
     Attributes:
-        name: Of its command.
-        nodes: Who trains; their logs are in `events` of the demo's folder.
-        acts: What is played, in order; a ChaosError breaks it off, and is shown.
-        prove: What the logs must show.
+        name: Name of its command.
+        nodes: Nodes that train; their logs are in `events` of the demo's folder.
+        acts: Acts, in order; a ChaosError in one breaks the demo off, and is shown.
+        prove: Returns the lines that the logs must prove.
         plan: Faults that acts wait for by `Stage.due`.
-        pace: How long things take.
+        pace: Rests and deadlines.
         tells: Returns words about an event, which are said once; "": none.
-        begin: What must be there before the first act.
-        endings: End everything that was started, also what `begin` and a broken act have left.
+        begin: Called before the first act, to start what it needs.
+        endings: Called at the end; they end everything that was started, also by `begin` and by an act that broke off.
     """
 
     name: str
@@ -132,16 +134,16 @@ class Scenario(Generic[N]):
 
 
 def play(scenario: Scenario[N], folder: Path, *, keep: bool = False) -> NoReturn:
-    """A demo from the first line to the exit code.
+    """Plays a demo, from the first line to the exit code.
 
     Args:
         scenario: The demo.
-        folder: As `edge.runner.prepare` made it.
-        keep: Keep more than logs and report.
+        folder: Folder of the demo, as `edge.runner.prepare` made it.
+        keep: Whether to keep more than logs and report.
 
     Raises:
         typer.Exit: Always; 0 if every line holds, 1 if not, 130 if it was interrupted.
-        MissingExtraError: Its nodes could not train.
+        MissingExtraError: lightning is not installed, so nodes could not train.
     """
     with needing(f"chaos-lightning {scenario.name}"):
         # Looked for, not imported: its nodes import it, and this process stays light.
@@ -170,10 +172,10 @@ def play(scenario: Scenario[N], folder: Path, *, keep: bool = False) -> NoReturn
 
 @contextlib.contextmanager
 def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> Iterator[None]:
-    """Whatever happens in it, also Ctrl+C and SIGTERM, all of `endings` are called after it, and to their end.
+    """Calls all of `endings` after the block, to their end, whatever happens in it, also Ctrl+C and SIGTERM.
 
     Raises:
-        typer.Exit: It was interrupted; the code is 130.
+        typer.Exit: The block was interrupted; the code is 130.
     """
     # Explicitly for SIGINT, too: a shell's background job comes with it ignored.
     before = {number: signal.signal(number, _interrupt) for number in ends()}
@@ -192,7 +194,7 @@ def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> 
 
 
 def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str, seconds: float, title: str) -> bool:
-    """Prints the lines of a proof, writes the report; whether everything is fine."""
+    """Prints the lines of a proof and writes the report; returns whether all hold and the story did not break off."""
     from chaos_lightning.observe.outer.report import write_reports
 
     console.print(table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
@@ -221,7 +223,7 @@ def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str,
 
 
 def tidy(folder: Path) -> None:
-    """Leaves event logs and report."""
+    """Deletes everything from the demo's folder but event logs and report."""
     for path in (*(folder / name for name in ("out", "checkpoints", "etcd")), *folder.glob("*-kept")):
         shutil.rmtree(path, ignore_errors=True)
     for path in (*folder.glob("chain.sqlite*"), *folder.glob("final-*.json"), *folder.glob("*.log"), folder / "enough"):
@@ -236,14 +238,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 class Stage(Generic[N]):
-    """Strikes are told here, and what must follow is waited for.
+    """Stage of a demo, which acts are given: they say on it what they do, and wait on it for what must follow.
 
     Attributes:
-        nodes: Who trains.
-        pace: How long things take.
+        nodes: Nodes that train.
+        pace: Rests and deadlines.
         records: All events so far.
-        timeline: Those of members, folded.
-        outer: Those of an outer job.
+        timeline: Events of members, folded.
+        outer: Events of an outer job, folded.
     """
 
     def __init__(self, scenario: Scenario[N], screen: Screen) -> None:
@@ -264,11 +266,11 @@ class Stage(Generic[N]):
         self._screen.say(kind, text)
 
     def judge(self, good: bool, text: str) -> None:
-        """It is good, or bad."""
+        """Shows a line as good or as bad."""
         self.say("good" if good else "bad", text)
 
     def look(self) -> None:
-        """Takes in what has happened since the last look."""
+        """Reads the events since the last look, shows them, and notes which faults of the plan are due."""
         for text in self.nodes.poll():
             self.say("do", text)
         for record in self._tail.poll():
@@ -285,11 +287,11 @@ class Stage(Generic[N]):
     # ------------------------------------------------------------------ waiting
 
     def wait(self, what: str, ready: Callable[[], T | None], deadline_s: float | None = None) -> T:
-        """Until this returns something but None or False.
+        """Waits until `ready` returns something but None or False; returns that.
 
         Raises:
             DeadlineError: It did not happen in time; the message says what.
-            ChaosError: A node ended that was not to.
+            ChaosError: A node has ended that was not to.
         """
         limit = self.pace.act_deadline_s if deadline_s is None else deadline_s
         end = time.monotonic() + limit
@@ -305,7 +307,7 @@ class Stage(Generic[N]):
             time.sleep(_TURN_S)
 
     def due(self, fault: Fault) -> None:
-        """Until this fault of the plan is due."""
+        """Waits until this fault of the plan is due."""
         self.wait(f"the time for '{fault}'", lambda: fault in self._due)
 
     def first(
@@ -317,7 +319,7 @@ class Stage(Generic[N]):
         deadline_s: float | None = None,
         what: str = "",
     ) -> Record:
-        """Waits for the first event of this name that is so, written after this time; a message calls it `what`."""
+        """Waits for the first event of this name after this time that satisfies `wanted`; errors call it `what`."""
         place = 0
 
         def found() -> Record | None:
@@ -339,16 +341,16 @@ class Stage(Generic[N]):
         return self.first(event, wanted, after=after, deadline_s=deadline_s, what=which)
 
     def joined(self, node: str, *, worker: int = 0, after: float = 0.0) -> Record:
-        """Its member is in, after a start."""
+        """Waits until this worker of the node has joined, with the deadline of a start; returns the event."""
         return self.event("joined", node, self.pace.start_deadline_s, worker=worker, after=after)
 
     def rest(self) -> None:
-        """Some steps in peace."""
+        """Waits for `pace.rest_steps` more steps, in which nothing is done."""
         goal = self.step + self.pace.rest_steps
         self.wait(f"step {goal}", lambda: self.step >= goal)
 
     def without(self, member: str) -> None:
-        """Until a view without this member rules."""
+        """Waits until the latest membership view is one without this member."""
         views = self.timeline.views
         self.wait(
             f"a view without {member}",
@@ -356,7 +358,7 @@ class Stage(Generic[N]):
         )
 
     def step_without(self, member: str, at: float) -> SlotFact:
-        """The first step after this time that a view without this member committed."""
+        """Waits for the first step after this time that was committed without this member; returns it."""
         self.without(member)
         return self.wait(
             f"a step without {member}",
@@ -364,7 +366,7 @@ class Stage(Generic[N]):
         )
 
     def exits(self, *names: str) -> dict[str, int | None]:
-        """The exit codes of these nodes, once all have ended."""
+        """Waits until all of these nodes have ended; returns their exit codes."""
         for name in names:
             self.wait(f"the end of {name}'s torchrun", lambda n=name: self.nodes.exit_codes()[n] is not None)  # type: ignore[misc]
         return {name: self.nodes.exit_codes()[name] for name in names}
@@ -377,13 +379,13 @@ class Stage(Generic[N]):
         return recent[-1].step if recent else 0
 
     def progress(self) -> str:
-        """How fast they train."""
+        """Returns the present pace in words: time and samples per step."""
         steps = [slot for slot in self.timeline.recent(20) if slot.kind == "step"]
         pace = (steps[-1].first - steps[0].first) / max(1, len(steps) - 1)
         return f"{duration(pace)} a step, {sum(w for _, w in steps[-1].contributors):g} samples each"
 
     def worker(self, name: str, worker: int = 0) -> tuple[int, str]:
-        """Process id and member id of this node's living worker."""
+        """Returns process id and member id of this node's living worker."""
         life = self.timeline.living(f"{name}-{worker}", time.time())
         opened = [r for r in self.records if r.name == "opened" and life is not None and r.source == life.source]
         if life is None or not opened:
@@ -395,11 +397,11 @@ class Stage(Generic[N]):
 
 
 class Screen:
-    """Prints the story.
+    """Terminal or pipe on which a demo tells its story.
 
     Attributes:
-        console: Where to.
-        live: Context of the whole story, on a terminal.
+        console: Console to print to.
+        live: Live display under the story; None unless the console is a terminal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -409,7 +411,9 @@ class Screen:
         self._drawn = 0.0
 
     def say(self, kind: str, text: str) -> None:
-        """A line of the story; what does not fit goes on below, and words stay whole, so that they can be copied."""
+        """Prints a line of the story. A long line is wrapped between words, which stay whole, so that they can be
+        copied.
+        """
         head = f"{time.monotonic() - self._began:6.1f} s  "
         room = max(_LEAST_ROOM, self.console.width - len(head) - 2)
         first, *more = [
@@ -423,7 +427,7 @@ class Screen:
             self.console.print(Text(f"{'':{indent}}{part}", style=_STYLES[kind]), soft_wrap=True)
 
     def refresh(self, timeline: Timeline, outer: OuterBoard) -> None:
-        """The present state of the job, if it is time to show it."""
+        """Shows the present state of the job, if it is time to show it."""
         now = time.monotonic()
         if now - self._drawn < (_PLAIN_S if self.live is None else _REDRAW_S):
             return
@@ -439,7 +443,7 @@ class Screen:
 
 
 def progress(timeline: Timeline) -> str:
-    """The job in one line: step, epoch, who, pace."""
+    """Returns the job's state in one line: step, epoch, number of members, pace."""
     recent = [slot for slot in timeline.recent(40) if slot.kind == "step"]
     if not recent:
         return "no step yet"

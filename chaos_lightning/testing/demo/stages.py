@@ -36,7 +36,7 @@ IN_BACKWARD, KILLED, FROZEN = "dev-2", "dev-5", "dev-3"
 SHAPE = "3 x 2"
 ALONE = "alone"
 CLOSE = 1e-4
-"""Most that the loss of a step may differ from that of one process."""
+"""Largest difference allowed between the loss of a step and that of the same step in one process."""
 VOCABULARY = 256
 
 
@@ -54,14 +54,15 @@ FREEZE_S = 2.5
 def gpt_job(
     layers: int, width: int, block: int, batch: int, micro_batches: int, memory_nbytes: int, itemsize: int = 4
 ) -> TrainingJob:
-    """Returns what the layers of the small GPT cost: six processes on few cores would measure each other.
+    """Returns a job with the costs of the small GPT's layers, by formula: six processes on few cores would disturb each
+    other's measurements.
 
     Args:
-        layers: Blocks.
-        width: Of each block.
+        layers: Number of blocks.
+        width: Width of each block.
         block: Tokens of a sample.
         batch: Samples of a micro-batch.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches of a step.
         memory_nbytes: Memory for layers on a device.
         itemsize: Bytes of a number.
     """
@@ -131,7 +132,7 @@ def all_leave(stage: Stage[Cast]) -> None:
         stage.event("left", name, after=at)
     kept = [r for r in stage.records if r.name == "kept" and r.own and r.t > at]
     steps = sorted({integer(r["step"]) for r in kept})
-    # One that heard of it a step before the others may have left alone: they hold all that it held.
+    # A device that got the signal a step before the others may have left alone: they hold all layers that it held.
     words = f"{len(kept)} of them kept the layers that they hold in files, at step {', '.join(map(str, steps))}"
     stage.judge(len(steps) == 1, words)
     acts.scheduler_ends(stage, DEVICES, "no device runs any more")
@@ -192,7 +193,7 @@ def staged(e: Evidence) -> Check:
 
 
 def lost(e: Evidence, name: str, kind: str, phase: str, what: str) -> Check:
-    """A device was struck, and the others went on at the same step."""
+    """Checks that, after a device was struck in this phase, the others went on at the same step."""
     found = e.recovery(name, kind)
     if found is None or found.recovered is None or found.resumed is None:
         return Check(what, "the logs show no step after it", False)
@@ -237,7 +238,7 @@ def parted(e: Evidence) -> Check:
 
 
 def losses_of(records: Iterable[Record]) -> dict[int, set[float]]:
-    """Returns all that was told of the loss of each step."""
+    """Returns all losses that were reported of each step."""
     found: dict[int, set[float]] = defaultdict(set)
     for r in records:
         if r.name == STEP_LOSS:
@@ -261,7 +262,7 @@ def losses(e: Evidence) -> list[Check]:
 
 
 def equal_tensors(e: Evidence) -> Check:
-    """By what each member wrote down at the end."""
+    """Checks that all owners of a tensor ended with the same values, by the hashes that they wrote down at the end."""
     found: dict[str, set[str]] = defaultdict(set)
     files = sorted(e.folder.glob("final-dev-*.json"))
     for path in files:
@@ -273,7 +274,7 @@ def equal_tensors(e: Evidence) -> Check:
 
 
 def prove(e: Evidence) -> list[Check]:
-    """Everything that must be true of this demo."""
+    """Returns all lines of this demo's proof."""
     return [
         staged(e),
         lost(e, IN_BACKWARD, "sigkill", "backward", f"SIGKILL of {IN_BACKWARD} in a backward pass costs no step"),

@@ -45,7 +45,9 @@ class Prose(Dataset[tuple[Tensor, Tensor]]):
 
 
 def prose(block: int, limit: int) -> tuple[Prose, Prose]:
-    """Training and validation text: Python's own help topics, `limit` bytes of them, one twentieth for validation."""
+    """Returns training and validation text: Python's own help topics, `limit` bytes of them, one twentieth for
+    validation.
+    """
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode()[:limit]
@@ -78,7 +80,7 @@ class GPT(LightningModule):  # type: ignore[misc]
             nn.init.normal_(table.weight, std=0.02)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross entropy per byte, nats."""
+        """Returns the mean cross entropy per byte, in nats."""
         tokens, targets = batch
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -98,12 +100,12 @@ class GPT(LightningModule):  # type: ignore[misc]
 
 
 class Demo(Callback):  # type: ignore[misc]
-    """Paces the steps, tells the event log about losses, and ends training when it has been long enough.
+    """Callback that paces the steps, logs validation losses, and ends training when it has been long enough.
 
     Args:
         folder: Training ends at the end of the epoch in which a file `enough` appears here. If the file holds a number,
             training goes on until there have been so many epochs.
-        pause_s: Added to each step, s.
+        pause_s: Seconds added to each step.
     """
 
     def __init__(self, folder: Path, pause_s: float) -> None:
@@ -123,7 +125,7 @@ class Demo(Callback):  # type: ignore[misc]
             trainer.should_stop = True
 
     def enough(self, trainer: Trainer) -> bool:
-        """Whether this was the last epoch, by this process's own look at the file."""
+        """Returns whether this was the last epoch, by this process's own look at the file."""
         asked = self.folder / "enough"
         return asked.exists() and trainer.current_epoch + 1 >= int(asked.read_text() or 0)
 
@@ -171,7 +173,7 @@ def fit(args: argparse.Namespace, strategy: Any, callback: Callback) -> tuple[Tr
 
 
 def weights_of(model: LightningModule) -> str:
-    """Hash of all parameters and buffers, bit by bit."""
+    """Returns a hash of all parameters and buffers, bit by bit."""
     digest = hashlib.sha256()
     for _, tensor in sorted(model.state_dict().items()):
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -179,7 +181,7 @@ def weights_of(model: LightningModule) -> str:
 
 
 def main() -> None:
-    """Train until it is enough."""
+    """Trains until the file `enough` says so, and writes down the hash of the weights."""
     args = options(__doc__).parse_args()
     trainer, model = fit(args, "chaos", Demo(args.folder, args.pause))
     session = trainer.strategy.session  # type: ignore[attr-defined]

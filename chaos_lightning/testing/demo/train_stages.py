@@ -27,7 +27,9 @@ from chaos_lightning.testing.demo.train import Demo, fit, options
 
 
 class Stages(Demo):
-    """See the module, and `Demo`."""
+    """Callback of a device: as `Demo`, but it logs each step's loss, and kills the process in a backward pass if
+    asked.
+    """
 
     def __init__(self, folder: Path, pause_s: float) -> None:
         super().__init__(folder, pause_s)
@@ -54,13 +56,13 @@ class Stages(Demo):
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         engine = self._session.engine
-        if engine.header.step > self._step:  # a batch of one that was put out comes to nothing
+        if engine.header.step > self._step:  # not so if this member was put out: its batch does not count
             self._step = engine.header.step
             engine.events.emit(STEP_LOSS, step=self._step, loss=float(outputs["loss"]))
 
 
 def held(module: nn.Module) -> dict[str, str]:
-    """Returns a hash of each tensor that has memory here, by name."""
+    """Returns a hash of each tensor that has memory in this process, by name."""
     return {
         name: hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
         for name, _, _, tensor in named_tensors(module)
@@ -69,7 +71,7 @@ def held(module: nn.Module) -> dict[str, str]:
 
 
 def main() -> None:
-    """Train until it is enough."""
+    """Trains until the file `enough` says so, and writes down a hash of each tensor."""
     parser = options(__doc__)
     parser.add_argument("--micro-batches", type=int, default=6, help="micro-batches of an optimizer step")
     parser.add_argument("--device-memory", type=int, default=0, help="bytes for layers on each device")

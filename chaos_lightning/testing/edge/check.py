@@ -1,8 +1,9 @@
-"""How exact an emulated link is on this machine: `python -m chaos_lightning.testing.edge.check [--backend relay]`.
+"""Measures how exact an emulated link is on this machine: `python -m chaos_lightning.testing.edge.check [--backend
+relay]`.
 
 Theory of operation. Two processes, one on each node of a pair, open a link as members do. For each rate one sends a
 stream of some seconds and the other one tells how long it took from its first bytes to its last; then single messages
-go back and forth. What comes out beside what the link was set to says whether this machine, as busy as it is, keeps up.
+go back and forth. The result beside the setting of the link says whether this machine, as busy as it is, keeps up.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One measurement.
+    """One measurement of an emulated link.
 
     Attributes:
-        rate_bps, latency_s: What the link was set to.
-        got_bps: What a stream got.
+        rate_bps, latency_s: Setting of the link: bits per second, and seconds one way.
+        got_bps: Rate of a stream over it, bits per second.
         trip_s: Half a round trip of a short message, median.
     """
 
@@ -52,13 +53,13 @@ class Found:
 def measure(
     backend: str = "auto", rates_bps: Sequence[float] = RATES_BPS, latency_s: float = 0.0, seconds: float = 2.0
 ) -> Iterator[Found]:
-    """Measures one rate after the other.
+    """Measures one rate after the other; yields each result.
 
     Args:
-        backend: As of a lab.
-        rates_bps: What the link is set to.
-        latency_s: One way.
-        seconds: How long each stream should take.
+        backend: "auto", "relay" or "namespaces".
+        rates_bps: Rates that the link is set to, bits per second.
+        latency_s: Latency of the link, one way, s.
+        seconds: Seconds that each stream should take.
     """
     link = Link(*PAIR, rates_bps[0], latency_s)
     with Edge(Topology((EdgeNode("a"), EdgeNode("b")), (link,)), backend) as edge:
@@ -140,7 +141,7 @@ def _call(where: str) -> None:
 
 
 def _read(sock: socket.socket, nbytes: int) -> bytes:
-    """So many bytes; short ones are returned, long ones only counted. Empty at the end of the stream."""
+    """Reads `nbytes` bytes; returns them if they are few, b"-" for more than 1 MiB, b"" at the end of the stream."""
     room = bytearray(min(nbytes, 1 << 20))
     view, left = memoryview(room), nbytes
     while left:
@@ -152,7 +153,7 @@ def _read(sock: socket.socket, nbytes: int) -> bytes:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Prints a table of the measured rates and latencies."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--backend", choices=BACKENDS, default="auto")
     options.add_argument("--latency-ms", type=float, default=0.0)

@@ -1,4 +1,4 @@
-"""When bytes arrive that share a wire: arithmetic of emulated links, without a clock or a socket.
+"""Computes when bytes that share a wire arrive: arithmetic of emulated links, without a clock or a socket.
 
 Theory of operation. Whatever bytes queue for (one direction of a link, one direction of a node's shared access) is a
 `Meter`: a rate, and the time at which it will have sent all that it was given. A flow takes a `Lane`: all meters on its
@@ -16,22 +16,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 QUANTUM_S = 0.002
-"""A piece occupies the slowest meter on its way for about so long."""
+"""Seconds for which a piece occupies the slowest meter on its way, about."""
 SHARED_QUANTUM_S = 0.01
-"""The same for a link behind a shared access: links take turns there, and a slow one must not get small turns only."""
+"""Seconds for which a piece occupies a link behind a shared access, about. Links take turns there, and a slow one must
+not get small turns only.
+"""
 MIN_PIECE_NBYTES = 4 << 10
 MAX_PIECE_NBYTES = 256 << 10
 LATE_S = 0.05
 AHEAD_S = 0.00005
-"""A meter that is free so soon is taken as free: waking up is not more exact."""
+"""Seconds within which a meter becomes free and is taken as free already: waking up is not more exact."""
 
 
 class Meter:
-    """One thing that sends one bit after the other.
+    """Sender of one bit after the other, such as one direction of a link.
 
     Attributes:
         rate_bps: Bits per second.
-        free_at: When it has sent all that it was given, in the caller's clock, s.
+        free_at: Time at which it has sent all that it was given, in the caller's clock, s.
     """
 
     __slots__ = ("free_at", "rate_bps")
@@ -41,7 +43,7 @@ class Meter:
         self.free_at = 0.0
 
     def change(self, rate_bps: float, now: float) -> None:
-        """From now on another rate, also for what it still has to send."""
+        """Sets another rate from now on, also for the bits that it still has to send."""
         if self.free_at > now:
             self.free_at = now + (self.free_at - now) * self.rate_bps / rate_bps
         self.rate_bps = rate_bps
@@ -59,10 +61,10 @@ class Wire:
 
 
 class Lane:
-    """The way of one flow.
+    """Way of one flow: the meters that it passes, and the link's latency.
 
     Args:
-        wire: Of the link.
+        wire: Direction of the link that the flow takes.
         accesses: Shared meters at its ends.
     """
 
@@ -71,19 +73,21 @@ class Lane:
     def __init__(self, wire: Wire, accesses: Sequence[Meter] = ()) -> None:
         self.wire = wire
         self.served_at = 0.0
-        """When its last piece began; of two flows for which a meter becomes free, the one served earlier is next."""
+        """Time at which its last piece began; of two flows for which a meter becomes free, the one served earlier
+        is next.
+        """
         self.arrives_at = 0.0
         self._accesses = tuple(accesses)
         self._meters = (wire.meter, *accesses)
 
     @property
     def free_at(self) -> float:
-        """When the next piece may begin."""
+        """Time at which the next piece may begin, in the caller's clock, s."""
         return max(m.free_at for m in self._meters)
 
     @property
     def piece_nbytes(self) -> int:
-        """Size of a piece."""
+        """Size of a piece, bytes."""
         bits = self.wire.meter.rate_bps * (SHARED_QUANTUM_S if self._accesses else QUANTUM_S)
         bits = min([bits, *(m.rate_bps * QUANTUM_S for m in self._accesses)])
         return int(min(MAX_PIECE_NBYTES, max(MIN_PIECE_NBYTES, bits / 8)))
@@ -98,9 +102,9 @@ class Lane:
         """Sends a piece; returns when it arrives.
 
         Args:
-            nbytes: Its size.
+            nbytes: Size of the piece.
             now: The time, not more than AHEAD_S before `free_at`.
-            waited: It was there before its meters were free.
+            waited: Whether the piece was there before its meters were free.
         """
         begin = max(self.free_at, now - LATE_S if waited else now)
         self.served_at = begin

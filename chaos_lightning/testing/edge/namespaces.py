@@ -1,4 +1,4 @@
-"""Links by the kernel: a network namespace per node, a veth pair per link, rates by htb. Linux, as root.
+"""Emulates links by the kernel: a network namespace per node, a veth pair per link, rates by htb. Linux, as root.
 
 Theory of operation. A node's namespace has its address (10.77.x.y) on `lo`, and a host route to each neighbour's
 through the veth of their link; other nodes' addresses have no route, so data between them cannot start. Each end of a
@@ -41,19 +41,19 @@ OVERHEAD = 1514 / 1448
 """Bytes sent for each byte of a TCP payload, with frames of 1500 bytes."""
 QUEUE_NBYTES = 256 << 10
 _QUEUE_S = 0.01
-"""A queue holds so much of its rate, if that is more."""
+"""Seconds of its rate that a queue holds, if that is more than `QUEUE_NBYTES`."""
 _TIMEOUT_S = 20.0
 _serials = itertools.count(1)
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-[\w.]+")
 
 
 class NetworkError(ChaosError):
-    """`ip` or `tc` refused."""
+    """`ip` or `tc` failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Whether namespaces work here, with the reason, and whether they can delay."""
+    """Ability of this machine: whether namespaces work (else the reason), and whether they can delay packets."""
 
     works: bool
     reason: str = ""
@@ -61,10 +61,10 @@ class Ability:
 
 
 def run(*command: str, check: bool = True) -> str:
-    """Runs a program of iproute2; its output.
+    """Runs a program of iproute2; returns its output.
 
     Raises:
-        NetworkError: It failed; shows what was asked and what it said.
+        NetworkError: The program failed; shows the command and its error.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
@@ -76,13 +76,13 @@ def run(*command: str, check: bool = True) -> str:
 
 
 def own_name(part: str) -> str:
-    """A namespace of this process."""
+    """Returns the name of a namespace of this process."""
     return f"{PREFIX}-{os.getpid()}-{start_time(os.getpid())}-{part}"
 
 
 @functools.cache
 def ability() -> Ability:
-    """Tries it out in a namespace of its own, once per process."""
+    """Returns whether namespaces work here; tries it out in a namespace of its own, once per process."""
     if os.geteuid():
         return Ability(False, "it needs root")
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
@@ -105,7 +105,7 @@ def ability() -> Ability:
 
 
 def remove_leftovers() -> list[str]:
-    """Removes what labs left that do not run any more, processes in it included; the names."""
+    """Removes the namespaces of labs that do not run any more, with the processes in them; returns their names."""
     removed = []
     for line in run("ip", "netns", "list", check=False).splitlines():
         name = line.split()[0] if line.split() else ""
@@ -117,7 +117,7 @@ def remove_leftovers() -> list[str]:
 
 
 def _remove(name: str) -> None:
-    """A namespace, and whatever runs in it."""
+    """Removes a namespace, and kills what runs in it."""
     for word in run("ip", "netns", "pids", name, check=False).split():
         with contextlib.suppress(OSError):
             handle = os.pidfd_open(int(word))
@@ -131,7 +131,7 @@ def _remove(name: str) -> None:
 
 
 class NamespaceBackend:
-    """One namespace per node; see the module.
+    """Backend with one network namespace per node; see the module.
 
     Raises:
         NetworkError: The kernel or iproute2 refused something; what was made until then is removed.
@@ -170,7 +170,7 @@ class NamespaceBackend:
         return own_name(f"{self._serial}.{self._index[node]}r")
 
     def _edge(self, node: str) -> str:
-        """The namespace in which the ends of this node's links are."""
+        """Returns the namespace in which the ends of this node's links are."""
         return self._router(node) if node in self._topology.access_bps else self._space(node)
 
     def address(self, node: str) -> str:
@@ -181,7 +181,7 @@ class NamespaceBackend:
         return f"10.78.0.{self._index[node]}"
 
     def _gateway(self, node: str) -> list[str]:
-        """How a neighbour's route reaches this node."""
+        """Returns the words of a neighbour's route that name this node's router; empty if it has none."""
         return ["via", f"10.79.0.{self._index[node]}"] if node in self._topology.access_bps else []
 
     # ------------------------------------------------------------------ making
@@ -211,7 +211,7 @@ class NamespaceBackend:
                 self._route(here, there)
 
     def _make_router(self, node: str) -> None:
-        """Between a node with a shared access and its links."""
+        """Makes the router between a node with a shared access and its links."""
         space, router, rate_bps = self._space(node), self._router(node), self._topology.access_bps[node]
         self._add(router)
         run("ip", "-n", router, "address", "add", f"10.79.0.{self._index[node]}/32", "dev", "lo")
@@ -235,7 +235,7 @@ class NamespaceBackend:
         run("ip", "-n", other_space, "link", "set", "dev", other, "up")
 
     def _end(self, node: str) -> str:
-        """The device of a link to this node."""
+        """Returns the name of the device of a link to this node."""
         return f"to{self._index[node]}"
 
     def _onlink(self, node: str) -> list[str]:
@@ -243,7 +243,7 @@ class NamespaceBackend:
         return [*via, "onlink"] if via else []
 
     def _route(self, here: str, there: str) -> None:
-        """From a node to a neighbour; behind a router it leads there first, else it is the link's own."""
+        """Sets the route from a node to a neighbour: to the node's router if it has one, else over the link."""
         if self._edge(here) == self._space(here):
             way = ["dev", self._end(there), *self._onlink(there)]
         else:

@@ -47,7 +47,7 @@ _LATE_S = 3600.0
 
 
 class Backend(Protocol):
-    """Carries out what links are."""
+    """Backend of an emulated network, which makes links as they are to be."""
 
     name: str
     endpoint: str
@@ -56,11 +56,11 @@ class Backend(Protocol):
     """Lines on what it does not emulate."""
 
     def apply(self, pair: Pair, state: LinkState) -> None:
-        """This link is so from now on."""
+        """Puts this link into this state from now on."""
         ...
 
     def command(self, node: str, command: Sequence[str]) -> list[str]:
-        """The command as it has to be started to run on this node."""
+        """Returns the command as it has to be started to run on this node."""
         ...
 
     def environment(self, node: str) -> dict[str, str]:
@@ -68,15 +68,15 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Leaves nothing behind."""
+        """Ends the emulation, and leaves nothing behind."""
         ...
 
 
 class RelayBackend:
-    """Links through a relay in this process.
+    """Backend whose links go through a relay in this process.
 
     Attributes:
-        relay: For hurting links by hand as well.
+        relay: The relay, by which links can also be cut and stalled by hand.
     """
 
     name = "relay"
@@ -112,17 +112,17 @@ class RelayBackend:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which backend, and why."""
+    """Choice of a backend, with the reason."""
 
     backend: str
     reason: str
 
 
 def choose_backend(topology: Topology, wanted: str = "auto") -> Choice:
-    """The backend for this topology.
+    """Returns the backend for this topology, with the reason.
 
     Raises:
-        ConfigurationError: No such backend, or the one that was asked for cannot work here.
+        ConfigurationError: There is no such backend, or the one that was asked for cannot work here.
     """
     if wanted not in BACKENDS:
         raise ConfigurationError(f"backend {wanted!r}: expected one of {', '.join(BACKENDS)}")
@@ -141,13 +141,13 @@ def choose_backend(topology: Topology, wanted: str = "auto") -> Choice:
 
 
 class Edge:
-    """See the module.
+    """Emulated network with its schedule; see the module.
 
     Args:
-        topology: What is emulated.
+        topology: Network to emulate.
         backend: "auto", "relay" or "namespaces".
-        told: Told about each change of a link: seconds since the start, and words. Called in a thread of its own.
-        events: Each change is written here as a fault that was injected.
+        told: Called at each change of a link with the seconds since the start and words, in a thread of its own.
+        events: Event log; each change is written there as a fault that was injected.
 
     Attributes:
         choice: The backend, with the reason.
@@ -181,14 +181,14 @@ class Edge:
             self.backend.close()
             raise
 
-    # ------------------------------------------------------------------ for whoever starts processes
+    # ------------------------------------------------------------------ for callers that start processes
 
     def command(self, node: str, command: Sequence[str]) -> list[str]:
-        """The command as it has to be started to run on this node."""
+        """Returns the command as it has to be started to run on this node."""
         return self.backend.command(node, command)
 
     def environment(self, node: str) -> dict[str, str]:
-        """The product's own settings for processes on this node."""
+        """Returns the product's own settings for processes on this node."""
         access_bps = self.topology.access_bps.get(node)
         return {
             **({"CHAOS_INGRESS_BPS": f"{access_bps:g}"} if access_bps else {}),
@@ -203,7 +203,7 @@ class Edge:
     # ------------------------------------------------------------------ time
 
     def start(self) -> None:
-        """The schedule's time 0 is now."""
+        """Starts the schedule: its time 0 is now."""
         with self._changed:
             assert self._begun is None, "the schedule runs already"
             self._begun = time.monotonic()
@@ -215,7 +215,7 @@ class Edge:
         return 0.0 if self._begun is None else time.monotonic() - self._begun
 
     def links(self) -> dict[Pair, LinkState]:
-        """All links as they are now."""
+        """Returns all links as they are now."""
         with self._changed:
             return dict(self._states)
 
@@ -246,7 +246,7 @@ class Edge:
             self._changed.notify_all()
 
     def _apply(self, t_s: float) -> None:
-        """Applies what changes at this time."""
+        """Applies the changes of links that are due at this time."""
         after = links_of(self.topology, t_s)
         for pair, state, text in differences(self._states, after):
             before = self._states[pair]

@@ -1,4 +1,6 @@
-"""A picture of a topology: its graph, and the rates of its links over time. matplotlib is imported when it is drawn."""
+"""Draws a picture of a topology: its graph, and the rates of its links over time. matplotlib is imported for it
+only.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,17 @@ _MAX_CHANGES = 400
 
 
 def horizon_s(topology: Topology) -> float:
-    """Until when the schedule is worth showing: its last entry, and three times of what repeats."""
+    """Returns the time until which the schedule is worth showing, s: its last entry, and three periods of what
+    repeats.
+    """
     ends = [c.at_s + c.for_s + 3 * c.every_s for c in topology.schedule]
     return max(ends, default=0.0) * 1.1
 
 
 def history(topology: Topology, until_s: float) -> tuple[list[float], dict[Pair, list[float]]]:
-    """Times at which something changes, and each link's rate (bps) from then on; 0 where it carries nothing."""
+    """Returns the times at which something changes, and each link's rate (bps) from then on; 0 where it carries
+    nothing.
+    """
     times: list[float] = []
     rates: dict[Pair, list[float]] = {(x.a, x.b): [] for x in topology.links}
     t_s: float | None = 0.0
@@ -35,7 +41,7 @@ def history(topology: Topology, until_s: float) -> tuple[list[float], dict[Pair,
 
 
 def plot(topology: Topology, path: Path) -> Path:
-    """Draws it into this file.
+    """Draws the topology into this file; returns its path.
 
     Raises:
         ConfigurationError: matplotlib is not installed, or the file's kind is unknown to it.

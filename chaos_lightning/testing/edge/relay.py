@@ -7,13 +7,13 @@
         relay.restore("a", "b")
 
 Theory of operation. A process whose environment has CHAOS_LINK_RELAY=HOST:PORT dials its peers there instead of at
-their own addresses, and begins with one line that says who calls whom and where that is (testing/emulation.py). So
-one variable routes all links of a job, nobody has to know a port ahead, and the relay tells links apart by the names of
+their own addresses, and begins with one line that says who calls whom and where that is (testing/emulation.py). So one
+variable routes all links of a job, nobody has to know a port ahead, and the relay tells links apart by the names of
 their ends. Behind that line it copies bytes; the members' handshake and its proofs pass from end to end. State that a
 newcomer pulls takes the same way: what is cut is the path between two machines. Control streams to the scheduler are no
-links and do not pass here: for whoever dials without that line there is a `Way` to one server, which tells processes
-apart. Where only some processes have the variable, only the links that these dial can be hurt; of two members the
-younger one dials.
+links and do not pass here: processes that dial without that line use a `Way` to one server, which tells them apart.
+Where only some processes have the variable, only the links that these dial can be hurt; of two members the younger one
+dials.
 
 One thread serves all connections by epoll. Each direction holds up to `HELD_NBYTES`, then the sender waits, as on a
 wire. An end that closes, or dies, is passed on once all its bytes are; a stalled connection passes on not even that.
@@ -48,7 +48,7 @@ from chaos_lightning.testing.processes import owner_of
 
 HELD_NBYTES = 1 << 20
 BUFFER_NBYTES = 256 << 10
-"""Buffers of the relay's own sockets: bytes that wait there wait on no wire."""
+"""Bytes of buffer of the relay's own sockets; bytes that wait there do not wait for a wire."""
 _READ_NBYTES = 1 << 18
 _LINE_NBYTES = 4096
 _RESET = struct.pack("ii", 1, 0)
@@ -58,7 +58,7 @@ Pair = frozenset[str]
 
 
 def pair_of(one: str, other: str) -> Pair:
-    """A link by its ends; incarnations ("a~3") stand for their names ("a")."""
+    """Returns a link by its ends; incarnations ("a~3") stand for their names ("a")."""
     names = frozenset(name.partition("~")[0] for name in (one, other))
     if len(names) != 2:
         raise ValueError(f"a link has two ends, got {one!r} and {other!r}")
@@ -73,14 +73,14 @@ class _End:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.coming: deque[tuple[float, memoryview]] = deque()
-        """Pieces that arrive here, and when; an empty piece is the end of the stream."""
+        """Pieces to write here, each with its time of arrival; an empty piece is the end of the stream."""
         self.held = 0
         self.lane: Lane | None = None
-        """The way of what is read here; None: as fast as it comes."""
+        """Lane of the bytes that are read here; None: they pass as fast as they come."""
         self.waits = False
-        """There was more to read when the wire was not free."""
+        """Whether there was more to read when the wire was not free."""
         self.read_at = self.write_at = 0.0
-        """Its timers; 0: none."""
+        """Times at which to read and to write here next; 0: no timer."""
         self.connecting = False
         self.ended = False  # it sends no more
         self.told = False  # it knows that the other end sends no more
@@ -88,7 +88,7 @@ class _End:
 
 
 class _Connection:
-    """A dialler, and the member that it wants once it has said so."""
+    """Connection of a dialler, and of the member that it wants once it has said so."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.dialler = _End(sock)
@@ -107,14 +107,15 @@ class _Connection:
 
 
 class LinkRelay:
-    """See the module. What changes a link has taken effect when it returns; any thread may call it.
+    """Relay of links between members; see the module. A method that changes a link returns once the change has taken
+    effect; any thread may call it.
 
     Args:
         bind: Address to listen on.
-        node_of: Node of a member's name or id; None for a stranger, who is refused. By default each name without its
-            incarnation is a node. Members of one node need no link and are not shaped.
-        closed: Pairs are refused until they are shaped or restored.
-        introduce: Says of a new connection who wants whom, and where that is; None: its first line does.
+        node_of: Returns the node of a member's name or id; None for a stranger, who is refused. By default each name
+            without its incarnation is a node. Members of one node need no link and are not shaped.
+        closed: Whether pairs are refused until they are shaped or restored.
+        introduce: Sets pair, names and address of a new connection; None: the dialler's first line does.
 
     Attributes:
         address: HOST:PORT of the relay.
@@ -144,7 +145,7 @@ class LinkRelay:
         self._states: dict[Pair | None, str] = {}
         self._wires: dict[tuple[str, str], Wire] = {}
         self._accesses: dict[str, tuple[Meter, Meter]] = {}
-        """By node: out, in."""
+        """Meters of each node's shared access: out, in."""
         self._timers: list[tuple[float, float, int, _Connection, _End, bool]] = []
         self._count = itertools.count()
         self._running = True
@@ -158,11 +159,11 @@ class LinkRelay:
         return {RELAY: self.address}
 
     def cut(self, one: str, other: str) -> None:
-        """Resets what stands between these two nodes, and whatever is dialled until `restore`."""
+        """Resets the connections between these two nodes, and every new one, until `restore`."""
         self._change(pair_of(one, other), _CUT)
 
     def stall(self, one: str, other: str) -> None:
-        """Nothing passes between these two nodes until `restore`, and neither is told."""
+        """Stalls the link between these two nodes: nothing passes until `restore`, and neither is told."""
         self._change(pair_of(one, other), _STALLED)
 
     def restore(self, one: str, other: str) -> None:
@@ -173,9 +174,9 @@ class LinkRelay:
         """Gives a link a rate and a latency, each way, from now on; a closed pair is opened by it.
 
         Args:
-            one, other: Its ends.
+            one, other: Nodes at its ends.
             rate_bps: Bits of payload per second; must be positive (for none, `cut` or `stall`).
-            latency_s: One way, s.
+            latency_s: Latency one way, s.
         """
         pair = pair_of(one, other)
         if not (rate_bps > 0 and latency_s >= 0):
@@ -210,7 +211,7 @@ class LinkRelay:
         self._do(work)
 
     def passed(self) -> dict[tuple[str, str], int]:
-        """Bytes that have entered each direction of each shaped link."""
+        """Returns the bytes that have entered each direction of each shaped link."""
         return {ends: wire.nbytes for ends, wire in list(self._wires.items())}
 
     def close(self) -> None:
@@ -257,7 +258,7 @@ class LinkRelay:
             self._epoll.close()
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Events, at the latest when the next timer is due."""
+        """Returns events of sockets, at the latest when the next timer is due."""
         if not self._timers:
             return self._epoll.poll()
         left = self._timers[0][0] - AHEAD_S - time.monotonic()
@@ -272,7 +273,9 @@ class LinkRelay:
         soon = time.monotonic() + AHEAD_S
         while self._timers and self._timers[0][0] <= soon:
             when, _, _, connection, end, reading = heapq.heappop(self._timers)
-            if when == (end.read_at if reading else end.write_at):  # else it was set anew, or its socket is closed
+            if when == (
+                end.read_at if reading else end.write_at
+            ):  # else the timer was set anew, or its socket is closed
                 if reading:
                     end.read_at = 0.0
                 else:
@@ -303,13 +306,15 @@ class LinkRelay:
         self._do(work)
 
     def _state(self, pair: Pair | None) -> str:
-        """Members of one node need no link; who has not said yet whom it wants is let in to say so."""
+        """Returns the state of a link: always whole within one node, and for a dialler that has not said yet whom it
+        wants.
+        """
         if pair is None or len(pair) == 1:
             return _WHOLE
         return self._states.get(pair, self._state_of_others)
 
     def _go_on(self, connection: _Connection) -> None:
-        """As the state of its link wants it."""
+        """Drops, connects or watches a connection, as the state of its link demands."""
         state = self._state(connection.pair)
         if state == _CUT:
             self._drop(connection)
@@ -327,7 +332,7 @@ class LinkRelay:
             self._watch(connection)
 
     def _assign_lanes(self, connection: _Connection) -> None:
-        """The ways of what both ends send."""
+        """Sets the lanes of what both ends of a connection send."""
         if connection.target is None or len(connection.pair or ()) != 2:
             return
         for end, (source, sink) in (
@@ -350,7 +355,7 @@ class LinkRelay:
                 return
             try:
                 self._introduce(connection)
-            except OSError:  # it is gone again
+            except OSError:  # the dialler is gone again
                 self._drop(connection)
             else:
                 self._go_on(connection)
@@ -375,7 +380,7 @@ class LinkRelay:
                     else:
                         mask |= select.EPOLLIN
                 else:
-                    end.waits = False  # it is not the wire that it waits for
+                    end.waits = False  # it does not wait for the wire
                     end.read_at = 0.0
             if mask == end.mask:
                 continue
@@ -390,7 +395,7 @@ class LinkRelay:
 
     @staticmethod
     def _full(connection: _Connection, end: _End) -> bool:
-        """No more may be read here, since the other end does not take it."""
+        """Returns whether no more may be read here, since the other end does not take it."""
         if connection.pair is None:
             return False
         other = connection.other(end)
@@ -483,7 +488,7 @@ class LinkRelay:
         return all(end.told for end in connection.ends())
 
     def _hear(self, connection: _Connection) -> None:
-        """The line with which a dialler begins; what follows belongs to the member that it wants."""
+        """Reads the line with which a dialler begins; what follows belongs to the member that it wants."""
         sock = connection.dialler.sock
         seen = sock.recv(_LINE_NBYTES, socket.MSG_PEEK)
         line, newline, _ = seen.partition(b"\n")
@@ -515,11 +520,12 @@ _SERVER = "the server"
 
 
 class Way:
-    """The way to one server, for processes that dial it as any other; it can be hurt for each of them alone.
+    """Relay to one server, for processes that dial it as any other; the way of each process can be cut and stalled
+    alone.
 
     Args:
         target: HOST:PORT of the server.
-        pids: Names of processes of this machine, by id; whoever else dials is called "".
+        pids: Returns names of processes of this machine, by id; every other process is called "".
 
     Attributes:
         endpoint: HOST:PORT to dial instead.
@@ -540,7 +546,7 @@ class Way:
         self._relay.cut(name, _SERVER)
 
     def stall(self, name: str = "") -> None:
-        """No byte of this process passes until `restore`, and neither end is told."""
+        """Stalls the connections of this process: no byte passes until `restore`, and neither end is told."""
         self._relay.stall(name, _SERVER)
 
     def restore(self, name: str = "") -> None:

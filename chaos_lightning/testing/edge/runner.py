@@ -1,11 +1,12 @@
-"""`chaos-lightning lab TOPOLOGY -- COMMAND`: a command on every node of an emulated network.
+"""`chaos-lightning lab TOPOLOGY -- COMMAND`: runs a command on every node of an emulated network.
 
-Theory of operation. `Lab` starts each node's command in a session of its own, with its output in a file, so a Ctrl+C
-at the lab reaches only the lab, which passes it on: the commands leave politely, as they would on a real machine.
-`poll` is called again and again by whoever shows the lab; it starts the nodes whose time has come, begins the schedule,
-and returns what was printed since. When the last command has ended, what they left running (a hosted scheduler) is
-ended by the lab's mark (testing/processes.py). Should the lab itself be killed, the kernel kills its commands; workers
-notice that their agent is gone, a scheduler that it has no members, and namespaces are removed by the next lab.
+Theory of operation. `Lab` starts each node's command in a session of its own, with its output in a file, so a Ctrl+C at
+the lab reaches only the lab, which passes it on: the commands leave politely, as they would on a real machine. `poll`
+is called again and again by the caller that shows the lab; it starts the nodes whose time has come, begins the
+schedule, and returns what was printed since. When the last command has ended, what they left running (a hosted
+scheduler) is ended by the lab's mark (testing/processes.py). Should the lab itself be killed, the kernel kills its
+commands; workers notice that their agent is gone, a scheduler that it has no members, and namespaces are removed by the
+next lab.
 
 The command line is a shell around it: it prints what the nodes print, each line behind its node's name, and what
 happens to the links. Ctrl+C (or SIGTERM) is passed on once; the second one ends everything. The exit code is that of
@@ -44,7 +45,7 @@ PLACES = ("node", "index", "endpoint", "neighbours", "nodes", "folder")
 
 
 def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """The command with its placeholders replaced; other braces stay as they are."""
+    """Returns the command with its placeholders replaced; other braces stay as they are."""
     filled = []
     for word in command:
         for name, value in values.items():
@@ -58,9 +59,9 @@ class LabConfig:
     """Configuration of a lab.
 
     Attributes:
-        topology: On which network.
-        command: On each node, with placeholders.
-        folder: Outputs, event logs and the chain of views go here.
+        topology: Network to emulate.
+        command: Command to run on each node, with placeholders.
+        folder: Folder of outputs, event logs and the chain of views.
         backend: "auto", "relay" or "namespaces".
         schedule_at: "start": the schedule's time 0 is when the first commands are started; "joined": when every node
             that starts at once has joined the job.
@@ -82,7 +83,7 @@ class LabConfig:
 
 
 class Lab:
-    """See the module. Use it as a context manager.
+    """Emulated network with a command on each node; see the module. Use it as a context manager.
 
     Attributes:
         edge: The network.
@@ -128,7 +129,7 @@ class Lab:
         return self.edge.command(node, fill(self.config.command, self.values(node)))
 
     def settings(self, node: str) -> dict[str, str]:
-        """Returns the node's settings beside the lab's own."""
+        """Returns the environment variables that this node's command gets beside the lab's own."""
         own = {
             "PYTHONUNBUFFERED": "1",
             "CHAOS_LOG_DIR": str(self.events),
@@ -147,7 +148,9 @@ class Lab:
         self._start_due()
 
     def poll(self) -> list[tuple[str, str]]:
-        """Goes on; returns what happened since: (node, a line that it printed), or ("", what the lab has to say)."""
+        """Goes on with the lab; returns what happened since: (node, a line that it printed), or ("", a line of the
+        lab's).
+        """
         self._start_due()
         self._begin_schedule()
         lines = [(name, line) for name in self.children for line in self._new_lines(name)]
@@ -156,11 +159,11 @@ class Lab:
 
     @property
     def running(self) -> bool:
-        """Some command runs, or is still to be started."""
+        """Whether some command runs, or is still to be started."""
         return any(c.running for c in self.children.values()) or bool(self._waiting)
 
     def interrupt(self) -> None:
-        """Ctrl+C at every node; no further node is started."""
+        """Sends Ctrl+C to every node; no further node is started."""
         self._waiting = []
         for name, child in self.children.items():
             self._log.emit("fault_injected", kind="sigint", node=name, pid=child.pid)
@@ -171,12 +174,12 @@ class Lab:
         return {name: child.poll() for name, child in self.children.items()}
 
     def exit_code(self) -> int:
-        """0 if all commands ended well, else the first other code; a signal's is 128 more than its number."""
+        """Returns 0 if all commands ended well, else the first other code; a signal's is 128 more than its number."""
         codes = [code for code in self.exit_codes().values() if code]
         return 0 if not codes else codes[0] if codes[0] > 0 else 128 - codes[0]
 
     def close(self, polite_s: float = 4.0) -> int:
-        """Ends what still runs, and the network; how many processes had to be ended."""
+        """Ends what still runs, and the network; returns how many processes had to be ended."""
         ended = self._mark.end(polite_s)
         for child in self.children.values():
             if not child.running:
@@ -224,7 +227,9 @@ class Lab:
             self._told.append((0.0, "the schedule begins"))
 
     def _new_lines(self, node: str) -> list[str]:
-        """Whole lines that this node's command has printed since the last call; at its end also a broken one."""
+        """Returns the whole lines that this node's command has printed since the last call; after its end also a broken
+        one.
+        """
         child = self.children[node]
         ended = not child.running
         try:
@@ -294,10 +299,10 @@ def lab(
 
 
 def prepare(directory: Path | None, kind: str) -> Path:
-    """The folder of a lab or a demo, empty; by default a new one that is called so.
+    """Makes the folder of a lab or a demo, which must be empty; by default a new one, named by `kind` and the time.
 
     Raises:
-        ConfigurationError: It holds something: logs of two runs must not mix.
+        ConfigurationError: The folder holds something: logs of two runs must not mix.
     """
     folder = directory or Path("runs") / time.strftime(f"{kind}-%Y%m%d-%H%M%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -350,7 +355,7 @@ def _run(console: Console, config: LabConfig, *, quiet: bool) -> int:
 
 
 def say(console: Console, node: str, line: str, topology: Topology) -> None:
-    """A line of a node, or of the lab."""
+    """Prints a line of a node, or of the lab."""
     width = max(len(n) for n in (*topology.names, "lab"))
     colour = _COLOURS[topology.names.index(node) % len(_COLOURS)] if node else "bold"
     text = Text(f"{node or 'lab':<{width}} | ", style=colour)

@@ -44,17 +44,17 @@ class Condition(enum.StrEnum):
 
     WHOLE = "whole"
     CUT = "cut"
-    """Reset now, refused from now on."""
+    """Connections are reset, and refused from now on."""
     STALLED = "stalled"
     """A black hole: nothing passes, and neither end is told."""
 
 
 class SchemaError(ConfigurationError):
-    """A topology that cannot be.
+    """A topology is impossible.
 
     Attributes:
-        path: Where, such as "links[2].rate".
-        problem: What is wrong, without the place.
+        path: Place of the mistake, such as "links[2].rate".
+        problem: Problem in words, without the place.
     """
 
     def __init__(self, path: str, problem: str, source: str = "topology") -> None:
@@ -65,12 +65,12 @@ class SchemaError(ConfigurationError):
 
 @dataclass(frozen=True, slots=True)
 class EdgeNode:
-    """A machine.
+    """A node of a topology: one machine.
 
     Attributes:
-        name: Unique; members on it are called NAME-RANK.
-        access_bps: What all its links share, each way, bits per second; None: each link has its own.
-        starts_s: When the lab starts its command, s after the first ones.
+        name: Unique name; members on it are called NAME-RANK.
+        access_bps: Rate that all its links share, each way, bits per second; None: they share none.
+        starts_s: Seconds after the start of the lab at which it starts this node's command.
     """
 
     name: str
@@ -80,12 +80,12 @@ class EdgeNode:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between two nodes, as the schedule finds it.
+    """A link between two nodes, as it is before the schedule changes it.
 
     Attributes:
-        a, b: Its ends.
-        rate_bps: Each way, bits per second.
-        latency_s: One way, s.
+        a, b: Nodes at its ends.
+        rate_bps: Rate each way, bits per second.
+        latency_s: Latency one way, s.
     """
 
     a: str
@@ -96,7 +96,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """A link at one time."""
+    """State of a link at one time."""
 
     rate_bps: float
     latency_s: float = 0.0
@@ -104,7 +104,7 @@ class LinkState:
 
     @property
     def usable(self) -> bool:
-        """Bytes pass."""
+        """Whether bytes pass."""
         return self.condition is Condition.WHOLE
 
     def __str__(self) -> str:
@@ -114,18 +114,18 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One entry of the schedule; at least one of rate, latency and condition.
+    """One entry of the schedule, with at least one of rate, latency and condition.
 
     Attributes:
-        at_s: When it begins, s.
-        links: Which links; none named: all.
+        at_s: Time at which it begins, s.
+        links: Links that it changes; empty: all.
         rate_bps: New rate between these two bounds, drawn at random if they differ.
         share: New rate as a part of the rate that the link has in the topology.
-        latency_s: New latency.
-        condition: What the link does.
-        every_s: It happens again after so long; 0: once.
-        for_s: It lasts so long; 0: until another change says otherwise.
-        seed: Of random rates.
+        latency_s: New latency, s.
+        condition: New condition.
+        every_s: Seconds after which it happens again; 0: it happens once.
+        for_s: Seconds that it lasts; 0: until another change says otherwise.
+        seed: Seed of random rates.
     """
 
     at_s: float = 0.0
@@ -139,7 +139,7 @@ class Change:
     seed: int = 0
 
     def times(self, t_s: float) -> int:
-        """How often it has begun by then."""
+        """Returns how often the change has begun by time `t_s`."""
         if t_s < self.at_s:
             return 0
         if not self.every_s:
@@ -153,11 +153,11 @@ class Change:
         return count
 
     def begin_s(self, time: int) -> float:
-        """When it begins for the `time`-th time, counted from 1."""
+        """Returns the time at which the change begins for the `time`-th time, counted from 1."""
         return self.at_s + (time - 1) * self.every_s
 
     def rate_of(self, link: Link, time: int) -> float:
-        """The rate that it gives this link at its `time`-th time, bits per second."""
+        """Returns the rate that the change gives this link at its `time`-th time, bits per second."""
         if self.share is not None:
             return link.rate_bps * self.share
         assert self.rate_bps is not None
@@ -185,7 +185,8 @@ class Topology:
     """Nodes, links and what happens to the links.
 
     Raises:
-        SchemaError: It cannot be: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0, ...
+        SchemaError: It is impossible: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0,
+            ...
     """
 
     nodes: tuple[EdgeNode, ...]
@@ -199,7 +200,7 @@ class Topology:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All nodes."""
+        """Names of all nodes."""
         return tuple(node.name for node in self.nodes)
 
     @cached_property
@@ -208,16 +209,16 @@ class Topology:
 
     @cached_property
     def access_bps(self) -> dict[str, float]:
-        """Nodes with a shared access, and its rate."""
+        """Rates of the shared accesses, by node, bits per second."""
         return {n.name: n.access_bps for n in self.nodes if n.access_bps is not None}
 
     def neighbours(self, name: str) -> tuple[str, ...]:
-        """Nodes that have a link with this one."""
+        """Returns the nodes that have a link with this one."""
         ends = [link.b if link.a == name else link.a for link in self.links if name in (link.a, link.b)]
         return tuple(n for n in self.names if n in ends)
 
     def node_of(self, member: str) -> str | None:
-        """The node of a member, by its name or id ("edge-1-0~3" runs on "edge-1"); None for a stranger."""
+        """Returns the node of a member, by its name or id ("edge-1-0~3" runs on "edge-1"); None for a stranger."""
         name = member.partition("~")[0]
         if name in self._names:
             return name
@@ -226,12 +227,12 @@ class Topology:
 
     @property
     def delays(self) -> bool:
-        """Some link has, or will have, a latency."""
+        """Whether some link has, or will have, a latency."""
         return any(link.latency_s for link in self.links) or any(c.latency_s for c in self.schedule)
 
 
 def links_of(topology: Topology, t_s: float) -> dict[Pair, LinkState]:
-    """All links as they are `t_s` seconds after the start; keys are (a, b) as the topology has them."""
+    """Returns all links as they are `t_s` seconds after the start; keys are (a, b) as the topology has them."""
     states = {(x.a, x.b): LinkState(x.rate_bps, x.latency_s) for x in topology.links}
     known = {(x.a, x.b): x for x in topology.links}
     begun = [(c, times) for c in topology.schedule if (times := c.times(t_s))]
@@ -251,7 +252,7 @@ def links_of(topology: Topology, t_s: float) -> dict[Pair, LinkState]:
 
 
 def next_change_s(topology: Topology, t_s: float) -> float | None:
-    """When the schedule next does something after `t_s`; None: never again."""
+    """Returns the time at which the schedule next does something after `t_s`; None: never again."""
     coming: list[float] = []
     for change in topology.schedule:
         times = change.times(t_s)
@@ -263,7 +264,7 @@ def next_change_s(topology: Topology, t_s: float) -> float | None:
 
 
 def story(topology: Topology, until_s: float) -> Iterator[tuple[float, str]]:
-    """Yields what the schedule does up to then: time and words."""
+    """Yields what the schedule does until `until_s`: time and words."""
     t_s: float | None = 0.0
     before = {(x.a, x.b): LinkState(x.rate_bps, x.latency_s) for x in topology.links}
     while t_s is not None and t_s <= until_s:
@@ -274,7 +275,7 @@ def story(topology: Topology, until_s: float) -> Iterator[tuple[float, str]]:
 
 
 def differences(before: dict[Pair, LinkState], after: dict[Pair, LinkState]) -> list[tuple[Pair, LinkState, str]]:
-    """Links that differ, as they are after, and how in words."""
+    """Returns the links that differ, each with its state after, and the difference in words."""
     found = []
     for pair, new in after.items():
         old = before[pair]
@@ -291,7 +292,7 @@ def differences(before: dict[Pair, LinkState], after: dict[Pair, LinkState]) -> 
 
 
 def rate_text(rate_bps: float) -> str:
-    """Bits per second in words: 300 Mbps."""
+    """Returns bits per second in words: 300 Mbps."""
     for unit, size in (("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):
         if rate_bps >= size:
             return f"{rate_bps / size:.4g} {unit}"
@@ -302,7 +303,7 @@ def rate_text(rate_bps: float) -> str:
 
 
 def flaws(topology: Topology) -> Iterator[tuple[str, str]]:
-    """Everything that is wrong: where, and what was given and expected."""
+    """Yields everything that is wrong with a topology: its place, and what was given and expected."""
     yield from _bad_nodes(topology.nodes)
     yield from _bad_links(topology)
     names = topology.names
@@ -397,6 +398,6 @@ def _positive(value: float) -> bool:
 
 
 def _concerned(topology: Topology, change: Change) -> list[Pair]:
-    """The links that a change is about, as the topology writes them."""
+    """Returns the links that a change is about, as the topology writes them."""
     wanted = [frozenset(pair) for pair in change.links]
     return [(x.a, x.b) for x in topology.links if not wanted or frozenset((x.a, x.b)) in wanted]

@@ -1,4 +1,4 @@
-"""Topology files: YAML or JSON in, a `Topology` out, or an error that says where it is wrong.
+"""Reads topology files: YAML or JSON in, a `Topology` out, or an error that says where it is wrong.
 
     name: three boxes
     nodes: [edge-1, edge-2, {name: edge-3, access: 200 Mbps}]
@@ -99,7 +99,7 @@ def _below(path: str, key: str) -> str:
 
 
 class _Reader:
-    """Turns spots into a topology; remembers the lines, for what is found later."""
+    """Reader that turns spots into a topology; it remembers their lines, for errors that are found later."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -125,7 +125,7 @@ class _Reader:
             self._remember(below)
 
     def _where(self, path: str) -> str:
-        """File and line of this key, or of what holds it."""
+        """Returns file and line of this key, or of the nearest key above it that has a line."""
         while path and path not in self._lines:
             path = path.rpartition(".")[0]
         line = self._lines.get(path, 0)
