@@ -216,7 +216,7 @@ class TransferPolicy:
     """Seconds that an idle source waits before it is considered again, if nothing changes meanwhile."""
 
     def __init__(self, estimates: Estimates | None = None, options: PolicyOptions | None = None) -> None:
-        """Takes what is known before the one pull that a policy is made for; this policy uses nothing of it."""
+        """Makes the policy of one pull from what is known before the pull; this one needs nothing."""
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
         """Returns the sources to ask, given the donors that can be dialled."""
