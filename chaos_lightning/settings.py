@@ -34,7 +34,7 @@ from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.events.events import DAY_NBYTES
 from chaos_lightning.machine.addresses import DEFAULT_PORT, read_ports, split_announced, split_endpoints
 from chaos_lightning.planning.plans import DEFAULT_PLAN, absolute_plan, read_plan
-from chaos_lightning.planning.shards import POLICIES
+from chaos_lightning.planning.shards import POLICIES, wrong_policy
 from chaos_lightning.protocol.types import PlanSpec, Settings, check_nodes, is_name
 from chaos_lightning.transport.sealing import RULES, Level, require_library
 
@@ -74,10 +74,6 @@ def _read_by(read: Callable[[str], object]) -> Check:
 
 def _chunk(value: int) -> str:
     return "" if not value or 4096 <= value <= 16 << 20 else f"expected 0 or 4096 to {16 << 20}"
-
-
-def _folder(value: str) -> str:
-    return "" if not value or Path(value).is_dir() else "no such folder; name one that all members see"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,24 +181,16 @@ class EngineConfig:
     )
     transfer: str = setting(
         "adaptive",
-        f"Which member sends this one which part of the state: {', '.join(POLICIES)}. adaptive is planned by what is "
-        "known of the links and corrected by what is measured; the others are as in the paper Chaos and in what it "
-        "compares with, but for shared, where whoever has room takes the next piece (docs/transfer.md).",
-        check=one_of(POLICIES),
+        f"Which member sends this one which part of the state: {', '.join(POLICIES)}, or MODULE:CLASS. adaptive is "
+        "planned by what is known of the links and corrected by what is measured; with shared, whoever has room takes "
+        "the next piece; MODULE:CLASS is a policy of your own (docs/transfer.md).",
+        check=wrong_policy,
     )
     ingress_bps: float = setting(
         0.0,
         "Access link of this member's machine, which all its links share, in bits per second; 0: each link has its "
         "own. Policies plan by it.",
         check=at_least(0, "bits per second, or 0 if links share nothing"),
-    )
-    transfer_folder: str = setting(
-        "",
-        "For transfer=stop_resume: a folder that all members see. The member that is asked writes its checkpoint "
-        "there, and newcomers read it.",
-        check=_folder,
-        absolute=absolute_path,
-        metavar="DIR",
     )
     neighbours: str = setting(
         "", "Nodes or members to have links with, separated by commas or +; by default all that can be reached."
@@ -234,13 +222,6 @@ class EngineConfig:
                 raise ConfigurationError(f"neighbours={self.neighbours!r}: {name!r} is this member itself")
         if self.links not in ("auto", Level.CHECKSUM):
             require_library()
-        if self.transfer == "stop_resume":
-            if not self.transfer_folder:
-                raise ConfigurationError("transfer='stop_resume' needs transfer_folder, a folder that all members see")
-            if self.join_by == "replay":
-                raise ConfigurationError(
-                    "transfer='stop_resume' lets all wait: write join_by='auto' or 'pause', not 'replay'"
-                )
         _ = self.plan_spec
 
     @property

@@ -30,7 +30,7 @@ from chaos_lightning.strategies.strategy import ChaosStrategy
 
 NAME = "chaos_pipeline"
 
-UNUSED = ("transfer", "transfer_folder", "ingress_bps")
+UNUSED = ("transfer", "ingress_bps")
 """Settings that members do not go by where they pull parts of the model from their owners."""
 
 

@@ -22,8 +22,8 @@ from benchmarks.paper.delays import image_joins
 from benchmarks.paper.figure import Claim, FigureResult, Scale, canvas, progress, settled
 from benchmarks.paper.states import GPT2, IMAGES, MIB, TEXTS, Model
 from benchmarks.paper.sweep import chosen
-from chaos_lightning.planning.baselines import even, greedy, optimal
-from chaos_lightning.planning.shards import Neighbour, SharePlan, bound_s
+from benchmarks.transfer.plans import ComparedPlan, even, greedy, optimal
+from chaos_lightning.planning.shards import Neighbour, bound_s
 
 SYNC_S = 0.1
 """All-reduces end up to so much after the first, at random."""
@@ -84,7 +84,7 @@ def gaps(join: Join, model: Model, chance: random.Random, tried: int) -> dict[st
     layers = model.layout(model.nbytes)
     nbytes = sum(layers)
     began = time.thread_time()
-    planned: SharePlan = greedy(nbytes, near, layer_nbytes=layers)
+    planned: ComparedPlan = greedy(nbytes, near, layer_nbytes=layers)
     greedy_cpu_s = time.thread_time() - began
     began = time.thread_time()
     exact = optimal(nbytes, near, shard_nbytes=planned.shard_nbytes)

@@ -99,10 +99,9 @@ class Cluster:
         """Pulls the whole state into an empty newcomer by this policy.
 
         Args:
-            policy: One of `replication.policies.POLICIES`.
+            policy: A name as `benchmarks.transfer.policies.policy_of` takes it.
             watch: Told now and then how many seconds have passed here and how many bytes are verified here.
         """
-        options = {"barrier": True} if policy == "single" else {}
         began = time.monotonic()
         changes = _Changes(self, began)
 
@@ -111,7 +110,7 @@ class Cluster:
             if watch is not None:
                 watch(time.monotonic() - began, now.done_nbytes)
 
-        report = self.joiner.pull(policy, self.estimates(), progress=progress, **options)
+        report = self.joiner.pull(policy, self.estimates(), progress=progress)
         wall_s = time.monotonic() - began
         changes.undo()
         return Moved(

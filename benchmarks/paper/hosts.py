@@ -72,7 +72,7 @@ class Way:
     Attributes:
         system: Which of the paper's systems that is.
         join_by: "pause" or "replay".
-        transfer: Its policy.
+        transfer: Its policy, as the setting names it.
     """
 
     system: str

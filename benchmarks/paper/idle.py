@@ -29,8 +29,8 @@ from benchmarks.paper.states import RESNET101
 from benchmarks.paper.sweep import Point, chosen, teller
 
 WAYS = (
-    Way("EDL+", "pause", "single"),
-    Way("Chaos", "pause", "greedy"),
+    Way("EDL+", "pause", "benchmarks.transfer.policies:Single"),
+    Way("Chaos", "pause", "benchmarks.transfer.policies:Greedy"),
     Way("adaptive", "replay", "adaptive"),
 )
 OBSERVED = {

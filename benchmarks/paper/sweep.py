@@ -1,6 +1,6 @@
 """Joins of the paper's clusters by all its systems, emulated and simulated: the data of Figs. 7, 8, 10 and 15.
 
-Theory of operation. A *system* is a transfer policy of the product, as `replication/policies.py` has them: Pollux is
+Theory of operation. A *system* is a transfer policy, as `benchmarks/transfer/policies.py` has them: Pollux is
 `stop_resume`, EDL+ `single` (with a barrier), Autoscaling `multi_source`, Chaos `greedy`; "even" is the paper's
 multi-neighbour replication without its scheduler, and "adaptive" what the product does by itself. One random history
 (`clusters.growth`) per repetition; all systems meet the same joins. `emulated` really executes them (`emulated.py`),

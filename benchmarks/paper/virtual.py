@@ -1,7 +1,8 @@
 """A newcomer's pull in virtual time: the product's own work queue and policies, links as arithmetic.
 
 Theory of operation. Who is asked for which bytes, and when, is decided by the very code that runs in production
-(`replication/work_queue.py`, `replication/policies.py`); only sockets and clocks are replaced. A source sends what it
+(`replication/work_queue.py`, `replication/policies.py`), or by a policy to compare with;
+only sockets and clocks are replaced. A source sends what it
 was asked for in order. Its bytes flow at the rate that the links of its route leave it: each link is shared max-min
 fair among the routes that use it, as long TCP flows do; each way has a rate of its own, and a relay forwards while it
 receives. A request and its first bytes each take the route's latency. Between two events (a request is complete, one
@@ -19,8 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.paper.clusters import LATENCY_S, Join
-from chaos_lightning.planning import baselines, shards
-from chaos_lightning.replication import Job, PolicyOptions, make_policy
+from benchmarks.transfer import plans
+from benchmarks.transfer.policies import policy_of
+from chaos_lightning.planning import shards
+from chaos_lightning.replication import Job, PolicyOptions
 from chaos_lightning.replication.policy import Request, TransferPolicy
 from chaos_lightning.replication.table import PIECE_NBYTES
 from chaos_lightning.replication.work_queue import WorkQueue
@@ -62,8 +65,6 @@ class Pulled:
     nbytes: Mapping[str, int]
     """By source."""
     duplicated: int
-    barrier: bool
-    """Whether everybody waits for its end."""
 
 
 def fair_rates(ways: Mapping[str, Sequence[Edge]], capacity: Mapping[Edge, float]) -> dict[str, float]:
@@ -144,7 +145,6 @@ class Pull:
             served_s={n: s.served_s for n, s in self.sources.items()},
             nbytes={n: s.nbytes for n, s in everybody.items() if s.nbytes},
             duplicated=sum(s.duplicated for s in everybody.values()),
-            barrier=self.policy.barrier,
         )
 
     def _ask(self, name: str) -> None:
@@ -203,21 +203,16 @@ def pull(join: Join, nbytes: int, policy: str, *, layer_nbytes: Sequence[int] = 
     Args:
         join: The cluster, and when.
         nbytes: Size of the state.
-        policy: One of `replication.policies.POLICIES` but stop_resume.
+        policy: A name as `policy_of` takes it, but not stop_resume.
         layer_nbytes: greedy: sizes of the layers.
     """
     links = {pair: (LATENCY_S, 8 / rate) for pair, rate in join.rates().items()}
     several = policy == "multi_source"
-    options = PolicyOptions(
-        layer_nbytes=tuple(layer_nbytes) if policy == "greedy" else (),
-        links=links if several else {},
-        newcomer=join.newcomer if several else "",
-        barrier=policy == "single",
-    )
-    made = make_policy(policy, join.estimates(), options)
+    options = PolicyOptions(layer_nbytes=tuple(layer_nbytes), newcomer=join.newcomer)
+    made = policy_of(policy, join.estimates(), options, **({"links": links} if several else {}))
     routes: Mapping[str, Sequence[str]] = {name: (name,) for name in join.near}
     if several:
-        routes = baselines.shortest_routes(links, join.newcomer, PIECE_NBYTES)
+        routes = plans.shortest_routes(links, join.newcomer, PIECE_NBYTES)
     return Pull(join, nbytes, made, routes).run()
 
 
@@ -234,7 +229,7 @@ def hop_by_hop_s(join: Join, nbytes: int) -> float:
     The same shares and routes as the policy's; each link on a route carries all that uses it before the next begins.
     """
     links = {pair: (LATENCY_S, 8 / rate) for pair, rate in join.rates().items()}
-    plan = baselines.multi_source(nbytes, links, join.newcomer)
+    plan = plans.multi_source(nbytes, links, join.newcomer)
     ways = {
         source: list(zip(plan.routes[source], (join.newcomer, *plan.routes[source][:-1]), strict=True))
         for source in plan.shares

@@ -119,13 +119,14 @@ def donor(pipe: Any, name: str, rates: Mapping[str, float], disk_bps: float, fol
     """
     import torch
 
-    from chaos_lightning.replication.checkpoint import CheckpointWriter
     from chaos_lightning.replication.forward import Forwarder
+    from chaos_lightning.replication.kept import write_bytes
+    from chaos_lightning.replication.memory import region
+    from chaos_lightning.replication.published import lay_out
     from chaos_lightning.replication.server import StateServer
     from chaos_lightning.transport.handshake import Greeting, accept, dial
 
     shaper, server, ports = Shaper(rates), StateServer(), {}
-    server.checkpoints = CheckpointWriter(Path(folder), disk_bps)
 
     def reach(member: str) -> socket.socket:
         return dial("127.0.0.1", ports[member], Greeting(JOB, name, member, "bulk"))
@@ -158,7 +159,17 @@ def donor(pipe: Any, name: str, rates: Mapping[str, float], disk_bps: float, fol
         elif order == "publish":
             path, layout, seq = rest
             flat = torch.from_file(path, shared=True, size=sum(layout), dtype=torch.uint8)
-            server.publish(HEAD, seq, tensors_of(flat, layout), {"step": seq})
+            named = tensors_of(flat, layout)
+            server.publish(HEAD, seq, named, {"step": seq})
+        elif order == "save":
+            began = time.monotonic()
+            file = write_bytes(Path(folder), lay_out(HEAD, seq, [region(name, t) for name, t in named]))
+            with file.open("rb") as written:  # whoever reads it is to read the disk
+                os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if disk_bps:
+                time.sleep(max(0.0, began + 8 * file.stat().st_size / disk_bps - time.monotonic()))
+            pipe.send(file)
+            continue
         pipe.send("done")
 
 
@@ -228,9 +239,13 @@ class Network:
         if self._published:
             self.tell(name, "publish", *self._published)
 
-    def tell(self, name: str, *order: Any) -> None:
+    def tell(self, name: str, *order: Any) -> Any:
         self.workers[name].pipe.send(order)
-        self.workers[name].receive()
+        return self.workers[name].receive()
+
+    def save(self, name: str) -> Path:
+        """This donor writes its state to the disk; returns the file."""
+        return Path(self.tell(name, "save"))
 
     def publish(self, path: Path, layout: Layout, seq: int) -> None:
         self._published = (str(path), list(layout), seq)
@@ -329,24 +344,24 @@ class Joiner:
         """Pulls the state; returns the pull's report.
 
         Args:
-            policy: One of `replication.policies.POLICIES`; `greedy` searches the shard size between the layers, as the
-                paper does.
+            policy: A name as `policies.policy_of` takes it; `greedy` searches the shard size between the layers, as
+                the paper does.
             estimates: (latency in s, bits per second) of the newcomer's links, by neighbour.
             empty: Nothing is here; else everything is.
             progress: Told of it.
-            options: Further ones of the policy.
+            options: Further `PolicyOptions`.
         """
-        from chaos_lightning.replication import PolicyOptions, PullConfig, make_policy, pull_state
+        from benchmarks.transfer.policies import policy_of
+        from chaos_lightning.replication import PolicyOptions, PullConfig, pull_state
 
         if empty:
             self.newcomer.empty()
-        if policy == "greedy":
-            options["layer_nbytes"] = tuple(self.layout)
+        facts = PolicyOptions(layer_nbytes=tuple(self.layout), newcomer=self.net.newcomer, **options)
+        given: dict[str, Any] = {}
         if policy == "multi_source":
-            links = {pair: (LATENCY_S, 8 / rate) for pair, rate in self.net.links.items()}
-            options |= {"newcomer": self.net.newcomer, "links": links}
+            given["links"] = {pair: (LATENCY_S, 8 / rate) for pair, rate in self.net.links.items()}
         if policy == "stop_resume":
-            options |= {"folder": str(self.net.folder), "disk_bps": self.net.disk_bps}
+            given |= {"save": self.net.save, "disk_bps": self.net.disk_bps}
         return pull_state(
             self.net.endpoints(),
             self.net.dial,
@@ -354,7 +369,7 @@ class Joiner:
             seq=self.seq,
             state=self.newcomer,
             config=PullConfig(deadline_s=_DEADLINE_S),
-            policy=make_policy(policy, estimates, PolicyOptions(**options)),
+            policy=policy_of(policy, estimates, facts, **given),
             progress=progress,
         )
 

@@ -280,12 +280,12 @@ def _priced(job: TrainingJob, path: Path) -> PricedPlan:
     Raises:
         JobError: The plan cannot be read, is none, or is not of this job; or it does not fit.
     """
-    from chaos_lightning.planning.documents import read_json, read_yaml
+    from chaos_lightning.planning.documents import read_file
     from chaos_lightning.planning.pipelines.estimate import estimate
     from chaos_lightning.planning.pipelines.plan import PipelinePlan
 
     try:
-        about = (read_json if path.suffix == ".json" else read_yaml)(path.read_text(encoding="utf-8"), str(path))
+        about = read_file(path)
         about = about.get("plan", about) if isinstance(about, Mapping) else about
         if not isinstance(about, Mapping):
             raise JobError(f"{path} is no plan: expected what --json has as `plan`")

@@ -40,8 +40,6 @@ def no_replay(config: EngineConfig, replay: Replay | None) -> str:
     name = config.name
     if config.join_by == "pause":
         return f"{name} was told to join by pause"
-    if config.transfer == "stop_resume":
-        return f"{name} takes the state out of a checkpoint (stop_resume), which all wait for"
     reason = "it was not told how its steps are replayed" if replay is None else replay.replayable()
     if reason and config.join_by == "replay":
         raise ConfigurationError(f"join_by='replay' is not possible for {name}: {reason}; use 'auto' or 'pause'")

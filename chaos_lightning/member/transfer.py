@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,18 +18,17 @@ from chaos_lightning.errors import ChaosError, DeadlineError, NoDonorError, Stat
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.console import Teller
 from chaos_lightning.machine.process_table import host_identity
-from chaos_lightning.member.choice import Situation, TransferChoice, endpoint, endpoints
+from chaos_lightning.member.choice import TransferChoice, endpoint, endpoints
 from chaos_lightning.member.connection_pool import ConnectionPool
 from chaos_lightning.member.keyring import Keyring
 from chaos_lightning.member.mailbox import Mailbox
 from chaos_lightning.member.telling import ProgressLines, fetched_line
 from chaos_lightning.membership.donors import copiers, groups
-from chaos_lightning.planning.shards import POLICIES
 from chaos_lightning.protocol.types import Header, Member, Progress, Span, View
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import BulkSocket
 from chaos_lightning.replication.client import PullConfig
-from chaos_lightning.replication.policy import TransferPolicy
+from chaos_lightning.replication.policy import PolicyOptions
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer
 from chaos_lightning.replication.snapshot import Snapshot
@@ -98,7 +97,6 @@ class Transfer:
         tell: Callable[[Progress], None],
     ) -> None:
         self.server = StateServer()
-        self.server.checkpoints = choice.writer()
         self.teller, self._progress_lines = Teller(), ProgressLines()
         self.report: PullReport | None = None
         self.mixed = ""
@@ -113,8 +111,6 @@ class Transfer:
         """Whether the last state that was pulled was a learner's."""
         self._copying: Snapshot | None = None
         self._choice = choice
-        self._said = ""
-        """Reason why another policy than the chosen one is used, if that was told."""
         self._job = job
         self._secret = Credentials.of(token)
         self._mail = mail
@@ -223,9 +219,9 @@ class Transfer:
             StateError: No donor is left, or the state does not fit.
         """
         given_up, proves = superseded or self._superseded, superseded is None and self._observed
-        kind = POLICIES[self._choice.policy]
-        found = groups(view, self._mail.who(), self._links.near(), fellows=kind.corrects)
-        if kind.by_estimates and not proves:  # there is nothing to share out, as a rule, and all wait
+        patient = self._choice.policy.patient
+        found = groups(view, self._mail.who(), self._links.near(), fellows=not patient)
+        if patient and not proves:  # there is nothing to share out, as a rule, and all wait
             self._await_estimates({source.id for source in found[0]}, deadline, given_up)
         for left, sources in zip(range(len(found) - 1, -1, -1), found, strict=True):
             try:
@@ -256,13 +252,21 @@ class Transfer:
         proves: bool,
     ) -> PullReport:
         """Makes one attempt of `fetch`, with these sources."""
-        near, watched, kind = self._links.near(), self._watched(header, state), POLICIES[self._choice.policy]
+        near, watched = self._links.near(), self._watched(header, state)
         donors, joiners = endpoints(sources, view, near), frozenset(view.joiners)
-        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=kind.in_place)
+        config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=True)
         self._events.emit("pull_started", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
         report = None
-        if kind.in_place and superseded is not None:
+        if superseded is not None:
             report = self._read(donors, header, watched, config, superseded)
+        options = PolicyOptions(
+            ingress_bps=self._choice.ingress_bps,
+            layer_nbytes=tuple(tensor.nbytes for _, tensor in state.tensors()),
+            newcomer=self._mail.who(),
+            sources=sources,
+            near=near,
+            view=view,
+        )
         return report or pull_state(
             donors,
             self.dial,
@@ -270,25 +274,13 @@ class Transfer:
             seq=header.seq,
             state=watched,
             config=config,
-            policy=self._policy(sources, view, near, state),
+            policy=self._choice.policy(self._links.estimates(), options),
             progress=self._progress("prove" if superseded is None else "pull"),
             abandoned=superseded or self._superseded,
             replayed=proves,
             loading=joiners,
             grew=self.server.grew,
         )
-
-    def _policy(
-        self, sources: Sequence[Member], view: View, near: Collection[str], state: StateAccess
-    ) -> TransferPolicy:
-        sizes = tuple(tensor.nbytes for _, tensor in state.tensors())
-        now = Situation(self._mail.who(), sources, view, near, self._links.estimates(), sizes)
-        policy, instead = self._choice.make(now)
-        if instead and instead != self._said:
-            self._said = instead
-            self._events.emit("notice", text=instead)
-            _log.warning(instead)
-        return policy
 
     def _await_estimates(self, sources: set[str], deadline: float, given_up: Callable[[], bool]) -> None:
         """Waits for estimates of a newcomer's links, which are just made: a plan that is not corrected is only as good

@@ -2,20 +2,79 @@
 
 Theory of operation. YAML becomes nodes first (`yaml.compose`). Anchors make a graph of them, in which 800 bytes can
 stand for billions of values, or for a list that contains itself. So the values are counted before any is made, each
-node once. Then the safe constructor makes them.
+node once. Then the safe constructor makes them, or `read_located` keeps the text of each with its place in the file.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
 
 MOST_VALUES = 1_000_000
 """Number of values a text may stand for, with each anchor counted wherever it is used."""
+_MAX_DEPTH = 8
+"""Depth of a file that is read with its places."""
 _EXPONENT = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)[eE][+-]?\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Value of a file, and its place: the path of its keys, such as `links[2].rate`."""
+
+    value: str | list[Spot] | dict[str, Spot]
+    path: str
+
+
+def read_file(path: Path, source: str = "") -> Any:
+    """Returns the content of a file: `.json` is JSON, everything else YAML.
+
+    Args:
+        path: The file.
+        source: Name of the file, for errors; by default its path.
+
+    Raises:
+        OSError, UnicodeDecodeError: The file cannot be read.
+        ConfigurationError: See `read_json` and `read_yaml`.
+    """
+    text = path.read_text(encoding="utf-8")
+    return (read_json if path.suffix == ".json" else read_yaml)(text, source or str(path))
+
+
+def read_located(path: Path) -> tuple[Spot, dict[str, int]]:
+    """Returns what `read_file` does, each scalar as the text that was written, and the line of each path in YAML.
+
+    Raises:
+        OSError, UnicodeDecodeError: The file cannot be read.
+        ConfigurationError: See `read_file`; or it is nested too deep.
+    """
+    text, source, lines = path.read_text(encoding="utf-8"), str(path), dict[str, int]()
+
+    def spot(value: Any, place: str, depth: int) -> Spot:
+        where = source
+        if (mark := getattr(value, "start_mark", None)) is not None:
+            lines[place] = mark.line + 1
+            where = f"{source}:{lines[place]}"
+            if value.id == "mapping":
+                value = {key.value: below for key, below in value.value}
+            else:
+                value = None if value.id == "scalar" and value.tag.endswith(":null") else value.value
+        if depth > _MAX_DEPTH:
+            raise ConfigurationError(f"{where}: {place}: nested more than {_MAX_DEPTH} deep")
+        if isinstance(value, dict):
+            return Spot({k: spot(v, f"{place}.{k}" if place else k, depth + 1) for k, v in value.items()}, place)
+        if isinstance(value, list):
+            return Spot([spot(v, f"{place}[{i}]", depth + 1) for i, v in enumerate(value)], place)
+        return Spot("" if value is None else str(value), place)
+
+    if path.suffix == ".json":
+        return spot(read_json(text, source), "", 0), lines
+    root = compose_yaml(text, source)
+    return spot({} if root is None else root, "", 0), lines
 
 
 def read_json(text: str, source: str) -> Any:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError, PlanError
-from chaos_lightning.planning.documents import read_json, read_yaml
+from chaos_lightning.planning.documents import read_file
 from chaos_lightning.planning.trees import check_plan, expand
 from chaos_lightning.protocol.types import PlanSpec, Span, TreeSpec
 
@@ -145,7 +145,6 @@ def _list(given: object, where: str) -> Sequence[object]:
 def _load(path: Path) -> object:
     name = f"plan file {str(path)!r}"
     try:
-        text = path.read_text(encoding="utf-8")
+        return read_file(path, name)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{name} cannot be read: {error}") from error
-    return (read_json if path.suffix == ".json" else read_yaml)(text, name)

@@ -9,52 +9,32 @@ reason in words.
     closed_form  byte ranges: all neighbours worth using end at once, at
                  T = (W + sum delay/s_per_byte) / sum 1/s_per_byte. No plan is faster (Chaos calls this problem NP-hard;
                  with byte ranges, or equal shards, it is not).
-
-What others plan, to be compared with, is in baselines.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from chaos_lightning.errors import PlanError
 
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """Facts that a job must know of a transfer policy before it makes one."""
-
-    in_place: bool = True
-    """Whether a state may be read out of a member's memory instead: the policy is not about the way that bytes take."""
-    by_estimates: bool = False
-    """Whether shares follow from estimates of the links and are not corrected, so that estimates are waited for. A
-    policy that gives every source the same does not need them.
-    """
-    corrects: bool = False
-    """Whether sources with room take over work, so that sources may come in late."""
+POLICIES = ("adaptive", "shared")
+"""Names of the transfer policies; replication/policies.py carries each of them out."""
+COMPARED = ("greedy", "optimal", "even", "single", "multi_source", "stop_resume")
+"""Names of policies that are there to be compared with: classes of benchmarks/transfer/policies.py."""
 
 
-POLICIES: Mapping[str, Policy] = {
-    "adaptive": Policy(corrects=True),
-    "greedy": Policy(by_estimates=True),
-    "optimal": Policy(by_estimates=True),
-    "even": Policy(),
-    "single": Policy(by_estimates=True),
-    "multi_source": Policy(in_place=False),
-    "stop_resume": Policy(in_place=False),
-    "shared": Policy(corrects=True),
-}
-"""Values of the setting `transfer`; replication/policies.py implements each of them."""
-SHARD_NBYTES = 1 << 20
-"""Default bytes of a shard of `optimal`, and of `greedy` where no layers are given: the piece that is hashed and sent
-as one.
-"""
-
-Links = Mapping[tuple[str, str], tuple[float, float]]
-"""Latency in seconds and seconds per byte of each link; a link that is given in one direction only is the same in both.
-"""
+def wrong_policy(name: str) -> str:
+    """Returns the objection to a name of a transfer policy; "" to one that may be. Loads no MODULE:CLASS."""
+    if name in POLICIES or ":" in name:
+        return ""
+    known = f"expected one of {', '.join(POLICIES)}, or MODULE:CLASS"
+    if name not in COMPARED:
+        return known
+    moved = f"write transfer=benchmarks.transfer.policies:{name.title().replace('_', '')}"
+    use = "run python -m benchmarks.transfer" if name == "stop_resume" else moved
+    return f"not in the package, since it is only there to be compared with; {known}; in a copy of the repository {use}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +68,6 @@ class SharePlan:
     seconds: float
     """Predicted seconds from the start of the transfer to the last byte."""
     reason: str
-    shard_nbytes: int = 0
-    """Bytes of a shard where the policy has one."""
-    routes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Members on the way to each source: the one that the newcomer asks first, those that forward the request, and the
-    source itself. Absent: direct.
-    """
-    barrier: bool = False
-    """Whether all members wait for the end of the transfer."""
 
 
 def mib(nbytes: float) -> str:

@@ -20,9 +20,8 @@ from chaos_lightning.replication.access import (
 )
 from chaos_lightning.replication.client import PullConfig
 from chaos_lightning.replication.manifest import decode_manifest, encode_manifest
-from chaos_lightning.replication.planned import PolicyOptions
 from chaos_lightning.replication.policies import POLICIES, make_policy
-from chaos_lightning.replication.policy import Job, SharedQueue, SourceStats, TransferPolicy
+from chaos_lightning.replication.policy import Job, PolicyOptions, SharedQueue, SourceStats, TransferPolicy
 from chaos_lightning.replication.pull import PullReport, pull_result, pull_state
 from chaos_lightning.replication.server import StateServer, StateServerConfig
 from chaos_lightning.replication.session import SourceReport

@@ -48,7 +48,7 @@ _IOV = min(512, os.sysconf("SC_IOV_MAX"))
 
 
 class Type(enum.IntEnum):
-    """Types of frames: requests are below 16, replies above."""
+    """Types of frames: requests are below 16, replies above; 13 and 29 stood for other frames once."""
 
     GET_DIGEST = 1
     GET_TABLE = 2
@@ -79,8 +79,6 @@ class Type(enum.IntEnum):
     """Request to pass everything that follows on this connection on to another member; the payload says the way
     (forward.py).
     """
-    SAVE = 13
-    """Request to write the state to the checkpoint folder (checkpoint.py)."""
     DIGEST = 17
     TABLE = 18
     MANIFEST = 19
@@ -97,7 +95,6 @@ class Type(enum.IntEnum):
     `offset`: milliseconds since the donor, or a donor of its own, got something of this state; 0 if it has the state.
     """
     ROUTED = 28
-    SAVED = 29
 
 
 REQUESTS = frozenset(  # that ask for something of this header; such may be forwarded
@@ -133,8 +130,6 @@ _LIMITS = {
     Type.PENDING: 0,
     Type.ROUTE: MAX_ROUTE_NBYTES,
     Type.ROUTED: 0,
-    Type.SAVE: 0,
-    Type.SAVED: MAX_NOTE_NBYTES,
 }
 
 

@@ -31,12 +31,12 @@ PART_NBYTES = 256 << 10
 
 
 def encode_route(route: Sequence[str]) -> bytes:
-    """The hops still to go, as a ROUTE request carries them."""
+    """Returns the payload of a ROUTE request: the members to which it still has to go, in order."""
     return json.dumps(list(route), separators=(",", ":")).encode()
 
 
 def decode_route(data: bytes) -> tuple[str, ...]:
-    """WireError for anything that is no short list of distinct names."""
+    """Returns the members that a ROUTE request names; WireError on all but a short list of distinct names."""
     try:
         hops = json.loads(data)
         json.dumps(hops, ensure_ascii=False).encode()  # a lone surrogate is valid JSON, and no text
@@ -50,7 +50,7 @@ def decode_route(data: bytes) -> tuple[str, ...]:
 
 
 def send_route(channel: BulkSocket, head: str, seq: int, route: Sequence[str]) -> None:
-    """Have the other end of this connection pass everything on along the route; returns when the path stands.
+    """Asks the other end of this connection to pass everything on along a route; returns when the path stands.
 
     Raises:
         RefusedError: Somebody on the way does not, and says why.
@@ -63,7 +63,7 @@ def send_route(channel: BulkSocket, head: str, seq: int, route: Sequence[str]) -
 
 @dataclass
 class Forwarder:
-    """Lets this member's server relay for others."""
+    """Relays of this member's server: what it passes on between others."""
 
     me: str
     dial: Callable[[str], socket.socket]
@@ -79,10 +79,10 @@ class Forwarder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def relay(self, near: BulkSocket, request: BulkFrame) -> str:
-        """Carry out a ROUTE request and pass on what follows, until one side ends.
+        """Carries out a ROUTE request and passes on what follows, until one side ends.
 
         Returns:
-            Why it ended, in words.
+            Reason why it ended, in words.
         """
         route = decode_route(near.receive_payload(request))
         try:
@@ -109,7 +109,7 @@ class Forwarder:
             far.sock.close()
 
     def close(self) -> None:
-        """End all relays; their threads return soon."""
+        """Ends all relays; their threads return soon."""
         with self._lock:
             sockets = list(self._open)
         for sock in sockets:
@@ -135,7 +135,7 @@ class Forwarder:
         return far
 
     def _requests(self, near: BulkSocket, far: BulkSocket) -> None:
-        """Near to far, in the serving thread."""
+        """Passes requests on from the near side to the far one, in the serving thread."""
         onwards = self._sender(far)
         try:
             while (frame := near.receive_header(patience_s=self.idle_timeout_s)) is not None:
@@ -146,7 +146,10 @@ class Forwarder:
             onwards.sock.close()
 
     def _replies(self, far: BulkSocket, near: BulkSocket) -> None:
-        """Far to near, in a thread of its own. Its end is the connection's: the joiner sees that and asks elsewhere."""
+        """Passes replies back from the far side, in a thread of its own.
+
+        When it ends it ends the connection: the joiner sees that and asks elsewhere.
+        """
         part = memoryview(bytearray(PART_NBYTES))
         back = self._sender(near)
         with contextlib.suppress(OSError, WireError), back.sock:
@@ -166,5 +169,5 @@ class Forwarder:
                 channel.sock.shutdown(socket.SHUT_RDWR)
 
     def _sender(self, channel: BulkSocket) -> BulkSocket:
-        """The same connection with timeouts of its own: another thread receives on it meanwhile."""
+        """Returns the same connection with timeouts of its own: another thread receives on it meanwhile."""
         return BulkSocket(channel.sock.dup(), stall_timeout_s=self.stall_timeout_s)

@@ -1,9 +1,9 @@
 """Keeps a training state in a file, which the last member leaves behind and a founder goes on from (protocol.md 14c).
 
-Theory of operation. The bytes are written as a checkpoint for a newcomer is (checkpoint.py): all tensors end to end,
-flushed and renamed into place. Beside it, and after it, comes a *record*: one JSON document with the table of tensors
-and piece hashes, the manifest, and what the caller says of the state. A record without its bytes, bytes without
-a record, and bytes that do not have their hashes are no state. Nothing here is unpickled.
+Theory of operation. The bytes go into a file beside, all tensors end to end, which is flushed to the disk and renamed
+into place. Beside it, and after it, comes a *record*: one JSON document with the table of tensors and piece hashes, the
+manifest, and what the caller says of the state. A record without its bytes, bytes without a record, and bytes that do
+not have their hashes are no state. Nothing here is unpickled.
 
 A member of a pipeline keeps the parts of the state that it holds. Each has a folder of its own with a record as above,
 and these are written before the record of the rest, which names them: so what that record names is there, of the same
@@ -27,17 +27,17 @@ import torch
 from chaos_lightning.errors import StateError, WireError
 from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.replication.bulk import head_bytes
-from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.landing import Landing
 from chaos_lightning.replication.manifest import encode_manifest
 from chaos_lightning.replication.memory import region, synchronize
 from chaos_lightning.replication.parts import part_of, sweep
 from chaos_lightning.replication.policy import cut_jobs
-from chaos_lightning.replication.published import lay_out
+from chaos_lightning.replication.published import Published, lay_out
 from chaos_lightning.replication.pull import StateSink
 from chaos_lightning.replication.table import StateTable, build_table, decode_table
 
 RECORD = "kept.json"
+PART_NBYTES = 4 << 20
 _VERSION, _VERSION_WITH_PARTS = 1, 2
 """Versions of a record without and with parts: a release that does not know of parts must not take the rest for the
 whole.
@@ -123,9 +123,9 @@ def _write(
     table = build_table(tensors, encoded.tensors, regions=item.regions)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        done = json.loads(CheckpointWriter(folder).save(item, lambda: None))
+        file = write_bytes(folder, item)
         text = encoded.data.decode("utf-8", "surrogatepass")
-        record = StateOnDisk(folder, said, done["name"], done["nbytes"], table.encode().decode(), text, parts)
+        record = StateOnDisk(folder, said, file.name, item.nbytes, table.encode().decode(), text, parts)
         version = _VERSION_WITH_PARTS if parts else _VERSION
         document = {"version": version, "said": dict(said), "name": record.name, "nbytes": record.nbytes}
         named = {"parts": [*parts], "head": head} if parts else {}
@@ -134,6 +134,31 @@ def _write(
     except OSError as error:
         raise StateError(f"the training state could not be kept in {folder}: {error}") from error
     return record
+
+
+def write_bytes(folder: Path, source: Published) -> Path:
+    """Writes all tensors of a state, end to end, into one file of this folder, and returns it.
+
+    Raises:
+        StateError: It cannot be written; nothing is left behind.
+    """
+    head_bytes(source.head)
+    path = folder / f"chaos-{source.seq}-{source.head}.state"
+    sweep(folder)
+    part = part_of(path)
+    try:
+        with part.open("wb", buffering=0) as file:
+            for start in range(0, source.nbytes, PART_NBYTES):
+                for view in source.read(start, min(start + PART_NBYTES, source.nbytes)):
+                    while view:
+                        view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise StateError(f"the checkpoint could not be written to {folder}: {error}") from error
+    return path
 
 
 def read(folder: Path) -> StateOnDisk:

@@ -1,4 +1,4 @@
-"""Holds the parts of policies with a plan: options, estimates of links, and shares cut into jobs.
+"""Holds the parts of policies with a plan: estimates of links, and shares cut into jobs.
 
 Theory of operation. A fixed share is a run of jobs in address order. The slower a source, the less may its share be
 rounded up: shares are cut from the slowest to the fastest source, each rounded down to whole jobs, and the fastest
@@ -10,50 +10,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.planning.shards import Links, Neighbour, SharePlan
-from chaos_lightning.replication.policy import MIN_REQUEST_NBYTES, Job, Shares
+from chaos_lightning.planning.shards import Neighbour, SharePlan
+from chaos_lightning.replication.policy import MIN_REQUEST_NBYTES, Estimates, Job, Shares
 from chaos_lightning.replication.table import PIECE_NBYTES
-
-Estimates = Mapping[str, tuple[float, float]]
-"""Latency in seconds and rate in bits per second of the link to each member; at a rate of 0 it carries nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
-    """Options that some transfer policies take."""
-
-    ingress_bps: float = 0.0
-    """Rate of the newcomer's own access link, in bits per second; 0: no limit of its own."""
-    layer_nbytes: tuple[int, ...] = ()
-    """Option of greedy: bytes of the layers, between whose extremes Algorithm 1 searches the shard size."""
-    shard_nbytes: int = 0
-    """Option of greedy and optimal: fixed bytes of a shard; 0: searched, or 1 MiB."""
-    links: Links = field(default_factory=dict)
-    """Option of multi_source: the overlay, as {(a, b): (latency in seconds, seconds per byte)}."""
-    newcomer: str = ""
-    """Option of multi_source: this member's name in `links`."""
-    barrier: bool = False
-    """Option of single: whether all members wait, as in EDL+; recorded in the reason."""
-    folder: str = ""
-    """Option of stop_resume: folder in which the donor's checkpoints can be read."""
-    disk_bps: float = 0.0
-    """Option of stop_resume: rate in bits per second to which reading is held; 0: as fast as the disk is."""
-
-    def __post_init__(self) -> None:
-        for name in ("ingress_bps", "disk_bps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigurationError(f"{name} must be finite and not negative, got {value}")
-        if self.shard_nbytes < 0:
-            raise ConfigurationError(f"shard_nbytes must not be negative, got {self.shard_nbytes}")
-
-    @property
-    def ingress_s_per_byte(self) -> float:
-        return 8 / self.ingress_bps if self.ingress_bps else 0.0
-
 
 Planner = Callable[[int, Sequence[Neighbour]], SharePlan]
 """Function that plans shares, given a size in bytes and the neighbours that can send."""

@@ -3,30 +3,26 @@
     adaptive      closed-form shares from estimates, then corrected by what is measured: who is idle takes from the
                   tail of whoever would end last, in proportion to both rates, and asks again for what is under way
                   elsewhere and would take longer there. Without estimates, whoever has room takes the next bytes.
-    greedy        Chaos, Algorithms 1 and 2; shares are fixed.
-    optimal       the exact assignment of equal shards; fixed.
-    even          the same from each neighbour; fixed.
-    single        all from the fastest neighbour (EDL+); fixed.
-    multi_source  the same from every node, relayed over shortest paths (Autoscaling); fixed.
-    stop_resume   through a checkpoint file that the oldest donor writes (Pollux).
     shared        a shared queue without estimates, stealing or duplicates.
 
-Where shares are fixed only a failure moves work: what a lost source was to send is taken by whoever has room. All but
-adaptive and shared are there to be compared with (baselines.py).
+Others are classes by MODULE:CLASS, as those that these two are compared with (benchmarks/transfer/policies.py).
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.planning import shards
-from chaos_lightning.planning.shards import POLICIES
-from chaos_lightning.replication.planned import Estimates, LinkEstimates, PolicyOptions, planned_grain_nbytes
+from chaos_lightning.planning.shards import POLICIES, wrong_policy
+from chaos_lightning.replication.planned import LinkEstimates, planned_grain_nbytes
 from chaos_lightning.replication.policy import (
+    Estimates,
     Job,
+    PolicyOptions,
     Queue,
     Request,
     SharedQueue,
@@ -53,9 +49,11 @@ class Adaptive(TransferPolicy):
     name = "adaptive"
     recheck_s = 0.02
 
-    def __init__(self, estimates: Estimates | None, options: PolicyOptions) -> None:
+    def __init__(self, estimates: Estimates | None = None, options: PolicyOptions | None = None) -> None:
         self._links = LinkEstimates(estimates)
-        self._planner = partial(shards.closed_form, ingress_s_per_byte=options.ingress_s_per_byte)
+        self._planner = partial(
+            shards.closed_form, ingress_s_per_byte=options.ingress_s_per_byte if options is not None else 0.0
+        )
 
     def prior(self, source: str) -> tuple[float, float] | None:
         return self._links.prior(source)
@@ -120,30 +118,49 @@ class Adaptive(TransferPolicy):
         return best[1]
 
 
+def policy_class(name: str) -> type[TransferPolicy]:
+    """Returns the class of a transfer policy, whose objects carry out one pull each.
+
+    Args:
+        name: One of `POLICIES`, or MODULE:CLASS: a TransferPolicy made of estimates and PolicyOptions.
+
+    Raises:
+        ConfigurationError: There is none by this name.
+    """
+    if wrong := wrong_policy(name):
+        raise ConfigurationError(f"unknown transfer policy {name!r}: {wrong}")
+    if ":" not in name:
+        return Adaptive if name == "adaptive" else SharedQueue
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"transfer policy {name!r} cannot be loaded: {error}; expected MODULE:CLASS"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, TransferPolicy)):
+        raise ConfigurationError(
+            f"transfer policy {name!r} is no class of a policy; expected a subclass of "
+            "chaos_lightning.replication.TransferPolicy"
+        )
+    return found
+
+
 def make_policy(
     name: str = "adaptive", estimates: Estimates | None = None, options: PolicyOptions | None = None
 ) -> TransferPolicy:
     """Returns a transfer policy by name; make a new one for each pull.
 
     Args:
-        name: One of `POLICIES`.
+        name: As for `policy_class`.
         estimates: {member: (latency in seconds, rate in bits per second)} of the newcomer's links. Members without an
             estimate are taken for average ones; without any, `adaptive` works by what it measures alone.
-        options: What some policies want to know beside.
+        options: Facts that it may plan by.
 
     Raises:
-        ConfigurationError: An unknown name, estimates that are no rates, or something missing that this policy needs.
+        ConfigurationError: An unknown name, or estimates that are no rates.
     """
-    options = options or PolicyOptions()
-    if name == "adaptive":
-        return Adaptive(estimates, options)
-    if name == "shared":
-        return SharedQueue()
-    if name in POLICIES:
-        from chaos_lightning.replication.baselines import make_baseline  # for comparison: no usual transfer loads it
-
-        return make_baseline(name, estimates, options)
-    raise ConfigurationError(f"unknown transfer policy {name!r}: expected one of {', '.join(POLICIES)}")
+    return policy_class(name)(estimates, options or PolicyOptions())
 
 
-__all__ = ["POLICIES", "Adaptive", "make_policy"]
+__all__ = ["POLICIES", "Adaptive", "make_policy", "policy_class"]

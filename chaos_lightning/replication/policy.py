@@ -13,9 +13,11 @@ The base class decides nothing: first come, first served, in address order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from chaos_lightning.errors import ConfigurationError
+from chaos_lightning.protocol.types import Member, View
 from chaos_lightning.replication.source import Endpoint
 from chaos_lightning.replication.table import Piece, StateTable
 
@@ -29,6 +31,36 @@ _PRIOR_S = 0.2
 """Seconds of measurement that an estimated rate counts for."""
 _LEAST_S = 0.02
 """Seconds below which a measurement says nothing: the first bytes come out of buffers."""
+
+
+Estimates = Mapping[str, tuple[float, float]]
+"""Latency in seconds and rate in bits per second of the link to each member; at a rate of 0 it carries nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """Facts that a policy may plan by, beside estimates of the newcomer's links."""
+
+    ingress_bps: float = 0.0
+    """Rate of the newcomer's own access link, in bits per second; 0: no limit of its own."""
+    layer_nbytes: tuple[int, ...] = ()
+    """Sizes of the state's tensors."""
+    newcomer: str = ""
+    """This member's id."""
+    sources: Sequence[Member] = ()
+    """Members that hold the state."""
+    near: Collection[str] = ()
+    """Ids of members that this one has a link to."""
+    view: View | None = None
+    """View whose links join the members."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ingress_bps) and self.ingress_bps >= 0):
+            raise ConfigurationError(f"ingress_bps must be finite and not negative, got {self.ingress_bps}")
+
+    @property
+    def ingress_s_per_byte(self) -> float:
+        return 8 / self.ingress_bps if self.ingress_bps else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +209,14 @@ class TransferPolicy:
 
     name = "shared"
     patient = False
-    """Whether the plan waits until every donor has answered, or been silent for a while, because its shares are
-    final.
+    """Whether the plan waits until links are measured and every donor has answered, or been silent for a while, because
+    its shares are final. Other newcomers, which answer later, are no donors then.
     """
     recheck_s = 1.0
     """Seconds that an idle source waits before it is considered again, if nothing changes meanwhile."""
-    barrier = False
-    """Whether all members are meant to wait for the end of the transfer; recorded."""
+
+    def __init__(self, estimates: Estimates | None = None, options: PolicyOptions | None = None) -> None:
+        """Makes the policy of one pull from what is known before the pull; this one needs nothing."""
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
         """Returns the sources to ask, given the donors that can be dialled."""

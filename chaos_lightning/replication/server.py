@@ -41,7 +41,6 @@ from chaos_lightning.protocol.types import Header, Span
 from chaos_lightning.replication import bulk
 from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 from chaos_lightning.replication.by_reference import MemoryExport, refuse_unless
-from chaos_lightning.replication.checkpoint import CheckpointWriter
 from chaos_lightning.replication.forward import Forwarder
 from chaos_lightning.replication.log import DEFAULT_CAP_NBYTES, LoggedSlot, SlotLog
 from chaos_lightning.replication.manifest import encode_manifest
@@ -133,8 +132,6 @@ class StateServer:
         """Payload bytes sent so far, or being sent, by peer."""
         self.forwarder: Forwarder | None = None
         """Forwarder, to be set to let others reach members through this one."""
-        self.checkpoints: CheckpointWriter | None = None
-        """Writer of checkpoints, to be set to let others have checkpoints written here."""
         self.memory_export: MemoryExport | None = None
         """Export of memory, to be set to let members of this machine read this process's memory."""
 
@@ -460,7 +457,7 @@ class StateServer:
                 if request.type is Type.PACE:
                     pace(sock, 8 * request.offset or None)
                     continue
-                if request.type not in (*bulk.REQUESTS, *bulk.NEIGHBOURLY, Type.ROUTE, Type.SAVE):
+                if request.type not in (*bulk.REQUESTS, *bulk.NEIGHBOURLY, Type.ROUTE):
                     raise WireError(f"{peer} sent {request.type.name} where a request was expected")
                 attends |= request.type is Type.GET_BUFFERS
                 try:
@@ -487,8 +484,6 @@ class StateServer:
         if request.type is Type.ROUTE:
             channel.receive_payload(request)
             raise RefusalError("this member passes no requests on to others")
-        if request.type is Type.SAVE and self.checkpoints is None:
-            raise RefusalError("this member has no checkpoint folder")
         last = time.monotonic()
 
         def tick(idle_s: float = 0.0) -> None:
@@ -507,9 +502,7 @@ class StateServer:
             channel.send(*bulk.reply(Type.ENTRY, head, seq, entry.packed(request.length), newest))
             return
         item = self._find(request, tick)
-        if request.type is Type.SAVE and self.checkpoints is not None:
-            channel.send(*bulk.reply(Type.SAVED, head, seq, self.checkpoints.save(item, tick)))
-        elif request.type is Type.GET_MANIFEST:
+        if request.type is Type.GET_MANIFEST:
             channel.send(*bulk.reply(Type.MANIFEST, head, seq, item.manifest))
         elif request.type is Type.GET_TABLE:
             item.build(tick)

@@ -98,8 +98,6 @@ class PullReport:
     policy: str = ""
     reason: str = ""
     """Reason why the policy shared the work as it did at first."""
-    barrier: bool = False
-    """Whether the policy has all members wait until the pull is over."""
     moving_s: float = 0.0
     """Seconds from the first request for bytes to the last byte verified."""
     duplicated: int = 0
@@ -336,7 +334,6 @@ class PullSession:
             failed=dict(self.failed),
             policy=self.policy.name if self.policy is not None else "",
             reason=self.reason,
-            barrier=self.policy is not None and self.policy.barrier,
             moving_s=self.moving_s,
             duplicated=sum(s.duplicated for s in self.sources.values()),
             steals=self.steals,

@@ -216,7 +216,7 @@ def bulk_seeds() -> list[bytes]:
     """Returns requests of every type; a route and what follows it; and what a donor answers to a whole pull."""
     asked = [BulkFrame(kind, HEAD, SEQ, 0, 512 if kind in bulk.RANGES else 0) for kind in Type if kind < Type.ROUTE]
     way = (BulkFrame(Type.ROUTE, HEAD, SEQ, 0, 7), b'["b~2"]')
-    seeds = [_joined([(frame, b"")]) for frame in (*asked, BulkFrame(Type.SAVE, HEAD, SEQ))]
+    seeds = [_joined([(frame, b"")]) for frame in asked]
     seeds += [_joined([(frame, b"") for frame in asked]), _joined([way, *((frame, b"") for frame in asked[:6])])]
     requests = [bytes([flags]) + said for said in seeds for flags in (0, SEALED)]
     answers = [bytes([DONOR_HOSTILE | flags]) + _answers() for flags in (0, SEALED, REPLAYED, REPLAYED | SEALED)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +13,18 @@ from chaos_lightning.testing.emulation import RATES
 
 WIDTH = 4000
 NEWCOMER = "d"
+COMPARED = "benchmarks.transfer.policies"
 IN_WORDS = {
     "adaptive": "",  # see below
-    "greedy": "shards of",
-    "optimal": "shards of",
-    "even": "the same from each of 3 neighbours",
-    "single": "the fastest of 3 neighbours",
     "shared": "whoever has room",
+    f"{COMPARED}:Greedy": "shards of",
+    f"{COMPARED}:Optimal": "shards of",
+    f"{COMPARED}:Even": "the same from each of 3 neighbours",
+    f"{COMPARED}:Single": "the fastest of 3 neighbours",
 }
 
 
-USUAL = (("greedy", "replay"), ("single", "pause"))
+USUAL = ((f"{COMPARED}:Greedy", "replay"), (f"{COMPARED}:Single", "pause"))
 """The others take their time."""
 EMULATED = {RATES: json.dumps(dict.fromkeys("abcd", 4e8))}
 """Links with a rate are measured when they are made, so that a newcomer's plan can go by it."""
@@ -36,12 +36,7 @@ def came_in(job: Job, members: dict[str, str], newcomer: dict[str, Any], neighbo
     """
     for name, named in members.items():
         settings = {"neighbours": named, "state_hash_every": 10, "by_reference": False, "min_nodes": len(members)}
-        job.start(
-            name,
-            settings={**settings, **{k: v for k, v in newcomer.items() if k == "transfer_folder"}},
-            env=EMULATED,
-            **SPEC,
-        )
+        job.start(name, settings=settings, env=EMULATED, **SPEC)
         job.harness.wait_for("welcomed", node=name)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == len(members))
     settings = {"neighbours": neighbours, "state_hash_every": 10, "by_reference": False, **newcomer}
@@ -84,15 +79,17 @@ def test_named_policy_is_what_the_pull_went_by(job: Job, policy: str, way: str) 
     assert IN_WORDS[policy] in words, words
     if policy == "adaptive":  # it waits for no measurement
         assert words.startswith(("closed form: ", "no estimates: whoever has room")), words
-    elif policy != "even":
+    else:
         assert "no estimate of" not in words, words
     assert sum(by_source.values()) > WIDTH * 100
-    assert len(by_source) == 1 or policy != "single"
+    assert len(by_source) == 1 or not policy.endswith(":Single")
 
 
 @pytest.mark.slow
 def test_greedy_searches_its_shard_size_between_the_layers_of_the_state(job: Job) -> None:
-    words, _ = first_pull(came_in(job, dict.fromkeys("abc", ""), {"transfer": "greedy", "join_by": "pause"}))
+    words, _ = first_pull(
+        came_in(job, dict.fromkeys("abc", ""), {"transfer": f"{COMPARED}:Greedy", "join_by": "pause"})
+    )
     assert "bytes searched" in words, words
 
 
@@ -100,23 +97,8 @@ def test_greedy_searches_its_shard_size_between_the_layers_of_the_state(job: Job
 def test_multi_source_asks_also_those_behind_its_neighbours(job: Job, way: str) -> None:
     """Links form a line a - b - c - d: d gets a third of the state from a, two hops beyond c."""
     named = {"a": "b", "b": "a,c", "c": "b"}
-    settings = {"transfer": "multi_source", "join_by": way}
+    settings = {"transfer": f"{COMPARED}:MultiSource", "join_by": way}
     words, by_source = first_pull(came_in(job, named, settings, neighbours="c"))
     assert "the same from each of 3 nodes" in words, words
     assert set(by_source) == {"a", "b", "c"}
     assert all(nbytes > WIDTH * 10 for nbytes in by_source.values()), by_source
-
-
-def test_stop_resume_takes_the_state_out_of_a_checkpoint_that_all_wait_for(job: Job, tmp_path: Path) -> None:
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    settings = {"transfer": "stop_resume", "transfer_folder": str(folder), "join_by": "auto"}
-    records = came_in(job, dict.fromkeys("ab", ""), settings)
-    words, by_source = first_pull(records)
-    assert words.endswith(f"writes a checkpoint to {folder}, this member reads it there"), words
-    assert set(by_source) == {"a"}
-    (file,) = folder.iterdir()
-    assert file.stat().st_size > WIDTH * 100
-    assert not [r for r in records if r.name == "observing"]
-    (way,) = [r for r in records if r.name == "way_in"]
-    assert (way["way"], "stop_resume" in str(way["reason"])) == ("pause", True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chaos_lightning.replication import parts
-from chaos_lightning.replication.checkpoint import CheckpointWriter, file_name
+from chaos_lightning.replication.kept import write_bytes
 from chaos_lightning.replication.parts import part_of, sweep
 from chaos_lightning.strategies import saving
 from chaos_lightning.testing.emulation import emulating
@@ -72,7 +72,7 @@ def test_the_part_of_a_writer_elsewhere_goes_when_it_is_old(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [young]
 
 
-@pytest.mark.parametrize("kind", ["checkpoint for a newcomer", "checkpoint of Lightning"])
+@pytest.mark.parametrize("kind", ["kept state", "checkpoint of Lightning"])
 def test_the_next_writer_removes_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     with monkeypatch.context() as dead:
         dead.setattr(parts, "start_time", lambda pid: 1)  # a process before this one had its number
@@ -82,6 +82,5 @@ def test_the_next_writer_removes_what_is_left(tmp_path: Path, monkeypatch: pytes
         name = "model.ckpt"
         saving.write(saving.TorchCheckpointIO(), None, {"a": 1}, tmp_path / name, None)
     else:
-        name = file_name(Source.head, Source.seq)
-        CheckpointWriter(tmp_path).save(Source(), lambda: None)
+        name = write_bytes(tmp_path, Source()).name
     assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -143,10 +143,10 @@ def test_closing_a_server_ends_its_relays() -> None:
             assert channel.receive_header() is None
 
 
-@pytest.mark.parametrize("type_", [Type.ROUTE, Type.SAVE, Type.DATA])
+@pytest.mark.parametrize("type_", [Type.ROUTE, Type.DATA])
 def test_what_is_no_plain_request_is_not_passed_on(type_: Type) -> None:
     with line("a", "b") as by_name, tunnel(by_name["a"], "b") as channel:
-        frame, payload = reply(type_, HEAD, SEQ, b"" if type_ is Type.SAVE else encode_route(["b"]))
+        frame, payload = reply(type_, HEAD, SEQ, encode_route(["b"]))
         channel.send(frame, payload)
         with contextlib.suppress(ConnectionError):
             assert channel.receive_header() is None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from benchmarks.transfer.policies import policy_of
 from chaos_lightning.replication import Job, make_policy
 from chaos_lightning.replication.policy import Request, TransferPolicy
 from chaos_lightning.replication.work_queue import WorkQueue
@@ -188,5 +189,5 @@ def test_fixed_shares_pay_for_a_collapse(name: str) -> None:
     links = three()
     links["c"].rate = falling(600, 2.0, 0.1)
     bound = optimum(SIZE, links)
-    seconds = Race(SIZE, dict(links), make_policy(name, exact(three()))).run()
+    seconds = Race(SIZE, dict(links), policy_of(name, exact(three()))).run()
     assert seconds > 2 * bound

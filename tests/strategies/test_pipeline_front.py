@@ -80,9 +80,9 @@ def test_a_chain_that_there_is_not_is_refused(tmp_path: Path, double: Any) -> No
 
 
 def test_settings_that_are_not_honoured_are_told(tmp_path: Path, double: Any) -> None:
-    options = {"transfer": "greedy", "ingress_bps": 1e9}
+    options = {"transfer": "shared", "ingress_bps": 1e9}
     with (
-        pytest.warns(UserWarning, match="transfer='greedy' is not honoured by strategy chaos_pipeline"),
+        pytest.warns(UserWarning, match="transfer='shared' is not honoured by strategy chaos_pipeline"),
         pytest.warns(UserWarning, match=r"ingress_bps=1000000000\.0 is not honoured"),
         pytest.raises(UnsupportedError, match="Mixing"),
     ):

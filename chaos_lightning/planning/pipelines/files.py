@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.planning.documents import read_json, read_yaml
+from chaos_lightning.planning.documents import read_file
 from chaos_lightning.planning.pipelines.decoder import Decoder, read_model
 from chaos_lightning.planning.pipelines.job import (
     CLOSED,
@@ -264,11 +264,9 @@ def read_job(path: str | Path, devices: int | None = None) -> TrainingJob:
     """
     source = Path(path)
     try:
-        text = source.read_text(encoding="utf-8")
+        about = read_file(source)
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{source}: cannot be read: {error}; expected a job as YAML or JSON") from None
-    try:
-        about = (read_json if source.suffix == ".json" else read_yaml)(text, str(source))
     except ConfigurationError as error:
         raise JobError(str(error)) from None
     return job_of(about, source, devices)

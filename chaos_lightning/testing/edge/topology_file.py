@@ -10,35 +10,22 @@
       - {at: 60 s, link: [edge-2, edge-3], state: cut, for: 5 s}
       - {every: 3 min, rate: {from: 100 Mbps, to: 1000 Mbps}, seed: 1}
 
-Theory of operation. A file becomes a tree of `Spot`s, values that know their place (key path, and the line where the
-parser tells it). Every scalar is taken as the text that was written: YAML's own ideas about `no`, `10e3` or `1:30` do
-not matter, units are always written out. What the topology as a whole forbids is found by the topology itself, and
-named here by its line.
+Theory of operation. A file becomes a tree of `Spot`s, values that know their place (planning/documents.py). Every
+scalar is taken as the text that was written: YAML's own ideas about `no`, `10e3` or `1:30` do not matter, units are
+always written out. What the topology as a whole forbids is found by the topology itself, and named here by its line.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from chaos_lightning.errors import ConfigurationError
-from chaos_lightning.planning.documents import compose_yaml, read_json
+from chaos_lightning.planning.documents import Spot, read_located
 from chaos_lightning.planning.quantities import rate_bps, seconds
 from chaos_lightning.testing.edge.topology import Change, Condition, EdgeNode, Link, Pair, SchemaError, Topology
-
-_MAX_DEPTH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """A value of a file, and where it is."""
-
-    value: str | list[Spot] | dict[str, Spot]
-    path: str
-    line: int = 0
 
 
 def load_topology(source: str | Path) -> Topology:
@@ -50,63 +37,22 @@ def load_topology(source: str | Path) -> Topology:
     """
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        spot, lines = read_located(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"topology file {str(path)!r} cannot be read: {error}") from error
-    spot = _plain(read_json(text, str(path)), "", str(path)) if path.suffix == ".json" else _read_yaml(path, text)
-    return _Reader(str(path)).topology(spot, path.stem)
-
-
-# --- trees of spots -----------------------------------------------------------------------------------------------
-
-
-def _plain(value: Any, path: str, source: str, depth: int = 0) -> Spot:
-    if depth > _MAX_DEPTH:
-        raise ConfigurationError(f"{source}: {path}: nested more than {_MAX_DEPTH} deep")
-    if isinstance(value, dict):
-        return Spot({str(k): _plain(v, _below(path, str(k)), source, depth + 1) for k, v in value.items()}, path)
-    if isinstance(value, list):
-        return Spot([_plain(v, f"{path}[{i}]", source, depth + 1) for i, v in enumerate(value)], path)
-    return Spot("" if value is None else str(value), path)
-
-
-def _read_yaml(path: Path, text: str) -> Spot:
-    import yaml
-
-    root = compose_yaml(text, str(path))
-
-    def spot(node: Any, place: str, depth: int) -> Spot:
-        line = node.start_mark.line + 1
-        if depth > _MAX_DEPTH:
-            raise ConfigurationError(f"{path}:{line}: {place}: nested more than {_MAX_DEPTH} deep")
-        if isinstance(node, yaml.ScalarNode):
-            return Spot("" if node.tag.endswith(":null") else str(node.value), place, line)
-        if isinstance(node, yaml.SequenceNode):
-            return Spot([spot(v, f"{place}[{i}]", depth + 1) for i, v in enumerate(node.value)], place, line)
-        found: dict[str, Spot] = {}
-        for key, value in node.value:
-            found[key.value] = spot(value, _below(place, key.value), depth + 1)
-        return Spot(found, place, line)
-
-    return Spot({}, "", 0) if root is None else spot(root, "", 0)
-
-
-def _below(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+    return _Reader(str(path), lines).topology(spot, path.stem)
 
 
 # --- what spots mean ----------------------------------------------------------------------------------------------
 
 
 class _Reader:
-    """Reader that turns spots into a topology; it remembers their lines, for errors that are found later."""
+    """Reader that turns spots into a topology."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._lines: dict[str, int] = {}
+    def __init__(self, source: str, lines: Mapping[str, int]) -> None:
+        self._source, self._lines = source, lines
 
     def topology(self, top: Spot, name: str) -> Topology:
-        self._remember(top)
         keys = self._mapping(top, "name", "nodes", "links", "schedule")
         nodes = [self._node(s) for s in self._list(top, keys, "nodes")]
         links = [self._link(s) for s in self._list(top, keys, "links", needed=len(nodes) > 1)]
@@ -116,13 +62,6 @@ class _Reader:
             return Topology(tuple(nodes), tuple(links), tuple(schedule), title)
         except SchemaError as flaw:
             raise SchemaError(flaw.path, flaw.problem, self._where(flaw.path)) from None
-
-    def _remember(self, spot: Spot) -> None:
-        self._lines[spot.path] = spot.line
-        for below in spot.value if isinstance(spot.value, list) else ():
-            self._remember(below)
-        for below in spot.value.values() if isinstance(spot.value, dict) else ():
-            self._remember(below)
 
     def _where(self, path: str) -> str:
         """Returns file and line of this key, or of the nearest key above it that has a line."""

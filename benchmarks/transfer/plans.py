@@ -1,4 +1,4 @@
-"""Transfer plans of other systems, to be compared with shards.py: a job by itself never loads them.
+"""Transfer plans of other systems, to be compared with planning/shards.py.
 
     greedy       Chaos, Algorithms 1 and 2: equal shards, each to the neighbour that would have it first; the shard's
                  size by binary search between the smallest and the largest layer.
@@ -6,7 +6,6 @@
     even         the same to each neighbour.
     single       all from the neighbour that alone is fastest (EDL+).
     multi_source the same from every node, over shortest paths of the overlay (Autoscaling): shared links carry the sum.
-    stop_resume  through a checkpoint on a disk, and everybody starts again (Pollux).
 
 In the model shards are alike, so only how many of them a neighbour sends matters. A plan made for shards is therefore
 carried out as one run of bytes for each neighbour.
@@ -16,13 +15,29 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from chaos_lightning.errors import PlanError
-from chaos_lightning.planning.shards import SHARD_NBYTES, Links, Neighbour, SharePlan, check, mib, predict_s, words_of
+from chaos_lightning.planning.shards import Neighbour, SharePlan, check, mib, predict_s, words_of
 
+SHARD_NBYTES = 1 << 20
+"""Default shard of `optimal`, and of `greedy` where no layers are given: the piece that is hashed and sent as one."""
 _LITERAL = 1 << 17
 """Number of shards up to which they are handed out one by one; of more, all but the last few are counted at once."""
+
+Links = Mapping[tuple[str, str], tuple[float, float]]
+"""(latency in seconds, seconds per byte) of each link; one that is given in one direction only is the same in both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedPlan(SharePlan):
+    """Shares as another system plans them."""
+
+    shard_nbytes: int = 0
+    """Size of a shard where the policy has one."""
+    routes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By source: whom the newcomer asks, and who forwards the request, up to the source itself. Absent: direct."""
 
 
 def greedy_counts(count: int, shard_nbytes: int, neighbours: Sequence[Neighbour]) -> tuple[list[int], int]:
@@ -86,7 +101,7 @@ def greedy(
     layer_nbytes: Sequence[int] = (),
     shard_nbytes: int = 0,
     ingress_s_per_byte: float = 0.0,
-) -> SharePlan:
+) -> ComparedPlan:
     """Returns a plan by Algorithms 1 and 2 of Chaos, to the letter.
 
     Args:
@@ -99,7 +114,7 @@ def greedy(
     """
     check(nbytes, neighbours, ingress_s_per_byte)
     if not nbytes:
-        return SharePlan(policy="greedy", shares={}, seconds=0.0, reason="nothing is missing")
+        return ComparedPlan(policy="greedy", shares={}, seconds=0.0, reason="nothing is missing")
     sizes = [size for size in layer_nbytes if size > 0]
     low, high = (min(sizes), max(sizes)) if sizes and not shard_nbytes else (shard_nbytes or SHARD_NBYTES,) * 2
     if low < 1:
@@ -123,12 +138,12 @@ def greedy(
         f"Algorithms 1 and 2: {sum(counts)} shards of {size} bytes ({searched}, {rounds} rounds), {seconds:.3f} s: "
         f"{words_of(shares)}"
     )
-    return SharePlan(policy="greedy", shares=shares, seconds=seconds, reason=reason, shard_nbytes=size)
+    return ComparedPlan(policy="greedy", shares=shares, seconds=seconds, reason=reason, shard_nbytes=size)
 
 
 def optimal(
     nbytes: int, neighbours: Sequence[Neighbour], *, shard_nbytes: int = SHARD_NBYTES, ingress_s_per_byte: float = 0.0
-) -> SharePlan:
+) -> ComparedPlan:
     """Returns a plan of equal shards that is exactly optimal: finds by bisection the least time by which all shards are
     complete.
     """
@@ -136,7 +151,7 @@ def optimal(
     if shard_nbytes < 1:
         raise ValueError(f"shard_nbytes must be positive, got {shard_nbytes}")
     if not nbytes:
-        return SharePlan(policy="optimal", shares={}, seconds=0.0, reason="nothing is missing")
+        return ComparedPlan(policy="optimal", shares={}, seconds=0.0, reason="nothing is missing")
     count = -(-nbytes // shard_nbytes)
     costs = [shard_nbytes * n.s_per_byte for n in neighbours]
     low, high = 0.0, min(n.delay_s + count * cost for n, cost in zip(neighbours, costs, strict=True))
@@ -153,7 +168,7 @@ def optimal(
     reason = (
         f"the {count} smallest completion times of shards of {shard_nbytes} bytes, {seconds:.3f} s: {words_of(shares)}"
     )
-    return SharePlan(policy="optimal", shares=shares, seconds=seconds, reason=reason, shard_nbytes=shard_nbytes)
+    return ComparedPlan(policy="optimal", shares=shares, seconds=seconds, reason=reason, shard_nbytes=shard_nbytes)
 
 
 # --- what others do --------------------------------------------------------------------------------------------------
@@ -165,33 +180,23 @@ def _split(nbytes: int, members: Sequence[str]) -> dict[str, int]:
     return {m: share for m, share in shares.items() if share}
 
 
-def even(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> SharePlan:
+def even(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> ComparedPlan:
     """Returns a plan in which each neighbour sends the same number of bytes, whatever its link."""
     check(nbytes, neighbours, ingress_s_per_byte)
     shares = _split(nbytes, [n.member for n in neighbours])
     seconds = predict_s(shares, neighbours, ingress_s_per_byte=ingress_s_per_byte)
     reason = f"the same from each of {len(neighbours)} neighbours, {seconds:.3f} s"
-    return SharePlan(policy="even", shares=shares, seconds=seconds, reason=reason)
+    return ComparedPlan(policy="even", shares=shares, seconds=seconds, reason=reason)
 
 
-def single(
-    nbytes: int, neighbours: Sequence[Neighbour], *, barrier: bool = False, ingress_s_per_byte: float = 0.0
-) -> SharePlan:
-    """Returns a plan in which one neighbour sends everything: the one that would be done first (EDL+).
-
-    Args:
-        nbytes: Size of the state.
-        neighbours: Neighbours that can send.
-        barrier: EDL+ has everybody wait until the transfer is over; recorded in the plan.
-        ingress_s_per_byte: Seconds per byte on the newcomer's own access link.
-    """
+def single(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> ComparedPlan:
+    """Returns a plan in which one neighbour sends everything: the one that would be done first (EDL+)."""
     check(nbytes, neighbours, ingress_s_per_byte)
     best = min(neighbours, key=lambda n: (n.seconds(nbytes), n.member))
     shares = {best.member: nbytes} if nbytes else {}
     seconds = predict_s(shares, neighbours, ingress_s_per_byte=ingress_s_per_byte)
-    waits = "; everybody waits for it" if barrier else ""
-    reason = f"all from {best.member}, the fastest of {len(neighbours)} neighbours, {seconds:.3f} s{waits}"
-    return SharePlan(policy="single", shares=shares, seconds=seconds, reason=reason, barrier=barrier)
+    reason = f"all from {best.member}, the fastest of {len(neighbours)} neighbours, {seconds:.3f} s"
+    return ComparedPlan(policy="single", shares=shares, seconds=seconds, reason=reason)
 
 
 def shortest_routes(links: Links, newcomer: str, unit_nbytes: float) -> dict[str, tuple[str, ...]]:
@@ -221,7 +226,7 @@ def shortest_routes(links: Links, newcomer: str, unit_nbytes: float) -> dict[str
     return routes
 
 
-def multi_source(nbytes: int, links: Links, newcomer: str, *, ingress_s_per_byte: float = 0.0) -> SharePlan:
+def multi_source(nbytes: int, links: Links, newcomer: str, *, ingress_s_per_byte: float = 0.0) -> ComparedPlan:
     """Returns a plan in which every node of the overlay sends the same number of bytes over its shortest path
     (Autoscaling).
 
@@ -255,30 +260,9 @@ def multi_source(nbytes: int, links: Links, newcomer: str, *, ingress_s_per_byte
     relayed = sum(share for source, share in shares.items() if len(routes[source]) > 1)
     busiest = f"; the link {worst[0]} to {worst[1]} carries {mib(load[worst])}" if worst else ""
     reason = f"the same from each of {len(nodes)} nodes, {mib(relayed)} of it relayed, {seconds:.3f} s{busiest}"
-    return SharePlan(policy="multi_source", shares=shares, seconds=seconds, reason=reason, routes=routes)
+    return ComparedPlan(policy="multi_source", shares=shares, seconds=seconds, reason=reason, routes=routes)
 
 
 def _edges(route: Sequence[str], newcomer: str) -> list[tuple[str, str]]:
     """Returns (sender, receiver) of each hop of a route."""
     return list(zip(route, (newcomer, *route[:-1]), strict=True))
-
-
-def stop_resume(
-    nbytes: int, *, write_s_per_byte: float, read_s_per_byte: float, restart_s: float = 0.0, writer: str = ""
-) -> SharePlan:
-    """Returns a plan in which the state is written to a disk and read again, and all processes start anew (Pollux).
-
-    Args:
-        nbytes: Size of the state.
-        write_s_per_byte: Seconds that the disk takes to write a byte.
-        read_s_per_byte: Seconds that the disk takes to read a byte.
-        restart_s: Seconds until all processes are back.
-        writer: Member that writes the checkpoint.
-    """
-    for name, value in (("write", write_s_per_byte), ("read", read_s_per_byte), ("restart", restart_s)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"stop_resume: the {name} cost must be finite and not negative, got {value}")
-    seconds = nbytes * (write_s_per_byte + read_s_per_byte) + restart_s
-    shares = {writer: nbytes} if nbytes else {}
-    reason = f"{mib(nbytes)} to a disk and back, then {restart_s:g} s until all are started again: {seconds:.3f} s"
-    return SharePlan(policy="stop_resume", shares=shares, seconds=seconds, reason=reason, barrier=True)
