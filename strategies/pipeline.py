@@ -113,7 +113,8 @@ class ChaosPipelineStrategy(ChaosStrategy):
     @property
     def _fit(self) -> PipelineFit | None:
         """This fit's part in pipelines; None outside of fit."""
-        return self.session.pipeline if self.session is not None else None
+        hooks = self.session.hooks if self.session is not None else None
+        return hooks if isinstance(hooks, PipelineFit) else None
 
     # ------------------------------------------------------------------ the model
 
@@ -224,4 +225,4 @@ class ChaosPipelineStrategy(ChaosStrategy):
         pipeline_files.save_checkpoint(self, self.session, checkpoint, filepath, storage_options, fit.model.partial)
         if self.session is not None and self.in_job and self.is_global_zero:
             path = os.path.abspath(filepath) if _is_local_file_protocol(str(filepath)) else str(filepath)
-            self.session.engine.saved(self.session.stepped[0], path)
+            self.session.engine.saved(self.session.member.stepped[0], path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from torch.optim import Optimizer
 from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Section
 from chaos_lightning.data.source import AssignmentSource
-from chaos_lightning.data.steps import StepBatch, StepLoader
+from chaos_lightning.data.steps import JobLoader, StepBatch, StepLoader
 from chaos_lightning.errors import DryRunError
 from chaos_lightning.machine.console import Teller
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.training import least_batch, reduced_buffers
-from chaos_lightning.member.unit_steps import Attempt, UnitsDone
+from chaos_lightning.member.unit_steps import UnitsDone
 from chaos_lightning.membership.parts import division, numbers
 from chaos_lightning.pipeline.attempts import UnitAttempt
 from chaos_lightning.pipeline.borders import BorderExchange
@@ -45,14 +46,18 @@ from chaos_lightning.planning.pipelines.request import PipelineRequest, read_req
 from chaos_lightning.planning.pipelines.units import FORWARD
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, View
+from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.environment import local_rank
+from chaos_lightning.strategies.fingerprint import seed_of
+from chaos_lightning.strategies.hooks import DataMode, FitHooks, TapeNow
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.metrics import watched
 from chaos_lightning.strategies.pipeline_evaluation import PipelineEvaluation
 from chaos_lightning.strategies.pipeline_logs import UnitLogs
 from chaos_lightning.strategies.pipeline_model import PipelineModel, samples_of
+from chaos_lightning.strategies.session import FitSession, gather_by_units
 from chaos_lightning.strategies.stepping import sections_of, weight_of
 
 _log = logging.getLogger("chaos_lightning")
@@ -89,7 +94,7 @@ class LoggedLayers:
             return self._model.chain.run(first, end, batch, received, specs, at=at, call=call)
 
 
-class PipelineFit:
+class PipelineFit(FitHooks):
     """See the module. One per call of `fit`.
 
     Args:
@@ -100,6 +105,8 @@ class PipelineFit:
         collectives: Refused within units.
     """
 
+    replays = False  # nobody has all gradients
+
     def __init__(
         self,
         trainer: Trainer,
@@ -108,14 +115,13 @@ class PipelineFit:
         memory: DeviceMemory,
         collectives: Collectives,
     ) -> None:
-        self._trainer, self._options, self.model, self._memory = trainer, options, model, memory
+        super().__init__(trainer)
+        self._options, self.model, self._memory = options, model, memory
         self._collectives = collectives
         self._loader: StepLoader | None = None
         self._held: HeldModel | None = None
         self._stepper: PipelineStepper | None = None
         self._evaluation: PipelineEvaluation | None = None
-        self.request = ""
-        """Request by which the scheduler plans, as text (planning/pipelines/request.py)."""
         self._told = ""
         """Pipelines that the console was told of."""
         self._teller = Teller()
@@ -123,18 +129,25 @@ class PipelineFit:
 
     # ------------------------------------------------------------------ before the join
 
-    def loader(self, dataloader: Any, seed: int, source: AssignmentSource) -> StepLoader:
-        """Wraps the user's training loader; one batch of it is an optimizer step."""
+    def loader(
+        self, dataloader: Any, mode: DataMode, seed: int | None, source: AssignmentSource, tape: TapeNow = None
+    ) -> StepLoader:
+        """One batch of it is an optimizer step."""
         self._loader = StepLoader(
             dataloader,
-            mode="shared",
-            seed=seed,
+            mode=mode,
+            seed=seed_of(seed),
             source=source,
             micro_batches=self._options.micro_batches,
             as_lightning=True,
             least=least_batch(self._trainer.lightning_module),
         )
         return self._loader
+
+    def enter(self, engine: Engine, loader: JobLoader) -> tuple[StateAccess | None, list[str] | None]:
+        names = self.look()
+        self.part_of = self.model.parts.part_of
+        return None, names
 
     def look(self) -> list[str]:
         """Looks at the model with a first micro-batch, and compares it in stages with the whole.
@@ -199,7 +212,6 @@ class PipelineFit:
 
     @property
     def words(self) -> dict[str, str]:
-        """For the fingerprint."""
         options, model = self._options, self.model
         return {
             "micro-batches of a step": str(options.micro_batches),
@@ -213,9 +225,10 @@ class PipelineFit:
         assert self._held is not None, "the model was not looked at yet"
         return self._held
 
-    def stepper(self, engine: Engine) -> PipelineStepper:
-        """Makes this member's steps; before `attach`."""
-        self._stepper = PipelineStepper(engine, self._trainer, self.model, lambda: self._current, lambda: self._order)
+    def stepper(self, fit: FitSession) -> PipelineStepper:
+        self._stepper = PipelineStepper(
+            fit.engine, self._trainer, self.model, lambda: self._current, lambda: self._order
+        )
         return self._stepper
 
     @property
@@ -226,14 +239,10 @@ class PipelineFit:
     def _order(self) -> str:
         return self._loader.order if self._loader is not None else ""
 
-    def attach(self, engine: Engine, gather: Callable[[str, Attempt, str], Mapping[str, bytes] | None]) -> None:
-        """Has the engine's steps run as units; between its `prepare` and its `join`.
-
-        Args:
-            engine: Of this member.
-            gather: `session.gather_by_units` of this fit.
-        """
+    def attach(self, fit: FitSession) -> None:
+        """Has the engine's steps run as units."""
         assert self._stepper is not None
+        engine, gather = fit.engine, partial(gather_by_units, fit)
         chain, undo = self.model.chain, Undo(self.model.module)
         logs = UnitLogs(self._trainer, self._collectives, chain.refuse_placeholders)
         step = PipelineStep(
@@ -266,21 +275,33 @@ class PipelineFit:
 
     # ------------------------------------------------------------------ while it trains
 
-    def output(self) -> dict[str, Tensor]:
-        """Returns what `training_step` is to return: the mean loss of the step."""
+    def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
+        """Runs the units of an optimizer step and its slot; gives the step's mean loss."""
         assert self._stepper is not None
-        return self._stepper.output()
+        fit.state.within_step = True
+        try:
+            fit.average_within()
+        finally:
+            fit.state.within_step = False
+        return self._stepper.output() if fit.within else {"loss": self._stepper.nothing()}
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def backward(self, loss: Tensor, averaged: bool) -> Tensor | None:
         """Puts the step's averages into `.grad`, with Lightning's hooks before and after it."""
         assert self._stepper is not None
+        if not averaged:
+            return loss
         precision, module = self._trainer.precision_plugin, self._trainer.lightning_module
         loss = precision.pre_backward(loss, module)
         self._stepper.apply()
         return precision.post_backward(loss, module)
 
-    def stepped(self, engine: Engine) -> None:
-        """The optimizer has stepped: parts may be given to others."""
+    def said(self, header: Header) -> Sequence[bytes]:
+        """All members have logged the same, so nothing is handed over."""
+        return ()
+
+    def applied(self, fit: FitSession, output: Any) -> None:
+        """Parts may be given to others."""
+        engine = fit.engine
         engine.stepped()
         view = engine.view
         if view is not None:
@@ -288,10 +309,9 @@ class PipelineFit:
             self.held.settle([parts.names[part] for part in numbers(parts.owned(engine.member_id))])
 
     def restart(self) -> None:
-        """This member joins again: what it holds is void."""
         self.held.restart()
 
-    def close(self) -> None:
+    def restore(self) -> None:
         """Makes module and plugin what they were. Idempotent."""
         self._opened.close()
         self._teller.close()
@@ -349,7 +369,7 @@ class PipelineStepper:
         buffers: Those that are averaged with each step.
     """
 
-    manual = None
+    manual = comparison = None
     hooked = has_passed = is_last = False
 
     def __init__(

@@ -340,7 +340,8 @@ def test_gather_and_save_belong_before_newcomers_come_in(chaos: Trainer, tmp_pat
 
 def test_a_member_that_has_left_does_not_save(chaos: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(chaos, 2)
-    chaos.engine.out, chaos.engine.view = True, None
+    chaos.engine.view = None
+    chaos._member.depart()
     chaos.save(tmp_path / "a.pt")
     assert "a has left the job" in caplog.text
     assert list(tmp_path.iterdir()) == []
