@@ -155,7 +155,7 @@ class Trainer:
         self._comparison = StateComparison(self.engine)
         self._clip = training.Clipping()
         self._scaler: GradScaler | None = None
-        self._member = Participation(self, self.engine)
+        self._member = Participation(self._put_out, self._left, self.engine)
         self._start = checkpoints.Start(self._member.checkpoints)
         self._let_in = False
         """Newcomers came in with this batch, or could have: they do what follows the next one."""
@@ -317,9 +317,8 @@ class Trainer:
                 loaded=loaded,
             )
             self._entered(loader, resumed_at)
-            self._member.go(Stage.IN)
-            if engine.out:  # it came when the job was finished
-                self._member.depart()
+            if not self._member.departed:
+                self._member.go(Stage.IN)
 
         with _wish.end_the_wait(engine):
             self._member.come_in(enter)
@@ -351,6 +350,8 @@ class Trainer:
             if engine.role == "founder" and not engine.resumed:
                 engine.events.emit("resumed", step=start.step, ledger=loader.ledger.streams)
                 _log.info("job %s goes on from step %d of a checkpoint", engine.config.job, start.step)
+        if engine.out:  # it came when the job was finished
+            self._member.depart()
 
     def _batches(self, loader: ElasticLoader, state: ModuleState, epochs: int) -> Iterator[Any]:
         def stands() -> int:
@@ -368,9 +369,7 @@ class Trainer:
                         return
                     yield batch
                     self._settle_batch()
-                    if member.departed:
-                        return
-                    if member.stage is Stage.VOID:
+                    if member.out:
                         break
                 if member.stage is Stage.VOID:
                     member.go(Stage.IN)
@@ -593,7 +592,7 @@ class Trainer:
             if self.engine.out:
                 self._member.depart()
 
-    def left(self, *, stepped: bool) -> None:
+    def _left(self, stepped: bool) -> None:
         """The state stands on the last header."""
         if self._current:
             self._keep()
@@ -603,7 +602,7 @@ class Trainer:
         if self._state is not None:
             self._member.keep(self._state, counted=self.step, stuck=stuck)
 
-    def put_out(self) -> None:
+    def _put_out(self) -> None:
         """Joins again at once; the loop goes on with the next batch."""
         state, loader = self._state, self._loader
         assert state is not None

@@ -44,12 +44,12 @@ from chaos_lightning.strategies.companion import Launcher, RankLauncher
 from chaos_lightning.strategies.elastic import OuterTerms, replica_of, words_of
 from chaos_lightning.strategies.environment import ChaosEnvironment
 from chaos_lightning.strategies.fingerprint import seed_of
-from chaos_lightning.strategies.hooks import DataMode
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.outer_fit import OuterCompanion, OuterFit, SharedLoader
 from chaos_lightning.strategies.outer_ranks import RankedSession, RankGroup
 from chaos_lightning.strategies.outer_refusals import OUTER_TABLE, refuse_inner, refuse_one_process
 from chaos_lightning.strategies.refusals import check_host_version, refuse, refuse_loaders
+from chaos_lightning.strategies.session import DataMode
 from chaos_lightning.strategies.strategy import ChaosStrategy
 from chaos_lightning.variables import warn_of_unknown
 

@@ -11,14 +11,13 @@ of gradients, so newcomers come in by a pause, and never by replay.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,16 +25,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 
-from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.data.source import AssignmentSource
-from chaos_lightning.data.steps import JobLoader, StepLoader
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import ConfigurationError, DeadlineError, UnsupportedError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.signals import ExitSignals, Handler
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.participation import Stage
 from chaos_lightning.member.training import least_batch, reduced_buffers
-from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.cluster.elastic import ElasticCluster
 from chaos_lightning.outer.cluster.hosting import others_in
 from chaos_lightning.outer.cluster.leaving import Patience, cost, insist
@@ -43,20 +39,17 @@ from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.cluster.session import Boundary, agreement_of, renew
 from chaos_lightning.outer.cluster.strategy_options import DiLoCoOptions, build
 from chaos_lightning.outer.exchange.vocabulary import OUTER
-from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import HYPER
 from chaos_lightning.planning import ledger, orders
 from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.planning.tape import Tape
 from chaos_lightning.protocol.types import Header, Kind
-from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.fingerprint import words_of_run
-from chaos_lightning.strategies.hooks import DataMode, FitHooks, TapeNow
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import batches_begun, epoch_of, save_last_again, skip_validation, why_over
 from chaos_lightning.strategies.outer_clock import JobClock
-from chaos_lightning.strategies.session import FitSession
+from chaos_lightning.strategies.session import FitHooks, FitSession
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -96,14 +89,6 @@ class OuterTerms:
             )
         self.cluster = build(options, self.given)[1]
         self.shared = self.cluster.data == "shared"
-
-    def settle(self, batch: int) -> tuple[OuterSettings, ClusterOptions]:
-        """The job's rules and the cluster's settings.
-
-        Args:
-            batch: Samples of a step, as far as the loader says.
-        """
-        return build(self.options, self.given, batch=batch)
 
 
 def replica_of(module: Any) -> Replica:
@@ -193,12 +178,11 @@ class ElasticPart(FitHooks):
     again = "the cluster's last rank stays until what was trained is durable"
 
     def __init__(self, trainer: Trainer, terms: OuterTerms) -> None:
-        super().__init__(trainer)
-        self._terms, self.leave_on_signals = terms, terms.options.leave_on_signals
+        self._trainer, self._terms, self._shared = trainer, terms, terms.shared
+        self.leave_on_signals = terms.options.leave_on_signals
         self._others = others_in(terms.cluster)
         """Whether other clusters were there before; until the server has let this one in."""
         self._cluster: ElasticCluster | None = None
-        self._engine: Engine | None = None
         self._patience: Patience | None = None
         self._asked_at = 0.0
         """When this rank was first seen to be asked to leave, after the loop; 0.0: it was not."""
@@ -224,41 +208,32 @@ class ElasticPart(FitHooks):
 
     # ------------------------------------------------------------------ coming in
 
-    @property
-    def shared(self) -> bool:
-        """Whether clusters share the data."""
-        return self._terms.shared
-
-    def loader(
-        self, dataloader: Any, mode: DataMode, seed: int | None, source: AssignmentSource, tape: TapeNow = None
-    ) -> ElasticLoader | StepLoader:
-        own = self._terms.options.seed
-        return super().loader(
-            dataloader, mode, seed if own is None else own, source, self.tape if self.shared else None
-        )
+    def loader(self, dataloader: Any, **options: Any) -> JobLoader:
+        own = {} if (seed := self._terms.options.seed) is None else {"seed": seed}
+        return super().loader(dataloader, **(options | own), tape=self.tape if self._shared else None)
 
     def tape(self) -> Tape | None:
         """Returns the positions that are leased to the ranks, once this one is among them."""
         return self._cluster.tape if self._cluster is not None and self._cluster.founded else None
 
-    def enter(self, engine: Engine, loader: JobLoader) -> tuple[StateAccess | None, list[str] | None]:
-        settings, options = self._terms.settle(loader.batch * self._trainer.accumulate_grad_batches)
+    def enter(self, fit: FitSession) -> None:
+        engine, loader = fit.engine, fit.elastic
+        terms, batch = self._terms, loader.batch * self._trainer.accumulate_grad_batches  # as far as the loader says
+        settings, options = build(terms.options, terms.given, batch=batch)
         replica = replica_of(self._trainer.lightning_module)
         words = words_of(self._trainer, warns=False)  # the inner job's fingerprint does
-        length = (loader.length(0) or 0) if self.shared else 0
+        length = (loader.length(0) or 0) if self._shared else 0
         if length:
             words |= {"data.order_version": str(orders.VERSION)} | {
                 name: word for name, word in loader.order_fingerprint.items() if name in SHARED_WORDS
             }
         agreement = agreement_of(replica, options, settings, length=length, words=words)
         events = EventLog.in_directory(options.log_folder, f"{options.name}.{engine.name}", role="cluster")
-        self._engine = engine
         batches = UNTOLD
         if length:
             least = loader.quota if loader.drops else min(loader.quota, least_batch(self._trainer.lightning_module))
             batches = Batches(loader.quota * self._trainer.accumulate_grad_batches, loader.quota, least)
-        self._cluster = ElasticCluster(replica, agreement, options, engine, events, batches)
-        return self._cluster, None
+        self._cluster = self.beside = ElasticCluster(replica, agreement, options, engine, events, batches)
 
     @property
     def words(self) -> dict[str, str]:
@@ -270,10 +245,8 @@ class ElasticPart(FitHooks):
             f"overlap {options.overlap}, ahead_steps {options.ahead_steps}, {said}"
         }
 
-    def entered(self) -> None:
-        """This rank is in the inner job, with its state."""
-        engine = self._engine
-        assert engine is not None
+    def entered(self, fit: FitSession) -> None:
+        engine = fit.engine
         assert engine.view is not None
         self.cluster.found(engine.view.chain, alone=engine.world_size == 1)
         self.cluster.begin(engine.member_id, first=engine.rank == 0)
@@ -329,7 +302,7 @@ class ElasticPart(FitHooks):
             fit.check_departure(stepped=True)  # as with the step: what is kept is kept at the next safe point
         if fit.departed:
             return
-        if self.cluster.ends and self.shared:
+        if self.cluster.ends and self._shared:
             skip_validation(self._trainer)
         fit.refit()
 
@@ -347,7 +320,7 @@ class ElasticPart(FitHooks):
     def begins_pass(self, loader: JobLoader) -> bool:
         """It goes over an epoch of the job. While this cluster waited for its first samples, others may have gone
         through the epoch that Lightning is in."""
-        if not self.shared:
+        if not self._shared:
             return False
         tape = self.cluster.tape
         assert tape is not None
@@ -359,12 +332,6 @@ class ElasticPart(FitHooks):
             _call_lightning_module_hook(self._trainer, "on_train_epoch_start")
         loader.set_epoch(tape.number)
         return True
-
-    @property
-    def turned(self) -> bool:
-        """Another tape is in than the one that the present pass is on."""
-        tape = self.cluster.tape
-        return tape is not None and self._number is not None and self._number != tape.number
 
     @property
     def waits_for_samples(self) -> bool:
@@ -380,7 +347,7 @@ class ElasticPart(FitHooks):
         return self._epoch is not None and self.cluster.machine.job.epoch > self._epoch
 
     def total(self) -> float | None:
-        if not self.shared or self._cluster is None:
+        if not self._shared or self._cluster is None:
             return None
         return (self.epoch_over and batches_begun(self._trainer)) or math.inf  # 0: the next one begins
 
@@ -388,16 +355,19 @@ class ElasticPart(FitHooks):
         if header.kind is not Kind.STEP:
             self.cluster.commit((), ())
 
-    def ends(self) -> bool:
-        self.ended = self.ended or self.cluster.ends
-        return self.ended
-
-    def waits(self, fit: FitSession) -> bool:
-        waits = self.cluster.waits
-        self.patient(waits)
-        if waits and not self.meet(fit) and fit.member.stage is Stage.VOID:
-            fit.come_in()
-        return waits
+    def wait(self, fit: FitSession) -> None:
+        """Meets the other ranks until the cluster may train."""
+        while not (fit.departed or self.cluster.ends):
+            self.patient(waits := self.cluster.waits)
+            if not waits:
+                tape = self.cluster.tape
+                if tape is not None and self._number not in (None, tape.number):  # the present pass is on another one
+                    fit.loader.restart()
+                return
+            if not self.meet(fit) and fit.member.stage is Stage.VOID:
+                fit.come_in()
+            fit.let_others_in()
+        self.ended |= not fit.departed
 
     def meet(self, fit: FitSession, *, in_batch: bool = False) -> bool:
         """Holds one meeting of the ranks while the cluster may not train; returns whether this one is in it.
@@ -414,13 +384,9 @@ class ElasticPart(FitHooks):
         if answers is None:
             return False
         self._take(cluster.commit([member for member, _ in answers], [said for _, said in answers]), in_batch=in_batch)
-        if cluster.over and not self._was_in:
+        if cluster.over and not cluster.base.number:  # it never was in
             raise ConfigurationError(explained(cluster.over))
         return True
-
-    @property
-    def _was_in(self) -> bool:
-        return bool(self.cluster.base.number)
 
     def _take(self, boundary: Boundary, *, in_batch: bool) -> None:
         renew(self._trainer.optimizers, boundary)
@@ -437,7 +403,7 @@ class ElasticPart(FitHooks):
             return
         options = self.cluster.options
         if self._patience is None:
-            limit_s = options.patience_s if self._was_in else self._terms.options.start_timeout_s
+            limit_s = options.patience_s if self.cluster.base.number else self._terms.options.start_timeout_s
             self._patience = Patience(options.name, self.cluster.waits_for, limit_s)
         self._patience.look()
 
@@ -453,21 +419,15 @@ class ElasticPart(FitHooks):
         if self._cluster is not None:
             self.cluster.show_own()
 
-    @contextlib.contextmanager
-    def showing_base(self) -> Iterator[None]:
-        """Likewise, inside; unless they are anyhow."""
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns that of the version that was adopted last: what a checkpoint holds, others have."""
         shows = self._cluster is not None and self.cluster.shows_base
         self.show_base()
         try:
-            yield
+            return {n: v.clone() if isinstance(v, Tensor) else v for n, v in make().items()}
         finally:
             if not shows:
                 self.show_own()
-
-    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns that of the version that was adopted last: what a checkpoint holds, others have."""
-        with self.showing_base():
-            return {n: v.clone() if isinstance(v, Tensor) else v for n, v in make().items()}
 
     # ------------------------------------------------------------------ the end
 
@@ -493,7 +453,7 @@ class ElasticPart(FitHooks):
         self._patience = None
         self.cluster.finish(why_over(self._trainer))
         while not self.cluster.over:
-            self._await_end()
+            self._await_end(fit.engine)
             if not self.meet(fit) or self._goes(fit):
                 break
         else:
@@ -511,7 +471,7 @@ class ElasticPart(FitHooks):
             fit.member.depart()
         return not fit.in_job
 
-    def _await_end(self) -> None:
+    def _await_end(self, engine: Engine) -> None:
         """Waits for the end of the job; leaves if this cluster is through long before the others. Ranks lose patience
         one soon after the other, so each of them asks: the word of the first one counts, and every rank may be that.
         From then on each waits as long again.
@@ -519,8 +479,7 @@ class ElasticPart(FitHooks):
         Raises:
             DeadlineError: That was in vain, too.
         """
-        assert self._engine is not None
-        if self._engine.leaving:
+        if engine.leaving:
             self._asked_at = self._asked_at or time.monotonic()
             self.cluster.held = time.monotonic() - self._asked_at > LET_GO_S
         try:

@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import UnsupportedError
@@ -163,6 +164,12 @@ class ChaosPipelineStrategy(ChaosStrategy):
         if self.session is not None:
             prepare_validation(self.session.trainer)
         super().setup(trainer)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The step's average is there, if at all: also of a member that the step's header let go."""
+        if (fit := self._fit) is None or self.session is None or not self.session.entered:
+            return super().backward(closure_loss, *args, **kwargs)
+        return fit.backward(closure_loss) if self.session.within else closure_loss
 
     # ------------------------------------------------------------------ validation
 

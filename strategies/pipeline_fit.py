@@ -21,12 +21,11 @@ from torch.optim import Optimizer
 
 from chaos_lightning.collectives.hyper import hyper_words
 from chaos_lightning.collectives.layout import Section
-from chaos_lightning.data.source import AssignmentSource
-from chaos_lightning.data.steps import JobLoader, StepBatch, StepLoader
+from chaos_lightning.data.steps import StepBatch, StepLoader
 from chaos_lightning.errors import DryRunError
 from chaos_lightning.machine.console import Teller
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.member.training import least_batch, reduced_buffers
+from chaos_lightning.member.training import reduced_buffers
 from chaos_lightning.member.unit_steps import UnitsDone
 from chaos_lightning.membership.parts import division, numbers
 from chaos_lightning.pipeline.attempts import UnitAttempt
@@ -46,18 +45,15 @@ from chaos_lightning.planning.pipelines.request import PipelineRequest, read_req
 from chaos_lightning.planning.pipelines.units import FORWARD
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, View
-from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.environment import local_rank
-from chaos_lightning.strategies.fingerprint import seed_of
-from chaos_lightning.strategies.hooks import DataMode, FitHooks, TapeNow
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.metrics import watched
 from chaos_lightning.strategies.pipeline_evaluation import PipelineEvaluation
 from chaos_lightning.strategies.pipeline_logs import UnitLogs
 from chaos_lightning.strategies.pipeline_model import PipelineModel, samples_of
-from chaos_lightning.strategies.session import FitSession, gather_by_units
+from chaos_lightning.strategies.session import FitHooks, FitSession, gather_by_units
 from chaos_lightning.strategies.stepping import sections_of, weight_of
 
 _log = logging.getLogger("chaos_lightning")
@@ -115,8 +111,7 @@ class PipelineFit(FitHooks):
         memory: DeviceMemory,
         collectives: Collectives,
     ) -> None:
-        super().__init__(trainer)
-        self._options, self.model, self._memory = options, model, memory
+        self._trainer, self._options, self.model, self._memory = trainer, options, model, memory
         self._collectives = collectives
         self._loader: StepLoader | None = None
         self._held: HeldModel | None = None
@@ -129,31 +124,17 @@ class PipelineFit(FitHooks):
 
     # ------------------------------------------------------------------ before the join
 
-    def loader(
-        self, dataloader: Any, mode: DataMode, seed: int | None, source: AssignmentSource, tape: TapeNow = None
-    ) -> StepLoader:
+    def loader(self, dataloader: Any, **options: Any) -> StepLoader:
         """One batch of it is an optimizer step."""
-        self._loader = StepLoader(
-            dataloader,
-            mode=mode,
-            seed=seed_of(seed),
-            source=source,
-            micro_batches=self._options.micro_batches,
-            as_lightning=True,
-            least=least_batch(self._trainer.lightning_module),
-        )
+        self._loader = StepLoader(dataloader, micro_batches=self._options.micro_batches, **options)
         return self._loader
 
-    def enter(self, engine: Engine, loader: JobLoader) -> tuple[StateAccess | None, list[str] | None]:
-        names = self.look()
-        self.part_of = self.model.parts.part_of
-        return None, names
+    def enter(self, fit: FitSession) -> None:
+        self._look()
+        self.rest, self.part_of = self.held.rest(), self.model.parts.part_of
 
-    def look(self) -> list[str]:
+    def _look(self) -> None:
         """Looks at the model with a first micro-batch, and compares it in stages with the whole.
-
-        Returns:
-            The names of the buffers that all members have.
 
         Raises:
             ConfigurationError, UnsupportedError: The model cannot be cut, or gives something else then; says why.
@@ -182,7 +163,6 @@ class PipelineFit(FitHooks):
         shared = {p.removeprefix("shared."): ls for p, ls in model.parts.users.items() if p.startswith("shared.")}
         self.request = PipelineRequest(job, options.policy, options.copies, shared, options.on_lost_parts).to_json()
         self._held = model.held()
-        return self._held.rest()
 
     def end_dry_run(self, config: EngineConfig) -> None:
         """In a dry run: says what the planner makes of the model, once on each node, and ends the process.
@@ -192,7 +172,7 @@ class PipelineFit(FitHooks):
         """
         if not self._options.dry_run:
             return
-        self.look()
+        self._look()
         if local_rank() == 0:
             print(*dry_run(PipelineRequest.from_json(self.request), config), sep="\n", flush=True)
         raise DryRunError
@@ -285,11 +265,9 @@ class PipelineFit(FitHooks):
             fit.state.within_step = False
         return self._stepper.output() if fit.within else {"loss": self._stepper.nothing()}
 
-    def backward(self, loss: Tensor, averaged: bool) -> Tensor | None:
+    def backward(self, loss: Tensor) -> Tensor:
         """Puts the step's averages into `.grad`, with Lightning's hooks before and after it."""
         assert self._stepper is not None
-        if not averaged:
-            return loss
         precision, module = self._trainer.precision_plugin, self._trainer.lightning_module
         loss = precision.pre_backward(loss, module)
         self._stepper.apply()

@@ -143,7 +143,7 @@ def write(
         mark = f"{step}-{head}"
         ours |= {"step": step, "head": head, "view": str(session.engine.header.next_view)}
         ours["checkpoints"] = session.member.checkpoints.at(head)
-        session.note_checkpoint(str(filepath))
+        session.engine.events.emit("checkpoint", path=str(filepath), step=step, head=head)
     if ours:
         checkpoint[KEY] = ours
     path = str(filepath)

@@ -19,17 +19,17 @@ import contextlib
 import logging
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.data.steps import StepLoader
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import (
     DepartedError,
     DisagreementError,
@@ -39,23 +39,24 @@ from chaos_lightning.errors import (
     RefusedError,
     UnsupportedError,
 )
-from chaos_lightning.machine.signals import ExitSignals, aside, say
+from chaos_lightning.machine.signals import ExitSignals, Handler, aside, say
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import OTHERS_SAVE, Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint
 from chaos_lightning.member.participation import Participation, Stage
 from chaos_lightning.member.process_group import warn_who_asks
+from chaos_lightning.member.training import least_batch
 from chaos_lightning.member.unit_steps import Attempt
-from chaos_lightning.protocol.types import GENESIS, Header, Kind
+from chaos_lightning.protocol.types import GENESIS, Header, Kind, View
+from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import EngineSource, TrainLoader
 from chaos_lightning.strategies.environment import ChaosEnvironment
 from chaos_lightning.strategies.evaluation import Evaluation
 from chaos_lightning.strategies.files import LogPlace
-from chaos_lightning.strategies.fingerprint import advice, fingerprint_of
+from chaos_lightning.strategies.fingerprint import advice, fingerprint_of, seed_of
 from chaos_lightning.strategies.handover import Handover
-from chaos_lightning.strategies.hooks import DataMode, FitHooks, whole
 from chaos_lightning.strategies.lengths import Lengths
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import (
@@ -86,6 +87,7 @@ from chaos_lightning.strategies.writer import Writer
 if TYPE_CHECKING:
     from chaos_lightning.strategies.pipeline_fit import PipelineStepper
 
+DataMode = Literal["shared", "local"]
 _FOUNDING = "what founders begin from"
 _log = logging.getLogger("chaos_lightning")
 
@@ -132,8 +134,8 @@ class FitSession:
         self.trainer = trainer
         self.config = config
         self._place = place
-        self.member = Participation(self)
-        self.hooks = FitHooks(trainer)
+        self.member = Participation(self._put_out, self._left)
+        self.hooks = FitHooks()
         self.closed = False
         self.asked: signal.Signals | None = None
         self._options = options
@@ -202,13 +204,25 @@ class FitSession:
         return self._state
 
     @property
-    def elastic(self) -> ElasticLoader | StepLoader:
+    def loader(self) -> TrainLoader:
+        """The training loader that Lightning has."""
         assert self._loader is not None
-        return self._loader.elastic
+        return self._loader
+
+    @property
+    def elastic(self) -> JobLoader:
+        return self.loader.elastic
 
     def wrap(self, dataloader: Any) -> TrainLoader:
         """The training loader that Lightning gets instead of the user's; a new one when loaders are reloaded."""
-        elastic = self.hooks.loader(dataloader, self._data, self._options.seed, self._source)
+        elastic = self.hooks.loader(
+            dataloader,
+            mode=self._data,
+            seed=seed_of(self._options.seed),
+            source=self._source,
+            as_lightning=True,
+            least=least_batch(self.trainer.lightning_module),
+        )
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)
@@ -227,8 +241,7 @@ class FitSession:
             return
         training, validation = reload_epochs(trainer)
         if training != made_in[0]:
-            held = self._loader
-            assert held is not None
+            held = self.loader
             with at_epoch(trainer, training):
                 held.elastic = training_loader(trainer).elastic
             held.restart()
@@ -237,20 +250,10 @@ class FitSession:
             with at_epoch(trainer, validation):
                 remake_validation_loaders(trainer)
 
-    def warn_of_lost_place(self) -> None:
-        """Warns of a checkpoint within an epoch that does not say where the data stood."""
-        if self._loader is not None:
-            self._loader.warn_of_lost_place()
-
     def begin_pass(self, epoch: int) -> None:
         """The loader begins an epoch."""
         if not self.hooks.begins_pass(self.elastic) and self.entered and self.trainer.limit_train_batches == 1.0:
             training.tell_epoch(self.engine, self.elastic, epoch)
-
-    def note_checkpoint(self, path: str) -> None:
-        """A file of this member's state leaves the job."""
-        step, head = self.member.stepped
-        self.engine.events.emit("checkpoint", path=path, step=step, head=head)
 
     # ------------------------------------------------------------------ coming in
 
@@ -268,9 +271,16 @@ class FitSession:
             "checkpoints": lambda: self.member.checkpoints.heads,
             "handover": lambda: self.handover.manifest(),
         }
-        beside, rest = hooks.enter(engine, self.elastic)
+        hooks.enter(self)
         self._state = LightningState(
-            trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra, beside, self._reload, rest
+            trainer,
+            self.elastic,
+            trainer.strategy.reduce,
+            extra,
+            self._adopt_extra,
+            hooks.beside,
+            self._reload,
+            hooks.rest,
         )
         self._stepper = hooks.stepper(self)
         self._samples = SampleCount(trainer.lr_scheduler_configs if hooks.owns_result else ())
@@ -328,15 +338,14 @@ class FitSession:
 
     def _entered(self, epoch_before: int) -> None:
         trainer, engine = self.trainer, self.engine
-        assert self._loader is not None
         self._place.leave()
         if engine.role == "late":  # the job is finished, and its members write: fit ends here, with the final state
             self.member.go(Stage.GONE)
             self.writer.step_aside(void=False)
             skip_validation(trainer)
             return
-        self._loader.restart()
-        self.hooks.entered()
+        self.loader.restart()
+        self.hooks.entered(self)
         self.member.go(Stage.IN)
         fresh = engine.role == "founder" and not engine.resumed
         start_clocks(trainer, fresh=engine.role == "founder")
@@ -391,20 +400,16 @@ class FitSession:
         if not self.elastic.at_safe_point and not self._give_up_accumulation():
             self._check_stepped()
             return
-        while True:
-            self.let_others_in()
-            if self.departed or self.hooks.ends():
-                raise StopIteration
-            if not self.hooks.waits(self):
-                break
+        self.let_others_in()
+        if not self.departed:
+            self.hooks.wait(self)
+        if self.departed or self.hooks.ended:
+            raise StopIteration
         self.writer.promote_if_due(fresh=False)
         self.writer.tell_files(lambda: self.members)
         if self.stepper.comparison is not None:  # else parts are compared, in the step itself
             self.stepper.comparison.take(self.state)
-        assert self._loader is not None
-        if self.hooks.turned:
-            self._loader.restart()
-        self._loader.begin()
+        self.loader.begin()
         self.refit()
 
     def let_others_in(self) -> None:
@@ -418,8 +423,7 @@ class FitSession:
     def _give_up_accumulation(self) -> bool:
         """Whether a new pass begins although an accumulation is open: `on_train_batch_start` returned -1 and so ended
         the epoch. What the accumulation used is in no step, and not used."""
-        assert self._loader is not None
-        if self._loader.under_way or self.stepper.manual is not None:
+        if self.loader.under_way or self.stepper.manual is not None:
             return False
         self.elastic.give_up()
         self.stepper.forget_accumulation()
@@ -446,7 +450,8 @@ class FitSession:
             step: Takes the step with the closure that it is given.
         """
         stepper, number = self.stepper, self.stepper.number(optimizer)
-        if not self.in_job and not self._applies(number):
+        # A member that has left takes a step that the others take, too.
+        if not self.in_job and not (self.departed and stepper.holds_average(number)):
             end_unused_batch(self)
             # The step of a void member is thrown away, so torch need not warn that its schedule steps first.
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -536,9 +541,6 @@ class FitSession:
             hooks: Runs what sees gradients after it: an accumulation's last pass ends with the average, before these.
                 All members run them then; if nobody had samples, there are no gradients, and none does.
         """
-        # Also of one that was let go by the step's header, and keeps what it has.
-        if (done := self.hooks.backward(loss, bool(self.within))) is not None:
-            return done
         if not self.in_job:
             return loss
         with self.member.slot():
@@ -569,10 +571,6 @@ class FitSession:
             for number in self.stepper.manual.reached if self.stepper.manual is not None else ():
                 self._average(number)
         end_unused_batch(self)
-
-    def _applies(self, number: int) -> bool:
-        """Whether a step may be taken although this member is out of the job: the others take it, too."""
-        return self.departed and self.stepper.holds_average(number)
 
     def gather(
         self, name: str, payload: bytes, *, lets_go: bool = False, line: str = ""
@@ -654,7 +652,7 @@ class FitSession:
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
 
-    def put_out(self) -> None:
+    def _put_out(self) -> None:
         self.writer.step_aside(void=True)
         self.hooks.fenced()
         self.writer.logs.drop()
@@ -665,7 +663,7 @@ class FitSession:
         if self.in_job and self.member.may_go():
             self.member.depart(stepped=stepped)
 
-    def left(self, *, stepped: bool) -> None:
+    def _left(self, stepped: bool) -> None:
         """If there are no others, this member stays the writer: nobody else has the state."""
         if self.elastic.uncommitted:
             self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
@@ -784,6 +782,121 @@ def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str
     return None
 
 
+class FitHooks:
+    """Hooks of one fit: the places in its order at which outer sync and pipelines do something of their own.
+
+    Those here are for members that have the whole model, in a job that is none of another one's clusters, so most do
+    nothing. `ElasticPart` (elastic.py) has those of a rank in a cluster of an outer job, and `PipelineFit`
+    (pipeline_fit.py) those of a member that owns some of the layers; no fit has both.
+
+    Attributes:
+        replays: Newcomers may replay steps.
+        owns_result: The members of this job have its final state, and schedules go by its steps.
+        leave_on_signals: Signals leave, unless the strategy's own option says no.
+        again: Effect of a second signal, in words.
+        request: Pipelines that this member asks for (`PipelineRequest.to_json`); "": it has the whole model.
+        beside: State that travels beside the training state.
+        rest: Names of the buffers that all members have, where each has some of the layers.
+        part_of: See `Engine.prepare`.
+        ended: The members stop in the middle of an epoch.
+        through: The loop of all members is over; perhaps it was before this one came.
+    """
+
+    replays = owns_result = leave_on_signals = True
+    again = "once more aborts"
+    request = ""
+    beside: StateAccess | None = None
+    rest: list[str] | None = None
+    part_of: Mapping[str, str] | None = None
+    ended = through = False
+
+    def begin(self) -> None: ...  # before the first batch, when set-up is over
+    def end_dry_run(self, config: EngineConfig) -> None: ...  # before there is an engine
+    def enter(self, fit: FitSession) -> None: ...  # before the engine's `prepare`
+    def attach(self, fit: FitSession) -> None: ...  # between `prepare` and the engine's `join`
+    def restart(self) -> None: ...  # before this member joins again: what it holds is void
+    def entered(self, fit: FitSession) -> None: ...  # the engine is in the job, with its state
+    def adopt(self, given: Mapping[str, Any]) -> None: ...  # a newcomer takes over what `clock_state` gave
+    def wait(self, fit: FitSession) -> None: ...  # between two batches: may stay there, where newcomers come in
+    def committed(self, header: Header) -> None: ...  # a slot is committed, or this member came in at it
+    def tell(self, view: View) -> None: ...  # the members of a view are in; at rank 0
+    def stepped(self, header: Header) -> None: ...  # a step is committed, and the optimizer has yet to take it
+    def applied(self, fit: FitSession, output: Any) -> None: ...  # it has, and its closure gave `output`
+    def show_base(self) -> None: ...  # validation begins
+    def show_own(self) -> None: ...  # callbacks have judged a validation
+    def fenced(self) -> None: ...  # this member was put out
+    def leave(self) -> None: ...  # the last member goes
+    def finish(self, fit: FitSession) -> None: ...  # the loop is over; idempotent
+    def close(self) -> None: ...  # this member is out of the job, in which others may go on; idempotent
+    def restore(self) -> None: ...  # fit is over, and the user's objects are to be what they were; idempotent
+
+    # ------------------------------------------------------------------ hooks that answer
+
+    def loader(self, dataloader: Any, **options: Any) -> JobLoader:
+        """Wraps the user's training loader; options of `ElasticLoader`."""
+        return ElasticLoader(dataloader, **options)
+
+    def stepper(self, fit: FitSession) -> Stepper | PipelineStepper:
+        """Makes this member's steps."""
+        return Stepper(
+            fit.engine,
+            fit.trainer,
+            fit.collectives,
+            lambda: fit.elastic.current,
+            lambda: fit.elastic.spent(),
+            lambda: fit.elastic.order,
+            fit.pass_is_over,
+            lambda: self.says(fit.handover.says(fit.engine)),
+        )
+
+    def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
+        """Returns the signals that ask this member to leave. `last`: whether no other one holds what it does."""
+        return ExitSignals(first)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Words that must be equal at all members."""
+        return {}
+
+    def clock_state(self) -> dict[str, Any]:
+        """Returns what travels beside the loops' counters."""
+        return {}
+
+    def begins_pass(self, loader: JobLoader) -> bool:
+        """A pass begins; returns whether the loader was told here what it goes over."""
+        return False
+
+    def total(self) -> float | None:
+        """Returns the number of batches of this epoch; None: the loader says."""
+        return None
+
+    def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
+        """A batch of the loop: the user's step, or what takes its place."""
+        return whole(fit.stepper).training_step(run, batch)
+
+    def says(self, logged: bytes) -> bytes:
+        """Returns what this member says beside its gradient, given what it hands over of its log."""
+        return logged
+
+    def said(self, header: Header) -> Sequence[bytes]:
+        """Returns what members have handed over of their logs, in rank order."""
+        return header.answers
+
+    @property
+    def writes(self) -> bool:
+        """Whether a member of this job logs and writes files; else one of another cluster does."""
+        return True
+
+    @property
+    def run(self) -> str:
+        """Id of the run where others than this job's members may go on with its files; "": there are none."""
+        return ""
+
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the model's part of a checkpoint, which `make` makes."""
+        return make()
+
+
 @contextmanager
 def meeting(state: LightningState, name: str) -> Iterator[None]:
     """Parts may move within; whoever gets the state then is in this collective, too, or cannot go on from it."""
@@ -807,3 +920,9 @@ def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, Fram
     found = getattr(before, "signal_handlers", [before])
     ours = (None, signal.default_int_handler)
     return [h for h in found if callable(h) and h not in ours and getattr(h, "__self__", None) is not connector]
+
+
+def whole(stepper: Stepper | PipelineStepper) -> Stepper:
+    """The stepper of a member that has the whole model."""
+    assert isinstance(stepper, Stepper)
+    return stepper

@@ -35,7 +35,6 @@ from chaos_lightning.strategies.elastic import ElasticPart, OuterTerms, refuse_r
 from chaos_lightning.strategies.environment import ChaosEnvironment, local_rank
 from chaos_lightning.strategies.evaluation import EvalLoader, can_be_assigned, unsharded, whole
 from chaos_lightning.strategies.fingerprint import seed_of
-from chaos_lightning.strategies.hooks import DataMode
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.loops import agree_on_validation
 from chaos_lightning.strategies.outer_refusals import RANKS_TABLE
@@ -53,7 +52,7 @@ from chaos_lightning.strategies.refusals import (
 )
 from chaos_lightning.strategies.saving import KEY, convert_position, save, with_loaders
 from chaos_lightning.strategies.schedules import go_by_step
-from chaos_lightning.strategies.session import FitSession
+from chaos_lightning.strategies.session import DataMode, FitSession
 from chaos_lightning.variables import warn_of_unknown
 
 _log = logging.getLogger("chaos_lightning")
@@ -286,7 +285,7 @@ class ChaosStrategy(ParallelStrategy):
         self.session.hooks.begin()
         # Lightning does this where it makes the loader: for estimated_stepping_batches, before it reads the checkpoint.
         trainer.fit_loop._load_combined_loader_states()
-        self.session.warn_of_lost_place()
+        self.session.loader.warn_of_lost_place()
         agree_on_validation(trainer, self.broadcast)
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         if trainer.enable_validation and val_loop._combined_loader is None:

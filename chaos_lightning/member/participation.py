@@ -11,7 +11,6 @@ import enum
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from chaos_lightning.errors import DepartedError, FencedError
 from chaos_lightning.member.engine import Engine
@@ -31,32 +30,15 @@ class Stage(enum.Enum):
     LAST = "has left, and nobody else has its state"
 
 
-_LEFT = frozenset({Stage.GONE, Stage.LAST})
-_NEXT: dict[Stage, frozenset[Stage]] = {
-    Stage.ALONE: _LEFT | {Stage.IN},  # left: it was asked to while it waited, or comes when the job is finished
-    Stage.IN: _LEFT | {Stage.ALONE, Stage.VOID},
-    Stage.VOID: _LEFT | {Stage.ALONE, Stage.IN},  # by way of ALONE where it joins again at the safe point
-    Stage.GONE: frozenset(),
-    Stage.LAST: frozenset(),
-}
-
-
-class Host(Protocol):
-    """The loop, as far as a participation moves it."""
-
-    def put_out(self) -> None:
-        """The member was fenced: gets to the next safe point without anybody's help, or joins again at once."""
-
-    def left(self, *, stepped: bool) -> None:
-        """Keeps the state if need be. `stepped`: the last header is a step's that the optimizer has yet to apply."""
-
-
 class Participation:
     """See the module.
 
     Args:
-        host: The loop.
-        engine: This member's; None if it is made when the member comes in.
+        put_out: Is called when this member was fenced: gets the loop to its next safe point without anybody's help, or
+            joins again at once.
+        left: Is called when this member has left: keeps the state if need be. True: the last header is a step's that
+            the optimizer has yet to apply.
+        made: Engine of this member; None if it is made when the member comes in.
 
     Attributes:
         stage: See `Stage`.
@@ -64,8 +46,8 @@ class Participation:
         checkpoints: Those that the present state goes on from.
     """
 
-    def __init__(self, host: Host, engine: Engine | None = None) -> None:
-        self._host, self.made = host, engine
+    def __init__(self, put_out: Callable[[], None], left: Callable[[bool], None], made: Engine | None = None) -> None:
+        self._put_out, self._left, self.made = put_out, left, made
         self.stage = Stage.ALONE
         self.stepped = (0, "")
         self.checkpoints = SavedCheckpoints()
@@ -82,7 +64,7 @@ class Participation:
 
     @property
     def departed(self) -> bool:
-        return self.stage in _LEFT
+        return self.stage in (Stage.GONE, Stage.LAST)
 
     @property
     def out(self) -> bool:
@@ -100,11 +82,9 @@ class Participation:
         engine = self.engine
         return engine.out or (engine.leaving and engine.world_size == 1 and engine.may_go())
 
-    # ------------------------------------------------------------------ transitions
-
     def go(self, stage: Stage) -> None:
-        """Moves on to a stage that may follow the present one."""
-        assert stage in _NEXT[self.stage], f"{stage.name} after {self.stage.name}"
+        """Moves on to another stage; a member that has left stays so."""
+        assert not self.departed, f"{stage.name} after {self.stage.name}"
         self.stage = stage
 
     def come_in(self, enter: Callable[[], object]) -> DepartedError | None:
@@ -134,13 +114,13 @@ class Participation:
         if self.stage is not Stage.VOID:
             _log.warning("%s; this process joins again by itself", error)
             self.go(Stage.VOID)
-            self._host.put_out()
+            self._put_out()
 
     def depart(self, *, stepped: bool = False) -> None:
         """The others go on without this member, or nobody does; it may not even have seen the header that let it go."""
         if not self.departed:
             self.go(Stage.LAST if self.is_last else Stage.GONE)
-            self._host.left(stepped=stepped)
+            self._left(stepped)
 
     def let_others_in(self, state: StateAccess) -> bool:
         """At a safe point: serves newcomers that replay, and lets those in for whom the last header asks, if it does;

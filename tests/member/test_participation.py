@@ -12,9 +12,8 @@ from chaos_lightning.member.participation import Participation, Stage
 
 
 def member(told: list[str], ids: tuple[str, ...] = ("a", "b")) -> Participation:
-    host: Any = SimpleNamespace(put_out=lambda: told.append("put out"), left=lambda stepped: told.append("left"))
     engine: Any = SimpleNamespace(role="founder", member_id="a", leaving=True, view=SimpleNamespace(ids=lambda: ids))
-    made = Participation(host, engine)
+    made = Participation(lambda: told.append("put out"), lambda stepped: told.append("left"), engine)
     made.go(Stage.IN)
     return made
 

@@ -427,11 +427,8 @@ def test_a_session_takes_part_in_rounds_as_in_other_collectives(
     error: Exception | None, told: list[str], expected: dict[str, bytes] | None
 ) -> None:
     heard: list[str] = []
-    host: Any = SimpleNamespace(
-        put_out=lambda: heard.append("fenced"), left=lambda *, stepped: heard.append("departed")
-    )
     engine: Any = Gathering(error)
-    member = Participation(host, engine)
+    member = Participation(lambda: heard.append("fenced"), lambda stepped: heard.append("departed"), engine)
     member.go(Stage.IN)
     session: Any = SimpleNamespace(
         in_job=True,
