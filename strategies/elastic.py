@@ -371,10 +371,7 @@ class ElasticPart(FitHooks):
 
     def meet(self, fit: FitSession, *, in_batch: bool = False) -> bool:
         """Holds one meeting of the ranks while the cluster may not train; returns whether this one is in it.
-
-        Args:
-            fit: This rank's.
-            in_batch: After a batch's step, and not between two batches.
+        `in_batch`: after a batch's step, and not between two batches.
 
         Raises:
             ConfigurationError: The server will not have this cluster.

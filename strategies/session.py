@@ -258,7 +258,7 @@ class FitSession:
     # ------------------------------------------------------------------ coming in
 
     def _enter(self) -> None:
-        trainer, hooks = self.trainer, self.hooks
+        trainer, hooks, elastic = self.trainer, self.hooks, self.elastic
         hooks.end_dry_run(self.config)
         engine = Engine(self.config)
         self.member.made = self._source.engine = engine
@@ -273,14 +273,7 @@ class FitSession:
         }
         hooks.enter(self)
         self._state = LightningState(
-            trainer,
-            self.elastic,
-            trainer.strategy.reduce,
-            extra,
-            self._adopt_extra,
-            hooks.beside,
-            self._reload,
-            hooks.rest,
+            trainer, elastic, trainer.strategy.reduce, extra, self._adopt_extra, hooks.beside, self._reload, hooks.rest
         )
         self._stepper = hooks.stepper(self)
         self._samples = SampleCount(trainer.lr_scheduler_configs if hooks.owns_result else ())
@@ -297,11 +290,11 @@ class FitSession:
         try:
             engine.join(
                 fingerprint={
-                    **fingerprint_of(trainer, self.elastic, assigns_validation=self._assigns_validation),
+                    **fingerprint_of(trainer, elastic, assigns_validation=self._assigns_validation),
                     **self.lengths.words(),
                     **hooks.words,
                 },
-                quota=self.elastic.quota,
+                quota=elastic.quota,
                 accumulate=trainer.accumulate_grad_batches,
                 state=self._state,
                 replay=LightningReplay(trainer) if hooks.replays else None,
@@ -829,8 +822,6 @@ class FitHooks:
     def finish(self, fit: FitSession) -> None: ...  # the loop is over; idempotent
     def close(self) -> None: ...  # this member is out of the job, in which others may go on; idempotent
     def restore(self) -> None: ...  # fit is over, and the user's objects are to be what they were; idempotent
-
-    # ------------------------------------------------------------------ hooks that answer
 
     def loader(self, dataloader: Any, **options: Any) -> JobLoader:
         """Wraps the user's training loader; options of `ElasticLoader`."""
