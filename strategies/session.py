@@ -22,7 +22,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
@@ -43,7 +43,7 @@ from chaos_lightning.machine.signals import ExitSignals, Handler, aside, say
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import OTHERS_SAVE, Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint
-from chaos_lightning.member.participation import Participation, Stage
+from chaos_lightning.member.participation import Participation, Standing
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.member.training import least_batch
 from chaos_lightning.member.unit_steps import Attempt
@@ -81,11 +81,8 @@ from chaos_lightning.strategies.place import Place
 from chaos_lightning.strategies.replay import LightningReplay
 from chaos_lightning.strategies.schedules import SampleCount
 from chaos_lightning.strategies.state import KeptState, LightningState
-from chaos_lightning.strategies.stepping import Stepper
+from chaos_lightning.strategies.stepping import PipelineStepper, Stepper
 from chaos_lightning.strategies.writer import Writer
-
-if TYPE_CHECKING:
-    from chaos_lightning.strategies.pipeline_fit import PipelineStepper
 
 DataMode = Literal["shared", "local"]
 _FOUNDING = "what founders begin from"
@@ -283,7 +280,7 @@ class FitSession:
         self.handover.fits_beside(sum(p.nbytes for section in self._stepper.sections for _, p in section.params))
         epoch = epoch_of(trainer)
         self._signals = hooks.exit_signals(
-            self._on_signal, lambda: self.member.is_last and self.member.stage is not Stage.GONE
+            self._on_signal, lambda: self.member.is_last and self.member.standing is not Standing.GONE
         )
         if self._options.leave_on_signals and hooks.leave_on_signals:
             self._signals.install()
@@ -312,7 +309,7 @@ class FitSession:
         try:
             left = self.member.come_in(self._reenter if self.entered else self._enter)
         except (FinishedJobError, DryRunError):
-            self.member.go(Stage.GONE)  # what callbacks would save now is not the job's
+            self.member.go(Standing.GONE)  # what callbacks would save now is not the job's
             raise
         if left is not None:
             _log.warning("%s; fit ends here, and what it was to train is not trained", left)
@@ -320,7 +317,7 @@ class FitSession:
     def _reenter(self) -> None:
         """Joins again after being fenced."""
         epoch = epoch_of(self.trainer)
-        self.member.go(Stage.ALONE)
+        self.member.go(Standing.ALONE)
         assert self._suspension is not None
         self._suspension.end(self.trainer)
         self.stepper.reset()
@@ -333,13 +330,13 @@ class FitSession:
         trainer, engine = self.trainer, self.engine
         self._place.leave()
         if engine.role == "late":  # the job is finished, and its members write: fit ends here, with the final state
-            self.member.go(Stage.GONE)
+            self.member.go(Standing.GONE)
             self.writer.step_aside(void=False)
             skip_validation(trainer)
             return
         self.loader.restart()
         self.hooks.entered(self)
-        self.member.go(Stage.IN)
+        self.member.go(Standing.IN)
         fresh = engine.role == "founder" and not engine.resumed
         start_clocks(trainer, fresh=engine.role == "founder")
         if engine.role == "founder":
@@ -376,7 +373,7 @@ class FitSession:
             if self._keep_due:
                 self._keep()
             raise StopIteration
-        if not self.entered or self.member.stage is Stage.VOID:
+        if not self.entered or self.member.standing is Standing.VOID:
             self.come_in()
         if self.departed:
             raise StopIteration
@@ -409,7 +406,7 @@ class FitSession:
         """At a safe point: this member may have left afterwards, or have joined again."""
         if self.member.let_others_in(self.state):
             self.observe()
-        if self.member.stage is Stage.VOID and not self.hooks.through:
+        if self.member.standing is Standing.VOID and not self.hooks.through:
             self.come_in()
         self.check_departure()
 
@@ -663,7 +660,7 @@ class FitSession:
         self._keep_due = stepped
         if not stepped:
             self._keep()
-        if self.member.stage is Stage.LAST:
+        if self.member.standing is Standing.LAST:
             self.writer.save_logs()
         else:
             self.writer.step_aside(void=False)
@@ -673,7 +670,7 @@ class FitSession:
     def _keep(self, *, ended: bool = False, stuck: bool = False) -> None:
         """If this was the last member, or none can go on, the state outlives it."""
         self._keep_due = False
-        if self.member.stage is Stage.LAST:
+        if self.member.standing is Standing.LAST:
             self.hooks.leave()
         self.stepper.put_back()
         with self.member.alone():
@@ -689,8 +686,8 @@ class FitSession:
 
     def says_unsaved(self, path: str) -> bool:
         """Whether this member, asked for a checkpoint, is out of the job and does not write it; then it says so."""
-        void = self.member.stage is Stage.VOID
-        if unsaved := void or self.member.stage is Stage.GONE:
+        void = self.member.standing is Standing.VOID
+        if unsaved := void or self.member.standing is Standing.GONE:
             why = "was put out of the job, so its state is void" if void else "has left the job"
             _log.warning(
                 "%s %s after step %d, so %s is not written here: %s",
@@ -700,7 +697,9 @@ class FitSession:
 
     def finish(self) -> None:
         """fit is over: the job's last slot, or the farewell of a member that left."""
-        if self.member.stage is Stage.VOID and self.hooks.owns_result:  # the others may have finished the job meanwhile
+        if (
+            self.member.standing is Standing.VOID and self.hooks.owns_result
+        ):  # the others may have finished the job meanwhile
             self.come_in()
             if not self.departed:
                 self.member.fenced(FencedError("this member came back to a job whose loop is over here"))
@@ -718,7 +717,7 @@ class FitSession:
             self.engine.wait_released()
 
     def refuse_void(self) -> None:
-        if self.member.stage is Stage.VOID:
+        if self.member.standing is Standing.VOID:
             raise FencedError(
                 "this member was excluded from the job as it ended, so its state is void; the others have the result"
             )

@@ -20,8 +20,8 @@ from chaos_lightning.replication.access import StateAccess
 _log = logging.getLogger("chaos_lightning")
 
 
-class Stage(enum.Enum):
-    """Stage of a participation."""
+class Standing(enum.Enum):
+    """Standing of a participation."""
 
     ALONE = "not in yet, or the loop is over, or runs hooks of its own: collectives give a member its own value"
     IN = "in the job"
@@ -41,14 +41,14 @@ class Participation:
         made: Engine of this member; None if it is made when the member comes in.
 
     Attributes:
-        stage: See `Stage`.
+        stage: See `Standing`.
         stepped: Number and header hash of the last committed optimizer step.
         checkpoints: Those that the present state goes on from.
     """
 
     def __init__(self, put_out: Callable[[], None], left: Callable[[bool], None], made: Engine | None = None) -> None:
         self._put_out, self._left, self.made = put_out, left, made
-        self.stage = Stage.ALONE
+        self.standing = Standing.ALONE
         self.stepped = (0, "")
         self.checkpoints = SavedCheckpoints()
 
@@ -60,16 +60,16 @@ class Participation:
     @property
     def in_job(self) -> bool:
         """Whether collectives reach the others."""
-        return self.stage is Stage.IN
+        return self.standing is Standing.IN
 
     @property
     def departed(self) -> bool:
-        return self.stage in (Stage.GONE, Stage.LAST)
+        return self.standing in (Standing.GONE, Standing.LAST)
 
     @property
     def out(self) -> bool:
         """Whether this member was put out, or has left."""
-        return self.departed or self.stage is Stage.VOID
+        return self.departed or self.standing is Standing.VOID
 
     @property
     def is_last(self) -> bool:
@@ -82,10 +82,10 @@ class Participation:
         engine = self.engine
         return engine.out or (engine.leaving and engine.world_size == 1 and engine.may_go())
 
-    def go(self, stage: Stage) -> None:
+    def go(self, stage: Standing) -> None:
         """Moves on to another stage; a member that has left stays so."""
-        assert not self.departed, f"{stage.name} after {self.stage.name}"
-        self.stage = stage
+        assert not self.departed, f"{stage.name} after {self.standing.name}"
+        self.standing = stage
 
     def come_in(self, enter: Callable[[], object]) -> DepartedError | None:
         """Enters the job, or joins it again. A member that was asked to leave meanwhile waits for nothing and is in no
@@ -111,15 +111,15 @@ class Participation:
 
     def fenced(self, error: FencedError) -> None:
         """The state is void from here on."""
-        if self.stage is not Stage.VOID:
+        if self.standing is not Standing.VOID:
             _log.warning("%s; this process joins again by itself", error)
-            self.go(Stage.VOID)
+            self.go(Standing.VOID)
             self._put_out()
 
     def depart(self, *, stepped: bool = False) -> None:
         """The others go on without this member, or nobody does; it may not even have seen the header that let it go."""
         if not self.departed:
-            self.go(Stage.LAST if self.is_last else Stage.GONE)
+            self.go(Standing.LAST if self.is_last else Standing.GONE)
             self._left(stepped)
 
     def let_others_in(self, state: StateAccess) -> bool:
@@ -135,17 +135,17 @@ class Participation:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Has collectives inside answer with this member's own values."""
-        kept = self.stage
+        kept = self.standing
         self.end()
         try:
             yield
         finally:
-            self.stage = kept
+            self.standing = kept
 
     def end(self) -> None:
         """The loop is over, or others may not be called any more; a member that left stays at its stage."""
         if self.in_job:
-            self.go(Stage.ALONE)
+            self.go(Standing.ALONE)
 
     def keep(self, state: StateAccess, *, counted: int, stuck: bool = False) -> None:
         """Keeps the state if this was the last member, or none can go on; see `Engine.keep`."""

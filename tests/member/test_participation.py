@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from chaos_lightning.errors import DepartedError, FencedError
-from chaos_lightning.member.participation import Participation, Stage
+from chaos_lightning.member.participation import Participation, Standing
 
 
 def member(told: list[str], ids: tuple[str, ...] = ("a", "b")) -> Participation:
     engine: Any = SimpleNamespace(role="founder", member_id="a", leaving=True, view=SimpleNamespace(ids=lambda: ids))
     made = Participation(lambda: told.append("put out"), lambda stepped: told.append("left"), engine)
-    made.go(Stage.IN)
+    made.go(Standing.IN)
     return made
 
 
 @pytest.mark.parametrize(
     ("error", "ids", "expected"),
     [
-        (FencedError("frozen"), ("a", "b"), (Stage.VOID, ["put out"])),
-        (DepartedError("let go"), ("a", "b"), (Stage.GONE, ["left"])),
-        (DepartedError("let go"), ("a",), (Stage.LAST, ["left"])),
+        (FencedError("frozen"), ("a", "b"), (Standing.VOID, ["put out"])),
+        (DepartedError("let go"), ("a", "b"), (Standing.GONE, ["left"])),
+        (DepartedError("let go"), ("a",), (Standing.LAST, ["left"])),
     ],
 )
 def test_a_slot_that_does_not_take_place_is_a_stage(error: Exception, ids: tuple[str, ...], expected: object) -> None:
@@ -32,7 +32,7 @@ def test_a_slot_that_does_not_take_place_is_a_stage(error: Exception, ids: tuple
     for _ in range(2):  # the host is told once
         with made.slot():
             raise error
-    assert (made.stage, told) == expected
+    assert (made.standing, told) == expected
 
 
 def test_who_has_left_stays_so() -> None:
@@ -42,7 +42,7 @@ def test_who_has_left_stays_so() -> None:
     with made.alone():
         assert made.departed
     with pytest.raises(AssertionError, match="IN after GONE"):
-        made.go(Stage.IN)
+        made.go(Standing.IN)
 
 
 def test_who_is_asked_to_leave_while_it_waits_has_left() -> None:
