@@ -192,7 +192,7 @@ class Watch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         session = getattr(trainer.strategy, "session", None)
-        self.request = session.pipeline.request if session is not None else ""
+        self.request = session.hooks.request if session is not None else ""
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
         self._strikes.at("optimizer")
@@ -268,7 +268,7 @@ def member(spec: dict[str, Any], *callbacks: pl.Callback) -> None:
     if strategy is None:
         strikes.install()
         accumulate, strategy = 1, _strategy(spec)
-        strikes.engine = lambda: strategy.session._engine
+        strikes.engine = lambda: strategy.session.member.engine
     pl.seed_everything(7, verbose=False)
     module, data = module_of(spec)
     saves = []

@@ -62,8 +62,9 @@ from chaos_lightning.machine.signals import ExitSignals, aside, say
 from chaos_lightning.member import checkpoints, training
 from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.member.keeping import LoadedCheckpoint, remembered
+from chaos_lightning.member.keeping import LoadedCheckpoint
 from chaos_lightning.member.micro_batches import MicroBatches
+from chaos_lightning.member.participation import Participation, Standing
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.planning.ledger import epoch_of
@@ -147,16 +148,15 @@ class Trainer:
         self._optimizer: Optimizer | None = None
         self._loader: ElasticLoader | None = None
         self._extra = False
-        self._fenced = False
+        self._current = True
+        """The state is the job's; not so once others step while this member leaves, and it cannot follow."""
         self._awaited = False
         self._closed = False
         self._comparison = StateComparison(self.engine)
         self._clip = training.Clipping()
         self._scaler: GradScaler | None = None
-        self._start = checkpoints.Start()
-        self._stepped = (0, "")
-        """Number and header hash of the last committed step."""
-        self._boundary_asked = False
+        self._member = Participation(self._put_out, self._left, self.engine)
+        self._start = checkpoints.Start(self._member.checkpoints)
         self._let_in = False
         """Newcomers came in with this batch, or could have: they do what follows the next one."""
         self._open = False
@@ -299,28 +299,29 @@ class Trainer:
         batches."""
         engine, scaler, resumed_at = self.engine, self._scaler, self._start.step
         (optimizer,) = state.optimizers
-        try:
-            with _wish.end_the_wait(engine):
-                engine.join(
-                    fingerprint={
-                        **loader.order_fingerprint,
-                        **default_words([optimizer]),
-                        "optimizer": type(optimizer).__name__,
-                        "clipping": str(self._clip),
-                        "loss scaling": type(scaler).__name__ if scaler is not None else "none",
-                        **words,
-                    },
-                    quota=loader.quota,
-                    accumulate=accumulate,
-                    state=state,
-                    replay=ModuleReplay(state, self._clip),
-                    loaded=loaded,
-                )
+
+        def enter() -> None:
+            engine.join(
+                fingerprint={
+                    **loader.order_fingerprint,
+                    **default_words([optimizer]),
+                    "optimizer": type(optimizer).__name__,
+                    "clipping": str(self._clip),
+                    "loss scaling": type(scaler).__name__ if scaler is not None else "none",
+                    **words,
+                },
+                quota=loader.quota,
+                accumulate=accumulate,
+                state=state,
+                replay=ModuleReplay(state, self._clip),
+                loaded=loaded,
+            )
             self._entered(loader, resumed_at)
-        except DepartedError:
-            if not engine.leaving:
-                raise
-            engine.out = True
+            if not self._member.departed:
+                self._member.go(Standing.IN)
+
+        with _wish.end_the_wait(engine):
+            self._member.come_in(enter)
 
     def _extra_state(
         self, extra: Mapping[str, Stateful | nn.Module] | None, scaler: GradScaler | None
@@ -337,8 +338,7 @@ class Trainer:
     def _entered(self, loader: ElasticLoader, resumed_at: int) -> None:
         """In the job, with its state: what it goes on from is known, be it by this member's own file or the others'."""
         engine, start = self.engine, self._start
-        self._stepped = (engine.header.step, engine.header.hash)
-        self._boundary_asked = False
+        self._member.stepped = (engine.header.step, engine.header.hash)
         if self.step < resumed_at:
             raise ConfigurationError(
                 f"the checkpoint of resume= is of step {resumed_at}, and the job that this member has joined is at "
@@ -350,28 +350,29 @@ class Trainer:
             if engine.role == "founder" and not engine.resumed:
                 engine.events.emit("resumed", step=start.step, ledger=loader.ledger.streams)
                 _log.info("job %s goes on from step %d of a checkpoint", engine.config.job, start.step)
+        if engine.out:  # it came when the job was finished
+            self._member.depart()
 
     def _batches(self, loader: ElasticLoader, state: ModuleState, epochs: int) -> Iterator[Any]:
         def stands() -> int:
             return max(loader.epoch, epoch_of(self.engine.header.ledger, loader.stream) or 0)
 
-        epoch = stands() if not self.engine.out else epochs
+        member = self._member
+        epoch = stands() if not member.departed else epochs
         try:
-            while epoch < epochs and not self.engine.out:
+            while epoch < epochs and not member.departed:
                 loader.set_epoch(epoch)
                 training.tell_epoch(self.engine, loader, epoch)
                 for batch in loader:
                     self._begin(state)
-                    if self.engine.out:
+                    if member.departed:
                         return
                     yield batch
                     self._settle_batch()
-                    if self.engine.out:
-                        return
-                    if self._fenced:
+                    if member.out:
                         break
-                if self._fenced:
-                    self._fenced = False
+                if member.standing is Standing.VOID:
+                    member.go(Standing.IN)
                     epoch = max(epoch, stands())
                 else:
                     epoch += 1
@@ -391,11 +392,9 @@ class Trainer:
         if not current.last:
             return
         total = self._micro_batches.total
-        try:
-            with contextlib.suppress(FencedError):  # update() meets it again and joins anew
-                self.engine.arm(coefficient=total, empty=total == 0)
-        except DepartedError:  # where all members leave, no header lets them go: the release comes at any moment
-            self.engine.out = True
+        # Where all members leave, no header lets them go: the release comes at any moment.
+        with self._member.slot(), contextlib.suppress(FencedError):  # update() meets it again and joins anew
+            self.engine.arm(coefficient=total, empty=total == 0)
 
     def _settle_batch(self) -> None:
         """The user asks for the next batch: the others wait for what this member does with the present one.
@@ -403,7 +402,7 @@ class Trainer:
         Raises:
             ConfigurationError: Nothing was done with it.
         """
-        if not self._open or self._fenced or self.engine.out:
+        if not self._open or self._member.out:
             return
         if not self.idle:
             raise ConfigurationError(
@@ -422,7 +421,7 @@ class Trainer:
             loss: The mean over the batch, neither divided by `accumulate` nor scaled by the `scaler`.
             options: Of `Tensor.backward`.
         """
-        if self._fenced or self.engine.out:
+        if self._member.out:
             return
         self._present("backward()")
         if not self._open:
@@ -441,7 +440,7 @@ class Trainer:
             member was out and has joined again: nothing was stepped, the next batch is a fresh one. A step that the
             scaler leaves out, since gradients overflowed, counts: all members leave it out.
         """
-        if self._fenced or self.engine.out:
+        if self._member.out:
             return False
         current = self._present("update()")
         if not self._open:
@@ -452,31 +451,25 @@ class Trainer:
             return False
         assert self._loader is not None
         assert self._optimizer is not None
-        assert self._state is not None
-        weight = self._micro_batches.total
-        try:
+        weight, header = self._micro_batches.total, None
+        with self._slot():  # the others may be too few, and the step may never come
             if skipped:  # armed with its weight; nothing of it was sent
                 self.engine.arm(coefficient=weight, empty=weight == 0)
-            with _wish.end_the_wait(self.engine):  # the others may be too few, and the step may never come
-                header = self.engine.step(
-                    weight=weight,
-                    coefficient=weight,
-                    spent=self._loader.spent(),
-                    hyper=hyper_words([self._optimizer]),
-                    order=self._loader.order,
-                    state_hash=self._comparison.hash,
-                )
-                self._comparison.settle(header)
-        except FencedError as error:
-            self._rejoin(self._state, error)
-            return False
-        except DepartedError:
-            self._depart()
+            stepped = self.engine.step(
+                weight=weight,
+                coefficient=weight,
+                spent=self._loader.spent(),
+                hyper=hyper_words([self._optimizer]),
+                order=self._loader.order,
+                state_hash=self._comparison.hash,
+            )
+            self._comparison.settle(stepped)
+            header = stepped
+            self._member.stepped = (header.step, header.hash)
+        if header is None:
             return False
         self._micro_batches.forget()
         self.engine.losses.tell(header.step)
-        self._stepped = (header.step, header.hash)
-        self._boundary_asked |= header.boundary
         self._apply(header, self._optimizer)
         self._micro_batches.stepped()
         return True
@@ -512,23 +505,18 @@ class Trainer:
         with the next batch."""
         if self._state is None:
             raise ConfigurationError("call prepare() first")
-        if self.engine.out or self._fenced:
+        if self._member.out:
             return None
         if self._let_in:
             raise ConfigurationError(
                 "gather() and save() belong before check_state_replication(), also where `break` follows: newcomers "
                 "come in there and go on with the next batch, so they would not take part"
             )
-        try:
-            with _wish.end_the_wait(self.engine):
-                answers = self.engine.gather(name, encode_payload(value))
-        except FencedError as error:
-            self._rejoin(self._state, error)
+        answers = None
+        with self._slot():
+            answers = self.engine.gather(name, encode_payload(value))
+        if answers is None:
             return None
-        except DepartedError:
-            self._depart()
-            return None
-        self._boundary_asked |= self.engine.header.boundary
         device = next(self._state.module.parameters()).device
         return {member: decode_payload(data, device) for member, data in answers if data}
 
@@ -548,12 +536,12 @@ class Trainer:
         state, loader, engine = self._state, self._loader, self.engine
         if state is None or loader is None:
             raise ConfigurationError("call prepare() first")
-        if not engine.out and not self._fenced and not (loader.at_safe_point and not self._open):
+        if not self._member.out and not (loader.at_safe_point and not self._open):
             raise ConfigurationError(
                 "save() belongs after update(); with accumulate=N only where update() has returned True. In between "
                 "gradients would be lost"
             )
-        alone = engine.out and engine.view is not None and engine.view.ids() == (engine.member_id,)
+        alone = self._member.standing is Standing.LAST
         writer = engine.member_id
 
         def exchange(name: str, value: Any) -> list[Any] | None:
@@ -564,10 +552,10 @@ class Trainer:
             return None if answers is None else list(answers.values())
 
         if not alone and exchange("barrier before saving", None) is None:  # it makes the last step stable
-            why = "has left the job" if engine.out else "has just joined again"
+            why = "has left the job" if self._member.departed else "has just joined again"
             _log.warning("%s %s, so %s is not written here: the others save", engine.name, why, path)
             return
-        target, (number, head) = Path(path), self._stepped
+        target, (number, head) = Path(path), self._member.stepped
         checkpoint = checkpoints.content(state, loader, engine.config.job, self.step, head)
 
         def write() -> None:
@@ -581,51 +569,55 @@ class Trainer:
             is_writer=lambda: writer == engine.member_id,
             write=write,
             exchange=exchange,
-            stays_unsaved=lambda: self._fenced or (engine.out and not alone),
+            stays_unsaved=lambda: self._member.out and not alone,
         )
-        self._start.checkpoints = remembered(self._start.checkpoints, head)
+        self._member.saved()
 
     def check_state_replication(self) -> None:
         """If somebody waits to join, lets them in and makes the state available to them (Listing 1)."""
         state, current = self._state, self._loader.current if self._loader is not None else None
-        if state is None or self.engine.out or self._fenced:
+        if state is None or self._member.out:
             return
         self._let_in = True
         if current is not None and not current.last:
             return  # within a step, where nobody can come in
-        self.engine.serve(state)
-        if self._boundary_asked:
-            self._boundary_asked = False
-            try:
-                with _wish.end_the_wait(self.engine):
-                    self.engine.boundary(state)
-            except FencedError as error:
-                self._rejoin(state, error)
-            except DepartedError:
-                self._depart()
+        with self._slot():
+            self._member.let_others_in(state)
 
-    def _depart(self) -> None:
-        """Let go by no header; the state stands on the last one."""
-        if self._state is not None:
-            self.engine.keep(self._state, self._checkpoints(), counted=self.step)
+    @contextlib.contextmanager
+    def _slot(self) -> Iterator[None]:
+        """Takes slots within; a header of one may let this member go."""
+        with self._member.slot(), _wish.end_the_wait(self.engine):
+            yield
+            if self.engine.out:
+                self._member.depart()
+
+    def _left(self, stepped: bool) -> None:
+        """The state stands on the last header."""
+        if self._current:
+            self._keep()
         self.engine.out = True
 
-    def _rejoin(self, state: ModuleState, error: FencedError) -> None:
-        _log.warning("%s; this process joins again by itself", error)
+    def _keep(self, *, stuck: bool = False) -> None:
+        if self._state is not None:
+            self._member.keep(self._state, counted=self.step, stuck=stuck)
+
+    def _put_out(self) -> None:
+        """Joins again at once; the loop goes on with the next batch."""
+        state, loader = self._state, self._loader
+        assert state is not None
+        assert loader is not None
+
+        def enter() -> None:
+            self.engine.rejoin(state)
+            self._entered(loader, 0)
+
         if self._optimizer is not None:
             self._optimizer.zero_grad()  # a loop may keep what it has accumulated until it steps
         self.engine.losses.tell(0)
         self._micro_batches.forget()
-        try:
-            with _wish.end_the_wait(self.engine):
-                self.engine.rejoin(state)
-            if self._loader is not None:
-                self._entered(self._loader, 0)
-        except DepartedError:
-            if not self.engine.leaving:
-                raise
-            self.engine.out = True
-        self._fenced = True
+        with _wish.end_the_wait(self.engine):
+            self._member.come_in(enter)
 
     def request_node_exit(self, reason: str = "") -> None:
         """Leaves politely: takes part, without samples, until a header lets this member go (Listing 2).
@@ -637,47 +629,37 @@ class Trainer:
         self._settle_open()
         engine.leave(reason or _wish.seen or "the user asked")
         replay = ModuleReplay(state, self._clip) if state is not None and not self._extra else None
-        follows, current = replay is not None and not replay.replayable(), True
+        follows = replay is not None and not replay.replayable()
         try:
-            while not engine.out and engine.header.kind is not Kind.CLOSING:
-                if engine.world_size == 1 and engine.may_go():
-                    break
-                if state is not None and current:
+            while engine.header.kind is not Kind.CLOSING and not self._member.may_go():
+                if state is not None and self._current:
                     engine.serve(state)
                 header = engine.step(weight=0.0, coefficient=0.0, yields=True)
                 if header.kind is Kind.STEP:
-                    current = current and follows
-                    if replay is not None and current:
+                    self._current = self._current and follows
+                    if replay is not None and self._current:
                         replay.replay(header)
-                elif header.kind is Kind.BOUNDARY and state is not None and current:
+                elif header.kind is Kind.BOUNDARY and state is not None and self._current:
                     engine.admit(header, state)
         except FencedError:
             engine.out = True
         except DepartedError:
             pass  # let go at once: nobody is left who would need another step
-        if state is not None and current:
-            engine.keep(state, self._checkpoints(), counted=self.step)
-        if engine.leaving and engine.header.kind is not Kind.CLOSING:
-            engine.out = True
-        if not engine.out:
-            engine.finish(state if current else None)  # the others closed the job
-            engine.out = self._awaited = True
-        else:
-            self._await_release()
+        if engine.header.kind is Kind.CLOSING and not engine.out:
+            engine.finish(state if self._current else None)  # the others closed the job
+            self._awaited = True
+        self._member.depart()
+        self._await_release()
 
     def _settle_open(self) -> None:
         """A batch that was begun: its gradients are on their way, or nothing of it is brought in."""
-        if self._open and not (self._fenced or self.engine.out) and self._present("request_node_exit()").last:
+        if self._open and not self._member.out and self._present("request_node_exit()").last:
             if self.engine.sending:
                 self.update()
             else:
                 with contextlib.suppress(FencedError, DepartedError):  # the coming step meets them again
                     self.engine.arm(coefficient=0.0, empty=True)
         self._open = False
-
-    def _checkpoints(self) -> list[str]:
-        """Returns header hashes of the checkpoints that the present state goes on from, one of this step included."""
-        return remembered(self._start.checkpoints, self._stepped[1])
 
     def _await_release(self) -> None:
         """Others may need what the header that let this member go commits, until they have entered its view."""
@@ -712,26 +694,21 @@ class Trainer:
             if kind is None and self._state is not None:
                 self._end()
         except DisagreementError:
-            self._keep_stuck()
+            self._keep(stuck=True)
             raise
         finally:
             if isinstance(error, DisagreementError):
-                self._keep_stuck()
+                self._keep(stuck=True)
             self.close()
-
-    def _keep_stuck(self) -> None:
-        """No member can go on: the state outlives them."""
-        if self._state is not None:
-            self.engine.keep(self._state, self._checkpoints(), counted=self.step, stuck=True)
 
     def _end(self) -> None:
         """Closes the job with the others, or waits to be released by those who go on."""
-        if not self.engine.out:
+        if not self._member.departed:
             try:
                 self.engine.finish(self._state)
                 return
             except DepartedError:  # all were asked to leave after the last step
-                self._depart()
+                self._member.depart()
         self._await_release()
 
 

@@ -104,8 +104,8 @@ class Companion(pl.Callback):
         if session.departed:
             # fit's loop ends at a StopIteration, without the epoch-end hooks that would judge half an epoch.
             session.end_epoch()
-        if session.departed or (session.outer is not None and session.outer.ended):
-            unfinish_epoch(session.trainer, begun=not session.through)
+        if session.departed or session.hooks.ended:
+            unfinish_epoch(session.trainer, begun=not session.hooks.through)
             raise StopIteration
         compute_epoch(session.trainer, session.handover, session.collectives.exchange)
 
@@ -127,7 +127,7 @@ class Companion(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Before other callbacks look at the result, which is the outer job's."""
         if self._session is not None:
-            self._session.finish_outer()
+            self._session.hooks.finish(self._session)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Other callbacks may write a checkpoint now; that must not call for the others."""
@@ -142,12 +142,14 @@ class Leaver(Protocol):
     """A fit's part in a job, which may leave.
 
     Attributes:
-        departed: It left, and so fit ended in the midst.
         asked: The signal that asked it to; None: it was drained, or a callback asked.
     """
 
-    departed: bool
     asked: signal.Signals | None
+
+    @property
+    def departed(self) -> bool:
+        """It left, and so fit ended in the midst."""
 
 
 class Launcher(_Launcher):

@@ -11,15 +11,15 @@ of gradients, so newcomers come in by a pause, and never by replay.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
+import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
@@ -30,8 +30,8 @@ from chaos_lightning.errors import ConfigurationError, DeadlineError, Unsupporte
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.signals import ExitSignals, Handler
 from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.participation import Standing
 from chaos_lightning.member.training import least_batch, reduced_buffers
-from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.cluster.elastic import ElasticCluster
 from chaos_lightning.outer.cluster.hosting import others_in
 from chaos_lightning.outer.cluster.leaving import Patience, cost, insist
@@ -39,17 +39,17 @@ from chaos_lightning.outer.cluster.replica import Replica
 from chaos_lightning.outer.cluster.session import Boundary, agreement_of, renew
 from chaos_lightning.outer.cluster.strategy_options import DiLoCoOptions, build
 from chaos_lightning.outer.exchange.vocabulary import OUTER
-from chaos_lightning.outer.rules.settings import OuterSettings
 from chaos_lightning.outer.rules.types import HYPER
 from chaos_lightning.planning import ledger, orders
 from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.planning.tape import Tape
-from chaos_lightning.protocol.types import Header
+from chaos_lightning.protocol.types import Header, Kind
 from chaos_lightning.settings import EngineConfig
 from chaos_lightning.strategies.fingerprint import words_of_run
 from chaos_lightning.strategies.lightning_types import Trainer
-from chaos_lightning.strategies.loops import epoch_of
+from chaos_lightning.strategies.loops import batches_begun, epoch_of, save_last_again, skip_validation, why_over
 from chaos_lightning.strategies.outer_clock import JobClock
+from chaos_lightning.strategies.session import FitHooks, FitSession
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -64,12 +64,6 @@ MOST_HYPER = 1 << 16
 """Characters of hyperparameters that are told for exports; longer ones come from a checkpoint (`--like`)."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
 """Facts about the data on which ranks agree, and clusters, too."""
-
-
-class Meet(Protocol):
-    """A collective of the inner job; None if this rank is out of it."""
-
-    def __call__(self, name: str, payload: bytes, *, lets_go: bool = False) -> list[tuple[str, bytes]] | None: ...
 
 
 class OuterTerms:
@@ -95,14 +89,6 @@ class OuterTerms:
             )
         self.cluster = build(options, self.given)[1]
         self.shared = self.cluster.data == "shared"
-
-    def settle(self, batch: int) -> tuple[OuterSettings, ClusterOptions]:
-        """The job's rules and the cluster's settings.
-
-        Args:
-            batch: Samples of a step, as far as the loader says.
-        """
-        return build(self.options, self.given, batch=batch)
 
 
 def replica_of(module: Any) -> Replica:
@@ -179,7 +165,7 @@ def refuse_ranks(config: EngineConfig, data: str, terms: OuterTerms) -> None:
         )
 
 
-class ElasticPart:
+class ElasticPart(FitHooks):
     """One fit's part; see the module. Methods are the training thread's.
 
     Args:
@@ -187,12 +173,16 @@ class ElasticPart:
         terms: What the strategy was told.
     """
 
+    replays = False  # a version is no function of gradients
+    owns_result = False  # it is at the job's server
+    again = "the cluster's last rank stays until what was trained is durable"
+
     def __init__(self, trainer: Trainer, terms: OuterTerms) -> None:
-        self._trainer, self._terms = trainer, terms
+        self._trainer, self._terms, self._shared = trainer, terms, terms.shared
+        self.leave_on_signals = terms.options.leave_on_signals
         self._others = others_in(terms.cluster)
         """Whether other clusters were there before; until the server has let this one in."""
         self._cluster: ElasticCluster | None = None
-        self._engine: Engine | None = None
         self._patience: Patience | None = None
         self._asked_at = 0.0
         """When this rank was first seen to be asked to leave, after the loop; 0.0: it was not."""
@@ -201,8 +191,10 @@ class ElasticPart:
         """Epoch of the job that the present pass goes over."""
         self._number: int | None = None
         self._clock: JobClock | None = None
-        self.ended = False
-        """The ranks stop in the middle of an epoch."""
+        self._due: Header | None = None
+        """A committed step that the optimizer has yet to take."""
+        self._over = False
+        """This rank has stayed until the outer job was over."""
 
     @property
     def clock(self) -> JobClock:
@@ -216,48 +208,35 @@ class ElasticPart:
 
     # ------------------------------------------------------------------ coming in
 
-    @property
-    def shared(self) -> bool:
-        """Whether clusters share the data."""
-        return self._terms.shared
-
-    @property
-    def seed(self) -> int | None:
-        """Seed of the order of the data that clusters or ranks share, if it was given."""
-        return self._terms.options.seed
-
-    @property
-    def leave_on_signals(self) -> bool:
-        """Whether signals leave, as far as outer sync was told; the inner strategy's own option may say no, too."""
-        return self._terms.options.leave_on_signals
+    def loader(self, dataloader: Any, **options: Any) -> JobLoader:
+        own = {} if (seed := self._terms.options.seed) is None else {"seed": seed}
+        return super().loader(dataloader, **(options | own), tape=self.tape if self._shared else None)
 
     def tape(self) -> Tape | None:
         """Returns the positions that are leased to the ranks, once this one is among them."""
         return self._cluster.tape if self._cluster is not None and self._cluster.founded else None
 
-    def enter(self, engine: Engine, batch: int, loader: JobLoader) -> ElasticCluster:
-        """Before the inner job is joined: what travels beside its training state."""
-        settings, options = self._terms.settle(batch)
+    def enter(self, fit: FitSession) -> None:
+        engine, loader = fit.engine, fit.elastic
+        terms, batch = self._terms, loader.batch * self._trainer.accumulate_grad_batches  # as far as the loader says
+        settings, options = build(terms.options, terms.given, batch=batch)
         replica = replica_of(self._trainer.lightning_module)
         words = words_of(self._trainer, warns=False)  # the inner job's fingerprint does
-        length = (loader.length(0) or 0) if self.shared else 0
+        length = (loader.length(0) or 0) if self._shared else 0
         if length:
             words |= {"data.order_version": str(orders.VERSION)} | {
                 name: word for name, word in loader.order_fingerprint.items() if name in SHARED_WORDS
             }
         agreement = agreement_of(replica, options, settings, length=length, words=words)
         events = EventLog.in_directory(options.log_folder, f"{options.name}.{engine.name}", role="cluster")
-        self._engine = engine
         batches = UNTOLD
         if length:
             least = loader.quota if loader.drops else min(loader.quota, least_batch(self._trainer.lightning_module))
             batches = Batches(loader.quota * self._trainer.accumulate_grad_batches, loader.quota, least)
-        self._cluster = ElasticCluster(replica, agreement, options, engine, events, batches)
-        return self._cluster
+        self._cluster = self.beside = ElasticCluster(replica, agreement, options, engine, events, batches)
 
     @property
     def words(self) -> dict[str, str]:
-        """Words that must be equal at all ranks."""
         cluster = self.cluster
         options = cluster.options
         said = hashlib.sha256(OUTER.encode(cluster.agreement)).hexdigest()[:16]
@@ -266,56 +245,83 @@ class ElasticPart:
             f"overlap {options.overlap}, ahead_steps {options.ahead_steps}, {said}"
         }
 
-    def entered(self) -> None:
-        """This rank is in the inner job, with its state."""
-        engine = self._engine
-        assert engine is not None
+    def entered(self, fit: FitSession) -> None:
+        engine = fit.engine
         assert engine.view is not None
         self.cluster.found(engine.view.chain, alone=engine.world_size == 1)
         self.cluster.begin(engine.member_id, first=engine.rank == 0)
 
     @property
-    def oldest(self) -> bool:
-        """Whether this cluster came before all others that are in: its first rank logs and writes files."""
+    def writes(self) -> bool:
+        """The first rank of the cluster that came before all others that are in does."""
         machine = self._cluster.machine if self._cluster is not None and self._cluster.founded else None
         if machine is None or machine.incarnation is None:
             return not self._others
         return machine.oldest in (None, machine.incarnation)
 
     @property
-    def job_id(self) -> str:
+    def run(self) -> str:
         """The outer job's name among all jobs; "" before this cluster was let in."""
         return self._cluster.machine.job_id if self._cluster is not None and self._cluster.founded else ""
 
     # ------------------------------------------------------------------ commits
 
-    def says(self) -> bytes:
-        """Beside the gradient of the coming step."""
-        return self.cluster.answer()
+    def says(self, logged: bytes) -> bytes:
+        """Two payloads are said as one."""
+        own = self.cluster.answer()
+        return len(own).to_bytes(4, "little") + own + logged
 
-    def stepped(self, header: Header, ranks: Sequence[str], answers: Sequence[bytes], output: Any) -> None:
-        """The inner job has made a step, and the optimizer has taken it.
+    def said(self, header: Header) -> Sequence[bytes]:
+        return [split(both)[1] for both in header.answers]
 
-        Args:
-            header: Of the step.
-            ranks: Who made it, in rank order.
-            answers: What each of them has said with it.
-            output: What the optimizer's closure gave: as a rule the loss.
-        """
+    def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
+        if fit.elastic.current is not None:
+            self.cluster.used(fit.elastic.current.samples)
+        return super().training_step(fit, run, batch)
+
+    def stepped(self, header: Header) -> None:
+        self._due = header
+
+    def applied(self, fit: FitSession, output: Any) -> None:
+        """A step of the cluster. Where all that is leased is used, it waits here until there is more, or until the
+        epoch is over: then the batch was its last one, and what is validated holds all of it. Or this rank leaves."""
+        due, self._due = self._due, None
+        if due is None:
+            return
         tape, trainer = self.cluster.tape, self._trainer
         told = trainer.global_step % max(1, trainer.log_every_n_steps) == 0
         loss = float(output) if told and isinstance(output, Tensor) and output.numel() == 1 else None
-        spent = ledger.spent_spans(header.ledger, ledger.SHARED, tape.number) if tape is not None else ()
-        self._take(self.cluster.commit(ranks, answers, steps=1, spent=spent, loss=loss), in_batch=True)
+        spent = ledger.spent_spans(due.ledger, ledger.SHARED, tape.number) if tape is not None else ()
+        answers = [split(both)[0] for both in due.answers]
+        boundary = self.cluster.commit(fit.engine.contributors, answers, steps=1, spent=spent, loss=loss)
+        self._take(boundary, in_batch=True)
+        while fit.in_job and self.waits_for_samples:
+            self.patient(waits=True)
+            if not self.meet(fit, in_batch=True):
+                return
+            fit.check_departure(stepped=True)  # as with the step: what is kept is kept at the next safe point
+        if fit.departed:
+            return
+        if self.cluster.ends and self._shared:
+            skip_validation(self._trainer)
+        fit.refit()
 
     def begin(self) -> None:
-        """Before the first batch: Lightning's counters and schedules go by the job's clock from here on."""
+        """Lightning's counters and schedules go by the job's clock from here on."""
         self._clock = JobClock(self._trainer)
         self._clock.begin()
 
-    def begins(self) -> int:
-        """A pass begins over an epoch of the job; the tape that it is on. While this cluster waited for its first
-        samples, others may have gone through the epoch that Lightning is in."""
+    def clock_state(self) -> dict[str, Any]:
+        return self.clock.manifest()
+
+    def adopt(self, given: Mapping[str, Any]) -> None:
+        self.clock.adopt(given)
+
+    def begins_pass(self, loader: JobLoader) -> bool:
+        """It goes over an epoch of the job. While this cluster waited for its first samples, others may have gone
+        through the epoch that Lightning is in."""
+        if not self._shared:
+            return False
         tape = self.cluster.tape
         assert tape is not None
         self._epoch, self._number = tape.epoch, tape.number
@@ -324,13 +330,8 @@ class ElasticPart:
             self.clock.skip_epochs(missed)
             _call_callback_hooks(self._trainer, "on_train_epoch_start")
             _call_lightning_module_hook(self._trainer, "on_train_epoch_start")
-        return tape.number
-
-    @property
-    def turned(self) -> bool:
-        """Another tape is in than the one that the present pass is on."""
-        tape = self.cluster.tape
-        return tape is not None and self._number is not None and self._number != tape.number
+        loader.set_epoch(tape.number)
+        return True
 
     @property
     def waits_for_samples(self) -> bool:
@@ -345,32 +346,44 @@ class ElasticPart:
         """The base holds all of the epoch that the present pass goes over."""
         return self._epoch is not None and self.cluster.machine.job.epoch > self._epoch
 
-    def known(self) -> None:
-        """Another slot of the inner job is committed."""
-        self.cluster.commit((), ())
+    def total(self) -> float | None:
+        if not self._shared or self._cluster is None:
+            return None
+        return (self.epoch_over and batches_begun(self._trainer)) or math.inf  # 0: the next one begins
 
-    def meet(self, meet: Meet, *, in_batch: bool = False) -> bool:
+    def committed(self, header: Header) -> None:
+        if header.kind is not Kind.STEP:
+            self.cluster.commit((), ())
+
+    def wait(self, fit: FitSession) -> None:
+        """Meets the other ranks until the cluster may train."""
+        while not (fit.departed or self.cluster.ends):
+            self.patient(waits := self.cluster.waits)
+            if not waits:
+                tape = self.cluster.tape
+                if tape is not None and self._number not in (None, tape.number):  # the present pass is on another one
+                    fit.loader.restart()
+                return
+            if not self.meet(fit) and fit.member.standing is Standing.VOID:
+                fit.come_in()
+            fit.let_others_in()
+        self.ended |= not fit.departed
+
+    def meet(self, fit: FitSession, *, in_batch: bool = False) -> bool:
         """Holds one meeting of the ranks while the cluster may not train; returns whether this one is in it.
-
-        Args:
-            meet: A collective of theirs.
-            in_batch: After a batch's step, and not between two batches.
+        `in_batch`: after a batch's step, and not between two batches.
 
         Raises:
             ConfigurationError: The server will not have this cluster.
         """
         cluster = self.cluster
-        answers = meet(MEETING, cluster.meeting(), lets_go=True)
+        answers = fit.gather(MEETING, cluster.meeting(), lets_go=True)
         if answers is None:
             return False
         self._take(cluster.commit([member for member, _ in answers], [said for _, said in answers]), in_batch=in_batch)
-        if cluster.over and not self._was_in:
+        if cluster.over and not cluster.base.number:  # it never was in
             raise ConfigurationError(explained(cluster.over))
         return True
-
-    @property
-    def _was_in(self) -> bool:
-        return bool(self.cluster.base.number)
 
     def _take(self, boundary: Boundary, *, in_batch: bool) -> None:
         renew(self._trainer.optimizers, boundary)
@@ -387,7 +400,7 @@ class ElasticPart:
             return
         options = self.cluster.options
         if self._patience is None:
-            limit_s = options.patience_s if self._was_in else self._terms.options.start_timeout_s
+            limit_s = options.patience_s if self.cluster.base.number else self._terms.options.start_timeout_s
             self._patience = Patience(options.name, self.cluster.waits_for, limit_s)
         self._patience.look()
 
@@ -403,39 +416,59 @@ class ElasticPart:
         if self._cluster is not None:
             self.cluster.show_own()
 
-    @contextlib.contextmanager
-    def showing_base(self) -> Iterator[None]:
-        """Likewise, inside; unless they are anyhow."""
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns that of the version that was adopted last: what a checkpoint holds, others have."""
         shows = self._cluster is not None and self.cluster.shows_base
         self.show_base()
         try:
-            yield
+            return {n: v.clone() if isinstance(v, Tensor) else v for n, v in make().items()}
         finally:
             if not shows:
                 self.show_own()
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self, reason: str, meet: Meet, goes: Callable[[], bool]) -> None:
-        """The loop of all ranks is over: pushes the rest, and stays until the job has ended, or the cluster has left.
+    def fenced(self) -> None:
+        self._due = None
+        self.cluster.forget()
 
-        Args:
-            reason: Why it is over.
-            meet: A collective of the ranks.
-            goes: After a meeting: whether this rank is out now.
+    def finish(self, fit: FitSession) -> None:
+        """The loop of all ranks is over: pushes the rest, and stays until the outer job has ended, whose last version
+        this rank has then, or until the cluster has left.
 
         Raises:
             DeadlineError: The cluster was to leave, and could not in `patience_s`.
         """
+        if self._over or not fit.entered:
+            return
+        fit.refuse_void()
+        if self.through and fit.member.standing is Standing.ALONE:
+            fit.member.go(Standing.IN)
+        if not fit.in_job:
+            return
+        self.through = self._over = True
         self._patience = None
-        self.cluster.finish(reason)
+        self.cluster.finish(why_over(self._trainer))
         while not self.cluster.over:
-            self._await_end()
-            if not self.meet(meet) or goes():
-                return
-        self.clock.put(self.cluster.reckoned, in_batch=False, back=True)
+            self._await_end(fit.engine)
+            if not self.meet(fit) or self._goes(fit):
+                break
+        else:
+            self.clock.put(self.cluster.reckoned, in_batch=False, back=True)
+        fit.refuse_void()
+        if not fit.departed:
+            save_last_again(self._trainer)
 
-    def _await_end(self) -> None:
+    def _goes(self, fit: FitSession) -> bool:
+        """After a meeting of ranks whose loop is over: whether this one is out. The last one that was asked to leave
+        takes the cluster along. Newcomers are let in, for they are waited for before anybody goes."""
+        if not self.cluster.over:
+            fit.let_others_in()
+        elif fit.engine.out:
+            fit.member.depart()
+        return not fit.in_job
+
+    def _await_end(self, engine: Engine) -> None:
         """Waits for the end of the job; leaves if this cluster is through long before the others. Ranks lose patience
         one soon after the other, so each of them asks: the word of the first one counts, and every rank may be that.
         From then on each waits as long again.
@@ -443,8 +476,7 @@ class ElasticPart:
         Raises:
             DeadlineError: That was in vain, too.
         """
-        assert self._engine is not None
-        if self._engine.leaving:
+        if engine.leaving:
             self._asked_at = self._asked_at or time.monotonic()
             self.cluster.held = time.monotonic() - self._asked_at > LET_GO_S
         try:
@@ -465,12 +497,7 @@ class ElasticPart:
             self.cluster.alone()
 
     def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
-        """The first signal calls `first`, the second one says what it may cost to end now, the third one ends.
-
-        Args:
-            first: Asks to go.
-            last: Whether no other rank holds what this one does.
-        """
+        """The first signal calls `first`, the second one says what it may cost to end now, the third one ends."""
 
         def again(number: signal.Signals, frame: FrameType | None) -> None:
             insist(signals, number, lambda: cost(at_risk()) if last() else OTHERS_HOLD)
@@ -489,3 +516,9 @@ class ElasticPart:
             self._clock.end()
         if self._cluster is not None:
             self._cluster.close()
+
+
+def split(both: bytes) -> tuple[bytes, bytes]:
+    """The two payloads that a rank has said as one; empty ones of a rank that said nothing."""
+    end = 4 + int.from_bytes(both[:4], "little")
+    return both[4:end], both[end:]

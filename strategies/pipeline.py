@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from chaos_lightning.declared import declared
 from chaos_lightning.errors import UnsupportedError
@@ -114,7 +115,8 @@ class ChaosPipelineStrategy(ChaosStrategy):
     @property
     def _fit(self) -> PipelineFit | None:
         """This fit's part in pipelines; None outside of fit."""
-        return self.session.pipeline if self.session is not None else None
+        hooks = self.session.hooks if self.session is not None else None
+        return hooks if isinstance(hooks, PipelineFit) else None
 
     # ------------------------------------------------------------------ the model
 
@@ -163,6 +165,12 @@ class ChaosPipelineStrategy(ChaosStrategy):
         if self.session is not None:
             prepare_validation(self.session.trainer)
         super().setup(trainer)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The step's average is there, if at all: also of a member that the step's header let go."""
+        if (fit := self._fit) is None or self.session is None or not self.session.entered:
+            return super().backward(closure_loss, *args, **kwargs)
+        return fit.backward(closure_loss) if self.session.within else closure_loss
 
     # ------------------------------------------------------------------ validation
 
@@ -225,4 +233,4 @@ class ChaosPipelineStrategy(ChaosStrategy):
         pipeline_files.save_checkpoint(self, self.session, checkpoint, filepath, storage_options, fit.model.partial)
         if self.session is not None and self.in_job and self.is_global_zero:
             path = os.path.abspath(filepath) if _is_local_file_protocol(str(filepath)) else str(filepath)
-            self.session.engine.saved(self.session.stepped[0], path)
+            self.session.engine.saved(self.session.member.stepped[0], path)

@@ -10,25 +10,18 @@ the header, for no member has all gradients.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from chaos_lightning.collectives.hyper import hyper_words
-from chaos_lightning.collectives.layout import Section
-from chaos_lightning.data.source import AssignmentSource
 from chaos_lightning.data.steps import StepBatch, StepLoader
 from chaos_lightning.errors import DryRunError
 from chaos_lightning.machine.console import Teller
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.member.training import least_batch, reduced_buffers
-from chaos_lightning.member.unit_steps import Attempt, UnitsDone
 from chaos_lightning.membership.parts import division, numbers
-from chaos_lightning.pipeline.attempts import UnitAttempt
 from chaos_lightning.pipeline.borders import BorderExchange
 from chaos_lightning.pipeline.checking import check_before_training
 from chaos_lightning.pipeline.describe import describe
@@ -38,11 +31,9 @@ from chaos_lightning.pipeline.held import HeldModel
 from chaos_lightning.pipeline.options import PipelineOptions
 from chaos_lightning.pipeline.preview import dry_run, preview_of_view, risk
 from chaos_lightning.pipeline.step import PipelineStep
-from chaos_lightning.pipeline.told import StepOutcome, clip_coefficient, scale_gradients
 from chaos_lightning.pipeline.undo import Undo, undone
 from chaos_lightning.planning.pipelines.files import read_job
 from chaos_lightning.planning.pipelines.request import PipelineRequest, read_request
-from chaos_lightning.planning.pipelines.units import FORWARD
 from chaos_lightning.protocol.spans import union
 from chaos_lightning.protocol.types import Header, View
 from chaos_lightning.settings import EngineConfig
@@ -53,7 +44,8 @@ from chaos_lightning.strategies.metrics import watched
 from chaos_lightning.strategies.pipeline_evaluation import PipelineEvaluation
 from chaos_lightning.strategies.pipeline_logs import UnitLogs
 from chaos_lightning.strategies.pipeline_model import PipelineModel, samples_of
-from chaos_lightning.strategies.stepping import sections_of, weight_of
+from chaos_lightning.strategies.session import FitHooks, FitSession, gather_by_units
+from chaos_lightning.strategies.stepping import PipelineStepper
 
 _log = logging.getLogger("chaos_lightning")
 
@@ -89,7 +81,7 @@ class LoggedLayers:
             return self._model.chain.run(first, end, batch, received, specs, at=at, call=call)
 
 
-class PipelineFit:
+class PipelineFit(FitHooks):
     """See the module. One per call of `fit`.
 
     Args:
@@ -99,6 +91,8 @@ class PipelineFit:
         memory: Of this member's device.
         collectives: Refused within units.
     """
+
+    replays = False  # nobody has all gradients
 
     def __init__(
         self,
@@ -114,8 +108,6 @@ class PipelineFit:
         self._held: HeldModel | None = None
         self._stepper: PipelineStepper | None = None
         self._evaluation: PipelineEvaluation | None = None
-        self.request = ""
-        """Request by which the scheduler plans, as text (planning/pipelines/request.py)."""
         self._told = ""
         """Pipelines that the console was told of."""
         self._teller = Teller()
@@ -123,24 +115,17 @@ class PipelineFit:
 
     # ------------------------------------------------------------------ before the join
 
-    def loader(self, dataloader: Any, seed: int, source: AssignmentSource) -> StepLoader:
-        """Wraps the user's training loader; one batch of it is an optimizer step."""
-        self._loader = StepLoader(
-            dataloader,
-            mode="shared",
-            seed=seed,
-            source=source,
-            micro_batches=self._options.micro_batches,
-            as_lightning=True,
-            least=least_batch(self._trainer.lightning_module),
-        )
+    def loader(self, dataloader: Any, **options: Any) -> StepLoader:
+        """One batch of it is an optimizer step."""
+        self._loader = StepLoader(dataloader, micro_batches=self._options.micro_batches, **options)
         return self._loader
 
-    def look(self) -> list[str]:
-        """Looks at the model with a first micro-batch, and compares it in stages with the whole.
+    def enter(self, fit: FitSession) -> None:
+        self._look()
+        self.rest, self.part_of = self.held.rest(), self.model.parts.part_of
 
-        Returns:
-            The names of the buffers that all members have.
+    def _look(self) -> None:
+        """Looks at the model with a first micro-batch, and compares it in stages with the whole.
 
         Raises:
             ConfigurationError, UnsupportedError: The model cannot be cut, or gives something else then; says why.
@@ -169,7 +154,6 @@ class PipelineFit:
         shared = {p.removeprefix("shared."): ls for p, ls in model.parts.users.items() if p.startswith("shared.")}
         self.request = PipelineRequest(job, options.policy, options.copies, shared, options.on_lost_parts).to_json()
         self._held = model.held()
-        return self._held.rest()
 
     def end_dry_run(self, config: EngineConfig) -> None:
         """In a dry run: says what the planner makes of the model, once on each node, and ends the process.
@@ -179,7 +163,7 @@ class PipelineFit:
         """
         if not self._options.dry_run:
             return
-        self.look()
+        self._look()
         if local_rank() == 0:
             print(*dry_run(PipelineRequest.from_json(self.request), config), sep="\n", flush=True)
         raise DryRunError
@@ -199,7 +183,6 @@ class PipelineFit:
 
     @property
     def words(self) -> dict[str, str]:
-        """For the fingerprint."""
         options, model = self._options, self.model
         return {
             "micro-batches of a step": str(options.micro_batches),
@@ -213,9 +196,10 @@ class PipelineFit:
         assert self._held is not None, "the model was not looked at yet"
         return self._held
 
-    def stepper(self, engine: Engine) -> PipelineStepper:
-        """Makes this member's steps; before `attach`."""
-        self._stepper = PipelineStepper(engine, self._trainer, self.model, lambda: self._current, lambda: self._order)
+    def stepper(self, fit: FitSession) -> PipelineStepper:
+        self._stepper = PipelineStepper(
+            fit.engine, self._trainer, self.model, lambda: self._current, lambda: self._order
+        )
         return self._stepper
 
     @property
@@ -226,14 +210,10 @@ class PipelineFit:
     def _order(self) -> str:
         return self._loader.order if self._loader is not None else ""
 
-    def attach(self, engine: Engine, gather: Callable[[str, Attempt, str], Mapping[str, bytes] | None]) -> None:
-        """Has the engine's steps run as units; between its `prepare` and its `join`.
-
-        Args:
-            engine: Of this member.
-            gather: `session.gather_by_units` of this fit.
-        """
+    def attach(self, fit: FitSession) -> None:
+        """Has the engine's steps run as units."""
         assert self._stepper is not None
+        engine, gather = fit.engine, partial(gather_by_units, fit)
         chain, undo = self.model.chain, Undo(self.model.module)
         logs = UnitLogs(self._trainer, self._collectives, chain.refuse_placeholders)
         step = PipelineStep(
@@ -266,10 +246,15 @@ class PipelineFit:
 
     # ------------------------------------------------------------------ while it trains
 
-    def output(self) -> dict[str, Tensor]:
-        """Returns what `training_step` is to return: the mean loss of the step."""
+    def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
+        """Runs the units of an optimizer step and its slot; gives the step's mean loss."""
         assert self._stepper is not None
-        return self._stepper.output()
+        fit.state.within_step = True
+        try:
+            fit.average_within()
+        finally:
+            fit.state.within_step = False
+        return self._stepper.output() if fit.within else {"loss": self._stepper.nothing()}
 
     def backward(self, loss: Tensor) -> Tensor:
         """Puts the step's averages into `.grad`, with Lightning's hooks before and after it."""
@@ -279,8 +264,13 @@ class PipelineFit:
         self._stepper.apply()
         return precision.post_backward(loss, module)
 
-    def stepped(self, engine: Engine) -> None:
-        """The optimizer has stepped: parts may be given to others."""
+    def said(self, header: Header) -> Sequence[bytes]:
+        """All members have logged the same, so nothing is handed over."""
+        return ()
+
+    def applied(self, fit: FitSession, output: Any) -> None:
+        """Parts may be given to others."""
+        engine = fit.engine
         engine.stepped()
         view = engine.view
         if view is not None:
@@ -288,10 +278,9 @@ class PipelineFit:
             self.held.settle([parts.names[part] for part in numbers(parts.owned(engine.member_id))])
 
     def restart(self) -> None:
-        """This member joins again: what it holds is void."""
         self.held.restart()
 
-    def close(self) -> None:
+    def restore(self) -> None:
         """Makes module and plugin what they were. Idempotent."""
         self._opened.close()
         self._teller.close()
@@ -331,151 +320,3 @@ class UndoneUnits:
         self._step.drop()
         self._undo.restore()
         self._logs.forget()
-
-
-class PipelineStepper:
-    """One member's steps: what `Stepper` is where each member has the whole model.
-
-    Args:
-        engine: Of this member.
-        trainer: In fit.
-        model: The user's.
-        batch: Returns the batch of the loop.
-        order: Returns words about the order that the epoch's samples have.
-
-    Attributes:
-        total_weight: Samples of the last step.
-        sections: What each optimizer owns, of the whole model.
-        buffers: Those that are averaged with each step.
-    """
-
-    manual = None
-    hooked = has_passed = is_last = False
-
-    def __init__(
-        self,
-        engine: Engine,
-        trainer: Trainer,
-        model: PipelineModel,
-        batch: Callable[[], StepBatch | None],
-        order: Callable[[], str],
-    ) -> None:
-        self._engine, self._trainer, self._model = engine, trainer, model
-        self._batch, self._order = batch, order
-        module = trainer.lightning_module
-        self.sections: list[Section] = sections_of(module, trainer.optimizers)
-        self.buffers = reduced_buffers(module, getattr(module, "chaos_buffers", ()), named_by="chaos_buffers")
-        self.total_weight = 0.0
-        self._step: PipelineStep | None = None
-        self._logs: UnitLogs | None = None
-        self._outcome: StepOutcome | None = None
-        self._averages: list[tuple[Tensor, Tensor | None]] = []
-
-    def attach(self, step: PipelineStep, logs: UnitLogs) -> None:
-        self._step, self._logs = step, logs
-
-    # ------------------------------------------------------------------ a step
-
-    def average(self, number: int, *, yields: bool = False) -> Header:
-        """Runs the step's units until it is committed, and logs what they have logged.
-
-        Args:
-            number: The optimizer's.
-            yields: Not used: all members make the same collectives.
-        """
-        batch = self._batch()
-        assert batch is not None
-        assert self._step is not None
-        assert self._logs is not None
-        logs, module, me = self._logs, self._trainer.lightning_module, self._engine.member_id
-
-        def micro_batch(j: int) -> Any:
-            return self._model.moved(batch.batch(j))
-
-        self._model.begin(batch.index)
-        attempt = UnitAttempt(
-            self._step,
-            me,
-            self._engine.header.step + 1,
-            micro_batch,
-            lambda j: self._weight(j, micro_batch, batch),
-            batch.spent,
-            batch.empty,
-            lambda sums: {j: logs.extra(j) for j in sums.weights},
-        )
-
-        def attempted(view: View, seq: int) -> UnitsDone:
-            pipelines = division(view).pipelines
-            if pipelines is not None:
-                batch.expect(u.micro_batch for u in pipelines.units(me, batch.empty) if u.kind == FORWARD)
-            return attempt(view, seq)
-
-        header = self._engine.step_by_units(
-            attempted, section=number, hyper=hyper_words(self._trainer.optimizers), order=self._order()
-        )
-        self.total_weight = header.total_weight
-        outcome = self._outcome = attempt.outcome(header)
-        self._averages = [(p, p.grad) for p in module.parameters()]
-        logs.replay(outcome.extra, {j: weight for j, (_, weight) in outcome.losses.items()})
-        self._engine.losses.add(torch.tensor(outcome.loss), self.total_weight)
-        self._engine.losses.tell(header.step)
-        return header
-
-    def _weight(self, j: int, micro_batch: Callable[[int], Any], batch: StepBatch) -> float:
-        module = self._trainer.lightning_module
-        own = micro_batch(j) if hasattr(module, "chaos_weight") else None
-        return weight_of(module, own, batch.index, batch.weight(j))
-
-    def output(self) -> dict[str, Tensor]:
-        """Returns what the step's `training_step` is to return at all members."""
-        assert self._outcome is not None
-        return {"loss": torch.tensor(self._outcome.loss, device=self._trainer.strategy.root_device)}
-
-    def apply(self) -> None:
-        """Puts the averages into `.grad`, which Lightning has zeroed since."""
-        for parameter, average in self._averages:
-            parameter.grad = average
-        self._averages = []
-
-    def clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips the gradients of this member by the norm of all, which the header has told."""
-        assert self._outcome is not None
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        scale_gradients(parameters, clip_coefficient(self._outcome, float(clip_val)))
-
-    # ------------------------------------------------------------------ what else a session asks of steps
-
-    def stepping(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def number(self, optimizer: Optimizer) -> int:
-        return 0
-
-    def must_average(self, number: int) -> bool:
-        """Each step is a slot."""
-        return True
-
-    def holds_average(self, number: int) -> bool:
-        return False
-
-    def stepped(self, number: int) -> None:
-        """The optimizer steps."""
-
-    def gradients(self) -> dict[str, Any]:
-        """No gradient is kept beyond the batch."""
-        return {}
-
-    def adopt_gradients(self, given: Mapping[str, Any]) -> None:
-        """There are none."""
-
-    def nothing(self) -> Tensor:
-        """Returns the loss of a closure that came to nothing."""
-        return torch.zeros((), device=self._trainer.strategy.root_device)
-
-    def forget_accumulation(self) -> None:
-        self._averages = []
-
-    def put_back(self) -> None:
-        """Averaged buffers are put back with each attempt."""
-
-    reset = close = forget_accumulation

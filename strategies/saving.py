@@ -17,6 +17,7 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
 
 from chaos_lightning.data.steps import MARK
+from chaos_lightning.member.participation import Standing
 from chaos_lightning.replication.saving import put_in_place, save_for_all, saved_nbytes
 from chaos_lightning.strategies.session import FitSession
 
@@ -122,10 +123,10 @@ def save(
         write=lambda: write(plugin, session, checkpoint, filepath, storage_options),
         exchange=session.collectives.exchange if session is not None else lambda name, value: None,
         stays_unsaved=lambda: session is not None and session.says_unsaved(path),
-        writes_here=session is None or session.writes,
+        writes_here=session is None or session.hooks.writes,
     )
-    if session is not None and session.entered and not (session.void or session.gone):
-        session.checkpoints.heads = session.checkpoints.at(session.stepped[1])
+    if session is not None and session.entered and session.member.standing not in (Standing.VOID, Standing.GONE):
+        session.member.saved()
 
 
 def write(
@@ -138,11 +139,11 @@ def write(
     if LOADERS in (loop := _fit_loop(checkpoint)):
         ours[LOADERS] = loop.pop(LOADERS)
     if session is not None and session.entered:
-        step, head = session.stepped
+        step, head = session.member.stepped
         mark = f"{step}-{head}"
         ours |= {"step": step, "head": head, "view": str(session.engine.header.next_view)}
-        ours["checkpoints"] = session.checkpoints.at(head)
-        session.note_checkpoint(str(filepath))
+        ours["checkpoints"] = session.member.checkpoints.at(head)
+        session.engine.events.emit("checkpoint", path=str(filepath), step=step, head=head)
     if ours:
         checkpoint[KEY] = ours
     path = str(filepath)

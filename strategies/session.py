@@ -8,9 +8,9 @@ a slot of the job, each collective too, and each fetch of a batch is a *safe poi
 let in, where a member that was fenced joins again, and where one that left stops. After each commit the epoch's length
 is refitted (loops.py), before Lightning asks whether the batch was the last one.
 
-A member is in one of four conditions: not yet in, in the job, *void* (fenced: it runs on without collectives until its
-next safe point, and joins again there), *departed* (it left: fit ends at the next safe point, without the hooks of an
-epoch's end, which would judge half an epoch).
+Which stage a member is at, its `Participation` says (member/participation.py), which this fit hosts. A void member runs
+on without collectives until its next safe point, and joins again there. For one that has left, fit ends at its next
+safe point, without the hooks of an epoch's end, which would judge half an epoch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ import contextlib
 import logging
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.data.loader import ElasticLoader
-from chaos_lightning.data.steps import StepLoader
+from chaos_lightning.data.steps import JobLoader
 from chaos_lightning.errors import (
     DepartedError,
     DisagreementError,
@@ -41,18 +39,19 @@ from chaos_lightning.errors import (
     RefusedError,
     UnsupportedError,
 )
-from chaos_lightning.machine.signals import ExitSignals, aside, say
+from chaos_lightning.machine.signals import ExitSignals, Handler, aside, say
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import OTHERS_SAVE, Engine
-from chaos_lightning.member.keeping import LoadedCheckpoint, SavedCheckpoints
+from chaos_lightning.member.keeping import LoadedCheckpoint
+from chaos_lightning.member.participation import Participation, Standing
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.member.training import least_batch
 from chaos_lightning.member.unit_steps import Attempt
-from chaos_lightning.protocol.types import GENESIS, Header, Kind
+from chaos_lightning.protocol.types import GENESIS, Header, Kind, View
+from chaos_lightning.replication.access import StateAccess
 from chaos_lightning.settings import ChaosOptions, EngineConfig
 from chaos_lightning.strategies.collectives import Collectives
 from chaos_lightning.strategies.data import EngineSource, TrainLoader
-from chaos_lightning.strategies.elastic import ElasticPart
 from chaos_lightning.strategies.environment import ChaosEnvironment
 from chaos_lightning.strategies.evaluation import Evaluation
 from chaos_lightning.strategies.files import LogPlace
@@ -64,7 +63,6 @@ from chaos_lightning.strategies.loops import (
     ENDLESS,
     Suspension,
     at_epoch,
-    batches_begun,
     epoch_of,
     forget_agreement,
     loops_manifest,
@@ -73,20 +71,17 @@ from chaos_lightning.strategies.loops import (
     reload_epochs,
     remake_validation_loaders,
     rolled_back,
-    save_last_again,
     skip_validation,
     start_clocks,
     training_loader,
     uncount,
-    why_over,
 )
 from chaos_lightning.strategies.metrics import MetricRoute
-from chaos_lightning.strategies.pipeline_fit import PipelineFit, PipelineStepper
 from chaos_lightning.strategies.place import Place
 from chaos_lightning.strategies.replay import LightningReplay
 from chaos_lightning.strategies.schedules import SampleCount
 from chaos_lightning.strategies.state import KeptState, LightningState
-from chaos_lightning.strategies.stepping import Stepper
+from chaos_lightning.strategies.stepping import PipelineStepper, Stepper
 from chaos_lightning.strategies.writer import Writer
 
 DataMode = Literal["shared", "local"]
@@ -112,15 +107,12 @@ class FitSession:
         collectives: Exchanged through this session.
 
     Attributes:
-        in_job: Collectives reach the others.
-        departed: This member left.
-        gone: It did, and others go on without it.
+        member: This member's participation.
+        hooks: Those of outer sync or of pipelines, if the strategy has put them here.
         evaluation: Whom validation is divided among.
         handover: What members have logged and counted in this epoch.
         writer: Whether this member logs and writes files.
         lengths: How long an epoch is.
-        stepped: Number and header hash of the last committed optimizer step.
-        checkpoints: Those that the present state goes on from.
         asked: The signal that has asked this member to leave, if one has.
         closed: fit is over.
     """
@@ -139,11 +131,10 @@ class FitSession:
         self.trainer = trainer
         self.config = config
         self._place = place
-        self.in_job = False
-        self.departed = self.gone = self.closed = False
+        self.member = Participation(self._put_out, self._left)
+        self.hooks = FitHooks()
+        self.closed = False
         self.asked: signal.Signals | None = None
-        self.stepped = (0, "")
-        self.checkpoints = SavedCheckpoints()
         self._options = options
         self._data = data
         self._assigns_validation = assigns_validation
@@ -151,12 +142,9 @@ class FitSession:
         self.evaluation = Evaluation(trainer, collectives, lambda: self.members, lambda: self.engine.member_id)
         metrics = MetricRoute(trainer, collectives.exchange, lambda: self.in_job)
         self.handover = Handover(trainer, metrics, trainer.strategy.reduce)
-        self.writer = Writer(
-            trainer, environment, lambda: self.in_job, self.alone, lambda: self.outer.job_id if self.outer else ""
-        )
+        self.writer = Writer(trainer, environment, lambda: self.in_job, self.member.alone, lambda: self.hooks.run)
         self.lengths = Lengths(trainer, config.min_nodes, local=data == "local")
         self._source = EngineSource(config.name)
-        self._engine: Engine | None = None
         self._loader: TrainLoader | None = None
         self._state: LightningState | None = None
         self._stepper: Stepper | PipelineStepper | None = None
@@ -166,24 +154,15 @@ class FitSession:
             environment.world_size, "trainer.is_global_zero, trainer.global_rank, or rank_zero_only of Lightning"
         )
         self._signals = ExitSignals(self._on_signal)
-        self._void: Suspension | None = None
-        self._boundary_asked = False
+        self._suspension: Suspension | None = None
+        """Limits of the loop that are lifted while this member is void."""
         self._keep_due = False
-        self.outer: ElasticPart | None = None
-        """This fit's part in an outer job, if the members are ranks of one of its clusters."""
-        self.pipeline: PipelineFit | None = None
-        """This fit's part in pipelines, if members own parts of the model."""
+        """This member has left after a step, and keeps its state once the optimizer has applied that."""
         self._first = ""
         """Member that was rank 0 after the slot before."""
-        self._within: bool | None = None
+        self.within: bool | None = None
         """Whether the closure that runs has averaged (True) or its step does not take place; None: it has not come to
         that."""
-        self._outer_due: Header | None = None
-        """A step of which that has yet to be told."""
-        self.through = False
-        """The loop of all ranks of a cluster is over; perhaps it was before this one came."""
-        self._outer_over = False
-        """This rank has stayed until the outer job was over."""
         self._uncommitted: dict[str, Any] | None = None
         """Counters without the batch in which this member left, if no step uses it."""
 
@@ -191,23 +170,25 @@ class FitSession:
 
     @property
     def engine(self) -> Engine:
-        assert self._engine is not None, "the member has not entered the job yet"
-        return self._engine
+        return self.member.engine
 
     @property
     def entered(self) -> bool:
-        return self._engine is not None
+        return self.member.made is not None
+
+    @property
+    def in_job(self) -> bool:
+        return self.member.in_job
+
+    @property
+    def departed(self) -> bool:
+        return self.member.departed
 
     @property
     def members(self) -> tuple[str, ...]:
         """Ids of all members in rank order, by the last slot; none outside the job."""
         view = self.engine.view if self.in_job else None
         return view.ids() if view is not None else ()
-
-    @property
-    def void(self) -> bool:
-        """Fenced: the training state means nothing until this member has joined again."""
-        return self._void is not None
 
     @property
     def stepper(self) -> Stepper | PipelineStepper:
@@ -220,28 +201,25 @@ class FitSession:
         return self._state
 
     @property
-    def elastic(self) -> ElasticLoader | StepLoader:
+    def loader(self) -> TrainLoader:
+        """The training loader that Lightning has."""
         assert self._loader is not None
-        return self._loader.elastic
+        return self._loader
+
+    @property
+    def elastic(self) -> JobLoader:
+        return self.loader.elastic
 
     def wrap(self, dataloader: Any) -> TrainLoader:
         """The training loader that Lightning gets instead of the user's; a new one when loaders are reloaded."""
-        outer = self.outer
-        seed = seed_of(self._options.seed if outer is None or outer.seed is None else outer.seed)
-        tape = outer.tape if outer and outer.shared else None
-        elastic: ElasticLoader | StepLoader
-        if self.pipeline is not None:
-            elastic = self.pipeline.loader(dataloader, seed, self._source)
-        else:
-            elastic = ElasticLoader(
-                dataloader,
-                mode=self._data,
-                seed=seed,
-                source=self._source,
-                tape=tape,
-                as_lightning=True,
-                least=least_batch(self.trainer.lightning_module),
-            )
+        elastic = self.hooks.loader(
+            dataloader,
+            mode=self._data,
+            seed=seed_of(self._options.seed),
+            source=self._source,
+            as_lightning=True,
+            least=least_batch(self.trainer.lightning_module),
+        )
         if self._loader is not None:
             self.elastic.close()
         self._loader = TrainLoader(elastic, self.trainer, self)
@@ -260,8 +238,7 @@ class FitSession:
             return
         training, validation = reload_epochs(trainer)
         if training != made_in[0]:
-            held = self._loader
-            assert held is not None
+            held = self.loader
             with at_epoch(trainer, training):
                 held.elastic = training_loader(trainer).elastic
             held.restart()
@@ -270,75 +247,56 @@ class FitSession:
             with at_epoch(trainer, validation):
                 remake_validation_loaders(trainer)
 
-    def warn_of_lost_place(self) -> None:
-        """Warns of a checkpoint within an epoch that does not say where the data stood."""
-        if self._loader is not None:
-            self._loader.warn_of_lost_place()
-
     def begin_pass(self, epoch: int) -> None:
         """The loader begins an epoch."""
-        if self.outer and self.outer.shared:
-            self.elastic.set_epoch(self.outer.begins())
-        elif self.entered and self.trainer.limit_train_batches == 1.0:
+        if not self.hooks.begins_pass(self.elastic) and self.entered and self.trainer.limit_train_batches == 1.0:
             training.tell_epoch(self.engine, self.elastic, epoch)
-
-    def note_checkpoint(self, path: str) -> None:
-        """A file of this member's state leaves the job."""
-        step, head = self.stepped
-        self.engine.events.emit("checkpoint", path=path, step=step, head=head)
 
     # ------------------------------------------------------------------ coming in
 
     def _enter(self) -> None:
-        trainer = self.trainer
-        if self.pipeline is not None:
-            self.pipeline.end_dry_run(self.config)
+        trainer, hooks, elastic = self.trainer, self.hooks, self.elastic
+        hooks.end_dry_run(self.config)
         engine = Engine(self.config)
-        self._engine = self._source.engine = engine
+        self.member.made = self._source.engine = engine
         extra = {
             "syncs": lambda: sorted(self.collectives.syncs),
             "gradients": lambda: self.stepper.gradients(),
             "files": lambda: list(self.writer.told),
-            "clock": lambda: self.outer.clock.manifest() if self.outer else {},
-            "through": lambda: self.through,
-            "checkpoints": lambda: self.checkpoints.heads,
+            "clock": hooks.clock_state,
+            "through": lambda: hooks.through,
+            "checkpoints": lambda: self.member.checkpoints.heads,
             "handover": lambda: self.handover.manifest(),
         }
-        outer = self.outer
-        batch = self.elastic.batch * trainer.accumulate_grad_batches
-        beside = outer.enter(engine, batch, self.elastic) if outer else None
-        rest = self.pipeline.look() if self.pipeline is not None else None
+        hooks.enter(self)
         self._state = LightningState(
-            trainer, self.elastic, trainer.strategy.reduce, extra, self._adopt_extra, beside, self._reload, rest
+            trainer, elastic, trainer.strategy.reduce, extra, self._adopt_extra, hooks.beside, self._reload, hooks.rest
         )
-        self._stepper = make_stepper(self, engine)
-        self._samples = SampleCount(() if outer else trainer.lr_scheduler_configs)
+        self._stepper = hooks.stepper(self)
+        self._samples = SampleCount(trainer.lr_scheduler_configs if hooks.owns_result else ())
         self._switch_as_before = training.switch_quickly()
-        part_of = self.pipeline.model.parts.part_of if self.pipeline is not None else None
-        engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers, part_of=part_of)
-        if self.pipeline is not None:
-            self.pipeline.attach(engine, partial(gather_by_units, self))
+        engine.prepare(sections=self._stepper.sections, buffers=self._stepper.buffers, part_of=hooks.part_of)
+        hooks.attach(self)
         self.handover.fits_beside(sum(p.nbytes for section in self._stepper.sections for _, p in section.params))
         epoch = epoch_of(trainer)
-        if outer:
-            self._signals = outer.exit_signals(self._on_signal, lambda: self._is_last and not self.gone)
-        if self._options.leave_on_signals and (outer is None or outer.leave_on_signals):
+        self._signals = hooks.exit_signals(
+            self._on_signal, lambda: self.member.is_last and self.member.standing is not Standing.GONE
+        )
+        if self._options.leave_on_signals and hooks.leave_on_signals:
             self._signals.install()
         try:
             engine.join(
                 fingerprint={
-                    **fingerprint_of(trainer, self.elastic, assigns_validation=self._assigns_validation),
+                    **fingerprint_of(trainer, elastic, assigns_validation=self._assigns_validation),
                     **self.lengths.words(),
-                    **(outer.words if outer else {}),
-                    **(self.pipeline.words if self.pipeline else {}),
+                    **hooks.words,
                 },
-                quota=self.elastic.quota,
+                quota=elastic.quota,
                 accumulate=trainer.accumulate_grad_batches,
                 state=self._state,
-                # A version is no function of gradients, and nobody has all of them where members own parts.
-                replay=None if outer or self.pipeline else LightningReplay(trainer),
-                pipelines=self.pipeline.request if self.pipeline else "",
-                loaded=self.checkpoints.loaded
+                replay=LightningReplay(trainer) if hooks.replays else None,
+                pipelines=hooks.request,
+                loaded=self.member.checkpoints.loaded
                 or (LoadedCheckpoint() if trainer.ckpt_path is not None or trainer.global_step > 0 else None),
             )
         except RefusedError as error:
@@ -346,77 +304,66 @@ class FitSession:
         self.writer.logs.hold(trainer.loggers)
         self._entered(epoch)
 
-    def _come_in(self) -> None:
-        """Enters, or joins again; who is asked to leave meanwhile waits for nothing and is in no view."""
+    def come_in(self) -> None:
+        """Enters the job, or joins it again; this member may have left afterwards."""
         try:
-            if self.entered:
-                self._reenter()
-            else:
-                self._enter()
-        except DepartedError as error:
-            if not self.engine.leaving:
-                raise
-            _log.warning("%s; fit ends here, and what it was to train is not trained", error)
-            self._depart()
+            left = self.member.come_in(self._reenter if self.entered else self._enter)
         except (FinishedJobError, DryRunError):
-            self.gone = True  # what callbacks would save now is not the job's
+            self.member.go(Standing.GONE)  # what callbacks would save now is not the job's
             raise
+        if left is not None:
+            _log.warning("%s; fit ends here, and what it was to train is not trained", left)
 
     def _reenter(self) -> None:
         """Joins again after being fenced."""
-        assert self._void is not None
         epoch = epoch_of(self.trainer)
-        void, self._void = self._void, None
-        void.end(self.trainer)
+        self.member.go(Standing.ALONE)
+        assert self._suspension is not None
+        self._suspension.end(self.trainer)
         self.stepper.reset()
         self.handover.forget()
-        if self.pipeline is not None:
-            self.pipeline.restart()
+        self.hooks.restart()
         self.engine.rejoin(self.state)
         self._entered(epoch)
 
     def _entered(self, epoch_before: int) -> None:
         trainer, engine = self.trainer, self.engine
-        assert self._loader is not None
-        self._boundary_asked = False
         self._place.leave()
         if engine.role == "late":  # the job is finished, and its members write: fit ends here, with the final state
-            self.departed = self.gone = True
-            self._step_aside()
+            self.member.go(Standing.GONE)
+            self.writer.step_aside(void=False)
             skip_validation(trainer)
             return
-        self._loader.restart()
-        if self.outer:
-            self.outer.entered()
-        self.in_job = True
+        self.loader.restart()
+        self.hooks.entered(self)
+        self.member.go(Standing.IN)
         fresh = engine.role == "founder" and not engine.resumed
         start_clocks(trainer, fresh=engine.role == "founder")
         if engine.role == "founder":
             self.writer.told = LogPlace()  # what was kept with a state is of the job before
         self._samples.begin(engine.header.ledger)
-        self._observe(fresh=fresh)
-        if not fresh and not self.through and epoch_of(trainer) != epoch_before:
+        self.observe(fresh=fresh)
+        if not fresh and not self.hooks.through and epoch_of(trainer) != epoch_before:
             # Every process has seen this hook for the epoch that it is in.
-            with self.alone():
+            with self.member.alone():
                 _call_callback_hooks(trainer, "on_train_epoch_start")
                 _call_lightning_module_hook(trainer, "on_train_epoch_start")
         if fresh and self.elastic.ledger.streams:
             engine.events.emit("resumed", step=trainer.global_step, ledger=self.elastic.ledger.streams)
-        self.stepped = (engine.header.step, engine.header.hash)
+        self.member.stepped = (engine.header.step, engine.header.hash)
         self.writer.promote_if_due(fresh=fresh)
-        if self.pipeline is not None and engine.header == GENESIS:
+        if self.hooks.request and engine.header == GENESIS:
             self.gather(_FOUNDING, b"")  # parts move before the first batch, counters among them
-        self._refit()
+        self.refit()
 
     def _adopt_extra(self, extra: Mapping[str, Any]) -> None:
         self.collectives.syncs = set(extra["syncs"])
         self.stepper.adopt_gradients(extra["gradients"])
         self.writer.told = LogPlace(*extra["files"])
-        self.through = extra["through"]
+        self.hooks.through = extra["through"]
         self.handover.adopt(extra["handover"])
-        self.checkpoints.heads = extra["checkpoints"]
-        if self.outer:
-            self.outer.clock.adopt(extra["clock"])
+        self.member.checkpoints.heads = extra["checkpoints"]
+        self.hooks.adopt(extra["clock"])
 
     # ------------------------------------------------------------------ the safe point
 
@@ -426,14 +373,15 @@ class FitSession:
             if self._keep_due:
                 self._keep()
             raise StopIteration
-        if not self.entered or self.void:
-            self._come_in()
+        if not self.entered or self.member.standing is Standing.VOID:
+            self.come_in()
         if self.departed:
             raise StopIteration
         if not self.in_job:
             return
-        if self.outer and self.through:  # the others are past all that follows an epoch: it meets them in `finish`
-            self.outer.ended, self.in_job = True, False
+        if self.hooks.through:  # the others are past all that follows an epoch: it meets them in `finish`
+            self.hooks.ended = True
+            self.member.end()
             raise StopIteration
         if self.state.ended:
             self.state.ended = False
@@ -442,70 +390,30 @@ class FitSession:
         if not self.elastic.at_safe_point and not self._give_up_accumulation():
             self._check_stepped()
             return
-        while True:
-            self._let_others_in()
-            if self.departed:
-                raise StopIteration
-            if self.outer and self.outer.cluster.ends:
-                self.outer.ended = True
-                raise StopIteration
-            if not self._waits_for_versions():
-                break
+        self.let_others_in()
+        if not self.departed:
+            self.hooks.wait(self)
+        if self.departed or self.hooks.ended:
+            raise StopIteration
         self.writer.promote_if_due(fresh=False)
         self.writer.tell_files(lambda: self.members)
-        if isinstance(self.stepper, Stepper):  # else parts are compared, in the step itself
+        if self.stepper.comparison is not None:  # else parts are compared, in the step itself
             self.stepper.comparison.take(self.state)
-        assert self._loader is not None
-        if self.outer and self.outer.turned:
-            self._loader.restart()
-        self._loader.begin()
-        self._refit()
+        self.loader.begin()
+        self.refit()
 
-    def _let_others_in(self) -> None:
-        try:
-            self.engine.serve(self.state)
-            while self._boundary_asked and not self.engine.out:
-                self._boundary_asked = False
-                self.engine.boundary(self.state)
-                self._observe()
-        except FencedError as error:
-            self.fenced(error)
-            if not self.through:
-                self._come_in()
-        except DepartedError:
-            self._depart()
-        self._check_departure()
-
-    def _waits_for_versions(self) -> bool:
-        """Whether the cluster may not train now; then its ranks have met once."""
-        outer = self.outer
-        waits = outer is not None and outer.cluster.waits
-        if outer is not None:
-            outer.patient(waits)
-            if waits and not outer.meet(self.gather) and self.void:
-                self._come_in()
-        return waits
-
-    def _tell_outer(self, outer: ElasticPart, header: Header, output: Any) -> None:
-        """A step of the cluster. Where all that is leased is used, it waits here until there is more, or until the
-        epoch is over: then the batch was its last one, and what is validated holds all of it. Or this rank leaves."""
-        outer.stepped(header, self.engine.contributors, [split(said)[0] for said in header.answers], output)
-        while self.in_job and outer.waits_for_samples:
-            outer.patient(waits=True)
-            if not outer.meet(self.gather, in_batch=True):
-                return
-            self._check_departure(stepped=True)  # as with the step: what is kept is kept at the next safe point
-        if self.departed:
-            return
-        if outer.cluster.ends and outer.shared:
-            skip_validation(self.trainer)
-        self._refit()
+    def let_others_in(self) -> None:
+        """At a safe point: this member may have left afterwards, or have joined again."""
+        if self.member.let_others_in(self.state):
+            self.observe()
+        if self.member.standing is Standing.VOID and not self.hooks.through:
+            self.come_in()
+        self.check_departure()
 
     def _give_up_accumulation(self) -> bool:
         """Whether a new pass begins although an accumulation is open: `on_train_batch_start` returned -1 and so ended
         the epoch. What the accumulation used is in no step, and not used."""
-        assert self._loader is not None
-        if self._loader.under_way or self.stepper.manual is not None:
+        if self.loader.under_way or self.stepper.manual is not None:
             return False
         self.elastic.give_up()
         self.stepper.forget_accumulation()
@@ -517,9 +425,8 @@ class FitSession:
         if self.stepper.manual is None and current is not None and current.last:
             raise UnsupportedError(
                 "an accumulation went by without an optimizer step, although Lightning said it was due; "
-                "LightningModule.optimizer_step must call optimizer.step(closure=...) each time (for other "
-                "plans there is "
-                "manual optimization)"
+                "LightningModule.optimizer_step must call optimizer.step(closure=...) each time (for other plans there "
+                "is manual optimization)"
             )
 
     # ------------------------------------------------------------------ slots
@@ -533,7 +440,8 @@ class FitSession:
             step: Takes the step with the closure that it is given.
         """
         stepper, number = self.stepper, self.stepper.number(optimizer)
-        if not self.in_job and not self._applies(number):
+        # A member that has left takes a step that the others take, too.
+        if not self.in_job and not (self.departed and stepper.holds_average(number)):
             end_unused_batch(self)
             # The step of a void member is thrown away, so torch need not warn that its schedule steps first.
             optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -545,9 +453,8 @@ class FitSession:
             calls += 1
             if calls > 1:
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} evaluated its closure twice in one step; each evaluation "
-                    "would be a step "
-                    "of the whole job. Use an optimizer that evaluates it once"
+                    f"{type(optimizer).__name__} evaluated its closure twice in one step; each evaluation would be a "
+                    "step of the whole job. Use an optimizer that evaluates it once"
                 )
             return self._close_step(number, closure)
 
@@ -556,11 +463,7 @@ class FitSession:
         except NoStep:
             end_unused_batch(self)
             return stepper.nothing()
-        if self.pipeline is not None:
-            self.pipeline.stepped(self.engine)
-        due, self._outer_due = self._outer_due, None
-        if self.outer and due is not None:
-            self._tell_outer(self.outer, due, output)
+        self.hooks.applied(self, output)
         if not calls and held:
             stepper.stepped(number)
         elif not calls:
@@ -579,12 +482,12 @@ class FitSession:
         Raises:
             NoStep: This member was fenced meanwhile or let go, or its state has drifted from the others'.
         """
-        self._within = None
+        self.within = None
         with self.stepper.stepping():
             result = closure()
-        if self._within is False:
+        if self.within is False:
             raise NoStep
-        if self._within is None and self.stepper.must_average(number):
+        if self.within is None and self.stepper.must_average(number):
             self._average(number)
         self.stepper.stepped(number)
         # A scaler fails where there is no gradient; None is what tells it, as it does without the strategy.
@@ -593,26 +496,18 @@ class FitSession:
     def _average(self, number: int) -> None:
         if not self.in_job:
             raise NoStep
-        try:
+        with self.member.slot():
             header = self._committed(number)
-        except FencedError as error:
-            self.fenced(error)
-            raise NoStep from error
-        except DepartedError as error:
-            self._depart()
-            raise NoStep from error
-        self.stepped = (header.step, header.hash)
-        self._outer_due = header
-        self._observe()
-        try:
-            if isinstance(self.stepper, Stepper):
+            self.member.stepped = (header.step, header.hash)
+            self.hooks.stepped(header)
+            self.observe()
+            if self.stepper.comparison is not None:
                 self.stepper.comparison.settle(header)
-        except FencedError as error:
-            self.fenced(error)
-            raise NoStep from error
-        self._check_departure(stepped=True)
-        if not self.departed:
-            self._refit()
+            self.check_departure(stepped=True)
+            if not self.departed:
+                self.refit()
+            return
+        raise NoStep
 
     def _committed(self, number: int) -> Header:
         while (header := self.stepper.average(number, yields=self.collectives.owes)).kind is not Kind.STEP:
@@ -622,7 +517,7 @@ class FitSession:
 
     def _went_along(self, header: Header) -> None:
         """The others made a collective that this member, without samples, could not foresee."""
-        self._observe()
+        self.observe()
         self.collectives.went_along(header.name or str(header.kind), header.answers)
 
     def backward(
@@ -636,43 +531,36 @@ class FitSession:
             hooks: Runs what sees gradients after it: an accumulation's last pass ends with the average, before these.
                 All members run them then; if nobody had samples, there are no gradients, and none does.
         """
-        if self.pipeline is not None:  # also of one that was let go by the step's header, and keeps what it has
-            return self.pipeline.backward(loss) if self._within else loss
         if not self.in_job:
             return loss
-        try:
+        with self.member.slot():
             loss = whole(self.stepper).backward(loss, run)
-        except FencedError as error:
-            self.fenced(error)
-        except DepartedError:
-            self._depart()
         if hooks is None or not self.in_job:
             return loss
         if not self.stepper.is_last:
             return hooks(loss) if self.stepper.has_passed else loss
+        self.average_within()
+        return hooks(loss) if self.within and self.stepper.total_weight > 0 else loss
+
+    def average_within(self) -> None:
+        """Averages within the closure, which Lightning must bring to its end whether the step takes place or not."""
         try:
             self._average(0)
-        except NoStep:  # Lightning's closure must come to its end
-            self._within = False
-            return loss
-        self._within = True
-        return hooks(loss) if self.stepper.total_weight > 0 else loss
+            self.within = True
+        except NoStep:
+            self.within = False
 
     def manual_backward(self, run: Callable[[], None]) -> None:
         """One backward pass of manual optimization and its average, or none if this member is out of the job."""
         if self.in_job:
             whole(self.stepper).manual_backward(run)
 
-    def _pass_is_over(self) -> None:
+    def pass_is_over(self) -> None:
         """The average of what a backward pass of manual optimization reached."""
         with contextlib.suppress(NoStep):
             for number in self.stepper.manual.reached if self.stepper.manual is not None else ():
                 self._average(number)
         end_unused_batch(self)
-
-    def _applies(self, number: int) -> bool:
-        """Whether a step may be taken although this member is out of the job: the others take it, too."""
-        return self.departed and not self.void and self.stepper.holds_average(number)
 
     def gather(
         self, name: str, payload: bytes, *, lets_go: bool = False, line: str = ""
@@ -688,44 +576,36 @@ class FitSession:
         if not self.in_job:
             return None
         before = self.members
-        try:
-            with meeting(self.state, name):
-                answers = self.engine.gather(name, payload, yields=self.collectives.owes, lets_go=lets_go, line=line)
-                while self.engine.header.name != name:
-                    self._went_along(self.engine.header)
-                    answers = self.engine.gather(name, payload, yields=True, lets_go=lets_go, line=line)
+        with self.member.slot(), meeting(self.state, name):
+            answers = self.engine.gather(name, payload, yields=self.collectives.owes, lets_go=lets_go, line=line)
+            while self.engine.header.name != name:
+                self._went_along(self.engine.header)
+                answers = self.engine.gather(name, payload, yields=True, lets_go=lets_go, line=line)
             self.collectives.settled()
-        except FencedError as error:
-            self.fenced(error)
-            return None
-        except DepartedError:
-            self._depart()
+        if not self.in_job:
             return None
         here = {member for member, _ in answers}
         if lost := [member for member in before if member not in here]:
             _log.warning("%s died before %r, which misses what it had to say", ", ".join(lost), name)
-        self._observe()
+        self.observe()
         return answers
 
-    def _observe(self, *, fresh: bool = False) -> None:
+    def observe(self, *, fresh: bool = False) -> None:
         """A slot committed, or this member came in: who is it now?"""
         engine = self.engine
         self.writer.logs.stable()
         self.handover.metrics.forget_computed()
         self._samples.committed(engine.header.ledger)
-        self._boundary_asked |= engine.header.boundary
-        if self.outer and engine.header.kind is not Kind.STEP:
-            self.outer.known()
+        self.hooks.committed(engine.header)
         if engine.rank < 0 or engine.out:
             return
         view = engine.ruling_view or engine.view  # a recovery let it in: the header names none that it stands in (10)
         assert view is not None
-        said = (split(answer)[1] for answer in engine.header.answers) if self.outer else engine.header.answers
-        # Most slots have no answers; of those of pipelines all members have logged the same.
-        answers = dict(zip(engine.contributors, said, strict=False)) if self.pipeline is None else {}
+        # Most slots have no answers.
+        answers = dict(zip(engine.contributors, self.hooks.said(engine.header), strict=False))
         self.handover.committed(engine.header, answers, view.ids(), engine.member_id)
         self.lengths.check(engine.world_size)
-        behind = int(not self.writes)
+        behind = int(not self.hooks.writes)
         self.writer.place(
             engine.name,
             engine.rank + behind,
@@ -735,22 +615,8 @@ class FitSession:
             let_go=(change := engine.header.view_change) is not None and self._first not in ("", *change.ids()),
         )
         self._first = self.members[0]
-        if self.pipeline is not None and engine.rank == 0 and engine.view is not None:
-            self.pipeline.tell(engine.view)
-
-    @property
-    def writes(self) -> bool:
-        """Whether a member of this job logs and writes files; else one of another cluster does."""
-        return self.outer is None or self.outer.oldest
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Collectives inside answer with this member's own values."""
-        kept, self.in_job = self.in_job, False
-        try:
-            yield
-        finally:
-            self.in_job = kept
+        if engine.rank == 0 and engine.view is not None:
+            self.hooks.tell(engine.view)
 
     # ------------------------------------------------------------------ lengths
 
@@ -760,81 +626,56 @@ class FitSession:
         return ENDLESS if math.isinf(total) else int(total)
 
     def _total(self) -> float:
-        if self.outer and self.outer.shared and self.entered:
-            return (self.outer.epoch_over and batches_begun(self.trainer)) or math.inf  # 0: the next one begins
-        return self.lengths.total(self.elastic, entered=self.entered)
+        total = self.hooks.total()
+        return total if total is not None else self.lengths.total(self.elastic, entered=self.entered)
 
-    def _refit(self) -> None:
+    def refit(self) -> None:
         refit(self.trainer, self._total())
 
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
         """The first signal; the second one aborts, or in a cluster of an outer job says what that costs."""
-        then = "the cluster's last rank stays until what was trained is durable" if self.outer else "once more aborts"
-        say(f"{number.name}: leaving the job after the present step, or at once while waiting; {then}")
+        say(f"{number.name}: leaving the job after the present step, or at once while waiting; {self.hooks.again}")
         self.asked = number
         aside(lambda reason: self.engine.leave(reason), f"signal {number.name}")
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
             handler(number, frame)
 
-    def fenced(self, error: FencedError) -> None:
-        """The state is void from here on; get to the next safe point without anybody's help."""
-        if self.void:
-            return
-        _log.warning("%s; this process joins again by itself", error)
-        self._step_aside(void=True)
-        self._outer_due = None
-        if self.outer:
-            self.outer.cluster.forget()
+    def _put_out(self) -> None:
+        self.writer.step_aside(void=True)
+        self.hooks.fenced()
         self.writer.logs.drop()
-        self._void = Suspension.begin(self.trainer)
+        self._suspension = Suspension.begin(self.trainer)
 
-    def _check_departure(self, *, stepped: bool = False) -> None:
+    def check_departure(self, *, stepped: bool = False) -> None:
         """After a commit: may this member go? `stepped`: the optimizer has yet to apply it."""
-        engine = self.engine
-        if engine.out or (engine.leaving and engine.world_size == 1 and engine.may_go()):
-            self._depart(stepped=stepped)
+        if self.in_job and self.member.may_go():
+            self.member.depart(stepped=stepped)
 
-    def _depart(self, *, stepped: bool = False) -> None:
-        """The others go on without this member, or nobody does; it may not even have seen the header that let it go.
-        If there are no others, it stays the writer: nobody else has the state."""
-        if not self.departed:
-            self.departed = True
-            if self.elastic.uncommitted:
-                self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
-            if stepped:
-                self._keep_due = True
-            else:
-                self._keep()
-            self.gone = not self._is_last
-            if self.gone:
-                self._step_aside()
-                if self.outer:
-                    self.outer.close()  # the next rank speaks for the cluster
-            else:
-                self.in_job = False
-                self.writer.save_logs()
-            skip_validation(self.trainer)
-
-    @property
-    def _is_last(self) -> bool:
-        engine = self.engine
-        return bool(engine.role) and engine.view is not None and engine.view.ids() == (engine.member_id,)
+    def _left(self, stepped: bool) -> None:
+        """If there are no others, this member stays the writer: nobody else has the state."""
+        if self.elastic.uncommitted:
+            self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
+        self._keep_due = stepped
+        if not stepped:
+            self._keep()
+        if self.member.standing is Standing.LAST:
+            self.writer.save_logs()
+        else:
+            self.writer.step_aside(void=False)
+            self.hooks.close()  # the next rank speaks for the cluster
+        skip_validation(self.trainer)
 
     def _keep(self, *, ended: bool = False, stuck: bool = False) -> None:
         """If this was the last member, or none can go on, the state outlives it."""
         self._keep_due = False
-        if self.outer and not self.gone and self._is_last:
-            self.outer.leave()
+        if self.member.standing is Standing.LAST:
+            self.hooks.leave()
         self.stepper.put_back()
-        with self.alone():
-            self.engine.keep(
-                KeptState(self.state, self.elastic.uncommitted, ended=ended),
-                self.checkpoints.at(self.stepped[1]),
-                counted=self.trainer.global_step,
-                stuck=stuck,
-            )
+        with self.member.alone():
+            kept = KeptState(self.state, self.elastic.uncommitted, ended=ended)
+            self.member.keep(kept, counted=self.trainer.global_step, stuck=stuck)
 
     def end_epoch(self) -> None:
         """This member has left, and the epoch's end is not judged: there is no safe point after its last batch."""
@@ -845,65 +686,38 @@ class FitSession:
 
     def says_unsaved(self, path: str) -> bool:
         """Whether this member, asked for a checkpoint, is out of the job and does not write it; then it says so."""
-        if self.void or self.gone:
-            why = "was put out of the job, so its state is void" if self.void else "has left the job"
+        void = self.member.standing is Standing.VOID
+        if unsaved := void or self.member.standing is Standing.GONE:
+            why = "was put out of the job, so its state is void" if void else "has left the job"
             _log.warning(
                 "%s %s after step %d, so %s is not written here: %s",
-                self.config.name, why, self.stepped[0], path, OTHERS_SAVE if self.void else self.engine.saved_by,
+                self.config.name, why, self.member.stepped[0], path, OTHERS_SAVE if void else self.engine.saved_by,
             )  # fmt: skip
-        return self.void or self.gone
-
-    def _step_aside(self, *, void: bool = False) -> None:
-        self.in_job = False
-        self.writer.step_aside(void=void)
+        return unsaved
 
     def finish(self) -> None:
         """fit is over: the job's last slot, or the farewell of a member that left."""
-        if self.void and self.outer is None:  # the others may have finished the job meanwhile
-            self._come_in()
+        if (
+            self.member.standing is Standing.VOID and self.hooks.owns_result
+        ):  # the others may have finished the job meanwhile
+            self.come_in()
             if not self.departed:
-                self.fenced(FencedError("this member came back to a job whose loop is over here"))
-        self._refuse_void()
+                self.member.fenced(FencedError("this member came back to a job whose loop is over here"))
+        self.refuse_void()
         if not self.entered:
             return
-        self.finish_outer()
+        self.hooks.finish(self)
         if self.in_job:
             with contextlib.suppress(DepartedError):
-                # The final state of a cluster of outer sync is at its server.
-                self.engine.finish(self.state if self.outer is None else None, self.alone())
+                self.engine.finish(self.state if self.hooks.owns_result else None, self.member.alone())
             # The writer may have died since the last slot: one of those who finish saves what is saved after fit.
-            self._observe()
-            self.in_job = False
+            self.observe()
+            self.member.end()
         elif self.engine.out:
             self.engine.wait_released()
 
-    def finish_outer(self) -> None:
-        """The loop of an elastic cluster is over: it stays until the outer job is, and has its last version then.
-        Idempotent."""
-        if self.outer is None or self._outer_over or not self.entered:
-            return
-        self._refuse_void()
-        self.in_job |= self.through and not self.departed
-        if not self.in_job:
-            return
-        self.through = self._outer_over = True
-        self.outer.finish(why_over(self.trainer), self.gather, self._goes)
-        self._refuse_void()
-        if not self.departed:
-            save_last_again(self.trainer)
-
-    def _goes(self) -> bool:
-        """After a meeting of ranks whose loop is over: whether this one is out. The last one that was asked to leave
-        takes the cluster along. Newcomers are let in, for they are waited for before anybody goes."""
-        assert self.outer is not None
-        if not self.outer.cluster.over:
-            self._let_others_in()
-        elif self.engine.out:
-            self._depart()
-        return self.departed or self.void
-
-    def _refuse_void(self) -> None:
-        if self.void:
+    def refuse_void(self) -> None:
+        if self.member.standing is Standing.VOID:
             raise FencedError(
                 "this member was excluded from the job as it ended, so its state is void; the others have the result"
             )
@@ -911,15 +725,14 @@ class FitSession:
     def abandon(self, error: BaseException | None = None) -> None:
         """An exception ends fit: what callbacks do now must not call for the others, who go on without this member, or
         where members disagree end, too: then the state outlives them."""
-        if self.in_job and isinstance(error, DisagreementError) and not self.outer:
+        if self.in_job and isinstance(error, DisagreementError) and self.hooks.owns_result:
             self._keep(stuck=True)
-        self.in_job = False
+        self.member.end()
         self._place.leave()
-        if self._engine is not None:
+        if self.entered:
             try:
-                if self.outer:
-                    self.outer.close()
-                self._engine.close()
+                self.hooks.close()
+                self.engine.close()
             except Exception as error:  # the exception that brought us here must be the one that is seen
                 _log.warning("closing the engine of %s failed: %r", self.config.name, error)
 
@@ -931,8 +744,7 @@ class FitSession:
         forget_agreement(self.trainer)
         if self._stepper is not None:
             self._stepper.close()
-        if self.pipeline is not None:
-            self.pipeline.close()
+        self.hooks.restore()
         self.writer.logs.release()
         self._signals.restore()
         self._switch_as_before()
@@ -955,17 +767,124 @@ def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str
     """
     if not session.in_job:
         return None
-    try:
-        with meeting(session.state, name):
-            header = session.engine.gather_by_units(name, attempt, order=order)
-    except FencedError as error:
-        session.fenced(error)
+    with session.member.slot(), meeting(session.state, name):
+        header = session.engine.gather_by_units(name, attempt, order=order)
+        session.observe()
+        return dict(zip(session.engine.contributors, header.answers, strict=True))
+    return None
+
+
+class FitHooks:
+    """Hooks of one fit: the places in its order at which outer sync and pipelines do something of their own.
+
+    Those here are for members that have the whole model, in a job that is none of another one's clusters, so most do
+    nothing. `ElasticPart` (elastic.py) has those of a rank in a cluster of an outer job, and `PipelineFit`
+    (pipeline_fit.py) those of a member that owns some of the layers; no fit has both.
+
+    Attributes:
+        replays: Newcomers may replay steps.
+        owns_result: The members of this job have its final state, and schedules go by its steps.
+        leave_on_signals: Signals leave, unless the strategy's own option says no.
+        again: Effect of a second signal, in words.
+        request: Pipelines that this member asks for (`PipelineRequest.to_json`); "": it has the whole model.
+        beside: State that travels beside the training state.
+        rest: Names of the buffers that all members have, where each has some of the layers.
+        part_of: See `Engine.prepare`.
+        ended: The members stop in the middle of an epoch.
+        through: The loop of all members is over; perhaps it was before this one came.
+    """
+
+    replays = owns_result = leave_on_signals = True
+    again = "once more aborts"
+    request = ""
+    beside: StateAccess | None = None
+    rest: list[str] | None = None
+    part_of: Mapping[str, str] | None = None
+    ended = through = False
+
+    def begin(self) -> None: ...  # before the first batch, when set-up is over
+    def end_dry_run(self, config: EngineConfig) -> None: ...  # before there is an engine
+    def enter(self, fit: FitSession) -> None: ...  # before the engine's `prepare`
+    def attach(self, fit: FitSession) -> None: ...  # between `prepare` and the engine's `join`
+    def restart(self) -> None: ...  # before this member joins again: what it holds is void
+    def entered(self, fit: FitSession) -> None: ...  # the engine is in the job, with its state
+    def adopt(self, given: Mapping[str, Any]) -> None: ...  # a newcomer takes over what `clock_state` gave
+    def wait(self, fit: FitSession) -> None: ...  # between two batches: may stay there, where newcomers come in
+    def committed(self, header: Header) -> None: ...  # a slot is committed, or this member came in at it
+    def tell(self, view: View) -> None: ...  # the members of a view are in; at rank 0
+    def stepped(self, header: Header) -> None: ...  # a step is committed, and the optimizer has yet to take it
+    def applied(self, fit: FitSession, output: Any) -> None: ...  # it has, and its closure gave `output`
+    def show_base(self) -> None: ...  # validation begins
+    def show_own(self) -> None: ...  # callbacks have judged a validation
+    def fenced(self) -> None: ...  # this member was put out
+    def leave(self) -> None: ...  # the last member goes
+    def finish(self, fit: FitSession) -> None: ...  # the loop is over; idempotent
+    def close(self) -> None: ...  # this member is out of the job, in which others may go on; idempotent
+    def restore(self) -> None: ...  # fit is over, and the user's objects are to be what they were; idempotent
+
+    def loader(self, dataloader: Any, **options: Any) -> JobLoader:
+        """Wraps the user's training loader; options of `ElasticLoader`."""
+        return ElasticLoader(dataloader, **options)
+
+    def stepper(self, fit: FitSession) -> Stepper | PipelineStepper:
+        """Makes this member's steps."""
+        return Stepper(
+            fit.engine,
+            fit.trainer,
+            fit.collectives,
+            lambda: fit.elastic.current,
+            lambda: fit.elastic.spent(),
+            lambda: fit.elastic.order,
+            fit.pass_is_over,
+            lambda: self.says(fit.handover.says(fit.engine)),
+        )
+
+    def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
+        """Returns the signals that ask this member to leave. `last`: whether no other one holds what it does."""
+        return ExitSignals(first)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Words that must be equal at all members."""
+        return {}
+
+    def clock_state(self) -> dict[str, Any]:
+        """Returns what travels beside the loops' counters."""
+        return {}
+
+    def begins_pass(self, loader: JobLoader) -> bool:
+        """A pass begins; returns whether the loader was told here what it goes over."""
+        return False
+
+    def total(self) -> float | None:
+        """Returns the number of batches of this epoch; None: the loader says."""
         return None
-    except DepartedError:
-        session._depart()
-        return None
-    session._observe()
-    return dict(zip(session.engine.contributors, header.answers, strict=True))
+
+    def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
+        """A batch of the loop: the user's step, or what takes its place."""
+        return whole(fit.stepper).training_step(run, batch)
+
+    def says(self, logged: bytes) -> bytes:
+        """Returns what this member says beside its gradient, given what it hands over of its log."""
+        return logged
+
+    def said(self, header: Header) -> Sequence[bytes]:
+        """Returns what members have handed over of their logs, in rank order."""
+        return header.answers
+
+    @property
+    def writes(self) -> bool:
+        """Whether a member of this job logs and writes files; else one of another cluster does."""
+        return True
+
+    @property
+    def run(self) -> str:
+        """Id of the run where others than this job's members may go on with its files; "": there are none."""
+        return ""
+
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the model's part of a checkpoint, which `make` makes."""
+        return make()
 
 
 @contextmanager
@@ -986,55 +905,11 @@ def end_unused_batch(session: FitSession) -> None:
         raise StopIteration
 
 
-def joined(one: bytes, other: bytes) -> bytes:
-    """Two payloads as one."""
-    return len(one).to_bytes(4, "little") + one + other
-
-
-def split(both: bytes) -> tuple[bytes, bytes]:
-    """The two that `joined` made one; empty ones of a member that said nothing."""
-    end = 4 + int.from_bytes(both[:4], "little")
-    return both[4:end], both[end:]
-
-
 def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, FrameType | None], Any]]:
     """Handlers that the user had set for a signal; Lightning composes them with its own, which end the work at once."""
     found = getattr(before, "signal_handlers", [before])
     ours = (None, signal.default_int_handler)
     return [h for h in found if callable(h) and h not in ours and getattr(h, "__self__", None) is not connector]
-
-
-def make_stepper(session: FitSession, engine: Engine) -> Stepper | PipelineStepper:
-    outer, trainer = session.outer, session.trainer
-    if session.pipeline is not None:
-        return session.pipeline.stepper(engine)
-    return Stepper(
-        engine,
-        trainer,
-        session.collectives,
-        lambda: session.elastic.current,
-        lambda: session.elastic.spent(),
-        lambda: session.elastic.order,
-        session._pass_is_over,
-        lambda: joined(outer.says(), session.handover.says(engine)) if outer else session.handover.says(engine),
-    )
-
-
-def training_step(session: FitSession, run: Callable[[], Any], batch: Any) -> Any:
-    """A batch of the loop: the user's step, or where members own parts of the model, the units of an optimizer
-    step and its slot."""
-    if session.pipeline is None:
-        return whole(session.stepper).training_step(run, batch)
-    session.state.within_step = True
-    try:
-        session._average(0)
-    except NoStep:  # Lightning's closure must come to its end
-        session._within = False
-        return {"loss": torch.zeros((), device=session.trainer.strategy.root_device)}
-    finally:
-        session.state.within_step = False
-    session._within = True
-    return session.pipeline.output()
 
 
 def whole(stepper: Stepper | PipelineStepper) -> Stepper:

@@ -52,7 +52,7 @@ from chaos_lightning.strategies.refusals import (
 )
 from chaos_lightning.strategies.saving import KEY, convert_position, save, with_loaders
 from chaos_lightning.strategies.schedules import go_by_step
-from chaos_lightning.strategies.session import DataMode, FitSession, training_step
+from chaos_lightning.strategies.session import DataMode, FitSession
 from chaos_lightning.variables import warn_of_unknown
 
 _log = logging.getLogger("chaos_lightning")
@@ -194,11 +194,11 @@ class ChaosStrategy(ParallelStrategy):
             self.collectives,
         )
         if self.pipeline is not None:
-            self.session.pipeline = self._pipeline_fit(trainer, self.pipeline)
+            self.session.hooks = self._pipeline_fit(trainer, self.pipeline)
         if self.outer is not None:
-            self.session.outer = ElasticPart(trainer, self.outer)
-            behind = int(place.rank == 0 and not self.session.writes)  # a rank of another cluster writes
-            self.environment.place(place.rank + behind, place.world_size + behind)
+            self.session.hooks = ElasticPart(trainer, self.outer)
+        if place.rank == 0 and not self.session.hooks.writes:  # a rank of another cluster does
+            self.environment.place(1, place.world_size + 1)
         # Last: teardown takes it out where there is a session.
         trainer.callbacks[:] = [
             Companion(self.session),
@@ -276,11 +276,10 @@ class ChaosStrategy(ParallelStrategy):
             return
         trainer = self.session.trainer
         refuse_loaders(trainer, self.strategy_name)
-        if self.session.outer is not None:
-            self.session.outer.begin()
+        self.session.hooks.begin()
         # Lightning does this where it makes the loader: for estimated_stepping_batches, before it reads the checkpoint.
         trainer.fit_loop._load_combined_loader_states()
-        self.session.warn_of_lost_place()
+        self.session.loader.warn_of_lost_place()
         agree_on_validation(trainer, self.broadcast)
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         if trainer.enable_validation and val_loop._combined_loader is None:
@@ -297,25 +296,20 @@ class ChaosStrategy(ParallelStrategy):
         session, parent = self.session, super().training_step
         if session is None or not session.in_job:
             return parent(*args, **kwargs)
-        if session.outer is not None and session.elastic.current is not None:
-            session.outer.cluster.used(session.elastic.current.samples)
-        return training_step(session, lambda: parent(*args, **kwargs), args[0])
+        return session.hooks.training_step(session, lambda: parent(*args, **kwargs), args[0])
 
     def on_validation_start(self) -> None:
-        if self.session is not None and self.session.outer is not None:
-            self.session.outer.show_base()
+        if self.session is not None:
+            self.session.hooks.show_base()
 
     def on_validation_end(self) -> None:
         """After ModelCheckpoint and EarlyStopping have judged."""
-        if self.session is not None and self.session.outer is not None:
-            self.session.outer.show_own()
+        if self.session is not None:
+            self.session.hooks.show_own()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """In a cluster of outer sync, of the version that was adopted last: what a checkpoint holds, others have."""
-        outer = self.session.outer if self.session is not None else None
-        with outer.showing_base() if outer is not None else nullcontext():
-            state = super().lightning_module_state_dict()
-            return {n: v.clone() if isinstance(v, Tensor) and outer else v for n, v in state.items()}
+        parent = super().lightning_module_state_dict
+        return parent() if self.session is None else self.session.hooks.state_dict(parent)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         session, parent = self.session, super().validation_step
@@ -434,7 +428,7 @@ class ChaosStrategy(ParallelStrategy):
         if self.session is not None:
             of_steps = self.pipeline.micro_batches if self.pipeline is not None else 0
             convert_position(checkpoint, of_steps, self.session.trainer.accumulate_grad_batches)
-            self.session.checkpoints.load({**ours, "step": checkpoint.get("global_step", 0)})
+            self.session.member.checkpoints.load({**ours, "step": checkpoint.get("global_step", 0)})
         return checkpoint
 
     def _read(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -167,9 +167,10 @@ def test_no_modules_need_each_other_in_a_circle() -> None:
 
 # ------------------------------------------------------------------------------------------------ classes
 
-INTERFACES = ("Store", "TransferPolicy", "ViewPipeliner", "ChaosStrategy")
+INTERFACES = ("Store", "TransferPolicy", "ViewPipeliner", "ChaosStrategy", "FitHooks")
 """Classes of ours that others implement in files of their own; exceptions and Protocols beside them. A strategy is
-Lightning's interface, and that of pipelines is the other one but for what each member holds."""
+Lightning's interface, and that of pipelines is the other one but for what each member holds. Hooks do nothing of their
+own accord."""
 MOST_METHODS, MOST_ATTRIBUTES = 55, 40
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.errors import ConfigurationError, StateError
-from chaos_lightning.member.keeping import LoadedCheckpoint, remembered
+from chaos_lightning.member.keeping import LoadedCheckpoint, SavedCheckpoints, remembered
 from chaos_lightning.replication.access import ModuleState
 
 KEY = "chaos_lightning"
@@ -34,19 +34,20 @@ class Start:
     Attributes:
         step: Step of the checkpoint; 0 if the job began from none.
         data: State of the data, as `ElasticLoader.state_dict` says it; None if the job began from none.
-        checkpoints: Header hashes of the checkpoints that the state goes on from; this alone grows while the job runs.
+        checkpoints: Those that the state goes on from; these alone grow while the job runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: SavedCheckpoints) -> None:
         self.step = 0
         self.data: dict[str, Any] | None = None
-        self.checkpoints: list[str] = []
+        self.checkpoints = checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "data": self.data, "checkpoints": self.checkpoints}
+        return {"step": self.step, "data": self.data, "checkpoints": self.checkpoints.heads}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.data, self.checkpoints = state["step"], state["data"], list(state.get("checkpoints", ()))
+        self.step, self.data = state["step"], state["data"]
+        self.checkpoints.heads = list(state.get("checkpoints", ()))
 
 
 def content(state: ModuleState, loader: ElasticLoader, job: str, step: int, head: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from engine_job import Job
 
 from chaos_lightning.control.channel import drain
 from chaos_lightning.errors import DepartedError
+from chaos_lightning.protocol.types import GENESIS
 from chaos_lightning.trainer import Trainer
 
 
@@ -69,7 +71,7 @@ def test_released_at_the_rest_point(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     trainer = Trainer(name="a", endpoint="127.0.0.1:1", log_dir=str(tmp_path))
     try:
         monkeypatch.setattr(trainer, "_state", object())
-        monkeypatch.setattr(trainer, "_boundary_asked", True)
+        monkeypatch.setattr(trainer.engine, "header", replace(GENESIS, boundary=True))
         monkeypatch.setattr(trainer.engine, "boundary", departed)
         trainer.check_state_replication()
         assert trainer.engine.out
@@ -87,7 +89,7 @@ def test_whom_a_header_let_go_waits_for_its_release_before_it_closes(
     try:
         with trainer:
             monkeypatch.setattr(trainer, "_state", object())
-            trainer.engine.out = True
+            trainer._member.depart()
     finally:
         monkeypatch.undo()
         trainer.close()

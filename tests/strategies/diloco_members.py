@@ -219,6 +219,6 @@ def rank(spec: dict[str, Any]) -> None:
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "status": str(trainer.state.status),
-        "over": session.outer.cluster.over if session is not None and session.outer is not None else "",
+        "over": session.hooks.cluster.over if session is not None and not session.hooks.owns_result else "",
     }
     torch.save(report, out / f"{spec['name']}.pt")

@@ -162,7 +162,7 @@ class EngineDouble:
             shares=equal_shares([(weight, weight)]),
             ledger=ledger.merge(before.ledger, spent),
             answers=answers,
-            boundary=before.seq + 1 == self.boundary_at,
+            boundary=kind is not Kind.BOUNDARY and (before.boundary or before.seq + 1 == self.boundary_at),
             drifted=(DriftedPart(self.member_id, 0),) if before.seq + 1 == self.drift_at and not self.rejoined else (),
         )
         self.contributors = (self.member_id,)

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from chaos_lightning.errors import DepartedError, FencedError, StateError, UnsupportedError, WireError
+from chaos_lightning.member.participation import Participation, Standing
 from chaos_lightning.pipeline.absent import named_tensors, stand_in
 from chaos_lightning.replication.payload import encode_payload
 from chaos_lightning.strategies.pipeline_evaluation import (
@@ -403,7 +404,7 @@ def test_a_model_without_all_layers_is_not_evaluated_alone() -> None:
 class Gathering:
     """Engine whose collectives by units end with this error, if any."""
 
-    contributors = ("a", "b")
+    contributors, role = ("a", "b"), ""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -418,7 +419,7 @@ class Gathering:
     ("error", "told", "expected"),
     [
         (None, ["observed"], {"a": b"round", "b": b"content"}),
-        (FencedError("put out"), ["fenced put out"], None),
+        (FencedError("put out"), ["fenced"], None),
         (DepartedError("let go"), ["departed"], None),
     ],
 )
@@ -426,13 +427,15 @@ def test_a_session_takes_part_in_rounds_as_in_other_collectives(
     error: Exception | None, told: list[str], expected: dict[str, bytes] | None
 ) -> None:
     heard: list[str] = []
+    engine: Any = Gathering(error)
+    member = Participation(lambda: heard.append("fenced"), lambda stepped: heard.append("departed"), engine)
+    member.go(Standing.IN)
     session: Any = SimpleNamespace(
         in_job=True,
         state=SimpleNamespace(),
-        engine=Gathering(error),
-        fenced=lambda error: heard.append(f"fenced {error}"),
-        _depart=lambda: heard.append("departed"),
-        _observe=lambda: heard.append("observed"),
+        member=member,
+        engine=engine,
+        observe=lambda: heard.append("observed"),
     )
     assert gather_by_units(session, "round", None, "content") == expected
     assert heard == told

@@ -342,7 +342,8 @@ def test_gather_and_save_belong_before_newcomers_come_in(chaos: Trainer, tmp_pat
 
 def test_a_member_that_has_left_does_not_save(chaos: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(chaos, 2)
-    chaos.engine.out, chaos.engine.view = True, None
+    chaos.engine.view = None
+    chaos._member.depart()
     chaos.save(tmp_path / "a.pt")
     assert "a has left the job" in caplog.text
     assert list(tmp_path.iterdir()) == []
@@ -371,6 +372,23 @@ def test_after_a_rejoin_the_rest_of_the_batch_is_nothing(chaos: Trainer) -> None
     assert chaos.engine.rejoined == 1
     assert all(param.grad is None for param in model.parameters())
     assert steps[-1] == 3
+
+
+def test_a_loop_that_was_put_out_ends_if_its_job_is_finished_meanwhile(
+    chaos: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def comes_late(state: Any) -> None:
+        chaos.engine.role, chaos.engine.out, chaos.engine.view = "late", True, None
+
+    model, optimizer, loader = parts()
+    chaos.engine.fence_at = 2
+    monkeypatch.setattr(chaos.engine, "rejoin", comes_late)
+    updated = []
+    for batch in chaos.prepare(model, optimizer, loader, epochs=2):
+        chaos.backward(loss_of(model, batch))
+        updated.append(chaos.update())
+        optimizer.zero_grad()
+    assert updated == [True, True, False]
 
 
 # --- resume ---

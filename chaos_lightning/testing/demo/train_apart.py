@@ -50,7 +50,7 @@ def main() -> None:
         _, model = fit(args, strategy, Apart(args.folder, args.pause, events))
         # A rank of an elastic cluster has the inner strategy, with the cluster's part around its session.
         fitted: Any = strategy
-        part = fitted.fit.session if isinstance(strategy, ClusterStrategy) else fitted.session.outer.cluster
+        part = fitted.fit.session if isinstance(strategy, ClusterStrategy) else fitted.session.hooks.cluster
         events.emit(FINAL, version=str(part.base), hash=weights_of(model), reason=part.over)
 
 

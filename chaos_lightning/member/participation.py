@@ -1,0 +1,156 @@
+"""One member's participation in its job, from its loop's first batch to the last: its stages, and what moves it on.
+
+Theory of operation. A loop, Lightning's or the user's own, hosts a `Participation`, and takes its slots within `slot`.
+The engine says by an exception that this member was put out, or that it may go; here that becomes a stage, and the host
+is told what to do. At a safe point, when the optimizer has stepped, the host lets others in.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from chaos_lightning.errors import DepartedError, FencedError
+from chaos_lightning.member.engine import Engine
+from chaos_lightning.member.keeping import SavedCheckpoints
+from chaos_lightning.replication.access import StateAccess
+
+_log = logging.getLogger("chaos_lightning")
+
+
+class Standing(enum.Enum):
+    """Standing of a participation."""
+
+    ALONE = "not in yet, or the loop is over, or runs hooks of its own: collectives give a member its own value"
+    IN = "in the job"
+    VOID = "fenced: the state means nothing before the loop's next safe point, where it goes on as a newcomer"
+    GONE = "has left, and others go on"
+    LAST = "has left, and nobody else has its state"
+
+
+class Participation:
+    """See the module.
+
+    Args:
+        put_out: Is called when this member was fenced: gets the loop to its next safe point without anybody's help, or
+            joins again at once.
+        left: Is called when this member has left: keeps the state if need be. True: the last header is a step's that
+            the optimizer has yet to apply.
+        made: Engine of this member; None if it is made when the member comes in.
+
+    Attributes:
+        stage: See `Standing`.
+        stepped: Number and header hash of the last committed optimizer step.
+        checkpoints: Those that the present state goes on from.
+    """
+
+    def __init__(self, put_out: Callable[[], None], left: Callable[[bool], None], made: Engine | None = None) -> None:
+        self._put_out, self._left, self.made = put_out, left, made
+        self.standing = Standing.ALONE
+        self.stepped = (0, "")
+        self.checkpoints = SavedCheckpoints()
+
+    @property
+    def engine(self) -> Engine:
+        assert self.made is not None, "the member has not entered the job yet"
+        return self.made
+
+    @property
+    def in_job(self) -> bool:
+        """Whether collectives reach the others."""
+        return self.standing is Standing.IN
+
+    @property
+    def departed(self) -> bool:
+        return self.standing in (Standing.GONE, Standing.LAST)
+
+    @property
+    def out(self) -> bool:
+        """Whether this member was put out, or has left."""
+        return self.departed or self.standing is Standing.VOID
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other member is in the view."""
+        engine = self.engine
+        return bool(engine.role) and engine.view is not None and engine.view.ids() == (engine.member_id,)
+
+    def may_go(self) -> bool:
+        """Whether a header has let this member go, or it leaves and is alone, and nobody is about to come in."""
+        engine = self.engine
+        return engine.out or (engine.leaving and engine.world_size == 1 and engine.may_go())
+
+    def go(self, stage: Standing) -> None:
+        """Moves on to another stage; a member that has left stays so."""
+        assert not self.departed, f"{stage.name} after {self.standing.name}"
+        self.standing = stage
+
+    def come_in(self, enter: Callable[[], object]) -> DepartedError | None:
+        """Enters the job, or joins it again. A member that was asked to leave meanwhile waits for nothing and is in no
+        view: it has left then, and the error is returned."""
+        try:
+            enter()
+        except DepartedError as error:
+            if not self.engine.leaving:
+                raise
+            self.depart()
+            return error
+        return None
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Takes slots within; if this member is put out or let go there, the rest within is left out."""
+        try:
+            yield
+        except FencedError as error:
+            self.fenced(error)
+        except DepartedError:
+            self.depart()
+
+    def fenced(self, error: FencedError) -> None:
+        """The state is void from here on."""
+        if self.standing is not Standing.VOID:
+            _log.warning("%s; this process joins again by itself", error)
+            self.go(Standing.VOID)
+            self._put_out()
+
+    def depart(self, *, stepped: bool = False) -> None:
+        """The others go on without this member, or nobody does; it may not even have seen the header that let it go."""
+        if not self.departed:
+            self.go(Standing.LAST if self.is_last else Standing.GONE)
+            self._left(stepped)
+
+    def let_others_in(self, state: StateAccess) -> bool:
+        """At a safe point: serves newcomers that replay, and lets those in for whom the last header asks, if it does;
+        returns whether it has."""
+        with self.slot():
+            self.engine.serve(state)
+            if self.engine.header.boundary and not self.engine.out:  # it is asked for until it comes
+                self.engine.boundary(state)
+                return True
+        return False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Has collectives inside answer with this member's own values."""
+        kept = self.standing
+        self.end()
+        try:
+            yield
+        finally:
+            self.standing = kept
+
+    def end(self) -> None:
+        """The loop is over, or others may not be called any more; a member that left stays at its stage."""
+        if self.in_job:
+            self.go(Standing.ALONE)
+
+    def keep(self, state: StateAccess, *, counted: int, stuck: bool = False) -> None:
+        """Keeps the state if this was the last member, or none can go on; see `Engine.keep`."""
+        self.engine.keep(state, self.checkpoints.at(self.stepped[1]), counted=counted, stuck=stuck)
+
+    def saved(self) -> None:
+        """The job has a checkpoint of the present state."""
+        self.checkpoints.heads = self.checkpoints.at(self.stepped[1])
