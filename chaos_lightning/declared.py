@@ -182,6 +182,13 @@ class Options:
         return made(**given)
 
 
+def absolute(instance: T) -> T:
+    """Returns the same settings for a process that may run in another folder."""
+    rows = declared(type(instance)).items()
+    paths = {name: made.absolute(getattr(instance, name)) for name, made in rows if made.absolute is not None}
+    return dataclasses.replace(instance, **paths)  # type: ignore[type-var]
+
+
 def check_each(instance: Any) -> None:
     """Checks each setting by itself.
 
