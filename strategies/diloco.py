@@ -352,17 +352,16 @@ def DiLoCoStrategy(
             of its own: a process per device of this machine. "chaos", or a `ChaosStrategy`: this process is one of its
             ranks, which come and go. "auto" takes chaos under torchrun's backend chaos, ddp for several devices, else
             one process.
-        server: The parameter server as HOST:PORT, several with commas. Without it (and without the environment's
-            CHAOS_PS) the first process of a machine starts one there.
-        name: This cluster's name, unique in the job; the same at all its ranks.
-        inner_steps: Steps of a usual cluster from one push to the next.
-        outer_lr: Learning rate of the server.
-        outer_momentum: Momentum of the server.
-        policy: When a round is decided and which pushes count: robust, sync, async or di_ps.
-        codec: How pushes and versions travel: bf16, fp32 or int8.
-        data: "shared" (the default): all clusters have the same data set, and each sample counts once per epoch.
-            "local": each has data of its own.
-        overlap: Whether to train on while a push and its answer travel.
+        server: The parameter server as HOST:PORT; where several leaders stand by for each other, all of them, with
+            commas. Without it (and without the environment's CHAOS_PS) the first process of a machine starts one there.
+        name: This cluster's name, unique in the job. All its ranks have the same one.
+        inner_steps: Inner steps of a usual cluster from one push to the next (H).
+        outer_lr: Learning rate of the server (eta).
+        outer_momentum: Momentum of the server (mu).
+        policy: When a round is decided, and which pushes count. One of robust, sync, async and di_ps.
+        codec: How pushes and versions travel: bf16, fp32, int8, or one that was registered.
+        data: shared: all clusters train one data set, each sample once an epoch. local: each has its own.
+        overlap: Train on while a push travels and is judged. Off: wait for its version.
         options: `DiLoCoOptions` or a mapping of its fields.
 
     Returns:
