@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.data.workers import tie_workers
+from chaos_lightning.declared import options_of
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.orphan import VARIABLE as UNDER_OUR_TORCHRUN
 from chaos_lightning.member.training import least_batch
@@ -374,10 +375,10 @@ def DiLoCoStrategy(
         inner = "chaos"
     if inner == "chaos" or isinstance(inner, ChaosStrategy):
         strategy = inner if isinstance(inner, ChaosStrategy) else ChaosStrategy()
-        strategy.outer = OuterTerms(DiLoCoOptions.of(options), given)
+        strategy.outer = OuterTerms(options_of(DiLoCoOptions, options), given)
         return strategy
     refuse_inner(inner)
-    return ClusterStrategy(inner, DiLoCoOptions.of(options), given)
+    return ClusterStrategy(inner, options_of(DiLoCoOptions, options), given)
 
 
 def _others(trainer: Trainer) -> list[pl.Callback]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.data.workers import tie_workers
+from chaos_lightning.declared import options_of
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.pipeline.device_memory import device_memory
 from chaos_lightning.pipeline.hooked import alone
@@ -99,7 +100,7 @@ class ChaosStrategy(ParallelStrategy):
         if data not in ("shared", "local"):
             raise ConfigurationError(f"data={data!r}; expected 'shared' or 'local'")
         self.data = data
-        self.options = ChaosOptions.of(options)
+        self.options = options_of(ChaosOptions, options)
         self._given = {name: told[name] for name in ARGUMENTS}
         self.session: FitSession | None = None
         self.outer: OuterTerms | None = None

@@ -30,7 +30,7 @@ from chaos_lightning.control.options import (
     rules_of,
     settings_from_json,
 )
-from chaos_lightning.declared import Setting, at_least, declared, positive
+from chaos_lightning.declared import Setting, at_least, declared, options_of, positive
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.cluster import strategy_options
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
@@ -108,7 +108,7 @@ def test_a_members_setting_is_a_strategys(name: str) -> None:
         assert next(f.default for f in fields(place) if f.name == name) is None
     if name not in ARGUMENTS:
         value = other(MEMBERS[name])
-        assert ChaosOptions.of({name: value}).for_engine()[name] == value
+        assert options_of(ChaosOptions, {name: value}).for_engine()[name] == value
         assert MEMBERS[name].help in (ChaosOptions.__doc__ or "")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from chaos_lightning.declared import Options, declared, document, optional_base, same_as, setting
+from chaos_lightning.declared import declared, document, optional_base, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.rules.settings import OuterSettings
@@ -30,7 +30,7 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoOptions(_Options, Options):
+class DiLoCoOptions(_Options):
     """Settings that most jobs leave alone: those of the job and of this cluster but for the strategy's own arguments,
     and some more. `batch` is by default what a step of this cluster uses.
     """
