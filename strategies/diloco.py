@@ -45,7 +45,7 @@ from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.strategies.companion import Launcher, RankLauncher
 from chaos_lightning.strategies.elastic import OuterTerms, replica_of, words_of
-from chaos_lightning.strategies.environment import ChaosEnvironment
+from chaos_lightning.strategies.environment import OneProcess
 from chaos_lightning.strategies.fingerprint import seed_of
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.outer_fit import OuterCompanion, OuterFit, SharedLoader
@@ -59,13 +59,6 @@ from chaos_lightning.variables import warn_of_unknown
 NAME = "chaos_diloco"
 MARGIN_S = 60.0
 """By so much longer than rank 0 waits for anything, other ranks wait for its word."""
-
-
-class OneProcess(ChaosEnvironment):
-    """Environment of a cluster of one process, whatever has started it."""
-
-    def local_rank(self) -> int:
-        return 0
 
 
 class ClusterStrategy(DDPStrategy):
