@@ -15,7 +15,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Self, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from chaos_lightning.errors import ConfigurationError
 
@@ -160,27 +160,31 @@ def optional_base(module: str, *owners: type, without: Collection[str]) -> type:
     return dataclasses.make_dataclass("_Options", made, namespace={"__module__": module}, frozen=True, kw_only=True)
 
 
-class Options:
-    """Base of dataclasses of options, which Hydra and jsonargparse hand over in several ways."""
+def options_of(owner: type[T], given: T | Mapping[str, Any] | None) -> T:
+    """Returns an instance of a class of options, of what Hydra, jsonargparse and users hand over.
 
-    @classmethod
-    def of(cls, given: Self | Mapping[str, Any] | None) -> Self:
-        """Accepts an instance, a mapping or nothing.
+    Args:
+        owner: The class.
+        given: An instance, a mapping or nothing.
 
-        Raises:
-            ConfigurationError: The value is none of these, or names what is no option.
-        """
-        made: Callable[..., Self] = cls
-        if given is None:
-            return made()
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise ConfigurationError(f"options is a {type(given).__name__}; expected {cls.__name__} or a mapping")
-        known = sorted(declared(cls))
-        if unknown := sorted(set(given) - set(known)):
-            raise ConfigurationError(f"unknown options {unknown}; expected some of {known}")
-        return made(**given)
+    Raises:
+        ConfigurationError: The value is none of these, or names what is no option.
+    """
+    if isinstance(given, owner):
+        return given
+    if not isinstance(given, Mapping | None):
+        raise ConfigurationError(f"options is a {type(given).__name__}; expected {owner.__name__} or a mapping")
+    known = sorted(declared(owner))
+    if unknown := sorted(set(given or {}) - set(known)):
+        raise ConfigurationError(f"unknown options {unknown}; expected some of {known}")
+    return owner(**(given or {}))
+
+
+def absolute(instance: T) -> T:
+    """Returns the same settings for a process that may run in another folder."""
+    rows = declared(type(instance)).items()
+    paths = {name: made.absolute(getattr(instance, name)) for name, made in rows if made.absolute is not None}
+    return dataclasses.replace(instance, **paths)  # type: ignore[type-var]
 
 
 def check_each(instance: Any) -> None:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from chaos_lightning.declared import (
     Check,
-    Options,
     Setting,
     at_least,
     check_each,
@@ -293,7 +292,7 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChaosOptions(_Options, Options):
+class ChaosOptions(_Options):
     """Settings that most jobs leave alone: those of `EngineConfig` but for the strategy's own arguments, and two more.
 
     None means: the environment's CHAOS_<NAME>, else the default.

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from chaos_lightning.data.leased import LeasedLoader
 from chaos_lightning.data.workers import tie_workers
+from chaos_lightning.declared import options_of
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.orphan import VARIABLE as UNDER_OUR_TORCHRUN
 from chaos_lightning.member.training import least_batch
@@ -44,7 +45,7 @@ from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.planning.batches import UNTOLD, Batches
 from chaos_lightning.strategies.companion import Launcher, RankLauncher
 from chaos_lightning.strategies.elastic import OuterTerms, replica_of, words_of
-from chaos_lightning.strategies.environment import ChaosEnvironment
+from chaos_lightning.strategies.environment import OneProcess
 from chaos_lightning.strategies.fingerprint import seed_of
 from chaos_lightning.strategies.lightning_types import Trainer
 from chaos_lightning.strategies.outer_fit import OuterCompanion, OuterFit, SharedLoader
@@ -58,13 +59,6 @@ from chaos_lightning.variables import warn_of_unknown
 NAME = "chaos_diloco"
 MARGIN_S = 60.0
 """Seconds by which other ranks wait longer for rank 0's word than rank 0 waits for anything."""
-
-
-class OneProcess(ChaosEnvironment):
-    """Environment of a cluster of one process, whatever has started it."""
-
-    def local_rank(self) -> int:
-        return 0
 
 
 class ClusterStrategy(DDPStrategy):
@@ -352,17 +346,16 @@ def DiLoCoStrategy(
             of its own: a process per device of this machine. "chaos", or a `ChaosStrategy`: this process is one of its
             ranks, which come and go. "auto" takes chaos under torchrun's backend chaos, ddp for several devices, else
             one process.
-        server: The parameter server as HOST:PORT, several with commas. Without it (and without the environment's
-            CHAOS_PS) the first process of a machine starts one there.
-        name: This cluster's name, unique in the job; the same at all its ranks.
-        inner_steps: Steps of a usual cluster from one push to the next.
-        outer_lr: Learning rate of the server.
-        outer_momentum: Momentum of the server.
-        policy: When a round is decided and which pushes count: robust, sync, async or di_ps.
-        codec: How pushes and versions travel: bf16, fp32 or int8.
-        data: "shared" (the default): all clusters have the same data set, and each sample counts once per epoch.
-            "local": each has data of its own.
-        overlap: Whether to train on while a push and its answer travel.
+        server: The parameter server as HOST:PORT; where several leaders stand by for each other, all of them, with
+            commas. Without it (and without the environment's CHAOS_PS) the first process of a machine starts one there.
+        name: This cluster's name, unique in the job. All its ranks have the same one.
+        inner_steps: Inner steps of a usual cluster from one push to the next (H).
+        outer_lr: Learning rate of the server (eta).
+        outer_momentum: Momentum of the server (mu).
+        policy: When a round is decided, and which pushes count. One of robust, sync, async and di_ps.
+        codec: How pushes and versions travel: bf16, fp32, int8, or one that was registered.
+        data: shared: all clusters train one data set, each sample once an epoch. local: each has its own.
+        overlap: Train on while a push travels and is judged. Off: wait for its version.
         options: `DiLoCoOptions` or a mapping of its fields.
 
     Returns:
@@ -375,10 +368,10 @@ def DiLoCoStrategy(
         inner = "chaos"
     if inner == "chaos" or isinstance(inner, ChaosStrategy):
         strategy = inner if isinstance(inner, ChaosStrategy) else ChaosStrategy()
-        strategy.outer = OuterTerms(DiLoCoOptions.of(options), given)
+        strategy.outer = OuterTerms(options_of(DiLoCoOptions, options), given)
         return strategy
     refuse_inner(inner)
-    return ClusterStrategy(inner, DiLoCoOptions.of(options), given)
+    return ClusterStrategy(inner, options_of(DiLoCoOptions, options), given)
 
 
 def _others(trainer: Trainer) -> list[pl.Callback]:

@@ -79,3 +79,10 @@ class ChaosEnvironment(ClusterEnvironment):
     def detect() -> bool:
         """Returns False: this environment is never chosen by itself, only together with the strategy."""
         return False
+
+
+class OneProcess(ChaosEnvironment):
+    """Environment of a cluster of one process, whatever has started it."""
+
+    def local_rank(self) -> int:
+        return 0

@@ -56,21 +56,24 @@ class ChaosPipelineStrategy(ChaosStrategy):
     Args:
         micro_batches: Number of micro-batches in an optimizer step. Each has the training loader's batch size; one
             batch of the loop is one step.
-        policy: How the job goes on after a loss. "reroute" sends micro-batches through others that hold the same
-            layers, "dynamic" moves layers, "adaptive" takes whichever trains more samples, "restart" ends the job with
-            exit code 79 for a start from a checkpoint.
-        device_memory: Bytes that layers may take here, or a text such as "8 GiB". By default what the device has.
-        chain: Name of the list of blocks, such as "model.layers", if the module has no `chaos_chain`.
-        profile: File that `chaos-lightning profile` wrote. By default layers are measured at the start.
+        policy: How the job goes on after a loss: adaptive, reroute, dynamic or restart. reroute sends micro-batches
+            through others that hold the same layers, dynamic moves layers, adaptive takes whichever trains more
+            samples, restart ends the job with exit code 79 for a start from a checkpoint.
+        device_memory: Memory for layers on this member's device, as bytes or a text such as 8 GiB. By default what the
+            device has.
+        chain: Name of the list of blocks that stages are cut from, such as model.layers. By default the module's
+            attribute `chaos_chain`.
+        profile: File of `chaos-lightning profile`, whose times and sizes of layers count. By default layers are
+            measured at the start.
         copies: Number of members that hold each layer, as far as memory allows.
-        on_lost_parts: "wait" or "end", if nobody is left who holds some layer.
+        on_lost_parts: What the job does when nobody is left who holds some layer: wait for a machine that comes back,
+            or end (exit code 79).
         dry_run: Say what the planner makes of this model, and end before anything is trained.
         endpoint: As of `ChaosStrategy`.
         job: As of `ChaosStrategy`.
         name: As of `ChaosStrategy`.
-        min_nodes: Training starts once so many nodes are here and some plan fits them: with less memory than the model
-            needs, more nodes are waited for, and the console says how many. Below it, or where no plan fits those who
-            are left, training pauses.
+        min_nodes: Training starts with, and pauses below, so many nodes. It also waits until some plan fits those who
+            are here: with less memory than the model needs, the console says how many more nodes it takes.
         max_nodes: As of `ChaosStrategy`.
         log_dir: As of `ChaosStrategy`.
         options: `ChaosOptions` or a mapping of its fields.

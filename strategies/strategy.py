@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chaos_lightning.data.workers import tie_workers
+from chaos_lightning.declared import options_of
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.pipeline.device_memory import device_memory
 from chaos_lightning.pipeline.hooked import alone
@@ -62,14 +63,15 @@ class ChaosStrategy(ParallelStrategy):
     """Data-parallel training whose members may join, leave and die.
 
     Args:
-        endpoint: Scheduler as HOST:PORT. If it is this machine's and free, the first process hosts it.
+        endpoint: The scheduler as HOST:PORT. If it is this machine's and free, the first process hosts it.
         job: Name of the job; members of different jobs never meet.
         name: This node's name, unique in the job.
         min_nodes: Training starts with, and pauses below, so many nodes.
-        max_nodes: Further ones wait.
+        max_nodes: Workers of further nodes wait as standbys.
         data: "shared": all members have the same data set and each sample is used once per epoch. "local": each
             member has data of its own.
-        log_dir: Folder of the event log; by default one in ~/.local/state, which is said at the join; "none": no log.
+        log_dir: Folder of the event log, by which audit, report and top know what happened: auto, none, or a folder.
+            auto is one in ~/.local/state, which is said at the join.
         options: `ChaosOptions` or a mapping of its fields.
 
     Arguments that are None come from the environment (CHAOS_ENDPOINT and so on, set by the torchrun backend), else
@@ -98,7 +100,7 @@ class ChaosStrategy(ParallelStrategy):
         if data not in ("shared", "local"):
             raise ConfigurationError(f"data={data!r}; expected 'shared' or 'local'")
         self.data = data
-        self.options = ChaosOptions.of(options)
+        self.options = options_of(ChaosOptions, options)
         self._given = {name: told[name] for name in ARGUMENTS}
         self.session: FitSession | None = None
         self.outer: OuterTerms | None = None

@@ -33,8 +33,10 @@ from chaos_lightning.control.options import (
     SchedulerOptions,
     check_advertise,
     check_settings,
+    rules_of,
     settings_from_json,
 )
+from chaos_lightning.declared import absolute
 from chaos_lightning.errors import (
     ChaosError,
     ConfigurationError,
@@ -48,7 +50,7 @@ from chaos_lightning.machine.process_table import start_time, still_runs
 from chaos_lightning.membership.peers import short
 from chaos_lightning.protocol.types import PlanSpec
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
-from chaos_lightning.settings import EngineConfig, absolute_log_dir, from_environment
+from chaos_lightning.settings import EngineConfig, from_environment
 
 logger = logging.getLogger("chaos_lightning.control")
 
@@ -343,10 +345,9 @@ def _gave_way(options: SchedulerOptions) -> bool:
 def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
     path, log = options.store_path, _log_of(options)
     arguments = replace(
-        options,
+        absolute(options),
         store=str(path.absolute()) if path is not None else options.store,
         idle_timeout_s=options.idle_timeout_s or IDLE_TIMEOUT_S,
-        log_dir=absolute_log_dir(options.log_dir),
         keys_dir=secret.keys_dir,
         token_file="",
     ).arguments()
@@ -411,15 +412,9 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
     if plan.chunk_nbytes == PlanSpec().chunk_nbytes:
         plan = replace(plan, chunk_nbytes=config.chunk_nbytes or base.plan.chunk_nbytes)
     settings = replace(
-        base,
-        job=config.job,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
+        rules_of(config, base),
         heartbeat_interval_s=min(base.heartbeat_interval_s, config.heartbeat_timeout_s / 3),
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-        finished_s=config.finished_s,
         plan=plan,
-        links=config.links if config.links != "auto" else base.links,
     )
     given = from_environment(HOSTED, os.environ)
     given["advertise"] = check_advertise(

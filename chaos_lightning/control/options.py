@@ -253,6 +253,16 @@ def change_settings(settings: Settings, given: dict[str, Any]) -> Settings:
     return replace(settings, **{name: known[name].read(value, f"setting {name}") for name, value in given.items()})
 
 
+FOLLOWING = tuple(name for name in declared(Settings) if name in declared(EngineConfig) and name != "join_timeout_s")
+"""Rules of a job that follow from what its members have under the same name; `join_timeout_s` of members is another."""
+
+
+def rules_of(config: EngineConfig, base: Settings) -> Settings:
+    """Returns the rules of a job that this member hosts: its own settings where it has them, else those of `base`."""
+    own = {name: getattr(config, name) for name in FOLLOWING}
+    return replace(base, **own | ({"links": base.links} if config.links == "auto" else {}))
+
+
 def check_settings(settings: Settings) -> Settings:
     """Returns the settings, if they can work together.
 

@@ -13,7 +13,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,18 +222,33 @@ class HelpFormat(argparse.RawDescriptionHelpFormatter):
         super().add_usage(usage, actions, groups, prefix or "Usage: ")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of `chaos-lightning scheduler`. Values are left as text, for `read`."""
-    rules = "\n".join(f"  {rule.name:24}{rule.short} ({rule.shown})" for rule in declared(Settings).values())
+def options_parser(name: str, words: str, options: Mapping[str, Setting], epilog: str = "") -> argparse.ArgumentParser:
+    """Returns the parser of a command that takes these settings; values are left as text, for `read_options`."""
     made = argparse.ArgumentParser(
-        prog="chaos-lightning scheduler",
-        description=HELP,
-        epilog=f"rules for --set:\n{rules}",
+        prog=f"chaos-lightning {name}",
+        description=words,
+        epilog=epilog or None,
         formatter_class=HelpFormat,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    add_options(made, OPTIONS)
+    add_options(made, options)
+    return made
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Returns the exit code of a command that does this; prints the error that ends it."""
+    try:
+        return work()
+    except ChaosError as error:
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of `chaos-lightning scheduler`. Values are left as text, for `read`."""
+    rules = "\n".join(f"  {rule.name:24}{rule.short} ({rule.shown})" for rule in declared(Settings).values())
+    made = options_parser("scheduler", HELP, OPTIONS, f"rules for --set:\n{rules}")
     made.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a rule of the job (repeatable); see below"
     )
@@ -268,11 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.detach:
         detach(Path(given.detach).absolute())
     TerminalGuard().open()
-    try:
-        return run(read(given))
-    except ChaosError as error:
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
-        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
+    return exit_code(lambda: run(read(given)))
 
 
 def scheduler(arguments: Sequence[str]) -> None:

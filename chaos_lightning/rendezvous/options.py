@@ -18,9 +18,11 @@ from typing import Any
 
 from chaos_lightning.control.options import (
     ETCD,
+    FOLLOWING,
     HOSTED,
     SchedulerOptions,
     check_advertise,
+    rules_of,
     settings_from_json,
     settings_to_json,
 )
@@ -85,11 +87,7 @@ class RendezvousOptions:
 
 MEMBER_OPTIONS = {name: made for name, made in declared(EngineConfig).items() if name not in _TORCHRUNS}
 """Options of the workers."""
-SETTING_OPTIONS = {
-    _RENAMED.get(name, name): made
-    for name, made in declared(Settings).items()
-    if name in _RENAMED or name not in declared(EngineConfig)
-}
+SETTING_OPTIONS = {_RENAMED.get(name, name): made for name, made in declared(Settings).items() if name not in FOLLOWING}
 """Rules of the scheduler that are not also a member's settings; they count on the node that hosts it."""
 OPTIONS: Mapping[str, Setting] = {**MEMBER_OPTIONS, **SETTING_OPTIONS, **declared(RendezvousOptions), **HOSTED}
 """All that --rdzv-conf takes."""
@@ -180,16 +178,7 @@ def _values(options: Mapping[str, Setting], conf: Mapping[str, str], environ: Ma
 def _rules(config: EngineConfig, conf: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
     """Returns the environment's settings, with what --rdzv-conf says, and what this node's members go by."""
     base = settings_from_json(environ.get("CHAOS_SETTINGS") or "{}")
-    return replace(
-        base,
-        **_values(SETTING_OPTIONS, conf, {}),
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-        finished_s=config.finished_s,
-        links=config.links if config.links != "auto" else base.links,
-        job=config.job,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-    )
+    return replace(rules_of(config, base), **_values(SETTING_OPTIONS, conf, {}))
 
 
 def candidates(endpoint: str, bind: str, store: str) -> str:

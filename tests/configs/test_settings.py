@@ -21,8 +21,16 @@ from chaos_lightning.configs.schema import (
     PipelineStrategyConfig,
 )
 from chaos_lightning.control import scheduler_main
-from chaos_lightning.control.options import HOSTED, MEMORY, SchedulerOptions, change_settings, settings_from_json
-from chaos_lightning.declared import Setting, at_least, declared, positive
+from chaos_lightning.control.options import (
+    FOLLOWING,
+    HOSTED,
+    MEMORY,
+    SchedulerOptions,
+    change_settings,
+    rules_of,
+    settings_from_json,
+)
+from chaos_lightning.declared import Setting, at_least, declared, options_of, positive
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.cluster import strategy_options
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
@@ -99,7 +107,7 @@ def test_a_members_setting_is_a_strategys(name: str) -> None:
         assert next(f.default for f in fields(place) if f.name == name) is None
     if name not in ARGUMENTS:
         value = other(MEMBERS[name])
-        assert ChaosOptions.of({name: value}).for_engine()[name] == value
+        assert options_of(ChaosOptions, {name: value}).for_engine()[name] == value
         assert MEMBERS[name].help in (ChaosOptions.__doc__ or "")
 
 
@@ -179,6 +187,14 @@ def test_torchrun_takes_all_that_it_does_not_say_itself() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ of a scheduler
+
+
+@pytest.mark.parametrize("name", sorted(RULES.keys() & MEMBERS.keys()))
+def test_a_rule_that_members_have_follows_from_theirs(name: str) -> None:
+    assert (name in FOLLOWING) == (MEMBERS[name].help == RULES[name].help)
+    value = "mine" if name == "job" else other(MEMBERS[name])
+    made = rules_of(EngineConfig(**{"max_nodes": 99, name: value}), Settings())
+    assert getattr(made, name) == (value if name in FOLLOWING else RULES[name].default)
 
 
 def parsed(*arguments: str) -> SchedulerOptions:
@@ -334,6 +350,13 @@ def test_the_page_tells_each_setting() -> None:
     if os.environ.get("CHAOS_REWRITE"):
         PAGE.write_text(text)
     assert PAGE.read_text() == text, "docs/settings.md is of yesterday; CHAOS_REWRITE=1 writes it again"
+
+
+@pytest.mark.parametrize("name", strategy_options.ARGUMENTS)
+def test_the_page_of_outer_sync_has_each_argument_with_its_default(name: str) -> None:
+    default = {**OUTER, **CLUSTERS}[name].default
+    row = rf"^\| {name} \| {re.escape(str(default).lower())}[^|]* \| "
+    assert re.search(row, PAGE.with_name("diloco.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

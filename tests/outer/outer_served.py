@@ -12,11 +12,13 @@ from typing import Any
 from served import PATIENCE_S, Facts, shared_loop
 
 from chaos_lightning.control.memory_store import MemoryStore
+from chaos_lightning.control.options import MEMORY
 from chaos_lightning.control.store import Store
 from chaos_lightning.errors import ChaosError
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.process_table import host_identity, start_time
 from chaos_lightning.outer.exchange.control_client import ControlClient
+from chaos_lightning.outer.exchange.options import LeaderOptions
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.exact import ExactSum
 from chaos_lightning.outer.rules.types import (
@@ -47,12 +49,14 @@ class OuterServed:
         *,
         log: EventLog | None = None,
         standing: Any = None,
-        **config: Any,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        secret: Secret = b"",
+        **options: Any,
     ) -> None:
         self.loop = shared_loop()
-        self.server = OuterServer(
-            LeaderConfig(**{"host": "127.0.0.1", "port": 0, **config}), open_store, log or EventLog(None), standing
-        )
+        config = LeaderConfig(options=LeaderOptions(store=MEMORY, **options), host=host, port=port, secret=secret)
+        self.server = OuterServer(config, open_store, log or EventLog(None), standing)
         self._ended = threading.Event()
         self.outcome: tuple[str, bool] | None = None
         self._run(self.server.start())

@@ -18,14 +18,18 @@ from torch import Tensor
 from until_support import until
 
 from chaos_lightning.control.memory_store import MemoryStore, Shelf
+from chaos_lightning.control.scheduler_main import options_parser
+from chaos_lightning.declared import declared, read_options
 from chaos_lightning.errors import ConfigurationError, NoDonorError
 from chaos_lightning.events.events import read_events
 from chaos_lightning.events.registry import problems
-from chaos_lightning.outer.commands import follower_main
+from chaos_lightning.machine.addresses import split_endpoint
+from chaos_lightning.outer.commands import follower_main, server_main
 from chaos_lightning.outer.exchange.codec import BF16, Part
 from chaos_lightning.outer.exchange.fetching import fetch_version, hold_push
 from chaos_lightning.outer.exchange.kernel import OuterState, RoundUpdate
 from chaos_lightning.outer.exchange.lines import SERVING, ParkedLines
+from chaos_lightning.outer.exchange.options import ServerOptions
 from chaos_lightning.outer.follower.follower_options import FollowerOptions
 from chaos_lightning.outer.rules import messages as say
 from chaos_lightning.outer.rules.grid import Grid
@@ -129,6 +133,18 @@ def following(endpoint: str, name: str, folder: Path) -> Iterator[Child]:
         child.send(signal.SIGKILL)
         until(lambda: not child.running, f"the end of {name}")
         child.release()
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:5", "[::1]:5"])
+def test_a_server_tells_its_followers_all_that_they_have_settings_for(tmp_path: Path, listen: str) -> None:
+    both = declared(FollowerOptions).keys() & declared(ServerOptions).keys() - {"name", "dir", "bind", "advertise"}
+    given = {name: "checksum" if name == "links" else f"a-{name}" for name in both}
+    words = server_main._follower(ServerOptions(listen=listen, dir=str(tmp_path), **given), "f-0")
+    known = declared(FollowerOptions)
+    told = FollowerOptions(**read_options(options_parser("", "", known).parse_args(words), known))
+    assert {name: getattr(told, name) for name in both} == given
+    assert (told.server, told.name, told.folder) == (listen, "f-0", tmp_path / "f-0")
+    assert told.place == (split_endpoint(listen)[0], 0)
 
 
 def replayed(shelf: Shelf) -> Tensor:

@@ -31,6 +31,7 @@ from strategy_models import Regression
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
+from chaos_lightning.declared import options_of
 from chaos_lightning.errors import ConfigurationError, UnsupportedError
 from chaos_lightning.machine.signals import ExitSignals
 from chaos_lightning.outer.cluster.strategy_options import build
@@ -107,8 +108,8 @@ def test_construction_has_no_side_effects(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_options_are_an_instance_a_mapping_or_nothing() -> None:
     options = DiLoCoOptions(seed=3, gate_limit=4.0)
-    assert pickle.loads(pickle.dumps(options)) == options == DiLoCoOptions.of({"seed": 3, "gate_limit": 4.0})
-    assert DiLoCoOptions.of(None) == DiLoCoOptions()
+    assert pickle.loads(pickle.dumps(options)) == options == options_of(DiLoCoOptions, {"seed": 3, "gate_limit": 4.0})
+    assert options_of(DiLoCoOptions, None) == DiLoCoOptions()
     assert "gate_limit" in (DiLoCoOptions.__doc__ or "")
 
 

@@ -21,6 +21,7 @@ from strategy_models import AssignsBuffer, Gan, Regression, data, loader, traine
 from torch import nn
 
 import chaos_lightning  # noqa: F401
+from chaos_lightning.declared import options_of
 from chaos_lightning.errors import ConfigurationError, StateError, UnsupportedError
 from chaos_lightning.strategies import ChaosOptions, ChaosStrategy
 from chaos_lightning.strategies.refusals import TABLE
@@ -294,7 +295,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ConfigurationError, match="plam"):
         ChaosStrategy(options={"plam": "tree"})
     with pytest.raises(ConfigurationError, match="expected ChaosOptions or a mapping"):
-        ChaosOptions.of(3)  # type: ignore[arg-type]
+        options_of(ChaosOptions, 3)  # type: ignore[arg-type]
 
 
 class AsksEarly(Regression):

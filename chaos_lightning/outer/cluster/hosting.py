@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from chaos_lightning.control.hosting import IDLE_TIMEOUT_S, HostedScheduler, last_words, listens, named, start_detached
 from chaos_lightning.control.sqlite_store import SqliteStore
-from chaos_lightning.declared import command_line
+from chaos_lightning.declared import absolute, command_line
 from chaos_lightning.errors import ChaosError, ConfigurationError, RefusedError, SchedulerUnreachableError, StoreError
 from chaos_lightning.machine.addresses import is_local, split_endpoint
 from chaos_lightning.machine.listener import is_another_kind
@@ -28,7 +28,6 @@ from chaos_lightning.outer.exchange.control_client import WHAT, fetch_facts
 from chaos_lightning.outer.exchange.options import ServerOptions
 from chaos_lightning.outer.server.chain_store import load_chain
 from chaos_lightning.security.credentials import Credentials, Secret, check_bind
-from chaos_lightning.settings import absolute_log_dir
 
 logger = logging.getLogger("chaos_lightning.outer")
 
@@ -224,11 +223,10 @@ def _spawn(options: ServerOptions, secret: Credentials, *, again: bool, job_id: 
     log = folder.with_name(f"{folder.name}.log")
     arguments = command_line(
         replace(
-            options,
+            absolute(options),
             dir=str(folder),
             store=str(path.absolute()) if path is not None else options.store,
             idle_timeout_s=options.idle_timeout_s or IDLE_TIMEOUT_S,
-            log_dir=absolute_log_dir(options.log_dir),
             keep_finished=again,
             keys_dir=secret.keys_dir,
             token_file="",

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from chaos_lightning.declared import Options, declared, document, optional_base, setting
+from chaos_lightning.declared import declared, document, optional_base, same_as, setting
 from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.outer.cluster.cluster_options import ClusterOptions
 from chaos_lightning.outer.rules.settings import OuterSettings
-from chaos_lightning.settings import from_environment
+from chaos_lightning.settings import ChaosOptions, from_environment
 
 OWNERS = (OuterSettings, ClusterOptions)
 ARGUMENTS = ("server", "name", "inner_steps", "outer_lr", "outer_momentum", "policy", "codec", "data", "overlap")
@@ -30,7 +30,7 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoOptions(_Options, Options):
+class DiLoCoOptions(_Options):
     """Settings that most jobs leave alone: those of the job and of this cluster but for the strategy's own arguments,
     and some more. `batch` is by default what a step of this cluster uses.
     """
@@ -38,7 +38,7 @@ class DiLoCoOptions(_Options, Options):
     seed: int | None = setting(
         None, "Seed of the sample order; equal in all clusters. None takes `seed_everything`'s, else 0."
     )
-    leave_on_signals: bool = setting(True, "Whether SIGINT, SIGTERM and SIGHUP leave the job politely, or abort.")
+    leave_on_signals: bool = same_as(ChaosOptions, "leave_on_signals")
     start_timeout_s: float = setting(60.0, "How long to wait for the parameter server at the start.")
 
 

@@ -10,7 +10,6 @@ at the next start.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import signal
@@ -19,9 +18,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from chaos_lightning.control.options import forget_logs
-from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE, HelpFormat
-from chaos_lightning.declared import add_options, declared, read_options
-from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, exit_code, options_parser
+from chaos_lightning.declared import declared, read_options
+from chaos_lightning.errors import ConfigurationError
 from chaos_lightning.machine.heap import give_back_large
 from chaos_lightning.machine.signals import END, ends
 from chaos_lightning.machine.terminal import TerminalGuard, printable
@@ -106,20 +105,10 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the options of `ps follower` and runs a follower; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="chaos-lightning ps follower",
-        description=HELP,
-        formatter_class=HelpFormat,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    add_options(parser, declared(FollowerOptions))
+    known = declared(FollowerOptions)
+    parser = options_parser("ps follower", HELP, known)
     TerminalGuard().open()
-    try:
-        return run(FollowerOptions(**read_options(parser.parse_args(arguments), declared(FollowerOptions))))
-    except ChaosError as error:
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
-        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
+    return exit_code(lambda: run(FollowerOptions(**read_options(parser.parse_args(arguments), known))))
 
 
 if __name__ == "__main__":

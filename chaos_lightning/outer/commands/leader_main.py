@@ -8,7 +8,6 @@ themselves. Under a supervisor these are ignored: it alone says when to end (mac
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import sys
@@ -16,9 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE, HelpFormat
-from chaos_lightning.declared import add_options, declared, read_options
-from chaos_lightning.errors import ChaosError, ConfigurationError
+from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, exit_code, options_parser
+from chaos_lightning.declared import declared, read_options
 from chaos_lightning.machine.addresses import split_endpoint
 from chaos_lightning.machine.signals import END, STAY, ends
 from chaos_lightning.machine.terminal import TerminalGuard, printable
@@ -76,16 +74,8 @@ def run(options: LeaderOptions) -> int:
     from chaos_lightning.outer.server.server import CANNOT_LEAD, LeaderConfig, serve
 
     host, port = split_endpoint(options.listen)
-    config = LeaderConfig(
-        host=host,
-        port=port,
-        advertise=options.advertise,
-        job=options.job,
-        followers=options.followers,
-        secret=Credentials.load(options.keys_dir, options.token_file),
-        idle_timeout_s=options.idle_timeout_s,
-        folder=options.store_path.parent if options.store_path is not None else None,
-    )
+    secret = Credentials.load(options.keys_dir, options.token_file)
+    config = LeaderConfig(options=options, host=host, port=port, secret=secret)
     stopped: list[signal.Signals] = []
     servers: list[OuterServer] = []
 
@@ -129,20 +119,10 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the options of `ps leader` and runs a leader; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="chaos-lightning ps leader",
-        description=HELP,
-        formatter_class=HelpFormat,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    add_options(parser, declared(LeaderOptions))
+    known = declared(LeaderOptions)
+    parser = options_parser("ps leader", HELP, known)
     TerminalGuard().open()
-    try:
-        return run(LeaderOptions(**read_options(parser.parse_args(arguments), declared(LeaderOptions))))
-    except ChaosError as error:
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
-        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
+    return exit_code(lambda: run(LeaderOptions(**read_options(parser.parse_args(arguments), known))))
 
 
 if __name__ == "__main__":

@@ -20,19 +20,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from chaos_lightning.control.options import forget_logs
-from chaos_lightning.control.scheduler_main import EXIT_FAILED, EXIT_OK, EXIT_USAGE, HelpFormat, detach
-from chaos_lightning.declared import add_options, command_line, declared, read_options
-from chaos_lightning.errors import ChaosError, ConfigurationError, StateError, StoreError
+from chaos_lightning.control.scheduler_main import EXIT_OK, EXIT_USAGE, detach, exit_code, options_parser
+from chaos_lightning.declared import absolute, command_line, declared, read_options
+from chaos_lightning.errors import ConfigurationError, StateError, StoreError
 from chaos_lightning.machine.addresses import WILDCARDS, join_endpoint, split_endpoint
 from chaos_lightning.machine.terminal import TerminalGuard, printable
 from chaos_lightning.outer.commands.leader_main import EXIT_IDLE
 from chaos_lightning.outer.commands.supervisor import Supervisor
 from chaos_lightning.outer.exchange.options import LeaderOptions, ServerOptions
+from chaos_lightning.outer.follower.follower_options import FollowerOptions
 from chaos_lightning.outer.rules.chain import OuterChain
 from chaos_lightning.outer.rules.recut_steps import must_recut, needless
 from chaos_lightning.outer.server.upkeep import ENDED, clean_up, ended_folders
 from chaos_lightning.security.credentials import Credentials, check_bind
-from chaos_lightning.settings import absolute_log_dir
 
 HELP = """\
 Run a leader and followers of outer sync on this machine, with a warm spare.
@@ -177,21 +177,12 @@ def _leader(options: ServerOptions) -> list[str]:
 
 
 def _follower(options: ServerOptions, name: str) -> list[str]:
-    """Returns the arguments of a follower."""
+    """Returns the arguments of a follower: the server's settings that it has, too, with a place of its own."""
     host, port = split_endpoint(options.listen)
-    words = {
-        "server": join_endpoint("127.0.0.1" if host in WILDCARDS else host, port),
-        "name": name,
-        "dir": str(options.folder / name),
-        "bind": options.bind or host,
-        "job": options.job,
-        "token-file": options.token_file,
-        "keys-dir": options.keys_dir,
-        "log-dir": options.log_dir or "none",
-        "links": options.links,
-        "codecs": options.codecs,
-    }
-    return [f"--{word}={value}" for word, value in words.items() if value]
+    given = {known: getattr(options, known) for known in declared(FollowerOptions) if known in declared(ServerOptions)}
+    given |= {"server": join_endpoint("127.0.0.1" if host in WILDCARDS else host, port), "advertise": "", "name": name}
+    given |= {"dir": str(options.folder / name), "bind": options.bind or join_endpoint(host, 0)}
+    return command_line(FollowerOptions(**given))
 
 
 def run(options: ServerOptions, *, outlives: bool = False) -> int:
@@ -229,28 +220,13 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the options of `ps up` and runs a server; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="chaos-lightning ps up",
-        description=HELP,
-        formatter_class=HelpFormat,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    add_options(parser, declared(ServerOptions))
+    known = declared(ServerOptions)
+    parser = options_parser("ps up", HELP, known)
     parser.add_argument("--detach", default="", metavar="LOGFILE", help=argparse.SUPPRESS)  # in the background
     given = parser.parse_args(arguments)
     if given.detach:
         detach(Path(given.detach).absolute())
-    try:
-        values = read_options(given, declared(ServerOptions))
-        for name in ("dir", "token_file", "keys_dir"):
-            if values.get(name):
-                values[name] = os.path.abspath(values[name])
-        values |= {"log_dir": absolute_log_dir(values["log_dir"])} if "log_dir" in values else {}
-        return run(ServerOptions(**values), outlives=bool(given.detach))
-    except ChaosError as error:
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
-        return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED
+    return exit_code(lambda: run(absolute(ServerOptions(**read_options(given, known))), outlives=bool(given.detach)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ To add an option, write a field, and use it: `chaos-lightning ps leader` and `ps
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,7 +134,7 @@ class ServerOptions(LeaderOptions):
     @property
     def folder(self) -> Path:
         """Folder of the chain, with a folder in it for each follower."""
-        return Path(self.dir).absolute() if self.dir else super().folder
+        return Path(os.path.abspath(self.dir)) if self.dir else super().folder
 
 
 document(LeaderOptions)

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from chaos_lightning.control.auth_interceptor import AuthInterceptor, Service
@@ -26,6 +25,7 @@ from chaos_lightning.machine.addresses import join_endpoint
 from chaos_lightning.machine.process_table import host_identity, process_state
 from chaos_lightning.outer.exchange.control_client import PULSE_S
 from chaos_lightning.outer.exchange.line_keys import LineKeyIssuer
+from chaos_lightning.outer.exchange.options import LeaderOptions
 from chaos_lightning.outer.exchange.outer_pb2_grpc import add_ParameterServerServicer_to_server
 from chaos_lightning.outer.follower.snapshot import snapshot, untold
 from chaos_lightning.outer.rules.effects import Done, EndAsked, ProcessDied, TimePassed
@@ -61,24 +61,16 @@ class LeaderConfig:
     """Settings of a leader's process; the job's rules are in its chain.
 
     Attributes:
+        options: Its options, as the user gave them.
         host: Address to listen on.
         port: Port; 0 takes a free one.
-        advertise: HOST:PORT that others are told to reach it at; "" for where it listens.
-        job: Its name.
-        followers: So many hold a shard each, if they are not cut already; 0: as many as do, one in a new job.
         secret: Cluster token, or credentials with a folder of keys; b"" only on loopback.
-        idle_timeout_s: End after so long without a cluster's stream; 0 never.
-        folder: Of the whole server, beside which those of ended jobs lie; None where there is none.
     """
 
+    options: LeaderOptions
     host: str
     port: int
-    advertise: str = ""
-    job: str = "default"
-    followers: int = 0
     secret: Secret = field(default=b"", repr=False)
-    idle_timeout_s: float = 0.0
-    folder: Path | None = None
 
 
 class OuterServer:
@@ -94,7 +86,7 @@ class OuterServer:
     def __init__(
         self, config: LeaderConfig, open_store: StoreFactory, events: EventLog, standing: OuterCandidacy | None = None
     ) -> None:
-        self.config = config
+        self.config, self._options = config, config.options
         self.port = config.port
         self._events = events
         self._standing = standing
@@ -110,7 +102,7 @@ class OuterServer:
         """Event that the machine decides nothing more."""
         self._auth = AuthInterceptor(config.secret, events.emit)
         self._store = ChainStore(open_store, events.emit)
-        keys = LineKeyIssuer(config.job, secret_channel=Credentials.of(config.secret).secret_channel)
+        keys = LineKeyIssuer(config.options.job, secret_channel=Credentials.of(config.secret).secret_channel)
         self._driver = OuterDriver(self._store, keys, events.emit)
         self._streams = ClientStreams(self._driver.feed, events.emit, self._auth.note)
 
@@ -151,7 +143,7 @@ class OuterServer:
     @property
     def endpoint(self) -> str:
         """Address at which others reach the leader."""
-        return self.config.advertise or join_endpoint(self.config.host, self.port)
+        return self._options.advertise or join_endpoint(self.config.host, self.port)
 
     @property
     def finished(self) -> bool:
@@ -208,7 +200,7 @@ class OuterServer:
         self._events.emit(
             "outer_leader_started",
             endpoint=self.endpoint,
-            job=self.config.job,
+            job=self._options.job,
             term=term,
             position=chain.position,
             chain=chain.job_id,
@@ -216,10 +208,10 @@ class OuterServer:
         )
         if chain.last is not None:  # its leader may have been killed before it wrote of it
             self._events.emit("entry", **chain.last.fields())
-        self._driver.machine = machine = LeaderMachine(chain, term, self.config.followers)
+        self._driver.machine = machine = LeaderMachine(chain, term, self._options.followers)
         if words := machine.shards.unheeded:
             self._events.emit("notice", text=words)
-            _log.warning("job %s: %s", self.config.job, words)
+            _log.warning("job %s: %s", self._options.job, words)
         self.life.begin(self._drive(), "leader machine")
 
     async def _drive(self) -> None:
@@ -261,7 +253,7 @@ class OuterServer:
         ended = self._driver.machine.chain.ended
         if ended is None:
             return False, "this leader leads no more; ask again"
-        return True, f"job {self.config.job} has ended with {ended.version}: {ended.reason}"
+        return True, f"job {self._options.job} has ended with {ended.version}: {ended.reason}"
 
     # ------------------------------------------------------------------ time, and facts
 
@@ -293,8 +285,8 @@ class OuterServer:
         now = time.monotonic()
         if self._streams.count("Attend") or self._driver.machine is None:
             self._idle_since = now
-        if self.config.idle_timeout_s and now - self._idle_since > self.config.idle_timeout_s:
-            self.life.end(f"no cluster for {self.config.idle_timeout_s:g} s; the chain stays in {self._store.place}")
+        if self._options.idle_timeout_s and now - self._idle_since > self._options.idle_timeout_s:
+            self.life.end(f"no cluster for {self._options.idle_timeout_s:g} s; the chain stays in {self._store.place}")
 
     def _waits(self) -> tuple[str, str] | None:
         if self._driver.machine is not None:
@@ -304,8 +296,9 @@ class OuterServer:
     def _ended_folders(self) -> list[EndedFolder]:
         """Returns the folders of ended jobs; looks again after a while only, for that reads all their chains."""
         now = time.monotonic()
-        if self.config.folder is not None and now >= self._ended_at:
-            self._ended_at, self._ended = now + _ENDED_S, ended_folders(self.config.folder)
+        chain = self._options.store_path
+        if chain is not None and now >= self._ended_at:
+            self._ended_at, self._ended = now + _ENDED_S, ended_folders(chain.parent)
         return self._ended
 
     async def facts(self) -> dict[str, Any]:
@@ -318,7 +311,7 @@ class OuterServer:
         own = {
             "role": "leader" if machine is not None else "standby",
             "endpoint": self.endpoint,
-            "job": self.config.job,
+            "job": self._options.job,
             "pid": os.getpid(),
             "parent_pid": os.getppid(),
             "store": self._store.place,
