@@ -64,7 +64,7 @@ from chaos_lightning.member.drift import StateComparison
 from chaos_lightning.member.engine import Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint
 from chaos_lightning.member.micro_batches import MicroBatches
-from chaos_lightning.member.participation import Participation, Standing
+from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.pipeline.hooked import alone
 from chaos_lightning.planning.ledger import epoch_of
@@ -318,7 +318,7 @@ class Trainer:
             )
             self._entered(loader, resumed_at)
             if not self._member.departed:
-                self._member.go(Standing.IN)
+                self._member.go(Footing.IN)
 
         with _wish.end_the_wait(engine):
             self._member.come_in(enter)
@@ -371,8 +371,8 @@ class Trainer:
                     self._settle_batch()
                     if member.out:
                         break
-                if member.standing is Standing.VOID:
-                    member.go(Standing.IN)
+                if member.footing is Footing.VOID:
+                    member.go(Footing.IN)
                     epoch = max(epoch, stands())
                 else:
                     epoch += 1
@@ -541,7 +541,7 @@ class Trainer:
                 "save() belongs after update(); with accumulate=N only where update() has returned True. In between "
                 "gradients would be lost"
             )
-        alone = self._member.standing is Standing.LAST
+        alone = self._member.footing is Footing.LAST
         writer = engine.member_id
 
         def exchange(name: str, value: Any) -> list[Any] | None:

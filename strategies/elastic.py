@@ -30,7 +30,7 @@ from chaos_lightning.errors import ConfigurationError, DeadlineError, Unsupporte
 from chaos_lightning.events.events import EventLog
 from chaos_lightning.machine.signals import ExitSignals, Handler
 from chaos_lightning.member.engine import Engine
-from chaos_lightning.member.participation import Standing
+from chaos_lightning.member.participation import Footing
 from chaos_lightning.member.training import least_batch, reduced_buffers
 from chaos_lightning.outer.cluster.elastic import ElasticCluster
 from chaos_lightning.outer.cluster.hosting import others_in
@@ -364,7 +364,7 @@ class ElasticPart(FitHooks):
                 if tape is not None and self._number not in (None, tape.number):  # the present pass is on another one
                     fit.loader.restart()
                 return
-            if not self.meet(fit) and fit.member.standing is Standing.VOID:
+            if not self.meet(fit) and fit.member.footing is Footing.VOID:
                 fit.come_in()
             fit.let_others_in()
         self.ended |= not fit.departed
@@ -442,8 +442,8 @@ class ElasticPart(FitHooks):
         if self._over or not fit.entered:
             return
         fit.refuse_void()
-        if self.through and fit.member.standing is Standing.ALONE:
-            fit.member.go(Standing.IN)
+        if self.through and fit.member.footing is Footing.ALONE:
+            fit.member.go(Footing.IN)
         if not fit.in_job:
             return
         self.through = self._over = True

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
 
 from chaos_lightning.data.steps import MARK
-from chaos_lightning.member.participation import Standing
+from chaos_lightning.member.participation import Footing
 from chaos_lightning.replication.saving import put_in_place, save_for_all, saved_nbytes
 from chaos_lightning.strategies.session import FitSession
 
@@ -125,7 +125,7 @@ def save(
         stays_unsaved=lambda: session is not None and session.says_unsaved(path),
         writes_here=session is None or session.hooks.writes,
     )
-    if session is not None and session.entered and session.member.standing not in (Standing.VOID, Standing.GONE):
+    if session is not None and session.entered and session.member.footing not in (Footing.VOID, Footing.GONE):
         session.member.saved()
 
 

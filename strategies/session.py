@@ -8,9 +8,9 @@ a slot of the job, each collective too, and each fetch of a batch is a *safe poi
 let in, where a member that was fenced joins again, and where one that left stops. After each commit the epoch's length
 is refitted (loops.py), before Lightning asks whether the batch was the last one.
 
-Which stage a member is at, its `Participation` says (member/participation.py), which this fit hosts. A void member runs
-on without collectives until its next safe point, and joins again there. For one that has left, fit ends at its next
-safe point, without the hooks of an epoch's end, which would judge half an epoch.
+On which footing a member is, its `Participation` says (member/participation.py), which this fit hosts. A void member
+runs on without collectives until its next safe point, and joins again there. For one that has left, fit ends at its
+next safe point, without the hooks of an epoch's end, which would judge half an epoch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from chaos_lightning.machine.signals import ExitSignals, Handler, aside, say
 from chaos_lightning.member import training
 from chaos_lightning.member.engine import OTHERS_SAVE, Engine
 from chaos_lightning.member.keeping import LoadedCheckpoint
-from chaos_lightning.member.participation import Participation, Standing
+from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.member.process_group import warn_who_asks
 from chaos_lightning.member.training import least_batch
 from chaos_lightning.member.unit_steps import Attempt
@@ -280,7 +280,7 @@ class FitSession:
         self.handover.fits_beside(sum(p.nbytes for section in self._stepper.sections for _, p in section.params))
         epoch = epoch_of(trainer)
         self._signals = hooks.exit_signals(
-            self._on_signal, lambda: self.member.is_last and self.member.standing is not Standing.GONE
+            self._on_signal, lambda: self.member.is_last and self.member.footing is not Footing.GONE
         )
         if self._options.leave_on_signals and hooks.leave_on_signals:
             self._signals.install()
@@ -309,7 +309,7 @@ class FitSession:
         try:
             left = self.member.come_in(self._reenter if self.entered else self._enter)
         except (FinishedJobError, DryRunError):
-            self.member.go(Standing.GONE)  # what callbacks would save now is not the job's
+            self.member.go(Footing.GONE)  # what callbacks would save now is not the job's
             raise
         if left is not None:
             _log.warning("%s; fit ends here, and what it was to train is not trained", left)
@@ -317,7 +317,7 @@ class FitSession:
     def _reenter(self) -> None:
         """Joins again after being fenced."""
         epoch = epoch_of(self.trainer)
-        self.member.go(Standing.ALONE)
+        self.member.go(Footing.ALONE)
         assert self._suspension is not None
         self._suspension.end(self.trainer)
         self.stepper.reset()
@@ -330,13 +330,13 @@ class FitSession:
         trainer, engine = self.trainer, self.engine
         self._place.leave()
         if engine.role == "late":  # the job is finished, and its members write: fit ends here, with the final state
-            self.member.go(Standing.GONE)
+            self.member.go(Footing.GONE)
             self.writer.step_aside(void=False)
             skip_validation(trainer)
             return
         self.loader.restart()
         self.hooks.entered(self)
-        self.member.go(Standing.IN)
+        self.member.go(Footing.IN)
         fresh = engine.role == "founder" and not engine.resumed
         start_clocks(trainer, fresh=engine.role == "founder")
         if engine.role == "founder":
@@ -373,7 +373,7 @@ class FitSession:
             if self._keep_due:
                 self._keep()
             raise StopIteration
-        if not self.entered or self.member.standing is Standing.VOID:
+        if not self.entered or self.member.footing is Footing.VOID:
             self.come_in()
         if self.departed:
             raise StopIteration
@@ -406,7 +406,7 @@ class FitSession:
         """At a safe point: this member may have left afterwards, or have joined again."""
         if self.member.let_others_in(self.state):
             self.observe()
-        if self.member.standing is Standing.VOID and not self.hooks.through:
+        if self.member.footing is Footing.VOID and not self.hooks.through:
             self.come_in()
         self.check_departure()
 
@@ -660,7 +660,7 @@ class FitSession:
         self._keep_due = stepped
         if not stepped:
             self._keep()
-        if self.member.standing is Standing.LAST:
+        if self.member.footing is Footing.LAST:
             self.writer.save_logs()
         else:
             self.writer.step_aside(void=False)
@@ -670,7 +670,7 @@ class FitSession:
     def _keep(self, *, ended: bool = False, stuck: bool = False) -> None:
         """If this was the last member, or none can go on, the state outlives it."""
         self._keep_due = False
-        if self.member.standing is Standing.LAST:
+        if self.member.footing is Footing.LAST:
             self.hooks.leave()
         self.stepper.put_back()
         with self.member.alone():
@@ -686,8 +686,8 @@ class FitSession:
 
     def says_unsaved(self, path: str) -> bool:
         """Whether this member, asked for a checkpoint, is out of the job and does not write it; then it says so."""
-        void = self.member.standing is Standing.VOID
-        if unsaved := void or self.member.standing is Standing.GONE:
+        void = self.member.footing is Footing.VOID
+        if unsaved := void or self.member.footing is Footing.GONE:
             why = "was put out of the job, so its state is void" if void else "has left the job"
             _log.warning(
                 "%s %s after step %d, so %s is not written here: %s",
@@ -697,9 +697,7 @@ class FitSession:
 
     def finish(self) -> None:
         """fit is over: the job's last slot, or the farewell of a member that left."""
-        if (
-            self.member.standing is Standing.VOID and self.hooks.owns_result
-        ):  # the others may have finished the job meanwhile
+        if self.member.footing is Footing.VOID and self.hooks.owns_result:  # others may have ended the job meanwhile
             self.come_in()
             if not self.departed:
                 self.member.fenced(FencedError("this member came back to a job whose loop is over here"))
@@ -717,7 +715,7 @@ class FitSession:
             self.engine.wait_released()
 
     def refuse_void(self) -> None:
-        if self.member.standing is Standing.VOID:
+        if self.member.footing is Footing.VOID:
             raise FencedError(
                 "this member was excluded from the job as it ended, so its state is void; the others have the result"
             )

@@ -1,8 +1,8 @@
-"""One member's participation in its job, from its loop's first batch to the last: its stages, and what moves it on.
+"""One member's participation in its job, from its loop's first batch to the last: its footing, and what changes it.
 
 Theory of operation. A loop, Lightning's or the user's own, hosts a `Participation`, and takes its slots within `slot`.
-The engine says by an exception that this member was put out, or that it may go; here that becomes a stage, and the host
-is told what to do. At a safe point, when the optimizer has stepped, the host lets others in.
+The engine says by an exception that this member was put out, or that it may go; here that becomes a footing, and the
+host is told what to do. At a safe point, when the optimizer has stepped, the host lets others in.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from chaos_lightning.replication.access import StateAccess
 _log = logging.getLogger("chaos_lightning")
 
 
-class Standing(enum.Enum):
-    """Standing of a participation."""
+class Footing(enum.Enum):
+    """Footing of a member in its job."""
 
     ALONE = "not in yet, or the loop is over, or runs hooks of its own: collectives give a member its own value"
     IN = "in the job"
@@ -41,14 +41,14 @@ class Participation:
         made: Engine of this member; None if it is made when the member comes in.
 
     Attributes:
-        stage: See `Standing`.
+        footing: See `Footing`.
         stepped: Number and header hash of the last committed optimizer step.
         checkpoints: Those that the present state goes on from.
     """
 
     def __init__(self, put_out: Callable[[], None], left: Callable[[bool], None], made: Engine | None = None) -> None:
         self._put_out, self._left, self.made = put_out, left, made
-        self.standing = Standing.ALONE
+        self.footing = Footing.ALONE
         self.stepped = (0, "")
         self.checkpoints = SavedCheckpoints()
 
@@ -60,16 +60,16 @@ class Participation:
     @property
     def in_job(self) -> bool:
         """Whether collectives reach the others."""
-        return self.standing is Standing.IN
+        return self.footing is Footing.IN
 
     @property
     def departed(self) -> bool:
-        return self.standing in (Standing.GONE, Standing.LAST)
+        return self.footing in (Footing.GONE, Footing.LAST)
 
     @property
     def out(self) -> bool:
         """Whether this member was put out, or has left."""
-        return self.departed or self.standing is Standing.VOID
+        return self.departed or self.footing is Footing.VOID
 
     @property
     def is_last(self) -> bool:
@@ -82,10 +82,10 @@ class Participation:
         engine = self.engine
         return engine.out or (engine.leaving and engine.world_size == 1 and engine.may_go())
 
-    def go(self, stage: Standing) -> None:
-        """Moves on to another stage; a member that has left stays so."""
-        assert not self.departed, f"{stage.name} after {self.standing.name}"
-        self.standing = stage
+    def go(self, footing: Footing) -> None:
+        """Changes the footing; a member that has left stays so."""
+        assert not self.departed, f"{footing.name} after {self.footing.name}"
+        self.footing = footing
 
     def come_in(self, enter: Callable[[], object]) -> DepartedError | None:
         """Enters the job, or joins it again. A member that was asked to leave meanwhile waits for nothing and is in no
@@ -111,15 +111,15 @@ class Participation:
 
     def fenced(self, error: FencedError) -> None:
         """The state is void from here on."""
-        if self.standing is not Standing.VOID:
+        if self.footing is not Footing.VOID:
             _log.warning("%s; this process joins again by itself", error)
-            self.go(Standing.VOID)
+            self.go(Footing.VOID)
             self._put_out()
 
     def depart(self, *, stepped: bool = False) -> None:
         """The others go on without this member, or nobody does; it may not even have seen the header that let it go."""
         if not self.departed:
-            self.go(Standing.LAST if self.is_last else Standing.GONE)
+            self.go(Footing.LAST if self.is_last else Footing.GONE)
             self._left(stepped)
 
     def let_others_in(self, state: StateAccess) -> bool:
@@ -135,17 +135,17 @@ class Participation:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Has collectives inside answer with this member's own values."""
-        kept = self.standing
+        kept = self.footing
         self.end()
         try:
             yield
         finally:
-            self.standing = kept
+            self.footing = kept
 
     def end(self) -> None:
-        """The loop is over, or others may not be called any more; a member that left stays at its stage."""
+        """The loop is over, or others may not be called any more; a member that left stays so."""
         if self.in_job:
-            self.go(Standing.ALONE)
+            self.go(Footing.ALONE)
 
     def keep(self, state: StateAccess, *, counted: int, stuck: bool = False) -> None:
         """Keeps the state if this was the last member, or none can go on; see `Engine.keep`."""

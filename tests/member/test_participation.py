@@ -1,4 +1,4 @@
-"""Stages of a member's participation, and what its host is told."""
+"""Footings of a member's participation, and what its host is told."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 import pytest
 
 from chaos_lightning.errors import DepartedError, FencedError
-from chaos_lightning.member.participation import Participation, Standing
+from chaos_lightning.member.participation import Footing, Participation
 
 
 def member(told: list[str], ids: tuple[str, ...] = ("a", "b")) -> Participation:
     engine: Any = SimpleNamespace(role="founder", member_id="a", leaving=True, view=SimpleNamespace(ids=lambda: ids))
     made = Participation(lambda: told.append("put out"), lambda stepped: told.append("left"), engine)
-    made.go(Standing.IN)
+    made.go(Footing.IN)
     return made
 
 
 @pytest.mark.parametrize(
     ("error", "ids", "expected"),
     [
-        (FencedError("frozen"), ("a", "b"), (Standing.VOID, ["put out"])),
-        (DepartedError("let go"), ("a", "b"), (Standing.GONE, ["left"])),
-        (DepartedError("let go"), ("a",), (Standing.LAST, ["left"])),
+        (FencedError("frozen"), ("a", "b"), (Footing.VOID, ["put out"])),
+        (DepartedError("let go"), ("a", "b"), (Footing.GONE, ["left"])),
+        (DepartedError("let go"), ("a",), (Footing.LAST, ["left"])),
     ],
 )
-def test_a_slot_that_does_not_take_place_is_a_stage(error: Exception, ids: tuple[str, ...], expected: object) -> None:
+def test_a_slot_that_fails_changes_the_footing(error: Exception, ids: tuple[str, ...], expected: object) -> None:
     told: list[str] = []
     made = member(told, ids)
     for _ in range(2):  # the host is told once
         with made.slot():
             raise error
-    assert (made.standing, told) == expected
+    assert (made.footing, told) == expected
 
 
 def test_who_has_left_stays_so() -> None:
@@ -42,7 +42,7 @@ def test_who_has_left_stays_so() -> None:
     with made.alone():
         assert made.departed
     with pytest.raises(AssertionError, match="IN after GONE"):
-        made.go(Standing.IN)
+        made.go(Footing.IN)
 
 
 def test_who_is_asked_to_leave_while_it_waits_has_left() -> None:

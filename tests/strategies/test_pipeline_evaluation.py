@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from chaos_lightning.errors import DepartedError, FencedError, StateError, UnsupportedError, WireError
-from chaos_lightning.member.participation import Participation, Standing
+from chaos_lightning.member.participation import Footing, Participation
 from chaos_lightning.pipeline.absent import named_tensors, stand_in
 from chaos_lightning.replication.payload import encode_payload
 from chaos_lightning.strategies.pipeline_evaluation import (
@@ -429,7 +429,7 @@ def test_a_session_takes_part_in_rounds_as_in_other_collectives(
     heard: list[str] = []
     engine: Any = Gathering(error)
     member = Participation(lambda: heard.append("fenced"), lambda stepped: heard.append("departed"), engine)
-    member.go(Standing.IN)
+    member.go(Footing.IN)
     session: Any = SimpleNamespace(
         in_job=True,
         state=SimpleNamespace(),
