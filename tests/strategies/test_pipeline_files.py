@@ -111,7 +111,7 @@ class Members:
             "config": SimpleNamespace(name="a"),
             "collectives": SimpleNamespace(exchange=lambda name, value: [value]),
             "says_unsaved": lambda path: False,
-            "writes": True,
+            "hooks": SimpleNamespace(writes=True),
             "entered": False,
             **more,
         }
