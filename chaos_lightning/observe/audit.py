@@ -90,7 +90,7 @@ def audit(
     Returns:
         One finding per point, 1 to 5; over all jobs, if several were logged here one after the other.
     """
-    ((_, each),) = fold_jobs(Logs(where), ev.Gathering).inner
+    ((_, each),) = fold_jobs(Logs(where), ev.EvidenceFold).inner
     return together(
         [judge(one.conclude(), lengths=lengths, expected_deaths=expected_deaths, silence_s=silence_s) for one in each]
     )

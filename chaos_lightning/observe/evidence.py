@@ -137,7 +137,7 @@ class _Witness:
 
 
 @dataclass(slots=True)
-class Gathering:
+class EvidenceFold:
     """Sorts the events of one job by what they prove. `take` each in order of time, then `conclude`."""
 
     facts: Testimony = field(default_factory=Testimony)
@@ -482,7 +482,7 @@ class Gathering:
 
 def gather(records: Iterable[Record]) -> Testimony:
     """Sorts the events of one log directory (in time order) by what they prove."""
-    one = Gathering()
+    one = EvidenceFold()
     for record in records:
         one.take(record)
     return one.conclude()

@@ -21,7 +21,7 @@ from chaos_lightning.machine.terminal import printable
 from chaos_lightning.machine.units import amount, duration, part
 from chaos_lightning.observe import audit as auditing
 from chaos_lightning.observe import charts, folds
-from chaos_lightning.observe.evidence import Gathering
+from chaos_lightning.observe.evidence import EvidenceFold
 from chaos_lightning.observe.fields import node_of
 from chaos_lightning.observe.pipeline_facts import periods
 from chaos_lightning.observe.timeline import Life, NoteFact, Timeline
@@ -90,7 +90,7 @@ class JobFacts:
     """Folds of a job of members: what a page shows, and what an audit judges."""
 
     timeline: Timeline = field(default_factory=Timeline)
-    evidence: Gathering = field(default_factory=Gathering)
+    evidence: EvidenceFold = field(default_factory=EvidenceFold)
     trained: bool = False
     """Whether some member committed a step."""
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from chaos_lightning.events.reader import Logs
 from chaos_lightning.observe.audit import NOT_SHOWN, OK, VIOLATED, Finding, judge, together
-from chaos_lightning.observe.evidence import Gathering
+from chaos_lightning.observe.evidence import EvidenceFold
 from chaos_lightning.observe.jobs import fold_jobs
 from chaos_lightning.observe.outer.entries import JobEntries, MadeVersion
 from chaos_lightning.observe.outer.fold import (
@@ -65,7 +65,7 @@ def audit_folder(where: str | os.PathLike[str], *, expected_deaths: Collection[s
     Raises:
         FileNotFoundError: There are no logs.
     """
-    jobs = fold_jobs(Logs(where), Gathering, OuterRun)
+    jobs = fold_jobs(Logs(where), EvidenceFold, OuterRun)
     found = [
         JudgedJobs(f"outer job{f' {number}' if len(jobs.outer) > 1 else ''}", audit_outer(run))
         for number, run in enumerate(jobs.outer, 1)
