@@ -109,8 +109,7 @@ class _Wish:
 
     @contextlib.contextmanager
     def end_the_wait(self, engine: Engine) -> Iterator[None]:
-        """Lets the first signal end the waits in the block, also one that came before, once nobody needs this
-        member."""
+        """Lets a signal, also one that came before, end the waits in the block once nobody needs this member."""
         self._waits = engine
         try:
             if self.seen:
@@ -151,8 +150,7 @@ class Trainer:
         self._loader: ElasticLoader | None = None
         self._extra = False
         self._current = True
-        """Whether the state is the job's: no more so once others step while this member leaves, and it cannot
-        follow."""
+        """Whether the state is the job's: no more once others step while this member leaves and cannot follow."""
         self._awaited = False
         self._closed = False
         self._comparison = StateComparison(self.engine)
@@ -330,8 +328,7 @@ class Trainer:
     def _extra_state(
         self, extra: Mapping[str, Stateful | nn.Module] | None, scaler: GradScaler | None
     ) -> dict[str, Stateful | nn.Module]:
-        """Returns the state that newcomers receive beside model and optimizer: the user's, the start of the job and the
-        scaler."""
+        """Returns what newcomers receive beside model and optimizer: the user's state, the job's start, the scaler."""
         own: dict[str, Stateful] = {checkpoints.KEY: self._start}
         if scaler is not None:
             own["scaler"] = scaler
@@ -407,9 +404,7 @@ class Trainer:
             self.engine.arm(coefficient=total, empty=total == 0)
 
     def _settle_batch(self) -> None:
-        """Settles the present batch as the user asks for the next one: an idle one gets its `update`, for which the
-        others
-        wait.
+        """Makes the `update` of an idle batch, for which the others wait, as the user asks for the next batch.
 
         Raises:
             ConfigurationError: A batch with samples had no `update`.
@@ -502,9 +497,7 @@ class Trainer:
     # ------------------------------------------------------------------ together
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all members, in rank order. All members call this at the same place, also those that
-        are
-        idle.
+        """Returns the values of all members, in rank order. All call this at the same place, also those that are idle.
 
         A member that is out of the job, or has just joined again, gets its own value alone.
 
@@ -669,8 +662,8 @@ class Trainer:
         self._await_release()
 
     def _settle_open(self) -> None:
-        """Settles a batch that was begun: makes its step if its gradients are on their way, else brings nothing of it
-        in."""
+        """Settles a batch that was begun: makes its step if its gradients are on their way, else contributes
+        nothing."""
         if self._open and not self._member.out and self._present("request_node_exit()").last:
             if self.engine.sending:
                 self.update()
@@ -680,7 +673,7 @@ class Trainer:
         self._open = False
 
     def _await_release(self) -> None:
-        """Waits until the others have entered the view of the header that let this member go: they may need its
+        """Waits until the others have entered the view of the header that let this member go; they may need its
         bytes."""
         if not self._awaited:
             self._awaited = True  # one deadline is enough where no scheduler is there to release anybody
@@ -755,8 +748,7 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]
 
 
 def refuse(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises UnsupportedError, before anything starts, if model or optimizer have parts that no step of a job can
-    serve."""
+    """Raises UnsupportedError, before anything starts, for a model or an optimizer that no step of a job can serve."""
     found = [f"{type(optimizer).__name__}: {why}" for kind, why in NEVER.items() if isinstance(optimizer, kind)]
     if training.is_sharded(optimizer):
         found.append(f"{type(optimizer).__name__}: {training.SHARDED}")

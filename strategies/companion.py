@@ -4,8 +4,7 @@ Theory of operation. `Companion` stands first in the list of callbacks for the t
 callbacks have. `Launcher` calls each of the Trainer's functions, such as fit. A member that leaves (Ctrl+C, SIGTERM, a
 closed terminal, a drain, ChaosExit) ends fit politely, before the training is over. Lightning would call that finished,
 since it knows no other end without an exception. So the launcher raises `LeftJobError` after fit: `trainer.interrupted`
-is
-True, loggers are told that the run failed, and what follows fit is not run, as after a Ctrl+C without the strategy.
+is True, loggers are told that the run failed, and what follows fit is not run, as after a Ctrl+C without the strategy.
 """
 
 from __future__ import annotations
@@ -99,9 +98,8 @@ class Companion(pl.Callback):
             outputs.update(self._like, **{IDLE_KEY: True})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Computes the values of the epoch, after members have agreed on the keys; if this member has left, fit ends
-        here
-        before that."""
+        """Computes the values of the epoch, on whose keys members agree first; ends fit instead if this member has
+        left."""
         session = self._session
         if session is None:
             return

@@ -1,5 +1,4 @@
-"""Runs outer sync around a member of strategy `chaos`: the Trainer is a rank of a cluster that is itself an elastic
-job.
+"""Runs outer sync around a member of strategy `chaos`, which is a rank of a cluster that is itself an elastic job.
 
 Theory of operation. The inner job is an ordinary one of `ChaosStrategy`: its ranks share the cluster's data, come,
 leave and die. Beside it each rank holds the whole cluster's part in the outer job (outer/cluster/elastic.py); the
@@ -102,8 +101,7 @@ def replica_of(module: Any) -> Replica:
 
 def words_of(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
     """Returns further values that must be equal in all clusters, by name: how far the loaded checkpoint had trained,
-    the
-    module's `chaos_words`, and what tells two runs of a sweep apart.
+    the module's `chaos_words`, and what tells two runs of a sweep apart.
 
     Args:
         trainer: Trainer in fit.
@@ -191,8 +189,7 @@ class ElasticPart(FitHooks):
         self._cluster: ElasticCluster | None = None
         self._patience: Patience | None = None
         self._asked_at = 0.0
-        """Time (monotonic, s) at which this rank was first seen to be asked to leave after the loop; 0.0 if it was
-        not."""
+        """Monotonic time, s, at which this rank was first seen to be asked to leave after the loop; 0.0 if never."""
         self._closed = False
         self._epoch: int | None = None
         """Epoch of the job that the present pass goes over."""
@@ -220,8 +217,7 @@ class ElasticPart(FitHooks):
         return super().loader(dataloader, **(options | own), tape=self.tape if self._shared else None)
 
     def tape(self) -> Tape | None:
-        """Returns the positions of shared data that are leased to the ranks; None before this rank is in the
-        cluster."""
+        """Returns the positions that are leased to the ranks; None before this rank is in the cluster."""
         return self._cluster.tape if self._cluster is not None and self._cluster.founded else None
 
     def enter(self, fit: FitSession) -> None:
@@ -344,8 +340,7 @@ class ElasticPart(FitHooks):
 
     @property
     def waits_for_samples(self) -> bool:
-        """Whether nothing is left to train of the epoch that the present pass goes over, and it is not known to be
-        over."""
+        """Whether the epoch that the present pass goes over has nothing left to train, and is not known to be over."""
         tape = self.cluster.tape
         if tape is None or self.cluster.ends or self.epoch_over:
             return False
@@ -428,8 +423,7 @@ class ElasticPart(FitHooks):
             self.cluster.show_own()
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the state dict of the version that was adopted last: what a checkpoint holds, other clusters have,
-        too."""
+        """Returns the state dict of the version that was adopted last: other clusters have what a checkpoint holds."""
         shows = self._cluster is not None and self.cluster.shows_base
         self.show_base()
         try:
@@ -446,8 +440,7 @@ class ElasticPart(FitHooks):
 
     def finish(self, fit: FitSession) -> None:
         """Pushes the rest once the loop of all ranks is over, and stays until the outer job has ended, whose last
-        version
-        this rank has then, or until the cluster has left.
+        version this rank has then, or until the cluster has left.
 
         Raises:
             DeadlineError: The cluster was to leave, and could not within `patience_s`.
@@ -482,11 +475,10 @@ class ElasticPart(FitHooks):
         return not fit.in_job
 
     def _await_end(self, engine: Engine) -> None:
-        """Waits for the end of the job; the cluster asks to leave if it is through long before the others. All ranks
-        lose
-        patience at about the same time, and each asks: the first rank's word counts, and any rank may be the first.
-            From
-        then on each waits as long again.
+        """Waits for the end of the job; the cluster asks to leave if it is through long before the others.
+
+        All ranks lose patience at about the same time, and each asks: the first rank's word counts, and any rank may be
+            the first. From then on each waits as long again.
 
         Raises:
             DeadlineError: The second wait was in vain, too.
@@ -535,7 +527,6 @@ class ElasticPart(FitHooks):
 
 
 def split(both: bytes) -> tuple[bytes, bytes]:
-    """Returns the two payloads that a rank has joined by `ElasticPart.says`; empty ones for a rank that said
-    nothing."""
+    """Returns the two payloads that a rank has joined by `ElasticPart.says`; both are empty if it said nothing."""
     end = 4 + int.from_bytes(both[:4], "little")
     return both[4:end], both[end:]

@@ -170,8 +170,7 @@ class PipelineFit(FitHooks):
         raise DryRunError
 
     def tell(self, view: View) -> None:
-        """Prints which member has which part in the pipelines; after a change, how many pipelines and stages there
-        are."""
+        """Prints each member's part in the pipelines; after a change, how many pipelines and stages there are."""
         if view.pipelines == self._told:
             return
         first, self._told = not self._told, view.pipelines

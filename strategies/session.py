@@ -161,9 +161,7 @@ class FitSession:
         self._first = ""
         """Id of the member that was rank 0 after the slot before."""
         self.within: bool | None = None
-        """Whether the closure that runs has averaged (True), or its step does not take place (False); None before that
-        is
-        known."""
+        """Whether the closure that runs has averaged, or (False) its step does not take place; None before that."""
         self._uncommitted: dict[str, Any] | None = None
         """Loop counters without the batch in which this member left; None if a step uses that batch."""
 
@@ -212,7 +210,7 @@ class FitSession:
         return self.loader.elastic
 
     def wrap(self, dataloader: Any) -> TrainLoader:
-        """Returns the training loader that Lightning gets instead of the user's; a new one when loaders are
+        """Returns the loader that Lightning gets for the user's training loader; a new one when loaders are
         reloaded."""
         elastic = self.hooks.loader(
             dataloader,
@@ -250,8 +248,7 @@ class FitSession:
                 remake_validation_loaders(trainer)
 
     def begin_pass(self, epoch: int) -> None:
-        """Notes that the loader begins an epoch, and logs its length, unless hooks set the epoch or batches are
-        limited."""
+        """Notes that the loader begins an epoch; logs its length, unless hooks set the epoch or batches are limited."""
         if not self.hooks.begins_pass(self.elastic) and self.entered and self.trainer.limit_train_batches == 1.0:
             training.tell_epoch(self.engine, self.elastic, epoch)
 
@@ -428,8 +425,7 @@ class FitSession:
         return True
 
     def _check_stepped(self) -> None:
-        """Checks that no step was left out: raises UnsupportedError if an accumulation's last batch went by without
-        one."""
+        """Raises UnsupportedError if the last batch of an accumulation went by without an optimizer step."""
         current = self.elastic.current
         if self.stepper.manual is None and current is not None and current.last:
             raise UnsupportedError(
@@ -601,7 +597,7 @@ class FitSession:
         return answers
 
     def observe(self, *, fresh: bool = False) -> None:
-        """Brings rank, writer, logs, metrics and schedules up to date after a slot was committed or this member came
+        """Updates rank, writer, logs, metrics and schedules after a slot was committed, or after this member came
         in."""
         engine = self.engine
         self.writer.logs.stable()
@@ -647,7 +643,7 @@ class FitSession:
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """Leaves the job at the first signal. The second one aborts, or in a cluster of an outer job says what that
+        """Leaves the job at the first signal; the second one aborts, or in an outer job's cluster says what that
         costs."""
         say(f"{number.name}: leaving the job after the present step, or at once while waiting; {self.hooks.again}")
         self.asked = number
@@ -700,8 +696,8 @@ class FitSession:
             uncount(self.trainer, self._uncommitted)
 
     def says_unsaved(self, path: str) -> bool:
-        """Returns whether this member is out of the job, and so does not write a checkpoint that it is asked for; logs
-        it."""
+        """Returns, and logs, whether this member does not write the checkpoint that it is asked for: it is out of the
+        job."""
         void = self.member.footing is Footing.VOID
         if unsaved := void or self.member.footing is Footing.GONE:
             why = "was put out of the job, so its state is void" if void else "has left the job"
@@ -855,8 +851,7 @@ class FitHooks:
         )
 
     def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
-        """Returns handlers of signals that ask this member to leave. `last`: whether no other member holds its
-        state."""
+        """Returns handlers of the signals that ask this member to leave. `last`: whether it alone holds its state."""
         return ExitSignals(first)
 
     @property
@@ -923,8 +918,7 @@ def end_unused_batch(session: FitSession) -> None:
 
 
 def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, FrameType | None], Any]]:
-    """Returns the handlers that the user had set for a signal: Lightning composes them with its own, which end the work
-    at once."""
+    """Returns the handlers that the user had set for a signal, without Lightning's own, which end the work at once."""
     found = getattr(before, "signal_handlers", [before])
     ours = (None, signal.default_int_handler)
     return [h for h in found if callable(h) and h not in ours and getattr(h, "__self__", None) is not connector]

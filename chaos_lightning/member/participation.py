@@ -78,7 +78,7 @@ class Participation:
         return bool(engine.role) and engine.view is not None and engine.view.ids() == (engine.member_id,)
 
     def may_go(self) -> bool:
-        """Returns whether a header has let this member go, or it wants to leave, is alone, and nobody is about to come
+        """Returns whether a header has let this member go, or it leaves, is alone, and no newcomer is about to come
         in."""
         engine = self.engine
         return engine.out or (engine.leaving and engine.world_size == 1 and engine.may_go())
