@@ -134,7 +134,7 @@ def capture_exit_event() -> bool:
 
 
 class Trainer:
-    """One member of a job, for a plain loop.
+    """Member of a job, for a plain loop.
 
     Args:
         settings: Fields of `EngineConfig` (endpoint, job, name, min_nodes, ...); the environment fills the rest in.

@@ -151,7 +151,7 @@ class Leaver(Protocol):
 
     @property
     def departed(self) -> bool:
-        """Whether it left the job, so that fit ended before the training was over."""
+        """Whether the fit left the job, and so ended before the training was over."""
 
 
 class Launcher(_Launcher):

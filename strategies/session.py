@@ -159,7 +159,7 @@ class FitSession:
         self._keep_due = False
         """Whether this member has left after a step, and is to keep its state once the optimizer has applied that."""
         self._first = ""
-        """Id of the member that was rank 0 after the slot before."""
+        """Id of the member that was rank 0 after the previous slot."""
         self.within: bool | None = None
         """Whether the closure that runs has averaged, or (False) its step does not take place; None before that."""
         self._uncommitted: dict[str, Any] | None = None
@@ -696,8 +696,7 @@ class FitSession:
             uncount(self.trainer, self._uncommitted)
 
     def says_unsaved(self, path: str) -> bool:
-        """Returns, and logs, whether this member does not write the checkpoint that it is asked for: it is out of the
-        job."""
+        """Returns whether this member does not write a checkpoint, as it is out of the job; logs that."""
         void = self.member.footing is Footing.VOID
         if unsaved := void or self.member.footing is Footing.GONE:
             why = "was put out of the job, so its state is void" if void else "has left the job"

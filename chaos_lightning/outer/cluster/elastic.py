@@ -3,7 +3,7 @@
 Theory of operation. The ranks hold equal parameters, and so each of them holds the whole cluster: the same
 `ClusterMachine`, base, residual, and the pushes that are open or kept (`OuterContent`). All of it changes at commits of
 the inner job only, by what the commit itself says: each rank adds an *answer* to its part of a step, and the header
-hands all of them to all ranks. News for the machines stand in the answer of the *first* rank, the oldest one that
+hands all of them to all ranks. News for the machines stands in the answer of the *first* rank, the oldest one that
 contributed: it alone talks to the leader (attendant.py). If it dies, the next one goes on as the same incarnation, and
 the leader repeats what was lost on the way.
 
