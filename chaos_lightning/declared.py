@@ -118,8 +118,8 @@ def setting(
 
 
 def same_as(owner: type, name: str, **changes: Any) -> Any:
-    """Returns the field of another class once more, where one thing is told at two places; `changes` are of
-    `Setting`.
+    """Returns a field with the same setting as another class has, for a thing that is told in two places; `changes` are
+    attributes of `Setting` that differ.
     """
     made = dataclasses.replace(declared(owner)[name], **changes)
     return dataclasses.field(default=made.default, metadata={_KEY: made})
@@ -138,8 +138,8 @@ def optional(*owners: type, names: Collection[str] = ()) -> list[tuple[str, Any,
     """Returns settings as fields for `make_dataclass`, where None means that nothing was given.
 
     Args:
-        owners: Classes that declare them.
-        names: Those that are wanted, in order; by default all.
+        owners: Classes that declare the settings.
+        names: Names of the settings that are wanted, in order; by default all.
     """
     found: dict[str, tuple[str, Any, Any]] = {}
     for owner in owners:
@@ -152,23 +152,23 @@ def optional_base(module: str, *owners: type, without: Collection[str]) -> type:
     """Returns a base class with the settings of these classes, as far as they are no arguments of a strategy.
 
     Args:
-        module: Name of the caller's.
+        module: Name of the caller's module.
         owners: Classes that declare settings.
-        without: Names of those arguments.
+        without: Names of the strategy's arguments.
     """
     made = [field for field in optional(*owners) if field[0] not in without]
     return dataclasses.make_dataclass("_Options", made, namespace={"__module__": module}, frozen=True, kw_only=True)
 
 
 def options_of(owner: type[T], given: T | Mapping[str, Any] | None) -> T:
-    """Returns an instance of a class of options, of what Hydra, jsonargparse and users hand over.
+    """Returns an instance of a class of options, made of what Hydra, jsonargparse and users hand over.
 
     Args:
-        owner: The class.
-        given: An instance, a mapping or nothing.
+        owner: Class of the options.
+        given: Instance of it, a mapping of its fields, or None.
 
     Raises:
-        ConfigurationError: The value is none of these, or names what is no option.
+        ConfigurationError: The value is none of these, or names an unknown option.
     """
     if isinstance(given, owner):
         return given
@@ -191,14 +191,14 @@ def check_each(instance: Any) -> None:
     """Checks each setting by itself.
 
     Raises:
-        ConfigurationError: Names the setting, what was given and what is expected.
+        ConfigurationError: A value is wrong; names the setting, what was given and what is expected.
     """
     for name, made in declared(type(instance)).items():
         made.demand(getattr(instance, name))
 
 
 def document(owner: type) -> None:
-    """Writes the help of its settings into a class's docstring, where `help`, IDEs and jsonargparse look for it."""
+    """Writes the help of a class's settings into its docstring, where `help`, IDEs and jsonargparse look for it."""
     told = "".join(f"\n        {made.name}: {made.help}" for made in declared(owner).values())
     owner.__doc__ = f"{(owner.__doc__ or '').rstrip()}\n\n    Attributes:{told}\n    "
 
@@ -207,7 +207,7 @@ def document(owner: type) -> None:
 
 
 def command_line(instance: Any) -> list[str]:
-    """Returns the options by which a command is told the settings of this instance that are not the default."""
+    """Returns command-line options for the settings of this instance that are not the default."""
     words = []
     for name, made in declared(type(instance)).items():
         value = getattr(instance, name)
@@ -229,7 +229,7 @@ def read_options(given: argparse.Namespace, options: Mapping[str, Setting]) -> d
     """Returns the values of those settings that were given.
 
     Raises:
-        ConfigurationError: One is of another type.
+        ConfigurationError: A value is of another type.
     """
     return {name: option.read(vars(given)[name], option.option) for name, option in options.items() if name in given}
 

@@ -1,4 +1,4 @@
-"""Outer sync for plain PyTorch loops: one process that trains by itself, and with others through a parameter server.
+"""Offers outer sync to plain PyTorch loops: a process trains by itself, and with others through a parameter server.
 
     with DiLoCo(model, optimizer, inner_steps=64) as diloco:
         for images, labels in diloco.prepare(loader, epochs=3):
@@ -8,12 +8,12 @@
             optimizer.step()
             diloco.step(loss)
 
-Theory of operation. The loop is the user's own, with its own optimizer steps; after each `step` tells the session
-(outer/cluster/session.py) what was trained, and there pushes are frozen and versions adopted. The same script in a
-second terminal, or on another machine with `server="HOST:29470"`, is the second cluster. With `data="shared"` each
-sample is trained once an epoch by whichever cluster it is leased to, and the loop ends when the epochs are spent; with
-"local" each cluster goes over its own loader. The first Ctrl+C or SIGTERM pushes what is there and stays until that is
-durable; the second one says what it may cost to end now.
+Theory of operation. The loop is the user's own, with its own optimizer steps. After each of them `step` reports to the
+session (outer/cluster/session.py) what was trained; the session freezes pushes and adopts versions in that call. The
+same script in a second terminal, or on another machine with `server="HOST:29470"`, is the second cluster. With
+`data="shared"` each sample is trained once an epoch, by the cluster that it is leased to, and the loop ends when the
+epochs are spent; with "local" each cluster goes over its own loader. At the first Ctrl+C or SIGTERM the cluster pushes
+what it has trained and stays until that is durable; the second one says what it may cost to end now.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DiLoCo:
             samples of a step, is by default that of a batch of the loader; to be given where a step uses several.
 
     Attributes:
-        session: This cluster's part in the job; None before `prepare`.
+        session: Part of this cluster in the job; None before `prepare`.
 
     Raises:
         ConfigurationError: A setting is unknown or cannot work.
@@ -103,7 +103,7 @@ class DiLoCo:
         self._seed = seed
         self._loader: LeasedLoader | None = None
         self._first: Iterable[Any] = ()
-        """Batch that was looked at, and those behind it."""
+        """Batch that was looked at, followed by the rest of its loader's batches; empty if none was."""
         self._samples = self._steps = 0
         self._ended = ""
         self._signals = leaving_signals(self.leave, lambda: self._joined.at_risk)
@@ -124,17 +124,17 @@ class DiLoCo:
     # ------------------------------------------------------------------ the loop
 
     def prepare(self, loader: Iterable[Any], *, epochs: int = 1, timeout_s: float = 60.0) -> Iterator[Any]:
-        """Comes into the job, and yields this cluster's batches until the epochs are over, or it leaves.
+        """Enters the job, and yields this cluster's batches until the epochs are over, or the cluster leaves.
 
         The model's parameters are the job's newest version when this returns.
 
         Args:
             loader: A torch DataLoader; with `data="local"` anything that can be iterated over again.
-            epochs: Passes over the data: with shared data of all clusters together.
+            epochs: Passes over the data; with shared data those of all clusters together.
             timeout_s: Seconds to wait for a server that lets this cluster in.
 
         Raises:
-            ConfigurationError: The job is another one; says in what it differs, and whose it is.
+            ConfigurationError: The server has another job; says in what it differs, and whose it is.
             DeadlineError, RefusedError: No server let this cluster in.
             StateError: The model has no buffer of a name in `buffers`.
         """
@@ -203,7 +203,7 @@ class DiLoCo:
         return ()
 
     def step(self, loss: Any = None) -> Boundary:
-        """Tells of an optimizer step, after each one; returns what happened between it and the next one.
+        """Reports an optimizer step, and is to be called after each one; returns what happened between it and the next.
 
         Args:
             loss: Loss of that step, for the log: a number, or a tensor of one element.

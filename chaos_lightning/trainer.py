@@ -1,4 +1,4 @@
-"""The API of the Chaos paper (Listings 1 and 2) for plain PyTorch loops, on the same engine as the Lightning strategy.
+"""Offers the API of the Chaos paper (Listings 1 and 2) for plain PyTorch loops, on the Lightning strategy's engine.
 
     with Trainer() as trainer:
         for batch in trainer.prepare(model, optimizer, loader, epochs=3, clip_norm=1.0):
@@ -16,16 +16,16 @@ shared data; until `close`, the process switches threads after 0.5 ms (`sys.sets
 gradients over all members, clips the average and steps the optimizer. A member that was put out (it froze) joins again
 inside `update`, which then steps nothing.
 
-Each batch has one `update`, since the others wait for it: who asks for the next batch without it gets an error. A batch
-that has an `update` and no backward pass weighs nothing, and its samples count as used. One that `trainer.idle` marks
-stands in for "no samples left for me": its gradient weighs nothing, and a loop that goes on to the next batch takes
-part all the same.
+Each batch has one `update`, since the other members wait for it: a loop that asks for the next batch without it gets an
+error. A batch that has an `update` and no backward pass weighs nothing, and its samples count as used. While
+`trainer.idle` is true, no samples were left for this member, and the batch is only a stand-in: its gradient weighs
+nothing, and a loop that goes on to the next batch without `update` takes part all the same.
 
 With `accumulate=N` a step is made of N batches of each member: `update` returns whether it has stepped. Each loss
 counts by its samples, which `trainer.backward` sees to. It also scales the loss where a `scaler` is given.
 
-What all members do together comes in the same order at all of them: `update`, then `gather` and `save`, and then
-`check_state_replication`, where newcomers come in, which go on with the next batch.
+All members make the calls that they make together in the same order: `update`, then `gather` and `save`, and then
+`check_state_replication`. Newcomers come in at the last one, and go on with the next batch.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class _Wish:
-    """A wish of the user that this process ends: the first signal is remembered, the second one ends it at once.
+    """Wish of the user that this process ends: the first signal is remembered, the second one ends the process at once.
 
-    One for the process: `capture_exit_event` asks without a Trainer.
+    There is one for the process: `capture_exit_event` asks it without a Trainer.
     """
 
     def __init__(self) -> None:
@@ -91,25 +91,25 @@ class _Wish:
 
     @property
     def seen(self) -> str:
-        """The signal's name; "" before."""
+        """Name of the first signal; "" before it."""
         asked = self._signals.asked if self._signals is not None else None
         return asked.name if asked is not None else ""
 
     def watch(self) -> None:
-        """From here on signals are seen."""
+        """Begins to watch for signals, unless it does already."""
         if self._signals is None:
             self._signals = ExitSignals(self._end_wait)
             self._signals.install()
 
     def forget(self) -> None:
-        """Handlers are what they were, and what was seen is forgotten."""
+        """Restores the signals' handlers, and forgets what was seen."""
         if self._signals is not None:
             self._signals.restore()
             self._signals = None
 
     @contextlib.contextmanager
     def end_the_wait(self, engine: Engine) -> Iterator[None]:
-        """Waiting inside ends at the first signal, also at one that came before, once nobody needs this member."""
+        """Lets a signal, also one that came before, end the waits in the block once nobody needs this member."""
         self._waits = engine
         try:
             if self.seen:
@@ -128,12 +128,13 @@ _wish = _Wish()
 
 
 def capture_exit_event() -> bool:
-    """Whether the user wants this node to leave: Ctrl+C, SIGTERM or SIGHUP since the Trainer was made (Listing 2)."""
+    """Returns whether the user wants this node to leave: Ctrl+C, SIGTERM or SIGHUP came since the Trainer was made
+    (Listing 2)."""
     return bool(_wish.seen)
 
 
 class Trainer:
-    """One member of a job, for a plain loop.
+    """Member of a job, for a plain loop.
 
     Args:
         settings: Fields of `EngineConfig` (endpoint, job, name, min_nodes, ...); the environment fills the rest in.
@@ -149,7 +150,7 @@ class Trainer:
         self._loader: ElasticLoader | None = None
         self._extra = False
         self._current = True
-        """The state is the job's; not so once others step while this member leaves, and it cannot follow."""
+        """Whether the state is the job's: no more once others step while this member leaves and cannot follow."""
         self._awaited = False
         self._closed = False
         self._comparison = StateComparison(self.engine)
@@ -158,9 +159,9 @@ class Trainer:
         self._member = Participation(self._put_out, self._left, self.engine)
         self._start = checkpoints.Start(self._member.checkpoints)
         self._let_in = False
-        """Newcomers came in with this batch, or could have: they do what follows the next one."""
+        """Whether newcomers came in with this batch, or could have: they take part in calls from the next batch on."""
         self._open = False
-        """The present batch has had no `update` yet."""
+        """Whether the present batch has had no `update` yet."""
         self._micro_batches = MicroBatches()
         self._switch_as_before: Callable[[], None] = lambda: None
         self._asks_as_before = warn_who_asks(
@@ -181,12 +182,12 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that the job has committed, those before the checkpoint that it went on from included."""
+        """Number of optimizer steps that the job has committed, with those of the checkpoint that it went on from."""
         return self._start.step + self.engine.header.step
 
     @property
     def idle(self) -> bool:
-        """The present batch stands in for none: no samples were left for this member."""
+        """Whether the present batch is only a stand-in: no samples were left for this member."""
         return self._loader is not None and self._loader.current is not None and self._loader.current.idle
 
     def _present(self, call: str) -> BatchFacts:
@@ -221,32 +222,33 @@ class Trainer:
     ) -> Iterator[Any]:
         """Joins the job, then yields this member's batches until the epochs are spent.
 
-        SIGINT, SIGTERM or SIGHUP while this waits for the job: it leaves, and there are no batches
+        If SIGINT, SIGTERM or SIGHUP comes while this waits for the job, the member leaves, and there are no batches
         (`capture_exit_event`).
 
         Args:
-            model: On one device.
-            optimizer: Of all trained parameters.
+            model: Model, on one device.
+            optimizer: Optimizer of all trained parameters.
             loader: The user's DataLoader, written as for one machine.
             epochs: Passes over the data.
             data: "shared": all members hold the same data set; "local": each has its own.
-            seed: Keys the order of samples; equal on all members.
+            seed: Seed of the order of samples; equal on all members.
             accumulate: Batches of each member per step; with more than one `backward` takes the place of
                 `loss.backward()`. At the end of an epoch a step is made of those that are left.
             clip_norm: Bound for the norm of the averaged gradients, as of `torch.nn.utils.clip_grad_norm_`.
             clip_value: Bound for each number in them, as of `torch.nn.utils.clip_grad_value_`.
-            scaler: Of float16: scales losses in `backward`, and `update` steps through it. Its state travels with the
-                training state, and newcomers come in by a pause.
-            resume: A file that `save` has written, which the job goes on from. A member that joins a job that runs
-                needs none; what it has loaded is replaced by the others' state.
+            scaler: Gradient scaler for float16: `backward` scales losses with it, and `update` steps through it. Its
+                state travels with the training state, and newcomers come in by a pause.
+            resume: File that `save` has written, which the job goes on from. A member that joins a running job needs
+                none; the others' state replaces what it has loaded.
             extra: Further state that newcomers receive (schedulers, averaged copies).
             reduced_buffers: Names of buffers that forward passes change (BatchNorm's are found by themselves).
-            loaded: Model and optimizer hold a checkpoint. A state that the last member kept (`on_last_exit`) replaces
-                it only if it goes on from the file of `resume` (and `resume_from` is "newest"). None: with `resume`,
-                or if the optimizer's state has steps; weights alone may be what a training begins with.
-            hparams: What this run is configured with beside the optimizer's defaults, such as `vars(args)`: a member of
-                another run, as of a sweep, is refused by the name of what differs (docs/compat.md).
-            own_hparams: Names of these, and of the model's layers, that may differ between machines.
+            loaded: Whether model and optimizer hold a checkpoint. A state that the last member kept (`on_last_exit`)
+                replaces that only if it goes on from the file of `resume` (and `resume_from` is "newest"). By default
+                it is so with `resume`, or if the optimizer's state has steps; weights alone may be the beginning of a
+                training.
+            hparams: Hyperparameters of this run beside the optimizer's defaults, such as `vars(args)`. A member of
+                another run, as of a sweep, is refused, with the name of what differs (docs/compat.md).
+            own_hparams: Names of hyperparameters, and of the model's layers, that may differ between machines.
 
         Raises:
             ConfigurationError: These arguments do not fit each other, or the file of `resume` does not fit them.
@@ -326,7 +328,7 @@ class Trainer:
     def _extra_state(
         self, extra: Mapping[str, Stateful | nn.Module] | None, scaler: GradScaler | None
     ) -> dict[str, Stateful | nn.Module]:
-        """Returns what newcomers receive beside model and optimizer: the user's, and what is known to be needed."""
+        """Returns what newcomers receive beside model and optimizer: the user's state, the job's start, the scaler."""
         own: dict[str, Stateful] = {checkpoints.KEY: self._start}
         if scaler is not None:
             own["scaler"] = scaler
@@ -336,7 +338,12 @@ class Trainer:
         return {**(extra or {}), **own}
 
     def _entered(self, loader: ElasticLoader, resumed_at: int) -> None:
-        """In the job, with its state: what it goes on from is known, be it by this member's own file or the others'."""
+        """Puts the loader where the job stands, once this member is in it: the state, from its own file or from the
+        others, tells from which checkpoint the job goes on.
+
+        Raises:
+            ConfigurationError: The job has fewer steps than the checkpoint that this member has loaded.
+        """
         engine, start = self.engine, self._start
         self._member.stepped = (engine.header.step, engine.header.hash)
         if self.step < resumed_at:
@@ -377,15 +384,15 @@ class Trainer:
                 else:
                     epoch += 1
         finally:
-            self._let_in = False  # whoever comes now does not follow this loop
+            self._let_in = False  # a member that comes in from here on does not run this loop
 
     def _begin(self, state: ModuleState) -> None:
-        """Before a batch is handed out."""
+        """Begins a batch before the loop gets it: its weight in the step, and whether the step ends with it."""
         current = self._present("the loop")
         self._let_in, self._open = False, True
         if current.first:
             self._comparison.take(state)
-        # Nothing was assigned by a view that this member does not know.
+        # Without a known view no samples were assigned to this member.
         view = self.engine.ruling_view
         share = current.samples / view.members[0].quota if view is not None else 0.0
         self._micro_batches.begin(share, last=current.last)
@@ -397,10 +404,10 @@ class Trainer:
             self.engine.arm(coefficient=total, empty=total == 0)
 
     def _settle_batch(self) -> None:
-        """The user asks for the next batch: the others wait for what this member does with the present one.
+        """Makes the `update` of an idle batch, for which the others wait, as the user asks for the next batch.
 
         Raises:
-            ConfigurationError: Nothing was done with it.
+            ConfigurationError: A batch with samples had no `update`.
         """
         if not self._open or self._member.out:
             return
@@ -415,11 +422,11 @@ class Trainer:
         self.check_state_replication()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """The backward pass of the present batch, in place of `loss.backward()`; none if the batch is idle.
+        """Runs the backward pass of the present batch, in place of `loss.backward()`; none if the batch is idle.
 
         Args:
-            loss: The mean over the batch, neither divided by `accumulate` nor scaled by the `scaler`.
-            options: Of `Tensor.backward`.
+            loss: Mean loss over the batch, neither divided by `accumulate` nor scaled by the `scaler`.
+            options: Options of `Tensor.backward`.
         """
         if self._member.out:
             return
@@ -436,9 +443,9 @@ class Trainer:
         used.
 
         Returns:
-            Whether a step was made. With `accumulate=N` it is with the last batch of each step. It is not if this
-            member was out and has joined again: nothing was stepped, the next batch is a fresh one. A step that the
-            scaler leaves out, since gradients overflowed, counts: all members leave it out.
+            Whether a step was made. With `accumulate=N` the last batch of each step makes it. None was made if this
+            member was out and has joined again; the next batch is a fresh one. A step that the scaler leaves out, since
+            gradients overflowed, counts: all members leave it out.
         """
         if self._member.out:
             return False
@@ -475,7 +482,8 @@ class Trainer:
         return True
 
     def _apply(self, header: Header, optimizer: Optimizer) -> None:
-        """`.grad` holds the average, so whatever is decided by it is decided alike by all members."""
+        """Clips the averaged gradients and steps the optimizer, through the scaler if there is one. All members decide
+        alike, as `.grad` holds the average."""
         scaler = self._scaler
         if scaler is None:
             self._clip(optimizer)
@@ -489,7 +497,7 @@ class Trainer:
     # ------------------------------------------------------------------ together
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, in rank order; all members call this at the same place, also those that are idle.
+        """Returns the values of all members, in rank order. All call this at the same place, also those that are idle.
 
         A member that is out of the job, or has just joined again, gets its own value alone.
 
@@ -501,8 +509,8 @@ class Trainer:
         return [value] if answers is None else list(answers.values())
 
     def _gather(self, name: str, value: Any) -> dict[str, Any] | None:
-        """Everybody's value by member, in rank order; without those that leave. None if this member is out, or goes on
-        with the next batch."""
+        """Returns each member's value by its id, in rank order, without members that leave. None if this member is out,
+        or goes on with the next batch."""
         if self._state is None:
             raise ConfigurationError("call prepare() first")
         if self._member.out:
@@ -527,11 +535,11 @@ class Trainer:
         "optimizer" are their `state_dict()`. A member that has left writes none, unless it was the last one.
 
         Args:
-            path: Of the file; its folder exists.
+            path: Path of the file; its folder exists.
 
         Raises:
-            ConfigurationError: It is called within a step.
-            StateError: Another member was to write the file, and could not; or it could not be read again.
+            ConfigurationError: This is called within a step.
+            StateError: Another member was to write the file, and could not; or the file could not be read again.
         """
         state, loader, engine = self._state, self._loader, self.engine
         if state is None or loader is None:
@@ -545,7 +553,8 @@ class Trainer:
         writer = engine.member_id
 
         def exchange(name: str, value: Any) -> list[Any] | None:
-            """The oldest of those who answer is the writer: the oldest of all may be about to leave."""
+            """Exchanges a value, and makes the oldest member that answers the writer: the oldest of all may be about to
+            leave."""
             nonlocal writer
             answers = self._gather(name, value)
             writer = next(iter(answers or ()), writer)
@@ -574,7 +583,7 @@ class Trainer:
         self._member.saved()
 
     def check_state_replication(self) -> None:
-        """If somebody waits to join, lets them in and makes the state available to them (Listing 1)."""
+        """Lets members in that wait to join, and makes the state available to them (Listing 1)."""
         state, current = self._state, self._loader.current if self._loader is not None else None
         if state is None or self._member.out:
             return
@@ -586,14 +595,14 @@ class Trainer:
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
-        """Takes slots within; a header of one may let this member go."""
+        """Lets the block take slots; a header of one may let this member go."""
         with self._member.slot(), _wish.end_the_wait(self.engine):
             yield
             if self.engine.out:
                 self._member.depart()
 
     def _left(self, stepped: bool) -> None:
-        """The state stands on the last header."""
+        """Keeps the state of a member that has left, if it is the job's: it is that of the last header."""
         if self._current:
             self._keep()
         self.engine.out = True
@@ -622,8 +631,9 @@ class Trainer:
     def request_node_exit(self, reason: str = "") -> None:
         """Leaves politely: takes part, without samples, until a header lets this member go (Listing 2).
 
-        Meanwhile its state follows by replay, for newcomers that may find nobody else. Where steps cannot be replayed,
-        or there is extra state that they do not tell of, it hands out none that is not the others' any more.
+        Meanwhile its state follows the others' by replay, for newcomers that may find no other donor. If steps cannot
+        be replayed, or there is extra state that replay does not change, it hands its state out no more once the others
+        have stepped.
         """
         engine, state = self.engine, self._state
         self._settle_open()
@@ -652,7 +662,8 @@ class Trainer:
         self._await_release()
 
     def _settle_open(self) -> None:
-        """A batch that was begun: its gradients are on their way, or nothing of it is brought in."""
+        """Settles a batch that was begun: makes its step if its gradients are on their way, else contributes
+        nothing."""
         if self._open and not self._member.out and self._present("request_node_exit()").last:
             if self.engine.sending:
                 self.update()
@@ -662,7 +673,8 @@ class Trainer:
         self._open = False
 
     def _await_release(self) -> None:
-        """Others may need what the header that let this member go commits, until they have entered its view."""
+        """Waits until the others have entered the view of the header that let this member go; they may need its
+        bytes."""
         if not self._awaited:
             self._awaited = True  # one deadline is enough where no scheduler is there to release anybody
             self.engine.wait_released()
@@ -713,12 +725,12 @@ class Trainer:
 
 
 _open: dict[int, Trainer] = {}
-"""By thread, the Trainer that is not closed."""
+"""Trainers that are not closed, by the id of the thread that made them."""
 
 
 def _close_what_was_left_open() -> None:
-    """A thread trains in one job at a time. One that an interrupt has left behind, as in a notebook, is closed: the
-    others would wait for it, and the wish that it ends would end the next one."""
+    """Closes a Trainer that an interrupt has left behind in this thread, as in a notebook. A thread trains in one job
+    at a time: the other members would wait for the old Trainer, and the wish that it ends would end the next one."""
     before = _open.get(threading.get_ident())
     if before is not None:
         _log.warning("the Trainer of %s was never closed; it is now, since another one is made", before.engine.name)
@@ -736,7 +748,7 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]
 
 
 def refuse(model: nn.Module, optimizer: Optimizer) -> None:
-    """UnsupportedError, before anything starts, for what no step of a job can serve."""
+    """Raises UnsupportedError, before anything starts, for a model or an optimizer that no step of a job can serve."""
     found = [f"{type(optimizer).__name__}: {why}" for kind, why in NEVER.items() if isinstance(optimizer, kind)]
     if training.is_sharded(optimizer):
         found.append(f"{type(optimizer).__name__}: {training.SHARDED}")
@@ -748,5 +760,5 @@ def refuse(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's state comes out of a training. Some have a state of zeros from the start."""
+    """Returns whether the optimizer's state comes out of a training. Some have a state of zeros from the start."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())

@@ -1,10 +1,10 @@
-"""Private callback and launcher, for moments at which Lightning has no hook for strategies.
+"""Adds a private callback and a launcher, for moments at which Lightning has no hook for strategies.
 
-Theory of operation. `Companion` stands first in the list of callbacks for the time of fit, and does what belongs to
-hooks of callbacks only. `Launcher` frames each of the Trainer's functions. A member that leaves (Ctrl+C, SIGTERM, a
-closed terminal, a drain, ChaosExit) ends fit politely, in the middle of it. Lightning would call that finished, since
-it knows no other end without an exception. So the launcher raises `LeftJobError` after fit: `trainer.interrupted` is
-True, loggers are told that the run failed, and what follows fit is not run, as after a Ctrl+C without the strategy.
+Theory of operation. `Companion` stands first in the list of callbacks for the time of fit, and serves hooks that only
+callbacks have. `Launcher` calls each of the Trainer's functions, such as fit. A member that leaves (Ctrl+C, SIGTERM, a
+closed terminal, a drain, ChaosExit) ends fit politely, before the training is over. Lightning would call that finished,
+since it knows no other end without an exception. So the launcher raises `LeftJobError` after fit: `trainer.interrupted`
+is True, loggers are told that the run failed, and what follows fit is not run, as after a Ctrl+C without the strategy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 def no_rows(value: Any) -> Any:
-    """The same kind of value for no samples: tensors without rows, empty containers; a single number stays."""
+    """Returns the same kind of value for no samples: tensors without rows, empty containers; a single number stays."""
     if isinstance(value, Tensor):
         return value.new_empty((0, *value.shape[1:])) if value.dim() else value.detach()
     if isinstance(value, dict):
@@ -46,8 +46,9 @@ def no_rows(value: Any) -> Any:
 
 
 def watch_spikes(callbacks: Sequence[pl.Callback], *, idle: bool) -> None:
-    """Lets `SpikeDetection` leave a batch out that has no loss here: it would take it for one of 0, and the next true
-    loss for a spike that ends the job. Its collectives run all the same, since the others wait for them."""
+    """Lets `SpikeDetection` skip a batch that has no loss here (`idle`): it would take that for a loss of 0, and the
+    next true loss for a spike that ends the job. Its collectives run all the same, since the other members wait for
+    them."""
     for callback in callbacks:
         if isinstance(callback, SpikeDetection):
             for name in ("_update_stats", "_is_spike"):
@@ -61,16 +62,16 @@ def _no_spike(loss: Tensor) -> bool:
 
 
 class Companion(pl.Callback):
-    """Inserted by the strategy for the time of fit; keeps no state of its own.
+    """Callback that the strategy inserts for the time of fit. A checkpoint holds no state of it.
 
     Args:
-        session: This fit's part in the job; None in a copy, which has no part in it.
+        session: Part of this fit in the job; None in a copy, which has no part in it.
     """
 
     def __init__(self, session: FitSession | None) -> None:
         self._session = session
         self._like: dict[str, Any] = {"loss": torch.zeros(())}
-        """The `outputs` of an idle member: those of its last batch, without the samples."""
+        """`outputs` of an idle member: those of its last batch, without the samples."""
         self._began = 0.0
 
     @property
@@ -97,7 +98,8 @@ class Companion(pl.Callback):
             outputs.update(self._like, **{IDLE_KEY: True})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Before any value of the epoch is computed: one that left ends fit here; the others agree on keys."""
+        """Computes the values of the epoch, on whose keys members agree first; ends fit instead if this member has
+        left."""
         session = self._session
         if session is None:
             return
@@ -115,7 +117,7 @@ class Companion(pl.Callback):
             refit_limits(self._session.trainer, self._session.evaluation)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """All members are past their batches: from here on they do the same again."""
+        """Ends the division of validation: all members are past their batches, and do the same from here on."""
         if self._session is not None:
             self._session.evaluation.assigning = None
 
@@ -125,12 +127,12 @@ class Companion(pl.Callback):
             session.engine.events.emit("validation", seconds=round(time.monotonic() - self._began, 4))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Before other callbacks look at the result, which is the outer job's."""
+        """Ends the part in an outer job before other callbacks look at the result, which is that of the outer job."""
         if self._session is not None:
             self._session.hooks.finish(self._session)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Other callbacks may write a checkpoint now; that must not call for the others."""
+        """Leaves the job, as other callbacks may write a checkpoint now, which must not call for the other members."""
         if self._session is not None:
             self._session.abandon(exception)
 
@@ -139,24 +141,24 @@ class Companion(pl.Callback):
 
 
 class Leaver(Protocol):
-    """A fit's part in a job, which may leave.
+    """Part of a fit in a job, which may leave.
 
     Attributes:
-        asked: The signal that asked it to; None: it was drained, or a callback asked.
+        asked: Signal that asked the fit to leave; None if it was drained, or a callback asked.
     """
 
     asked: signal.Signals | None
 
     @property
     def departed(self) -> bool:
-        """It left, and so fit ended in the midst."""
+        """Whether the fit left the job, and so ended before the training was over."""
 
 
 class Launcher(_Launcher):
-    """Calls the function in this very process: members are started from outside.
+    """Launcher that calls the Trainer's function in this very process: members are started from outside.
 
     Args:
-        session: Of the fit that has just ended, if it was one.
+        session: Returns the part in the job of the fit that has just ended; None if it had none.
     """
 
     def __init__(self, session: Callable[[], Leaver | None]) -> None:
@@ -176,11 +178,11 @@ class Launcher(_Launcher):
         return result
 
     def kill(self, signum: Any) -> None:
-        """There are no processes of ours."""
+        """Ignores the signal: this launcher has started no processes."""
 
 
 class RankLauncher(_SubprocessScriptLauncher):
-    """Lightning's own, for ranks of ddp.
+    """Lightning's launcher of DDP's ranks, which raises LeftJobError as `Launcher` does.
 
     Args:
         session: As of `Launcher`.
@@ -197,7 +199,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 
 def _tell_departure(trainer: pl.Trainer | None, session: Leaver | None) -> None:
-    """Raises LeftJobError after a fit that was left."""
+    """Raises LeftJobError if the Trainer's function was a fit that this process has left; else does nothing."""
     if trainer is None or session is None or not session.departed or trainer.state.fn != TrainerFn.FITTING:
         return
     # Not sooner: Lightning aborts where it reads this within fit.
@@ -214,9 +216,9 @@ def exit_code(asked: signal.Signals | None, environment: Mapping[str, str]) -> i
     """Returns the exit code of a process that has left its job.
 
     Args:
-        asked: The signal that asked it to leave; None: something else did.
-        environment: Says who started the process. Whoever takes any other code for a failure, and starts the process
-            again or ends its siblings, gets 0.
+        asked: Signal that asked it to leave; None if something else did.
+        environment: Environment of the process, which tells who started it. Starters that take any other code for a
+            failure, and start the process again or end its siblings, get 0.
     """
     if any(name in environment for name in LAUNCHERS) or environment.get("SYSTEMD_EXEC_PID") == str(os.getpid()):
         return 0

@@ -1,17 +1,18 @@
-"""DiLoCoStrategy: a Trainer as one cluster of an outer job (docs/diloco.md).
+"""Defines `DiLoCoStrategy`, which makes a Trainer one cluster of an outer job (docs/diloco.md).
 
 Theory of operation. Clusters that are far apart train one model. Each trains by itself for some steps, with its own
-optimizer, and a parameter server makes versions of what they gained (docs/outer.md). `DiLoCoStrategy` makes the
-strategy: that of a cluster whose ranks come and go is `ChaosStrategy` with such a part (elastic.py), and any other is a
-`ClusterStrategy`. That is Lightning's DDP with a part in the job for the time of fit: `OuterFit`. It comes in when the
-model is on its device, so everything after that, `on_fit_start` and the sanity check included, sees the job's newest
-version.
+optimizer, and a parameter server makes versions of what they gained (docs/outer.md). `DiLoCoStrategy` returns one of
+two strategies. If the ranks of the cluster come and go, it is a `ChaosStrategy` with a part in the outer job
+(elastic.py). Else it is a `ClusterStrategy`: Lightning's DDP with a part in the outer job for the time of fit,
+`OuterFit`. A cluster enters the outer job when the model is on its device, so everything after that, `on_fit_start` and
+the sanity check included, sees the job's newest version.
 
-How many devices there are is known only once the Trainer has looked, so one class serves a single process, too: it has
-no process group then, and all that would go by one is the identity. Processes of several hold equal parameters after
+The number of devices is known only once the Trainer has looked, so `ClusterStrategy` serves a single process, too: it
+has no process group then, and its collectives return what they are given. Several processes hold equal parameters after
 each optimizer step, so rank 0 alone is the member of the outer job (outer_ranks.py).
 
-Only the oldest cluster of a job logs and writes files, as rank 0 does elsewhere; each draws its own progress bar.
+Only the oldest cluster of a job logs and writes files, as rank 0 does elsewhere; each cluster draws its own progress
+bar.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class ClusterStrategy(DDPStrategy):
     Args:
         inner: Way in which the cluster trains: "auto", "single", "ddp", or a `DDPStrategy` whose settings are taken.
         options: Further options.
-        given: The arguments of `DiLoCoStrategy` that are settings.
+        given: Arguments of `DiLoCoStrategy` that are settings, by name.
 
     Attributes:
         data: "shared" if clusters share the data, "local" if each has its own.
-        fit: The part in the outer job; None outside of fit.
+        fit: Part of this fit in the outer job; None outside of fit.
     """
 
     strategy_name = NAME
@@ -121,7 +122,7 @@ class ClusterStrategy(DDPStrategy):
         """Takes in whether the cluster is the oldest one, which logs and writes files.
 
         Returns:
-            Whether the cluster has become the oldest one by it.
+            Whether the cluster has become the oldest one now.
         """
         promoted, self._oldest = oldest and not self._oldest, oldest
         if isinstance(self.cluster_environment, OneProcess):

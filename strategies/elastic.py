@@ -1,12 +1,13 @@
-"""A Trainer's part in a cluster that is itself an elastic job: outer sync around a member of strategy `chaos`.
+"""Runs outer sync around a member of strategy `chaos`, which is a rank of a cluster that is itself an elastic job.
 
-Theory of operation. The inner job is that of `ChaosStrategy`, as ever: its ranks share the cluster's own data, come,
-leave and die. Around it all ranks hold the cluster's part in the outer job (outer/cluster/elastic.py), which each of
-the inner job's steps takes along. Where the cluster may not train, at the start and where it waits for an answer, ranks
-stand at the safe point between two batches and meet in small collectives. Newcomers are let in there, too.
+Theory of operation. The inner job is an ordinary one of `ChaosStrategy`: its ranks share the cluster's data, come,
+leave and die. Beside it each rank holds the whole cluster's part in the outer job (outer/cluster/elastic.py); the
+commit of each step of the inner job moves that part on, alike at all ranks. While the cluster may not train, at the
+start and when it waits for an answer, its ranks stay at the safe point between two batches and meet in small
+collectives. Newcomers are let in there, too.
 
-A newcomer gets base, residual and pushes with the rest of the training state. A version that is adopted is no function
-of gradients, so newcomers come in by a pause, and never by replay.
+A newcomer gets the cluster's base, residual and pushes with the rest of the training state. Adopting a version changes
+the parameters by more than gradients, so a replay of steps would miss it: newcomers come in by a pause.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ _log = logging.getLogger("chaos_lightning")
 
 MEETING = "outer sync"
 LET_GO_S = 3.0
-"""So long (s) a rank that was asked to leave after its loop waits to be let go. If all wait longer, as their scheduler
-is away, the cluster leaves as a whole."""
+"""Seconds that a rank which was asked to leave after its loop waits to be let go. If all ranks have waited longer, as
+their scheduler is away, the cluster leaves as a whole."""
 OTHERS_HOLD = "still waiting to be let go. To end now costs nothing as long as another rank stays, which holds the same"
 CHECKPOINT = "checkpoint (ckpt_path)"
 """Name, among the words that clusters compare, of the checkpoint that a job goes on from."""
 MOST_HYPER = 1 << 16
-"""Characters of hyperparameters that are told for exports; longer ones come from a checkpoint (`--like`)."""
+"""Most characters of hyperparameters that the job knows for exports; an export takes longer ones from a checkpoint
+(`--like`)."""
 SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
 """Facts about the data on which ranks agree, and clusters, too."""
 
@@ -70,15 +72,15 @@ class OuterTerms:
     """Settings of outer sync in a strategy, for ranks of an elastic cluster.
 
     Args:
-        options: `DiLoCoOptions`.
-        given: The strategy's own arguments that belong to it.
+        options: Further options of the strategy.
+        given: Arguments of `DiLoCoStrategy` that are settings, by name.
 
     Raises:
-        ConfigurationError: The cluster has no name: a rank cannot make one up that all have.
+        ConfigurationError: The cluster has no name; a rank cannot make up one that all ranks share.
 
     Attributes:
         cluster: The cluster's settings.
-        shared: Clusters share the data.
+        shared: Whether clusters share the data.
     """
 
     def __init__(self, options: DiLoCoOptions, given: Mapping[str, Any]) -> None:
@@ -98,12 +100,12 @@ def replica_of(module: Any) -> Replica:
 
 
 def words_of(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
-    """Returns what else must be equal in all clusters: what a checkpoint had trained, what the module says, and what
-    tells two runs of a sweep apart.
+    """Returns further values that must be equal in all clusters, by name: how far the loaded checkpoint had trained,
+    the module's `chaos_words`, and what tells two runs of a sweep apart.
 
     Args:
-        trainer: In fit.
-        warns: Of what cannot be compared.
+        trainer: Trainer in fit.
+        warns: Whether to warn of values that cannot be compared.
     """
     loaded = trainer._checkpoint_connector._loaded_checkpoint
     module = trainer.lightning_module
@@ -116,7 +118,8 @@ def words_of(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
 
 
 def _hyper_parameters(module: pl.LightningModule) -> dict[str, str]:
-    """Returns the word from which `ps export` gives a model its arguments; those that JSON cannot hold are left out."""
+    """Returns the module's hyperparameters as JSON, from which `ps export` gives a model its arguments. Those that JSON
+    cannot hold, and those in `chaos_own_hparams`, are left out."""
     own = set(getattr(module, "chaos_own_hparams", ()))
     held = {}
     for name, value in module.hparams_initial.items():
@@ -136,7 +139,7 @@ def _json(value: object) -> str | None:
 
 
 def explained(refusal: str) -> str:
-    """Why the job will not have this cluster, with what to do."""
+    """Returns the reason for which the job refuses this cluster; if checkpoints differ, with what to do."""
     if f"its {CHECKPOINT} is" not in refusal:
         return refusal
     return (
@@ -146,12 +149,12 @@ def explained(refusal: str) -> str:
 
 
 def refuse_ranks(config: EngineConfig, data: str, terms: OuterTerms) -> None:
-    """UnsupportedError for what the inner strategy is told, and no rank of a cluster can do.
+    """Raises UnsupportedError for settings of the inner strategy that no rank of a cluster can serve.
 
     Args:
-        config: Of the inner job's member.
-        data: "shared" or "local", among ranks.
-        terms: Of outer sync.
+        config: Configuration of the inner job's member.
+        data: Data of the ranks: "shared" or "local".
+        terms: Settings of outer sync.
     """
     if terms.shared and data != "shared":
         raise UnsupportedError(
@@ -166,35 +169,36 @@ def refuse_ranks(config: EngineConfig, data: str, terms: OuterTerms) -> None:
 
 
 class ElasticPart(FitHooks):
-    """One fit's part; see the module. Methods are the training thread's.
+    """Hooks of one fit whose Trainer is a rank of an elastic cluster; see the module. Only the training thread calls
+    them.
 
     Args:
-        trainer: Whose fit this is.
-        terms: What the strategy was told.
+        trainer: Trainer whose fit this is.
+        terms: Settings of outer sync.
     """
 
     replays = False  # a version is no function of gradients
-    owns_result = False  # it is at the job's server
+    owns_result = False  # the outer job's server has it
     again = "the cluster's last rank stays until what was trained is durable"
 
     def __init__(self, trainer: Trainer, terms: OuterTerms) -> None:
         self._trainer, self._terms, self._shared = trainer, terms, terms.shared
         self.leave_on_signals = terms.options.leave_on_signals
         self._others = others_in(terms.cluster)
-        """Whether other clusters were there before; until the server has let this one in."""
+        """Whether other clusters were in the job before; counts until the server has let this one in."""
         self._cluster: ElasticCluster | None = None
         self._patience: Patience | None = None
         self._asked_at = 0.0
-        """When this rank was first seen to be asked to leave, after the loop; 0.0: it was not."""
+        """Monotonic time, s, at which this rank was first seen to be asked to leave after the loop; 0.0 if never."""
         self._closed = False
         self._epoch: int | None = None
         """Epoch of the job that the present pass goes over."""
         self._number: int | None = None
         self._clock: JobClock | None = None
         self._due: Header | None = None
-        """A committed step that the optimizer has yet to take."""
+        """Header of a committed step that the optimizer has yet to take; None if there is none."""
         self._over = False
-        """This rank has stayed until the outer job was over."""
+        """Whether `finish` has run, in which this rank stays until the outer job is over."""
 
     @property
     def clock(self) -> JobClock:
@@ -213,7 +217,7 @@ class ElasticPart(FitHooks):
         return super().loader(dataloader, **(options | own), tape=self.tape if self._shared else None)
 
     def tape(self) -> Tape | None:
-        """Returns the positions that are leased to the ranks, once this one is among them."""
+        """Returns the positions that are leased to the ranks; None before this rank is in the cluster."""
         return self._cluster.tape if self._cluster is not None and self._cluster.founded else None
 
     def enter(self, fit: FitSession) -> None:
@@ -253,7 +257,7 @@ class ElasticPart(FitHooks):
 
     @property
     def writes(self) -> bool:
-        """The first rank of the cluster that came before all others that are in does."""
+        """Whether this cluster is the oldest one in the job: its first rank logs and writes files."""
         machine = self._cluster.machine if self._cluster is not None and self._cluster.founded else None
         if machine is None or machine.incarnation is None:
             return not self._others
@@ -261,13 +265,13 @@ class ElasticPart(FitHooks):
 
     @property
     def run(self) -> str:
-        """The outer job's name among all jobs; "" before this cluster was let in."""
+        """Id of the outer job among all jobs; "" before this cluster was let in."""
         return self._cluster.machine.job_id if self._cluster is not None and self._cluster.founded else ""
 
     # ------------------------------------------------------------------ commits
 
     def says(self, logged: bytes) -> bytes:
-        """Two payloads are said as one."""
+        """Returns this rank's answer for the cluster and what it hands over of its log as one payload; see `split`."""
         own = self.cluster.answer()
         return len(own).to_bytes(4, "little") + own + logged
 
@@ -283,8 +287,9 @@ class ElasticPart(FitHooks):
         self._due = header
 
     def applied(self, fit: FitSession, output: Any) -> None:
-        """A step of the cluster. Where all that is leased is used, it waits here until there is more, or until the
-        epoch is over: then the batch was its last one, and what is validated holds all of it. Or this rank leaves."""
+        """Takes in a step of the cluster. If all leased samples are used, this waits for more. It ends, too, if the
+        epoch is over (then the batch was its last one, and what is validated holds all of the epoch), or if this rank
+        leaves."""
         due, self._due = self._due, None
         if due is None:
             return
@@ -307,7 +312,7 @@ class ElasticPart(FitHooks):
         fit.refit()
 
     def begin(self) -> None:
-        """Lightning's counters and schedules go by the job's clock from here on."""
+        """Makes Lightning's counters and schedules go by the job's clock from here on."""
         self._clock = JobClock(self._trainer)
         self._clock.begin()
 
@@ -318,8 +323,8 @@ class ElasticPart(FitHooks):
         self.clock.adopt(given)
 
     def begins_pass(self, loader: JobLoader) -> bool:
-        """It goes over an epoch of the job. While this cluster waited for its first samples, others may have gone
-        through the epoch that Lightning is in."""
+        """Lets the pass go over the job's present epoch, if clusters share the data; returns whether they do. Skips
+        epochs that other clusters have finished while this one waited for its first samples."""
         if not self._shared:
             return False
         tape = self.cluster.tape
@@ -335,7 +340,7 @@ class ElasticPart(FitHooks):
 
     @property
     def waits_for_samples(self) -> bool:
-        """Nothing of the epoch that the present pass goes over is left to train, and it is not known to be over."""
+        """Whether the epoch that the present pass goes over has nothing left to train, and is not known to be over."""
         tape = self.cluster.tape
         if tape is None or self.cluster.ends or self.epoch_over:
             return False
@@ -343,13 +348,13 @@ class ElasticPart(FitHooks):
 
     @property
     def epoch_over(self) -> bool:
-        """The base holds all of the epoch that the present pass goes over."""
+        """Whether the base holds all of the epoch that the present pass goes over."""
         return self._epoch is not None and self.cluster.machine.job.epoch > self._epoch
 
     def total(self) -> float | None:
         if not self._shared or self._cluster is None:
             return None
-        return (self.epoch_over and batches_begun(self._trainer)) or math.inf  # 0: the next one begins
+        return (self.epoch_over and batches_begun(self._trainer)) or math.inf  # 0 batches: the next epoch begins
 
     def committed(self, header: Header) -> None:
         if header.kind is not Kind.STEP:
@@ -370,18 +375,18 @@ class ElasticPart(FitHooks):
         self.ended |= not fit.departed
 
     def meet(self, fit: FitSession, *, in_batch: bool = False) -> bool:
-        """Holds one meeting of the ranks while the cluster may not train; returns whether this one is in it.
-        `in_batch`: after a batch's step, and not between two batches.
+        """Holds one meeting of the ranks while the cluster may not train; returns whether this rank took part.
+        `in_batch`: whether the meeting follows a batch's step; else it is between two batches.
 
         Raises:
-            ConfigurationError: The server will not have this cluster.
+            ConfigurationError: The server refuses this cluster.
         """
         cluster = self.cluster
         answers = fit.gather(MEETING, cluster.meeting(), lets_go=True)
         if answers is None:
             return False
         self._take(cluster.commit([member for member, _ in answers], [said for _, said in answers]), in_batch=in_batch)
-        if cluster.over and not cluster.base.number:  # it never was in
+        if cluster.over and not cluster.base.number:  # the cluster was never let in
             raise ConfigurationError(explained(cluster.over))
         return True
 
@@ -390,10 +395,11 @@ class ElasticPart(FitHooks):
         self.clock.put(self.cluster.reckoned, in_batch=in_batch, back=boundary.outright)
 
     def patient(self, waits: bool) -> None:
-        """Says what is waited for, and gives up after `patience_s`.
+        """Reports what the cluster waits for, and gives up after `patience_s` (`start_timeout_s` before its first
+        version). If it does not wait (`waits`), the time begins anew.
 
         Raises:
-            DeadlineError: It has waited for so long.
+            DeadlineError: The cluster has waited for longer.
         """
         if not waits:
             self._patience = None
@@ -407,17 +413,17 @@ class ElasticPart(FitHooks):
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
-        """The parameters are those of the version that was adopted last, until `show_own`."""
+        """Puts the version that was adopted last into the parameters, until `show_own`."""
         if self._cluster is not None and not self._closed and self.cluster.founded:
             self.cluster.show_base()
 
     def show_own(self) -> None:
-        """The parameters are what is trained. Idempotent."""
+        """Puts the values that are trained back into the parameters. Idempotent."""
         if self._cluster is not None:
             self.cluster.show_own()
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns that of the version that was adopted last: what a checkpoint holds, others have."""
+        """Returns the state dict of the version that was adopted last: other clusters have what a checkpoint holds."""
         shows = self._cluster is not None and self.cluster.shows_base
         self.show_base()
         try:
@@ -433,11 +439,11 @@ class ElasticPart(FitHooks):
         self.cluster.forget()
 
     def finish(self, fit: FitSession) -> None:
-        """The loop of all ranks is over: pushes the rest, and stays until the outer job has ended, whose last version
-        this rank has then, or until the cluster has left.
+        """Pushes the rest once the loop of all ranks is over, and stays until the outer job has ended, whose last
+        version this rank has then, or until the cluster has left.
 
         Raises:
-            DeadlineError: The cluster was to leave, and could not in `patience_s`.
+            DeadlineError: The cluster was to leave, and could not within `patience_s`.
         """
         if self._over or not fit.entered:
             return
@@ -460,8 +466,8 @@ class ElasticPart(FitHooks):
             save_last_again(self._trainer)
 
     def _goes(self, fit: FitSession) -> bool:
-        """After a meeting of ranks whose loop is over: whether this one is out. The last one that was asked to leave
-        takes the cluster along. Newcomers are let in, for they are waited for before anybody goes."""
+        """Returns whether this rank is out, after a meeting of ranks whose loop is over. The last rank that was asked
+        to leave takes the cluster along. Newcomers are let in, since all ranks wait for them before any goes."""
         if not self.cluster.over:
             fit.let_others_in()
         elif fit.engine.out:
@@ -469,12 +475,13 @@ class ElasticPart(FitHooks):
         return not fit.in_job
 
     def _await_end(self, engine: Engine) -> None:
-        """Waits for the end of the job; leaves if this cluster is through long before the others. Ranks lose patience
-        one soon after the other, so each of them asks: the word of the first one counts, and every rank may be that.
-        From then on each waits as long again.
+        """Waits for the end of the job; the cluster asks to leave if it is through long before the others.
+
+        All ranks lose patience at about the same time, and each asks: the first rank's word counts, and any rank may be
+            the first. From then on each waits as long again.
 
         Raises:
-            DeadlineError: That was in vain, too.
+            DeadlineError: The second wait was in vain, too.
         """
         if engine.leaving:
             self._asked_at = self._asked_at or time.monotonic()
@@ -489,7 +496,7 @@ class ElasticPart(FitHooks):
             self.cluster.leave()
 
     def leave(self) -> None:
-        """The last rank goes, and the cluster with it, once what it has pushed is durable."""
+        """Takes the cluster out of the job, as its last rank leaves, once what it has pushed is durable."""
         self._patience = None
         self.cluster.leave()
         while not self.cluster.over:
@@ -497,7 +504,8 @@ class ElasticPart(FitHooks):
             self.cluster.alone()
 
     def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
-        """The first signal calls `first`, the second one says what it may cost to end now, the third one ends."""
+        """Returns handlers by which the first signal calls `first`, the second one says what it may cost to end now,
+        and the third one ends the process."""
 
         def again(number: signal.Signals, frame: FrameType | None) -> None:
             insist(signals, number, lambda: cost(at_risk()) if last() else OTHERS_HOLD)
@@ -509,7 +517,7 @@ class ElasticPart(FitHooks):
         return signals
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends this rank's part in the cluster, with the trained values in the parameters. Idempotent."""
         self.show_own()
         self._closed = True
         if self._clock is not None:
@@ -519,6 +527,6 @@ class ElasticPart(FitHooks):
 
 
 def split(both: bytes) -> tuple[bytes, bytes]:
-    """The two payloads that a rank has said as one; empty ones of a rank that said nothing."""
+    """Returns the two payloads that a rank has joined by `ElasticPart.says`; both are empty if it said nothing."""
     end = 4 + int.from_bytes(both[:4], "little")
     return both[4:end], both[end:]

@@ -1,11 +1,11 @@
-"""The cluster as Lightning sees it: rank and world size come live from the view, not from RANK and WORLD_SIZE.
+"""Tells Lightning rank and world size, which come live from the view, not from RANK and WORLD_SIZE.
 
-Theory of operation. Three phases. *Outside a job* this process is rank 0 of 1 and works alone. So it does in validate,
-test and predict before fit, but one of those that run the script writes: the others count as what they expect to be
-in fit. *Setting up* for fit, it is what it expects to be at its first batch (place.py), and collectives do
-nothing. Once it has left the job, or was put out, it must not look like the writer: it is rank 1 of 2. *In the
-job* rank and world size are those of the view at the last committed slot; the training thread sets them, so they never
-change under its feet.
+Theory of operation. There are three phases. *Outside a job* this process is rank 0 of 1 and works alone. It also works
+alone in validate, test and predict before fit, but has there the rank that it expects in fit (place.py), so that only
+one of the processes that run the script writes. *Setting up* for fit, it has the rank that it expects at its first
+batch, and collectives do nothing. *In the job* rank and world size are those of the view at the last committed slot;
+the training thread sets them itself, so they never change while it works. Once this process has left the job, or was
+put out, it must not look like the writer: it is rank 1 of 2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ChaosEnvironment(ClusterEnvironment):
         """Sets rank and world size.
 
         Returns:
-            Whether this process has become the writer by it.
+            Whether this process has become the writer now.
         """
         promoted = rank == 0 and self._rank != 0
         self._rank, self._world_size = rank, world_size

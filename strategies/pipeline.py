@@ -32,7 +32,7 @@ from chaos_lightning.strategies.strategy import ChaosStrategy
 NAME = "chaos_pipeline"
 
 UNUSED = ("transfer", "ingress_bps")
-"""Settings that members do not go by where they pull parts of the model from their owners."""
+"""Settings without effect where members pull parts of the model from the owners of these."""
 
 
 def warn_unused(config: EngineConfig) -> None:
@@ -112,12 +112,12 @@ class ChaosPipelineStrategy(ChaosStrategy):
 
     @property
     def chain(self) -> str:
-        """Name of the list of blocks; "": the module says, or there is one that can be meant."""
+        """Name of the list of blocks; "" if the module names it, or has only one that can be meant."""
         return self.pipeline.chain if self.pipeline is not None else ""
 
     @property
     def _fit(self) -> PipelineFit | None:
-        """This fit's part in pipelines; None outside of fit."""
+        """Part of this fit in pipelines; None outside of fit."""
         hooks = self.session.hooks if self.session is not None else None
         return hooks if isinstance(hooks, PipelineFit) else None
 
@@ -136,7 +136,7 @@ class ChaosPipelineStrategy(ChaosStrategy):
             refuse_freed(model, str(trainer.state.fn))
 
     def _train_alone(self, trainer: Trainer) -> None:
-        """Micro-batches are accumulated, and the model is whole."""
+        """Prepares a fit without a job: the model is whole, and each step accumulates its micro-batches."""
         assert self.pipeline is not None
         trainer.accumulate_grad_batches = self.pipeline.micro_batches
         if self.pipeline.chain:
@@ -144,7 +144,7 @@ class ChaosPipelineStrategy(ChaosStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """A model that is built within it has no memory before somebody owns it."""
+        """Gives a model that is built in the block no memory; parts get it when a member owns them."""
         if (fit := self._fit) is None:
             yield
             return
@@ -152,7 +152,7 @@ class ChaosPipelineStrategy(ChaosStrategy):
             yield
 
     def model_to_device(self) -> None:
-        """Layers get their memory when they are owned."""
+        """Takes the model as it was built: layers get their memory when this member owns them."""
         if (fit := self._fit) is None:
             super().model_to_device()
         else:
@@ -170,7 +170,7 @@ class ChaosPipelineStrategy(ChaosStrategy):
         super().setup(trainer)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The step's average is there, if at all: also of a member that the step's header let go."""
+        """Puts the step's averages into `.grad`, if the step takes place, also at a member that its header let go."""
         if (fit := self._fit) is None or self.session is None or not self.session.entered:
             return super().backward(closure_loss, *args, **kwargs)
         return fit.backward(closure_loss) if self.session.within else closure_loss
@@ -178,7 +178,8 @@ class ChaosPipelineStrategy(ChaosStrategy):
     # ------------------------------------------------------------------ validation
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """All members see all batches of validation, for each runs its own layers on them."""
+        """Returns the loader that Lightning uses. All members see all batches of validation, as each runs its own
+        layers on them."""
         if self._fit is None or self.session is None or self.session.trainer.training:
             return super().process_dataloader(dataloader)
         return same_everywhere(dataloader)
@@ -197,7 +198,8 @@ class ChaosPipelineStrategy(ChaosStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A member reads what it owns, once the layers are known not to lie in memory."""
+        """Whether Lightning reads a checkpoint after set-up, as within fit: by then layers that this member does not
+        own have no memory, and it reads the others."""
         return self._fit is not None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

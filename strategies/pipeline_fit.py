@@ -1,10 +1,10 @@
-"""One fit's part in pipelines: what is said at the join, and how a step runs as units of micro-batches.
+"""Runs one fit's part in pipelines: asks for them at the join, and runs each step as units of micro-batches.
 
 Theory of operation. One batch of Lightning's loop is one optimizer step of M micro-batches. Its `training_step` runs
-the units that this member has in the present view, anew after each recovery, and returns the step's mean loss once the
-header is there: the same at all members. What units have logged is logged then, once. `backward` puts the averages
-where an optimizer finds them, so that everything behind it, such as clipping, is Lightning's as ever; a norm is that of
-the header, for no member has all gradients.
+the units that this member has in the present view, anew after each recovery. Once the header is there, it returns the
+step's mean loss, which is the same at all members, and logs once what units have logged. `backward` puts the averages
+where an optimizer finds them, so that everything after it, such as clipping, is Lightning's as ever. A gradient norm
+comes with the header, since no member has all gradients.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LoggedLayers:
     """`Layers` of a chain (pipeline/executor.py) whose units log as one step.
 
     Args:
-        model: Has the chain.
+        model: Model that has the chain.
         logs: Records what units log.
     """
 
@@ -76,20 +76,20 @@ class LoggedLayers:
         at: tuple[int, int],
         call: Callable[[Any], Any] | None,
     ) -> Pass:
-        """See `Layers.run`."""
+        """Runs layers as `Layers.run` does, and records what they log as that of one unit."""
         with self._logs.unit(at[1], end == len(self), batch):
             return self._model.chain.run(first, end, batch, received, specs, at=at, call=call)
 
 
 class PipelineFit(FitHooks):
-    """See the module. One per call of `fit`.
+    """Hooks of one fit in which this member owns parts of the model; see the module.
 
     Args:
-        trainer: In fit.
-        options: The strategy's.
-        model: The user's.
-        memory: Of this member's device.
-        collectives: Refused within units.
+        trainer: Trainer in fit.
+        options: Options of the strategy.
+        model: Model of the user.
+        memory: Memory of this member's device.
+        collectives: Collectives of Lightning, which are refused within units.
     """
 
     replays = False  # nobody has all gradients
@@ -109,14 +109,14 @@ class PipelineFit(FitHooks):
         self._stepper: PipelineStepper | None = None
         self._evaluation: PipelineEvaluation | None = None
         self._told = ""
-        """Pipelines that the console was told of."""
+        """Pipelines that the console was told of last, as in the view."""
         self._teller = Teller()
         self._opened = ExitStack()
 
     # ------------------------------------------------------------------ before the join
 
     def loader(self, dataloader: Any, **options: Any) -> StepLoader:
-        """One batch of it is an optimizer step."""
+        """Wraps the user's training loader, so that one batch is an optimizer step."""
         self._loader = StepLoader(dataloader, micro_batches=self._options.micro_batches, **options)
         return self._loader
 
@@ -128,7 +128,8 @@ class PipelineFit(FitHooks):
         """Looks at the model with a first micro-batch, and compares it in stages with the whole.
 
         Raises:
-            ConfigurationError, UnsupportedError: The model cannot be cut, or gives something else then; says why.
+            ConfigurationError, UnsupportedError: The model cannot be cut into stages, or its stages give another result
+                than the whole; says why.
         """
         assert self._loader is not None
         trainer, model, options = self._trainer, self.model, self._options
@@ -156,10 +157,10 @@ class PipelineFit(FitHooks):
         self._held = model.held()
 
     def end_dry_run(self, config: EngineConfig) -> None:
-        """In a dry run: says what the planner makes of the model, once on each node, and ends the process.
+        """Prints in a dry run, once on each node, what the planner makes of the model, and ends the process.
 
         Raises:
-            DryRunError: It is one.
+            DryRunError: This is a dry run.
         """
         if not self._options.dry_run:
             return
@@ -169,7 +170,7 @@ class PipelineFit(FitHooks):
         raise DryRunError
 
     def tell(self, view: View) -> None:
-        """Says on the console who does what, or after a change how many pipelines there are."""
+        """Prints each member's part in the pipelines; after a change, how many pipelines and stages there are."""
         if view.pipelines == self._told:
             return
         first, self._told = not self._told, view.pipelines
@@ -211,7 +212,7 @@ class PipelineFit(FitHooks):
         return self._loader.order if self._loader is not None else ""
 
     def attach(self, fit: FitSession) -> None:
-        """Has the engine's steps run as units."""
+        """Makes the engine run its steps as units of micro-batches."""
         assert self._stepper is not None
         engine, gather = fit.engine, partial(gather_by_units, fit)
         chain, undo = self.model.chain, Undo(self.model.module)
@@ -240,14 +241,14 @@ class PipelineFit(FitHooks):
 
     @property
     def evaluation(self) -> PipelineEvaluation:
-        """Validation over the same routes."""
+        """Validation, which runs over the same routes as training."""
         assert self._evaluation is not None, "the member has not entered the job yet"
         return self._evaluation
 
     # ------------------------------------------------------------------ while it trains
 
     def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
-        """Runs the units of an optimizer step and its slot; gives the step's mean loss."""
+        """Runs the units of an optimizer step and its slot; returns the step's mean loss."""
         assert self._stepper is not None
         fit.state.within_step = True
         try:
@@ -265,11 +266,11 @@ class PipelineFit(FitHooks):
         return precision.post_backward(loss, module)
 
     def said(self, header: Header) -> Sequence[bytes]:
-        """All members have logged the same, so nothing is handed over."""
+        """Returns nothing: all members have logged the same, so no log is handed over."""
         return ()
 
     def applied(self, fit: FitSession, output: Any) -> None:
-        """Parts may be given to others."""
+        """Settles which parts of the model this member holds after a step, as parts may have gone to other members."""
         engine = fit.engine
         engine.stepped()
         view = engine.view
@@ -281,7 +282,7 @@ class PipelineFit(FitHooks):
         self.held.restart()
 
     def restore(self) -> None:
-        """Makes module and plugin what they were. Idempotent."""
+        """Restores the user's module and the precision plugin to what they were before fit. Idempotent."""
         self._opened.close()
         self._teller.close()
         self.model.close()
@@ -291,10 +292,10 @@ class UndoneUnits:
     """`UnitStep` of the engine (member/unit_steps.py) that also puts back what user code has changed.
 
     Args:
-        step: Runs the units.
-        undo: Of the user's module.
+        step: Step that runs the units.
+        undo: Undo of what user code changes in the module.
         logs: Records what units log.
-        engine: Of this member.
+        engine: Engine of this member.
     """
 
     def __init__(self, step: PipelineStep, undo: Undo, logs: UnitLogs, engine: Engine) -> None:
@@ -307,13 +308,13 @@ class UndoneUnits:
         return self._step.speed
 
     def remember_base(self) -> None:
-        """The model is what the last header has committed, and so are metrics."""
+        """Remembers the present model and metrics as what the last header has committed."""
         self._step.remember_base()
         self._undo.remember()
         self._logs.forget()
 
     def drop(self) -> None:
-        """Undoes what an attempt has done here."""
+        """Drops an attempt at a step, and undoes what it has changed here."""
         if begun := self._step.executor.begun:
             spans = union((j, j + 1) for j in begun)
             self._engine.events.emit("units_dropped", seq=self._engine.header.seq + 1, micro_batches=spans)

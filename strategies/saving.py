@@ -1,9 +1,9 @@
-"""Checkpoint files: what is added to them, and how they are written.
+"""Writes checkpoint files, and adds to them what a job needs to go on from them.
 
 A checkpoint says of which committed step it is: the number and the hash of the header (protocol.md 4, 4a). The data's
-ledger is in it by the training loader's state, which lies with ours and not where Lightning puts it: with another
-strategy the loader has no state, and Lightning refuses a checkpoint that brings one. How members write a file together
-is told in `replication/saving.py`.
+ledger is in it as part of the training loader's state. That lies in our part of the file and not where Lightning puts
+it: with another strategy the loader has no state, and Lightning refuses a checkpoint that brings one.
+`replication/saving.py` tells how members write a file together.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ PROGRESS = "epoch_loop.batch_progress"
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the loop of fit has put into a checkpoint; nothing, in one of weights only."""
+    """Returns the state of fit's loop in a checkpoint; an empty one if the checkpoint has weights only."""
     state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     return state
 
 
 def with_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that was read, with the loader's state where Lightning looks for it."""
+    """Returns a checkpoint that was read, with the loader's state moved to where Lightning looks for it."""
     if LOADERS in (ours := checkpoint.get(KEY, {})):
         _fit_loop(checkpoint)[LOADERS] = ours.pop(LOADERS)
     return checkpoint
 
 
 class PartsIO(CheckpointIO):
-    """Base of a plugin that writes what other members hold along (pipeline_files.py).
+    """Base of a checkpoint plugin that also writes parts which other members hold (pipeline_files.py).
 
     Attributes:
-        is_file: It writes one local file, as `torch.save` does.
-        nbytes: Size of the last file that was laid out.
+        is_file: Whether the plugin writes one local file, as `torch.save` does.
+        nbytes: Size of the last file that was laid out, in bytes.
     """
 
     is_file = False
@@ -54,7 +54,7 @@ class PartsIO(CheckpointIO):
 
 
 def convert_position(checkpoint: dict[str, Any], micro_batches: int, accumulate: int = 1) -> dict[str, Any]:
-    """Counts the place in the epoch as the loop of this fit does, whoever wrote the checkpoint.
+    """Converts a checkpoint's place in the epoch to the count of this fit's loop, whatever kind of job wrote it.
 
     The loop of a job with pipelines counts optimizer steps. Others, plain Lightning too, count micro-batches, of which
     a step accumulates several. A file of a job with pipelines says so in its loader's state. Which samples are used
@@ -62,9 +62,9 @@ def convert_position(checkpoint: dict[str, Any], micro_batches: int, accumulate:
     count no more, since their gradient is lost.
 
     Args:
-        checkpoint: As it was read, with the loader's state in place; changed.
-        micro_batches: Micro-batches of a step of this job's pipelines; 0: it has no pipelines.
-        accumulate: Micro-batches of a step, if it has none.
+        checkpoint: Checkpoint as it was read, with the loader's state in place; changed.
+        micro_batches: Micro-batches of a step of this job's pipelines; 0 if it has no pipelines.
+        accumulate: Micro-batches of a step of a job without pipelines.
 
     Returns:
         The checkpoint.
@@ -95,16 +95,16 @@ def save(
     io: CheckpointIO | None = None,
     begin: Callable[[], None] = lambda: None,
 ) -> None:
-    """The writer writes a checkpoint of a step that is stable, and all members learn how it fared.
+    """Saves a checkpoint of a stable step: the writer writes it, and all members learn whether that succeeded.
 
     Args:
-        strategy: Says who the writer is, and has the plugin that writes.
-        session: This fit's part in the job; None outside of fit.
-        checkpoint: What Lightning wants to be written.
-        filepath: Where to.
-        storage_options: For the plugin.
-        io: Writes the file, instead of the strategy's plugin.
-        begin: Called at all members before each attempt to write.
+        strategy: Strategy, which knows the writer and has the plugin that writes.
+        session: Part of this fit in the job; None outside of fit.
+        checkpoint: Content that Lightning wants to be written.
+        filepath: Path of the file.
+        storage_options: Options of the plugin.
+        io: Plugin that writes the file instead of the strategy's.
+        begin: Function that is called at all members before each attempt to write.
 
     Raises:
         StateError: Another member was to write the file, and could not.

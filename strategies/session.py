@@ -1,16 +1,16 @@
-"""One fit's part in a job: coming in, safe points, going, and everything in between.
+"""Runs one fit's part in a job: it enters, takes slots, lets newcomers in at safe points, and leaves.
 
-Theory of operation. Setting up, every process is alone: nobody knows for sure yet whether it founds the job or joins
-one in epoch 3 (place.py says what it counts as), and a newcomer's set-up runs many barriers that the running
-members never repeat. When the training loop asks for its first batch, all counters are at rest, and there the member
-enters: a founder begins, a newcomer takes over state and counters from the others. From then on each optimizer step is
-a slot of the job, each collective too, and each fetch of a batch is a *safe point*, the only place where newcomers are
-let in, where a member that was fenced joins again, and where one that left stops. After each commit the epoch's length
-is refitted (loops.py), before Lightning asks whether the batch was the last one.
+Theory of operation. While Lightning sets up, every process is alone: it cannot know for sure yet whether it founds the
+job or joins one in epoch 3 (place.py tells which rank it has meanwhile), and a newcomer's set-up runs many barriers
+that the running members never repeat. When the training loop asks for its first batch, all counters are at rest, and
+there the member enters: a founder begins, a newcomer takes over state and counters from the others. From then on each
+optimizer step is a slot of the job, and so is each collective. Each fetch of a batch is a *safe point*. Only there
+newcomers are let in, a member that was fenced joins again, and fit ends for a member that has left. After each commit
+the epoch's length is refitted (loops.py), before Lightning asks whether the batch was the last one.
 
-On which footing a member is, its `Participation` says (member/participation.py), which this fit hosts. A void member
-runs on without collectives until its next safe point, and joins again there. For one that has left, fit ends at its
-next safe point, without the hooks of an epoch's end, which would judge half an epoch.
+The member's footing (in the job, void, gone) is kept by its `Participation` (member/participation.py), which this fit
+hosts. A void member runs on without collectives until its next safe point, and joins again there. For a member that has
+left, fit ends at its next safe point, without the hooks of an epoch's end, which would judge half an epoch.
 """
 
 from __future__ import annotations
@@ -90,31 +90,31 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class NoStep(Exception):
-    """The optimizer step that is under way does not take place."""
+    """Signal that the optimizer step that is under way does not take place."""
 
 
 class FitSession:
-    """See the module. One per call of `fit`.
+    """Part of one call of `fit` in a job; see the module.
 
     Args:
-        trainer: Whose fit this is.
-        config: For the engine.
-        place: Who this process is until it enters the job.
-        options: The strategy's.
-        data: "shared" or "local".
-        assigns_validation: Whether loaders of validation are divided where that can be.
-        environment: Told who this process is.
-        collectives: Exchanged through this session.
+        trainer: Trainer whose fit this is.
+        config: Configuration of the engine.
+        place: Rank and world size of this process until it enters the job.
+        options: Options of the strategy.
+        data: "shared" if all members have the same data set, "local" if each has its own.
+        assigns_validation: Whether loaders of validation are divided among members where that is possible.
+        environment: Environment of Lightning, which is told this process's rank.
+        collectives: Collectives of Lightning, which exchange through this session.
 
     Attributes:
         member: This member's participation.
-        hooks: Those of outer sync or of pipelines, if the strategy has put them here.
-        evaluation: Whom validation is divided among.
-        handover: What members have logged and counted in this epoch.
-        writer: Whether this member logs and writes files.
-        lengths: How long an epoch is.
-        asked: The signal that has asked this member to leave, if one has.
-        closed: fit is over.
+        hooks: Hooks of this fit: plain ones, unless the strategy has put those of outer sync or of pipelines here.
+        evaluation: Members among which validation is divided.
+        handover: Numbers and metric states that members have logged and counted in this epoch.
+        writer: Role of the writer: whether this member logs and writes files.
+        lengths: Lengths of epochs, in micro-batches.
+        asked: Signal that has asked this member to leave; None if none has.
+        closed: Whether fit is over.
     """
 
     def __init__(
@@ -157,14 +157,13 @@ class FitSession:
         self._suspension: Suspension | None = None
         """Limits of the loop that are lifted while this member is void."""
         self._keep_due = False
-        """This member has left after a step, and keeps its state once the optimizer has applied that."""
+        """Whether this member has left after a step, and is to keep its state once the optimizer has applied that."""
         self._first = ""
-        """Member that was rank 0 after the slot before."""
+        """Id of the member that was rank 0 after the previous slot."""
         self.within: bool | None = None
-        """Whether the closure that runs has averaged (True) or its step does not take place; None: it has not come to
-        that."""
+        """Whether the closure that runs has averaged, or (False) its step does not take place; None before that."""
         self._uncommitted: dict[str, Any] | None = None
-        """Counters without the batch in which this member left, if no step uses it."""
+        """Loop counters without the batch in which this member left; None if a step uses that batch."""
 
     # ------------------------------------------------------------------ parts
 
@@ -202,7 +201,7 @@ class FitSession:
 
     @property
     def loader(self) -> TrainLoader:
-        """The training loader that Lightning has."""
+        """Training loader that Lightning iterates over."""
         assert self._loader is not None
         return self._loader
 
@@ -211,7 +210,8 @@ class FitSession:
         return self.loader.elastic
 
     def wrap(self, dataloader: Any) -> TrainLoader:
-        """The training loader that Lightning gets instead of the user's; a new one when loaders are reloaded."""
+        """Returns the loader that Lightning gets for the user's training loader; a new one when loaders are
+        reloaded."""
         elastic = self.hooks.loader(
             dataloader,
             mode=self._data,
@@ -248,7 +248,7 @@ class FitSession:
                 remake_validation_loaders(trainer)
 
     def begin_pass(self, epoch: int) -> None:
-        """The loader begins an epoch."""
+        """Notes that the loader begins an epoch; logs its length, unless hooks set the epoch or batches are limited."""
         if not self.hooks.begins_pass(self.elastic) and self.entered and self.trainer.limit_train_batches == 1.0:
             training.tell_epoch(self.engine, self.elastic, epoch)
 
@@ -368,7 +368,12 @@ class FitSession:
     # ------------------------------------------------------------------ the safe point
 
     def safe_point(self) -> None:
-        """Between two batches, at a safe point: all counters are at rest. StopIteration once this member has left."""
+        """Acts at the safe point between two batches, where all counters are at rest: enters the job or joins it again,
+        lets newcomers in, and prepares the next batch.
+
+        Raises:
+            StopIteration: This member has left, or the loop or the epoch ends here.
+        """
         if self.departed:
             if self._keep_due:
                 self._keep()
@@ -379,7 +384,7 @@ class FitSession:
             raise StopIteration
         if not self.in_job:
             return
-        if self.hooks.through:  # the others are past all that follows an epoch: it meets them in `finish`
+        if self.hooks.through:  # the loop of the others is over: this member meets them in `finish`
             self.hooks.ended = True
             self.member.end()
             raise StopIteration
@@ -403,7 +408,7 @@ class FitSession:
         self.refit()
 
     def let_others_in(self) -> None:
-        """At a safe point: this member may have left afterwards, or have joined again."""
+        """Lets newcomers in at a safe point; afterwards this member may have left, or have joined again."""
         if self.member.let_others_in(self.state):
             self.observe()
         if self.member.footing is Footing.VOID and not self.hooks.through:
@@ -411,8 +416,8 @@ class FitSession:
         self.check_departure()
 
     def _give_up_accumulation(self) -> bool:
-        """Whether a new pass begins although an accumulation is open: `on_train_batch_start` returned -1 and so ended
-        the epoch. What the accumulation used is in no step, and not used."""
+        """Gives up an open accumulation if a new pass begins, as `on_train_batch_start` returned -1 and so ended the
+        epoch; returns whether it has. The samples of that accumulation are in no step, and count as not used."""
         if self.loader.under_way or self.stepper.manual is not None:
             return False
         self.elastic.give_up()
@@ -420,7 +425,7 @@ class FitSession:
         return True
 
     def _check_stepped(self) -> None:
-        """In the middle of an accumulation, or past its end: then a step was left out."""
+        """Raises UnsupportedError if the last batch of an accumulation went by without an optimizer step."""
         current = self.elastic.current
         if self.stepper.manual is None and current is not None and current.last:
             raise UnsupportedError(
@@ -432,15 +437,15 @@ class FitSession:
     # ------------------------------------------------------------------ slots
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
-        """An optimizer's step, with the average between the closure and all that comes after it.
+        """Runs an optimizer's step, and averages gradients between its closure and all that comes after it.
 
         Args:
-            optimizer: One of the Trainer's.
-            closure: Lightning's.
-            step: Takes the step with the closure that it is given.
+            optimizer: One of the Trainer's optimizers.
+            closure: Closure of Lightning, which runs the forward and the backward pass.
+            step: Function that takes the step with the closure that it is given.
         """
         stepper, number = self.stepper, self.stepper.number(optimizer)
-        # A member that has left takes a step that the others take, too.
+        # A member that has left still takes a step that the others take.
         if not self.in_job and not (self.departed and stepper.holds_average(number)):
             end_unused_batch(self)
             # The step of a void member is thrown away, so torch need not warn that its schedule steps first.
@@ -477,7 +482,7 @@ class FitSession:
         """Runs an optimizer's closure, then averages; `.grad` holds the result for all that comes after.
 
         Returns:
-            What the closure gave; None if nobody had a loss, so that there are no gradients.
+            Result of the closure; None if no member had a loss, so that there are no gradients.
 
         Raises:
             NoStep: This member was fenced meanwhile or let go, or its state has drifted from the others'.
@@ -490,7 +495,7 @@ class FitSession:
         if self.within is None and self.stepper.must_average(number):
             self._average(number)
         self.stepper.stepped(number)
-        # A scaler fails where there is no gradient; None is what tells it, as it does without the strategy.
+        # A gradient scaler fails where there is no gradient; a closure's None tells it so, as without the strategy.
         return None if self.stepper.manual is None and self.stepper.total_weight <= 0 else result
 
     def _average(self, number: int) -> None:
@@ -516,20 +521,21 @@ class FitSession:
         return header
 
     def _went_along(self, header: Header) -> None:
-        """The others made a collective that this member, without samples, could not foresee."""
+        """Takes in a collective of the others that this member, without samples, could not foresee."""
         self.observe()
         self.collectives.went_along(header.name or str(header.kind), header.answers)
 
     def backward(
         self, loss: Tensor, run: Callable[[Tensor], Tensor], hooks: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """One backward pass, or none if this member has been fenced.
+        """Runs one backward pass, or none if this member is out of the job; returns the loss.
 
         Args:
-            loss: Of the micro-batch.
-            run: Makes the pass.
-            hooks: Runs what sees gradients after it: an accumulation's last pass ends with the average, before these.
-                All members run them then; if nobody had samples, there are no gradients, and none does.
+            loss: Loss of the micro-batch.
+            run: Function that makes the pass.
+            hooks: Function that runs the hooks that see gradients after the pass. An accumulation's last pass ends with
+                the average, before these. All members run them then; if nobody had samples, there are no gradients, and
+                no member runs them.
         """
         if not self.in_job:
             return loss
@@ -551,12 +557,12 @@ class FitSession:
             self.within = False
 
     def manual_backward(self, run: Callable[[], None]) -> None:
-        """One backward pass of manual optimization and its average, or none if this member is out of the job."""
+        """Runs one backward pass of manual optimization and its average, or none if this member is out of the job."""
         if self.in_job:
             whole(self.stepper).manual_backward(run)
 
     def pass_is_over(self) -> None:
-        """The average of what a backward pass of manual optimization reached."""
+        """Averages the gradients of those optimizers that a backward pass of manual optimization reached."""
         with contextlib.suppress(NoStep):
             for number in self.stepper.manual.reached if self.stepper.manual is not None else ():
                 self._average(number)
@@ -565,13 +571,13 @@ class FitSession:
     def gather(
         self, name: str, payload: bytes, *, lets_go: bool = False, line: str = ""
     ) -> list[tuple[str, bytes]] | None:
-        """Everybody's payload; None if this member is not in the job.
+        """Returns each member's payload with its id, in rank order; None if this member is not in the job.
 
         Args:
-            name: Which collective.
-            payload: What this member brings.
-            lets_go: It is no part of a validation: members may go with it.
-            line: Of the user's code that it is for; "": the one that calls now.
+            name: Name of the collective; equal at all members.
+            payload: Bytes that this member brings.
+            lets_go: Whether members may leave with this collective, as it is no part of a validation.
+            line: Line of the user's code that the collective is for; "": the one that calls now.
         """
         if not self.in_job:
             return None
@@ -591,7 +597,8 @@ class FitSession:
         return answers
 
     def observe(self, *, fresh: bool = False) -> None:
-        """A slot committed, or this member came in: who is it now?"""
+        """Updates rank, writer, logs, metrics and schedules after a slot was committed, or after this member came
+        in."""
         engine = self.engine
         self.writer.logs.stable()
         self.handover.metrics.forget_computed()
@@ -599,7 +606,8 @@ class FitSession:
         self.hooks.committed(engine.header)
         if engine.rank < 0 or engine.out:
             return
-        view = engine.ruling_view or engine.view  # a recovery let it in: the header names none that it stands in (10)
+        # If a recovery let this member in, the last header names no view that it is in (protocol.md 10).
+        view = engine.ruling_view or engine.view
         assert view is not None
         # Most slots have no answers.
         answers = dict(zip(engine.contributors, self.hooks.said(engine.header), strict=False))
@@ -635,7 +643,8 @@ class FitSession:
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """The first signal; the second one aborts, or in a cluster of an outer job says what that costs."""
+        """Leaves the job at the first signal; the second one aborts, or in an outer job's cluster says what that
+        costs."""
         say(f"{number.name}: leaving the job after the present step, or at once while waiting; {self.hooks.again}")
         self.asked = number
         aside(lambda reason: self.engine.leave(reason), f"signal {number.name}")
@@ -649,12 +658,13 @@ class FitSession:
         self._suspension = Suspension.begin(self.trainer)
 
     def check_departure(self, *, stepped: bool = False) -> None:
-        """After a commit: may this member go? `stepped`: the optimizer has yet to apply it."""
+        """Lets this member leave after a commit, if it may. `stepped`: whether the optimizer has yet to apply that."""
         if self.in_job and self.member.may_go():
             self.member.depart(stepped=stepped)
 
     def _left(self, stepped: bool) -> None:
-        """If there are no others, this member stays the writer: nobody else has the state."""
+        """Keeps the state, now or once the optimizer has stepped, and ends the writer's role, as this member has left.
+        The last member stays the writer: nobody else has the state."""
         if self.elastic.uncommitted:
             self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
         self._keep_due = stepped
@@ -668,7 +678,7 @@ class FitSession:
         skip_validation(self.trainer)
 
     def _keep(self, *, ended: bool = False, stuck: bool = False) -> None:
-        """If this was the last member, or none can go on, the state outlives it."""
+        """Keeps the state in a file if this was the last member, or if no member can go on (`stuck`)."""
         self._keep_due = False
         if self.member.footing is Footing.LAST:
             self.hooks.leave()
@@ -678,14 +688,15 @@ class FitSession:
             self.member.keep(kept, counted=self.trainer.global_step, stuck=stuck)
 
     def end_epoch(self) -> None:
-        """This member has left, and the epoch's end is not judged: there is no safe point after its last batch."""
+        """Ends the epoch of a member that has left, without judging it: keeps the state if that is due, as no safe
+        point follows the epoch's last batch, and takes a batch out of the counters that no step uses."""
         if self._keep_due:
             self._keep(ended=True)
         if self._uncommitted is not None:
             uncount(self.trainer, self._uncommitted)
 
     def says_unsaved(self, path: str) -> bool:
-        """Whether this member, asked for a checkpoint, is out of the job and does not write it; then it says so."""
+        """Returns whether this member does not write a checkpoint, as it is out of the job; logs that."""
         void = self.member.footing is Footing.VOID
         if unsaved := void or self.member.footing is Footing.GONE:
             why = "was put out of the job, so its state is void" if void else "has left the job"
@@ -696,7 +707,7 @@ class FitSession:
         return unsaved
 
     def finish(self) -> None:
-        """fit is over: the job's last slot, or the farewell of a member that left."""
+        """Takes part in the job's last slot, as fit is over; a member that has left waits until it is released."""
         if self.member.footing is Footing.VOID and self.hooks.owns_result:  # others may have ended the job meanwhile
             self.come_in()
             if not self.departed:
@@ -721,8 +732,9 @@ class FitSession:
             )
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """An exception ends fit: what callbacks do now must not call for the others, who go on without this member, or
-        where members disagree end, too: then the state outlives them."""
+        """Ends this member's part at once, as after an exception: callbacks that run now must not call for the others.
+        These go on without this member. If members disagree, the others end, too, and so the state is kept in a
+        file."""
         if self.in_job and isinstance(error, DisagreementError) and self.hooks.owns_result:
             self._keep(stuck=True)
         self.member.end()
@@ -735,7 +747,7 @@ class FitSession:
                 _log.warning("closing the engine of %s failed: %r", self.config.name, error)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the session, and puts back all that it has changed for the time of fit. Idempotent."""
         self.closed = True
         self.abandon()
         self.handover.metrics.remove()
@@ -755,13 +767,13 @@ def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str
     """Takes part in a collective whose payloads units of micro-batches make (protocol.md P17).
 
     Args:
-        session: This member's.
-        name: Which collective.
-        attempt: Runs this member's units.
-        order: Which samples they run on, in words.
+        session: Session of this member.
+        name: Name of the collective; equal at all members.
+        attempt: Attempt that runs this member's units.
+        order: Samples that the units run on, in words.
 
     Returns:
-        Everybody's payload, by member; None if this member is not in the job.
+        Payload of each member, by its id; None if this member is not in the job.
     """
     if not session.in_job:
         return None
@@ -775,21 +787,21 @@ def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str
 class FitHooks:
     """Hooks of one fit: the places in its order at which outer sync and pipelines do something of their own.
 
-    Those here are for members that have the whole model, in a job that is none of another one's clusters, so most do
-    nothing. `ElasticPart` (elastic.py) has those of a rank in a cluster of an outer job, and `PipelineFit`
-    (pipeline_fit.py) those of a member that owns some of the layers; no fit has both.
+    The hooks of this class are for members that have the whole model, in a job that is not itself a cluster of an outer
+    job; most of them do nothing. `ElasticPart` (elastic.py) has the hooks of a rank in a cluster of an outer job, and
+    `PipelineFit` (pipeline_fit.py) those of a member that owns some of the layers; no fit has both.
 
     Attributes:
-        replays: Newcomers may replay steps.
-        owns_result: The members of this job have its final state, and schedules go by its steps.
-        leave_on_signals: Signals leave, unless the strategy's own option says no.
+        replays: Whether newcomers may replay steps.
+        owns_result: Whether the members of this job have its final state, and schedules go by its steps.
+        leave_on_signals: Whether signals make this member leave, unless the strategy's own option says no.
         again: Effect of a second signal, in words.
         request: Pipelines that this member asks for (`PipelineRequest.to_json`); "": it has the whole model.
-        beside: State that travels beside the training state.
+        beside: State that newcomers get beside the training state; None if there is none.
         rest: Names of the buffers that all members have, where each has some of the layers.
-        part_of: See `Engine.prepare`.
-        ended: The members stop in the middle of an epoch.
-        through: The loop of all members is over; perhaps it was before this one came.
+        part_of: Name of the part that each parameter and buffer belongs to, if steps run as units (`Engine.prepare`).
+        ended: Whether the members stop in the middle of an epoch.
+        through: Whether the loop of all members is over; perhaps it was before this one came.
     """
 
     replays = owns_result = leave_on_signals = True
@@ -807,11 +819,11 @@ class FitHooks:
     def restart(self) -> None: ...  # before this member joins again: what it holds is void
     def entered(self, fit: FitSession) -> None: ...  # the engine is in the job, with its state
     def adopt(self, given: Mapping[str, Any]) -> None: ...  # a newcomer takes over what `clock_state` gave
-    def wait(self, fit: FitSession) -> None: ...  # between two batches: may stay there, where newcomers come in
+    def wait(self, fit: FitSession) -> None: ...  # between two batches: may wait, while newcomers come in
     def committed(self, header: Header) -> None: ...  # a slot is committed, or this member came in at it
     def tell(self, view: View) -> None: ...  # the members of a view are in; at rank 0
     def stepped(self, header: Header) -> None: ...  # a step is committed, and the optimizer has yet to take it
-    def applied(self, fit: FitSession, output: Any) -> None: ...  # it has, and its closure gave `output`
+    def applied(self, fit: FitSession, output: Any) -> None: ...  # the optimizer has; its closure gave `output`
     def show_base(self) -> None: ...  # validation begins
     def show_own(self) -> None: ...  # callbacks have judged a validation
     def fenced(self) -> None: ...  # this member was put out
@@ -821,11 +833,11 @@ class FitHooks:
     def restore(self) -> None: ...  # fit is over, and the user's objects are to be what they were; idempotent
 
     def loader(self, dataloader: Any, **options: Any) -> JobLoader:
-        """Wraps the user's training loader; options of `ElasticLoader`."""
+        """Wraps the user's training loader; `options` are those of `ElasticLoader`."""
         return ElasticLoader(dataloader, **options)
 
     def stepper(self, fit: FitSession) -> Stepper | PipelineStepper:
-        """Makes this member's steps."""
+        """Returns the object that makes this member's steps."""
         return Stepper(
             fit.engine,
             fit.trainer,
@@ -838,7 +850,7 @@ class FitHooks:
         )
 
     def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
-        """Returns the signals that ask this member to leave. `last`: whether no other one holds what it does."""
+        """Returns handlers of the signals that ask this member to leave. `last`: whether it alone holds its state."""
         return ExitSignals(first)
 
     @property
@@ -847,27 +859,27 @@ class FitHooks:
         return {}
 
     def clock_state(self) -> dict[str, Any]:
-        """Returns what travels beside the loops' counters."""
+        """Returns the state of the job's clock, for newcomers; it travels beside the loops' counters."""
         return {}
 
     def begins_pass(self, loader: JobLoader) -> bool:
-        """A pass begins; returns whether the loader was told here what it goes over."""
+        """Begins a pass of the loader; returns whether it has told the loader which epoch that goes over."""
         return False
 
     def total(self) -> float | None:
-        """Returns the number of batches of this epoch; None: the loader says."""
+        """Returns the number of batches of this epoch; None if the loader knows it."""
         return None
 
     def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
-        """A batch of the loop: the user's step, or what takes its place."""
+        """Runs the user's training step on a batch of the loop, or what takes its place; returns its output."""
         return whole(fit.stepper).training_step(run, batch)
 
     def says(self, logged: bytes) -> bytes:
-        """Returns what this member says beside its gradient, given what it hands over of its log."""
+        """Returns the bytes that this member sends beside its gradient; `logged` is what it hands over of its log."""
         return logged
 
     def said(self, header: Header) -> Sequence[bytes]:
-        """Returns what members have handed over of their logs, in rank order."""
+        """Returns the bytes that members have handed over of their logs with a header, in rank order."""
         return header.answers
 
     @property
@@ -877,7 +889,7 @@ class FitHooks:
 
     @property
     def run(self) -> str:
-        """Id of the run where others than this job's members may go on with its files; "": there are none."""
+        """Id of the outer job, whose other clusters may go on with this job's files; "" if there is none."""
         return ""
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -887,7 +899,8 @@ class FitHooks:
 
 @contextmanager
 def meeting(state: LightningState, name: str) -> Iterator[None]:
-    """Parts may move within; whoever gets the state then is in this collective, too, or cannot go on from it."""
+    """Marks the state as within the collective `name` while the block runs. Parts may move meanwhile; a member that
+    gets the state then is in this collective, too, or cannot go on from it."""
     state.meeting = "" if name == _FOUNDING else name
     try:
         yield
@@ -896,21 +909,21 @@ def meeting(state: LightningState, name: str) -> Iterator[None]:
 
 
 def end_unused_batch(session: FitSession) -> None:
-    """Within a batch that no step uses, as this member has left: StopIteration ends Lightning's loop before it counts
-    the batch, and before hooks and loggers hear of it. The loop of manual optimization swallows it, so the first
-    callback asks again."""
+    """Ends Lightning's loop by StopIteration within a batch that no step uses, if this member has left: before the loop
+    counts the batch, and before hooks and loggers hear of it. The loop of manual optimization swallows StopIteration,
+    so the first callback calls this again."""
     if session.departed and session.elastic.uncommitted:
         raise StopIteration
 
 
 def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, FrameType | None], Any]]:
-    """Handlers that the user had set for a signal; Lightning composes them with its own, which end the work at once."""
+    """Returns the handlers that the user had set for a signal, without Lightning's own, which end the work at once."""
     found = getattr(before, "signal_handlers", [before])
     ours = (None, signal.default_int_handler)
     return [h for h in found if callable(h) and h not in ours and getattr(h, "__self__", None) is not connector]
 
 
 def whole(stepper: Stepper | PipelineStepper) -> Stepper:
-    """The stepper of a member that has the whole model."""
+    """Returns the stepper as that of a member that has the whole model; no other may be given."""
     assert isinstance(stepper, Stepper)
     return stepper

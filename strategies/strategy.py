@@ -1,7 +1,7 @@
-"""ChaosStrategy: Lightning's hooks, handed on to where they are served.
+"""Defines `ChaosStrategy`, which hands Lightning's hooks on to the parts of this package that serve them.
 
 Theory of operation. The strategy itself knows what Lightning calls when, and nothing else: a `FitSession` is this fit's
-part in the job, `Collectives` are Lightning's small collectives, `ChaosEnvironment` says who this process is. Outside
+part in the job, `Collectives` are Lightning's small collectives, `ChaosEnvironment` tells this process's rank. Outside
 of fit there is no session, and everything behaves as on a single device.
 """
 
@@ -104,9 +104,9 @@ class ChaosStrategy(ParallelStrategy):
         self._given = {name: told[name] for name in ARGUMENTS}
         self.session: FitSession | None = None
         self.outer: OuterTerms | None = None
-        """Set before fit, the members are ranks of one cluster of outer sync (diloco.py)."""
+        """Settings of outer sync; if set before fit, the members are ranks of one cluster (diloco.py)."""
         self.pipeline: PipelineOptions | None = None
-        """Set before fit, members own parts of the model (pipeline.py)."""
+        """Options of pipelines; if set before fit, members own parts of the model (pipeline.py)."""
         self.collectives = Collectives(self._gather, self._device, self.reduce)
         self._turn = DataTurn(self.environment)
         self._place: Place | None = None
@@ -115,7 +115,7 @@ class ChaosStrategy(ParallelStrategy):
         self._assign_validation: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a Trainer has no part in the job."""
+        """Returns the state of a copy, which has no part in the job."""
         return {**super().__getstate__(), "session": None, "_place": None}
 
     # ------------------------------------------------------------------ where this process runs
@@ -135,8 +135,8 @@ class ChaosStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning honours `sync_dist=True` only then. Its DistributedSampler is kept away from fit in `connect`;
-        outside of fit one process works alone, and the user's sampler stays."""
+        """Whether this is a fit: Lightning honours `sync_dist=True` only then. `connect` keeps Lightning's
+        DistributedSampler away from fit; outside of fit one process works alone, and the user's sampler stays."""
         return self.session is not None and not self.session.closed
 
     @property
@@ -220,9 +220,9 @@ class ChaosStrategy(ParallelStrategy):
         return EngineConfig.build({**self._given, **self.options.for_engine()})
 
     def _evaluate(self) -> None:
-        """validate, test and predict evaluate everything in every process. So that one of those that run this script
-        writes, each has before fit the place that it would have in fit, and keeps it; after fit it is what fit made
-        it."""
+        """Gives this process a rank for validate, test or predict. Every process evaluates everything, but only one of
+        those that run this script is to write: so each has before fit the rank that it would have in fit, and keeps it.
+        After fit it has the rank that fit gave it."""
         if self._has_fitted or self._place is not None:
             return
         self._place = place_to_evaluate(self._config())
@@ -256,7 +256,8 @@ class ChaosStrategy(ParallelStrategy):
         session.handover.metrics.install()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Loaders of fit are divided among members; those of validate, test and predict run on this process alone."""
+        """Returns the loader that Lightning uses: loaders of fit are divided among members, those of validate, test and
+        predict run on this process alone."""
         if self.session is None:
             return unsharded(dataloader)
         trainer = self.session.trainer
@@ -272,8 +273,9 @@ class ChaosStrategy(ParallelStrategy):
         return everything
 
     def on_train_start(self) -> None:
-        """The last hook before batches are fetched. Loaders of validation are made now, alone: a member that came later
-        would otherwise make them, with their barriers, when the others have them already."""
+        """Prepares training, in the last hook before batches are fetched. Makes the loaders of validation while this
+        process is still alone: a member that comes later would otherwise make them, with their barriers, when the
+        others have them already."""
         if self.session is None:
             return
         trainer = self.session.trainer
@@ -305,7 +307,7 @@ class ChaosStrategy(ParallelStrategy):
             self.session.hooks.show_base()
 
     def on_validation_end(self) -> None:
-        """After ModelCheckpoint and EarlyStopping have judged."""
+        """Shows the trained parameters again, after ModelCheckpoint and EarlyStopping have judged."""
         if self.session is not None:
             self.session.hooks.show_own()
 
@@ -332,7 +334,8 @@ class ChaosStrategy(ParallelStrategy):
     def _manual_backward(
         self, session: FitSession, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As the parent's, with the average where DDP has it: before `on_after_backward` and whatever comes then."""
+        """Runs a backward pass of manual optimization, with the average where DDP has it: before `on_after_backward`
+        and all that follows."""
         module, precision = session.trainer.lightning_module, self.precision_plugin
         scaled = precision.pre_backward(loss, module)
         session.manual_backward(lambda: precision.backward(scaled, module, optimizer, *args, **kwargs))
@@ -341,7 +344,7 @@ class ChaosStrategy(ParallelStrategy):
     def _hooked_backward(
         self, session: FitSession, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As the parent's, with the average of a step's last pass before `on_after_backward`, as DDP has it."""
+        """Runs a backward pass, with the average of a step's last pass before `on_after_backward`, as DDP has it."""
         module, precision = session.trainer.lightning_module, self.precision_plugin
 
         def run(given: Tensor) -> Tensor:
@@ -353,8 +356,8 @@ class ChaosStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients of accumulating micro-batches stay here. In manual optimization they are averaged nevertheless, so
-        that micro-batches of different sizes weigh what they should."""
+        """Keeps gradients of accumulating micro-batches here while the block runs. In manual optimization they are
+        averaged nevertheless, so that micro-batches of different sizes weigh what they should."""
         with self.session.engine.hold() if self.in_job and self.session is not None else nullcontext():
             yield
 
@@ -371,7 +374,7 @@ class ChaosStrategy(ParallelStrategy):
         return self.session.gather(name, payload, line=line) if self.session is not None else None
 
     def _early(self) -> None:
-        """Members meet at the first batch: whoever asks the others before is told that it asked nobody."""
+        """Warns if user code asks the other members before the first batch, where members meet: it asks nobody."""
         session = self.session
         if session is None or session.entered or session.closed or self.world_size == 1:
             return
@@ -415,8 +418,8 @@ class ChaosStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Written by the writer alone, and only of a stable step: the barrier makes the last one stable. If it cannot
-        be written, all members raise."""
+        """Lets the writer alone write a checkpoint, and only of a stable step: the barrier makes the last step stable.
+        If the file cannot be written, all members raise."""
         if self.in_job:
             # Members' names of a collective must be equal; their paths need not be, as only the writer's is used.
             self.barrier("before saving")

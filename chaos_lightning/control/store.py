@@ -1,22 +1,22 @@
 """Defines a service's store: a log of typed records that no two writers can fork, and that can be cut.
 
-Theory of operation. A log is an append-only list of records, at positions that count up from 1. What a record says is
-its writer's affair: a kind, which whoever uses the log chooses, and bytes. What the log says is who wrote it and what
+Theory of operation. A log is an append-only list of records, at positions that count up from 1. The content of a record
+is its writer's affair: a kind, which the user of the log chooses, and bytes. The log adds who wrote the record and what
 it follows: the writer's *term*, and the hash of the record before, so that each record vouches for all before it.
 
-A writer first takes a term, one higher than any before; from then on writes of every older term fail. It writes after
-the end of the log as it saw it last, and `judge`, the one rule of all stores, lets that pass only if the end is still
-the same: compare-and-set. When a write returned, it is durable. Writing the very same record again succeeds, so that a
-writer may try again after an answer that got lost. The log's id, drawn with its first term, and what the writer saw
-last tell it when another log, or an older copy of this one, has taken its store's place.
+A writer first takes a term, one higher than any before; from then on writes of every older term fail. It appends to the
+end of the log as it saw that last. `judge`, the one rule of all stores, lets the write pass only if the end is still
+the same: compare-and-set. When a write has returned, it is durable. Writing the very same record again succeeds, so
+that a writer may try again after an answer that got lost. The log's id, drawn with its first term, and what the writer
+saw last tell it when another log, or an older copy of this one, has taken its store's place.
 
 A record may be appended as a *cut*: it sums up all before it, and takes their place. Both happen in one transaction:
-whenever a process dies, the log begins with the old records or with the new one. So a reader finds one of two: all
-that was ever written, or a record that sums up what is missing, and what followed it. One that has read up to a
-position and wants the rest is told if that is not possible any more (`ReadAnewError`): it reads anew from the start,
-which now is the record that sums up. Positions and hashes go on through a cut, so compare-and-set does as well.
+whenever a process dies, the log begins with the old records or with the new one. So a reader finds one of two: all that
+was ever written, or a record that sums up what is missing, and what followed it. A reader that has read up to a
+position and wants the rest gets `ReadAnewError` if that is not possible any more: it reads anew from the start, which
+now is the record that sums up. Positions and hashes go on through a cut, so compare-and-set does as well.
 
-Who may follow whom beyond that is for the user of a log to say: for a job's decisions, control/chain.py.
+Further rules on which record may follow which are set by the user of a log: for a job's decisions, control/chain.py.
 """
 
 from __future__ import annotations

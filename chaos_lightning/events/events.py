@@ -15,9 +15,9 @@ names the writer. `n` counts a process's lines from 1, so that a reader knows if
 frequent names are short where that is possible (`compact.py`).
 
 A file is followed by its path, so none is renamed: when it has grown to a tenth of what a process may write in a day,
-the process goes on in another one, NAME.1.jsonl, NAME.2.jsonl and so on. Of what processes of this role and name have
-written there in the last 24 hours the oldest files are deleted before it is more than that: what happened last is what
-somebody will want to know. The reader tells what is missing, by `n`.
+the process goes on in another one, NAME.1.jsonl, NAME.2.jsonl and so on. Before the files of the last 24 hours, by
+processes of this role and name, exceed the limit of a day, the oldest of them are deleted: the latest events are the
+ones that somebody will want to know. The reader tells by `n` which lines are missing.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ and "optimizer" are their `state_dict()`, "extra" the same of what newcomers rec
 says of which step it is and where the data stand (protocol.md 27). Reading it runs no code of the file's.
 
 A job that goes on from a checkpoint begins with header 0 and an empty ledger, like any other. From which step it goes
-on, and what was spent before, is therefore part of the training state that newcomers receive (`Start`).
+on, and which samples were spent before, is therefore part of the training state that newcomers receive (`Start`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PARTS = {KEY, "model", "optimizer", "extra"}
 
 
 class Start:
-    """Start of a job. It stays the same for all of the job's life, but for the checkpoints that are saved.
+    """Start of a job. It stays the same as long as the job runs, but for the checkpoints that are saved.
 
     Attributes:
         step: Step of the checkpoint; 0 if the job began from none.
         data: State of the data, as `ElasticLoader.state_dict` says it; None if the job began from none.
-        checkpoints: Those that the state goes on from; these alone grow while the job runs.
+        checkpoints: Checkpoints that the state goes on from; more come while the job runs.
     """
 
     def __init__(self, checkpoints: SavedCheckpoints) -> None:
@@ -54,11 +54,11 @@ def content(state: ModuleState, loader: ElasticLoader, job: str, step: int, head
     """Returns a checkpoint of the state as it is now.
 
     Args:
-        state: Of a loop, between two steps.
-        loader: Its data.
-        job: The job's name.
-        step: Optimizer steps, those before the job's own start included.
-        head: Hash of the header of the last one.
+        state: State of a loop, between two steps.
+        loader: Loader of that loop.
+        job: Name of the job.
+        step: Number of optimizer steps, those before the job's own start included.
+        head: Hash of the last step's header.
     """
     (optimizer,) = state.optimizers
     ours = {"version": _VERSION, "job": job, "step": step, "head": head, "optimizer": type(optimizer).__qualname__}
@@ -75,7 +75,7 @@ def write(checkpoint: Mapping[str, Any], path: str) -> None:
     """Writes a checkpoint to this path.
 
     Raises:
-        StateError: Something in it could not be read again.
+        StateError: The file could not be read again.
     """
     torch.save(checkpoint, path)
     try:
@@ -91,8 +91,9 @@ def read(path: Path) -> dict[str, Any]:
     """Reads what `write` wrote.
 
     Raises:
-        ConfigurationError: There is no such file, or it is none of ours.
-        StateError: It is damaged.
+        ConfigurationError: There is no such file, or `write` has not written it, or a version did that this one cannot
+            read.
+        StateError: The file is damaged.
     """
     if not path.is_file():
         raise ConfigurationError(
@@ -123,16 +124,17 @@ def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loade
     """Puts a checkpoint in the place of this state; what does not fit is refused before anything is changed.
 
     Args:
-        checkpoint: From `read`.
-        path: Its file, for messages.
-        state: Of the loop that goes on, its `Start` included.
-        loader: Its data. It is told where it stands once it is known whether this member's start is the job's.
+        checkpoint: Result of `read`.
+        path: Path of its file, for messages.
+        state: State of the loop that goes on, its `Start` included.
+        loader: Loader of that loop. It is told its place only once it is known whether the job starts from this
+            checkpoint.
 
     Returns:
-        Which checkpoint of a job it is.
+        Step and header hash of the checkpoint.
 
     Raises:
-        ConfigurationError: It is of another model, optimizer or data.
+        ConfigurationError: The checkpoint is of another model, optimizer or data.
     """
     ours, (optimizer,) = checkpoint[KEY], state.optimizers
     extra = {name: value for name, value in state.extra.items() if name != KEY}
@@ -156,7 +158,7 @@ def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loade
     for name, value in extra.items():
         try:
             value.load_state_dict(checkpoint["extra"][name])
-        except Exception as error:  # of those that are no models only they themselves know what fits
+        except Exception as error:  # an object that is no model checks for itself what fits
             raise ConfigurationError(
                 f"resume={str(path)!r} does not fit what is trained here: "
                 f"extra {name!r} does not take its state: {error}"

@@ -1,8 +1,8 @@
-"""One member's participation in its job, from its loop's first batch to the last: its footing, and what changes it.
+"""Keeps one member's footing in its job, from its loop's first batch to the last, and changes it.
 
 Theory of operation. A loop, Lightning's or the user's own, hosts a `Participation`, and takes its slots within `slot`.
-The engine says by an exception that this member was put out, or that it may go; here that becomes a footing, and the
-host is told what to do. At a safe point, when the optimizer has stepped, the host lets others in.
+The engine raises an exception if this member was put out, or if it may go. `slot` catches it, changes the footing, and
+calls the host to act on that. At a safe point, when the optimizer has stepped, the host lets others in.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Footing(enum.Enum):
 
 
 class Participation:
-    """See the module.
+    """Footing of one member in its job, and what changes it; see the module.
 
     Args:
-        put_out: Is called when this member was fenced: gets the loop to its next safe point without anybody's help, or
-            joins again at once.
-        left: Is called when this member has left: keeps the state if need be. True: the last header is a step's that
-            the optimizer has yet to apply.
+        put_out: Function that is called when this member was fenced: it gets the loop to its next safe point without
+            the other members, or joins again at once.
+        left: Function that is called when this member has left: it keeps the state if need be. Its argument is whether
+            the last header is that of a step that the optimizer has yet to apply.
         made: Engine of this member; None if it is made when the member comes in.
 
     Attributes:
-        footing: See `Footing`.
+        footing: Present footing.
         stepped: Number and header hash of the last committed optimizer step.
-        checkpoints: Those that the present state goes on from.
+        checkpoints: Saved checkpoints that the present state goes on from.
     """
 
     def __init__(self, put_out: Callable[[], None], left: Callable[[bool], None], made: Engine | None = None) -> None:
@@ -78,7 +78,8 @@ class Participation:
         return bool(engine.role) and engine.view is not None and engine.view.ids() == (engine.member_id,)
 
     def may_go(self) -> bool:
-        """Whether a header has let this member go, or it leaves and is alone, and nobody is about to come in."""
+        """Returns whether a header has let this member go, or it leaves, is alone, and no newcomer is about to come
+        in."""
         engine = self.engine
         return engine.out or (engine.leaving and engine.world_size == 1 and engine.may_go())
 
@@ -101,7 +102,7 @@ class Participation:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """Takes slots within; if this member is put out or let go there, the rest within is left out."""
+        """Lets the block take slots. If this member is put out or let go there, the rest of the block is left out."""
         try:
             yield
         except FencedError as error:
@@ -110,31 +111,32 @@ class Participation:
             self.depart()
 
     def fenced(self, error: FencedError) -> None:
-        """The state is void from here on."""
+        """Makes this member void, unless it is already: its state counts no more, and the host is called."""
         if self.footing is not Footing.VOID:
             _log.warning("%s; this process joins again by itself", error)
             self.go(Footing.VOID)
             self._put_out()
 
     def depart(self, *, stepped: bool = False) -> None:
-        """The others go on without this member, or nobody does; it may not even have seen the header that let it go."""
+        """Makes this member one that has left: the others go on without it, or nobody does. It may not even have seen
+        the header that let it go."""
         if not self.departed:
             self.go(Footing.LAST if self.is_last else Footing.GONE)
             self._left(stepped)
 
     def let_others_in(self, state: StateAccess) -> bool:
-        """At a safe point: serves newcomers that replay, and lets those in for whom the last header asks, if it does;
-        returns whether it has."""
+        """Serves newcomers that replay, at a safe point, and takes part in letting newcomers in if the last header asks
+        for that; returns whether it did."""
         with self.slot():
             self.engine.serve(state)
-            if self.engine.header.boundary and not self.engine.out:  # it is asked for until it comes
+            if self.engine.header.boundary and not self.engine.out:  # headers ask until it is done
                 self.engine.boundary(state)
                 return True
         return False
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Has collectives inside answer with this member's own values."""
+        """Makes collectives in the block answer with this member's own values."""
         kept = self.footing
         self.end()
         try:
@@ -143,7 +145,8 @@ class Participation:
             self.footing = kept
 
     def end(self) -> None:
-        """The loop is over, or others may not be called any more; a member that left stays so."""
+        """Takes a member that is in the job out of its collectives, as its loop is over or it may not call the others
+        any more."""
         if self.in_job:
             self.go(Footing.ALONE)
 
@@ -152,5 +155,5 @@ class Participation:
         self.engine.keep(state, self.checkpoints.at(self.stepped[1]), counted=counted, stuck=stuck)
 
     def saved(self) -> None:
-        """The job has a checkpoint of the present state."""
+        """Notes that the job has a checkpoint of the present state."""
         self.checkpoints.heads = self.checkpoints.at(self.stepped[1])

@@ -5,20 +5,20 @@ ends live. So a member is taken for dead only on two independent signs:
 
 - its control stream and its link to a living process are both closed (a killed process: milliseconds), unless nearly
   all others have closed theirs, too, because the scheduler itself was silent, or
-- it is suspected (silent too long, a closed stream or link, an overdue report) and a neighbour that is asked denies its
-  life while none affirms it: because its machine's process table says so, or because both its stream and a link are
-  closed; where a neighbour knows of nothing but silence, once that has lasted for longer than this process may be
-  silent (silences.py), or
-- it has been silent for `hang_timeout_s`, whoever says that its process exists.
+- it is suspected (silent too long, a closed stream or link, an overdue report), and a neighbour that is asked denies
+  its life while none affirms it. A neighbour's denial counts if its machine's process table says so, or if both the
+  suspect's stream and a link are closed; if it knows of nothing but silence, it counts once that has lasted longer than
+  this process may be silent (silences.py), or
+- it has been silent for `hang_timeout_s`, even if a neighbour says that its process exists.
 
-Any word of the suspect clears the suspicion. Who cannot be confirmed because nobody is there to ask is waited for; a
-member whose stream closed gets `reconnect_grace_s` then. The scheduler's own clock gaps are forgiven by `shift`, before
-anybody is judged.
+Any word of the suspect clears the suspicion. If nobody is there to be asked about a suspect, the scheduler waits for
+the suspect; one whose stream closed gets `reconnect_grace_s` then. `shift` forgives gaps of the scheduler's own clock,
+before anybody is judged.
 
 These signs err at times - a stopped process wakes up, a machine that was cut off comes back - and while others hold the
-training state, that costs no more than a member that joins again. A *last holder*, a member that may hold a part of
-the state that nobody who answers is known to hold, is therefore dead only on proof (12a): a process table says that its
-process is gone, or both its stream and a link were closed by its own machine and it is not back within
+training state, that costs no more than a member that joins again. A *last holder* is a member that may hold a part of
+the state which no member that answers is known to hold. So it counts as dead only on proof (12a): a process table says
+that its process is gone, or both its stream and a link were closed by its own machine and it is not back within
 `reconnect_grace_s`, or not a word came for `last_holder_timeout_s`. Until then it is *held*. Newcomers are witnesses,
 too; those on the suspect's own machine are asked first, for they alone can prove anything.
 """

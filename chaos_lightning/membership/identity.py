@@ -7,17 +7,17 @@ of them. So a scheduler tells three cases apart, whenever a member says hello, e
 
 - *The same chain, and nothing that the store lacks.* The member is judged by the chain.
 - *The same chain, and a number or a term that the store lacks*: the store is an older copy, or another scheduler has
-  taken the chain. The scheduler is STALE from then on: it decides nothing, puts out and releases nobody, sends
-  everybody away, who train on, and says what it lacks and who told. With the operator's word (`Chain.rebuild`) it goes
-  on to REBUILDING instead (rebuilding.py).
-- *Another chain*: its numbers mean nothing here. Who stands in a view of it is sent away with both ids and trains on.
-  No job is founded while such members knock. Where the store holds no view at all, its chain is lost, which has the
-  same consequences.
+  taken the chain. The scheduler is STALE from then on: it decides nothing, puts out and releases nobody, sends all
+  members away, which train on, and says what it lacks and which member told it. With the operator's word
+  (`Chain.rebuild`) it goes on to REBUILDING instead (rebuilding.py).
+- *Another chain*: its numbers mean nothing here. A member that stands in a view of that chain is sent away with both
+  ids, and trains on. No job is founded while such members knock. Where the store holds no view at all, its chain is
+  lost, which has the same consequences.
 
-A scheduler that has just started knows nobody. For `Chain.hears_s`, as long as members that look for it may take to
-come, it decides nothing and holds all hellos back, unless its chain is empty: then it welcomes newcomers meanwhile. A
-newcomer that another scheduler has welcomed may be named by a view that a header is about to carry; it is welcomed
-anew, under another id, only where no member knocks.
+A scheduler that has just started knows nobody. For `Chain.hears_s`, the time that members may take to find it, it
+decides nothing and holds all hellos back, unless its chain is empty: then it welcomes newcomers meanwhile. A newcomer
+that another scheduler has welcomed may be named by a view that a header is about to carry; it is welcomed anew, under
+another id, only where no member knocks.
 """
 
 from __future__ import annotations

@@ -17,16 +17,17 @@ released) and GONE. While ACTIVE it stands on `header` (slot `seq`) in `view` an
   alternate two result buffers (3).
 - In a view with pipelines this member owns only some *parts* of the state, and holds some at `header`
   (member_parts.py). It contributes when it holds all that it owns, and to a STEP when all of that is reduced as well
-  (P4); so a header commits without bytes. It pulls what it owns and lacks. It drops what it no longer owns with the
-  first header that was closed under such a view (P8). A `Decide` drops a contribution that units of micro-batches ran
-  for, and they run again (`Rerun`, P7). A member that a view lets go serves its parts until it is released (P9).
+  (P4); so a header commits without bytes. It pulls the parts that it owns and lacks. It drops parts that it no longer
+  owns with the first header that was closed under such a view (P8). A `Decide` drops a contribution that units of
+  micro-batches ran for, and they run again (`Rerun`, P7). A member that a view lets go serves its parts until it is
+  released (P9).
 - `Prepare(n)` is a promise (8): from then on nothing of a view older than n is looked at, `RangesDone` and headers
   already under way included. `Decide` ends it: redo re-sends the kept contribution under the new view; hand-on first
   fetches the base's bytes if this member lacks them. Until the base is committed here, the old view counts as entered.
 
-Three views matter: `view` rules the open slot; `assigning` is the one that the last header named, and the assignment of
-the open slot is its function alone (10); `waiting_view` is decided and to be carried by a header. `Committed.view` is
-the view that the header named; if a recovery's view already rules, `Viewed` follows it.
+Three views matter. `view` rules the open slot. `assigning` is the view that the last header named, and it alone
+determines which samples the open slot assigns (10). `waiting_view` is decided, and a header is yet to carry it.
+`Committed.view` is the view that the header named; if a recovery's view already rules, `Viewed` follows it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Rules on a failure: from the survivors' reports to a base header, hand-on or redo, and who goes on.
 
 Theory of operation (protocol.md 8, 9). Every reporter has promised to ignore what is older than the prepared number, so
-the reports are a consistent cut: nothing can be committed behind the ruling's back. The *base* is the report with the
+the reports are a consistent cut: nothing can be committed while the ruling is made. The *base* is the report with the
 highest entered view, then the highest slot. Three outcomes:
 
-- somebody has the next header and the reporters together hold all of its reduced bytes: that header and those bytes
+- a reporter has the next header, and the reporters together hold all of its reduced bytes: that header and those bytes
   are handed on verbatim;
 - the base has committed a slot that others have not: the same, with the committed members as sources;
-- otherwise the open slot is reduced again from the gradients that everybody kept.
+- otherwise the open slot is reduced again from the gradients that all members have kept.
 
 Where the training state is in parts, each at some members only (P5), a header is the base only if each part is held
 there by a reporter: it stands on that header and has the part, or the header can be handed on to it. If some part is

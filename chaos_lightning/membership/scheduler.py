@@ -3,8 +3,8 @@
 Theory of operation. `on(now, *events)` takes a batch of events in, judges who is alive, and then turns until nothing is
 left to do (`_turn`): one decision at a time, each persisted before anybody hears of it (protocol.md 7). While a
 `Persist` is out nothing else is decided; events meanwhile only change the facts on which the next turn acts. In a large
-job most events only do that, too: what they change can wait for the next tick, and judging and turning looks at every
-member once (`_can_wait`). Phases:
+job most events do no more than that, either: to judge and turn takes a look at every member, and what these events
+change can wait for the next tick (`_can_wait`). Phases:
 
 - FOUNDING: nobody holds the state. As soon as min_nodes newcomers are ready, the first view is decided.
 - RUNNING: the latest view rules or is about to (a `NextView` that a header will carry). Once all its members have

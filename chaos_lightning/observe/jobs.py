@@ -17,13 +17,14 @@ given twice or a chain begun anew beside it stays in the evidence and is judged.
 under new ids, from a checkpoint, is one job; `observe/history.py` knows its runs apart. Schedulers and harnesses count
 by time: what they began to write after the last word of a job belongs to the next one.
 
-*At the same time.* Members of one job stood on one chain at some time, and where neither chain nor job and endpoint are
-the same, nobody is a witness of the other's. What names no chain and is no member's belongs to each of them.
+*At the same time.* Members of one job were on one chain at some time. Processes that share neither a chain nor a job's
+name and endpoint are no witnesses of each other's job. An event that names no chain and is no member's belongs to each
+of the jobs.
 
-*Outer jobs* are jobs of leaders, followers and clusters. A leader that finds an empty chain begins another one than the
-one whose entries are there already, if nobody who wrote of that one writes anything afterwards. Else it is the same job
-whose store was lost, and the two chains disagree, which an audit must see. Beside outer jobs the jobs of members are
-those of elastic clusters, told apart by their chains.
+*Outer jobs* are jobs of leaders, followers and clusters. A leader that finds an empty chain begins another job than
+that whose entries are there already, if no process that wrote of the earlier job writes anything afterwards. Else it is
+the same job, whose store was lost, and the two chains disagree, which an audit must see. If there are outer jobs, the
+jobs of members are those of elastic clusters, told apart by their chains.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ name, checks what it drew, and predicts its time. Planners:
     auto: that of the above with the least predicted time; the simpler one where it is as good.
     MODULE:FUNCTION, or the name of an entry point in the group `chaos_lightning.planners`: a planner of the user's own.
 
-Links change all the time; changing trees costs little, but not nothing. `replan` therefore changes a plan that still
-works only where the prediction says that it pays.
+Links change all the time, and changing trees costs little, but not nothing. So `replan` changes a plan that still works
+only if the prediction says that this pays.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Puts members on an emulated network: where they dial, how fast they send to each peer, and as which machine they
 count.
 
-Theory of operation. The product knows three things that may be put in place of the network and the machine as they
-are: `transport.medium.install` (how connections are made, and a pacer that bounds what is sent on them) and
-`machine.process_table.count_as`. It reads nothing from the environment for that. The lab does, because what it starts
-are ordinary commands of a user (`python train.py`, torchrun and its workers, a scheduler that a member starts), and
-what all of them inherit is the environment:
+Theory of operation. The product knows three things that may be put in place of the network and the machine as they are:
+`transport.medium.install` (how connections are made, and a pacer that bounds what is sent on them) and
+`machine.process_table.count_as`. The product reads nothing from the environment for that. The lab does, because it
+starts ordinary commands of a user (`python train.py`, torchrun and its workers, a scheduler that a member starts), and
+all of these inherit the environment:
 
 - CHAOS_LINK_RELAY=HOST:PORT: members dial a relay instead of their peers, and tell it in one line of JSON who calls
   whom and where (relay.py). The handshake with its proofs passes through it from end to end.
-- CHAOS_EMULATE={"node-1": 3e8}: what this process may send to whom, bits per second, by id, name or node.
+- CHAOS_EMULATE={"node-1": 3e8}: bits per second that this process may send to a peer, by its id, name or node.
 - CHAOS_HOST=NAME: this process counts as on a machine of its own.
 
 `carried` adds to such an environment a folder on PYTHONPATH that holds nothing but a `sitecustomize.py`. Python's own
@@ -17,10 +17,10 @@ start-up imports that in every interpreter, workers of workers included, and it 
 no lab has started has no hook at all. Functions that run in a child of multiprocessing call `enter` themselves
 (processes.py): their interpreter has started before.
 
-What goes to one peer over several connections, such as a link and the state transfers beside it, shares one rate
-(`Shares`): whoever has bytes waiting gets an equal part, the others keep a small one to begin with, and the bounds are
-set anew several times a second. In sum they never exceed the rate; a connection that begins to send has to make do with
-its small part until the next look. A network with delay, or an access that several links share, needs the relay.
+Connections to one peer, such as a link and the state transfers beside it, share one rate (`Shares`): each connection
+that has bytes waiting gets an equal part, the others keep a small part to begin with, and the parts are set anew
+several times a second. Their sum never exceeds the rate; a connection that begins to send has its small part until they
+are set again. A network with delay, or an access that several links share, needs the relay.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ nobody but the link held it up. All connections to one peer count together, for 
 
 Such pieces are put together until they make a sample (`Estimate.fold`): enough bytes over enough time, or, on a link
 that carries next to nothing, long enough. Samples are averaged; two in a row that are off to the same side by more than
-`CHANGE` replace the average at once, since a link whose rate fell to a tenth is at a tenth, not on its way there. What
-differs by more than `CHANGE` from what was last told is told.
+`CHANGE` replace the average at once, since a link whose rate fell to a tenth is at a tenth, not on its way there. A
+rate that differs by more than `CHANGE` from the one that was last reported is reported.
 
-A pause of the sender, a slow reader on the other machine or a link that is not filled gives no sample, or too low a one
-only where the peer does not take its bytes, which is no less true of the link as the job has it. A link that nobody
-uses gives none either: probes look after those (`Meter.stale`).
+A pause of the sender, a slow reader on the other machine or a link that is not filled gives no sample. A sample is too
+low only if the peer does not take its bytes; then that is the rate at which the job can use the link. A link that
+nobody uses gives none either: probes look after those (`Meter.stale`).
 
 A link that fell behind is the likeliest to be unused, for trees go round it, and the likeliest to change again. So
-`ReprobeSchedule` has it probed soon, and the less often the longer it has been so: its recovery is noticed after a
+`ReprobeSchedule` has it probed soon, and less often the longer it has been slow: its recovery is noticed after a
 quarter of the time that it took, and a link that stays slow costs some twenty probes in all.
 """
 

@@ -2,13 +2,13 @@
 
 Theory of operation. A measurement (`Probes.measure`) has two parts, both in PROBE frames of the link itself:
 
-- *Echoes*, one after the other. The shortest round trip is taken, for what lengthens the others is waiting; half of it
+- *Echoes*, one after the other. The shortest round trip is taken, since only waiting lengthens the others; half of it
   is the latency.
-- *Trains* of frames back to back. The first is small, the next ones as large as the last one's rate says that they must
-  be to take `target_s`, so that a slow link is not filled for seconds and a fast one not misjudged by its first
+- *Trains* of frames back to back. The first is small. Each of the next ones is so large that it takes `target_s` at the
+  rate of the one before, so that a slow link is not filled for seconds and a fast one not misjudged by its first
   packets. Each train is timed twice, by the receiver as its pieces come, and by the sender from its first byte to the
-  answer, less a round trip. The first finds too much if the receiver came late to the first pieces, the second too
-  little if anybody was late; the smaller rate counts. Trains are sent until the best two are alike.
+  answer, less a round trip. The receiver finds too high a rate if it came late to the first pieces, the sender too low
+  a one if either end was late; the smaller rate counts. Trains are sent until the best two are alike.
 
 A measurement must not hold up the training: it begins when its link has been quiet for a moment, or when it has been
 patient for long enough, and a train ends early as soon as a chunk or message wants the link (link.py `fill`). On a link
@@ -16,7 +16,7 @@ that is always busy it may come to nothing: there the traffic shows the rate (tr
 at a time leaves a member, and one at a time comes in: the receiver grants them in turn, with a lease, since several at
 once would measure the access that they share and not their links.
 
-Nothing that comes back within the deadline is a result, too: the link carries nothing, its rate is 0. A link that
+If nothing comes back within the deadline, that is a result, too: the link carries nothing, its rate is 0. A link that
 breaks ends its measurement without one. All methods belong to the loop's thread.
 """
 

@@ -3,9 +3,9 @@
 Theory of operation. The ranks hold equal parameters, and so each of them holds the whole cluster: the same
 `ClusterMachine`, base, residual, and the pushes that are open or kept (`OuterContent`). All of it changes at commits of
 the inner job only, by what the commit itself says: each rank adds an *answer* to its part of a step, and the header
-hands all of them to all ranks. What the machines are to hear stands in the answer of the *first* rank, the oldest one
-that contributed: it alone talks to the leader (attendant.py), and if it dies the next one goes on as the same
-incarnation. What was lost on the way the leader says again.
+hands all of them to all ranks. News for the machines stands in the answer of the *first* rank, the oldest one that
+contributed: it alone talks to the leader (attendant.py). If it dies, the next one goes on as the same incarnation, and
+the leader repeats what was lost on the way.
 
 - A push is frozen at one commit. Each rank encodes it beside the training, and it is offered once all have.
 - A version is fetched over the far link once, by the first rank; the others get it from whoever has it, on connections
@@ -13,8 +13,9 @@ incarnation. What was lost on the way the leader says again.
 - Nothing leaves the job that depends on a commit that might be taken back: a rank says only what the commit *before*
   the present one has brought (O8a). By then all ranks serve what it offers, as they contributed to the present one.
 
-Where clusters share the data, what is leased to this one lies on a *tape* (planning/tape.py), which grows with the
-grants and of which the inner job's ledger counts the places. What a step has spent there is what it covers.
+If clusters share the data, the positions that are leased to this one stand in a row on a *tape* (planning/tape.py),
+which grows with each grant. The inner job's ledger counts places on the tape; a step covers the positions at the places
+that it has spent.
 
 While the cluster may not train (it has no base, or waits for an answer), its ranks meet in small collectives in place
 of steps. All of this stands in the state that newcomers get, and in its hash.

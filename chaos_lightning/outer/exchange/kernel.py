@@ -14,8 +14,7 @@ for "rounded to fp32, to the nearest", each element goes through
 Pushes may hold a cluster's parameters f_j (`OuterSettings.pushes_parameters`). Then D_j = [theta - f_j], of the theta
 that the round finds: so it has the same bits whenever and by whomever the round is computed.
 
-In the blocks of reduced buffers, which are *averaged*, it is only theta = [theta - delta]: no momentum, no part of a
-round, no clip.
+Blocks of reduced buffers are only *averaged*: theta = [theta - delta], without momentum, part of a round or clip.
 
 This is Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3) generalised to any part of the clusters
 (docs/outer.md, Equations). With buffer = outer = 1 and step = rate momentum it is DiLoCo's outer Nesterov (arXiv
@@ -23,9 +22,10 @@ This is Delayed Nesterov (Asynchronous Local-SGD, arXiv 2401.09135, Algorithm 3)
 
 Bits. A version has the same bits for any cut, at any address, with any number of threads and on any machine with IEEE
 arithmetic. The reason is that every torch operation used here rounds each element exactly once: a product with a
-number, a sum or difference of two tensors, a conversion. A vector's body and its tail can then not differ. Operations
-that do two things, such as `add` with alpha, `addcmul` or `lerp`, use one rounding or two, as the processor likes; they
-must not be used. Nothing is reduced within a tensor but by `_dot` (and `_dots`), which says its own order.
+number, a sum or difference of two tensors, a conversion. So elements that the processor computes as a vector and those
+that it computes singly cannot differ. Operations that do two things, such as `add` with alpha, `addcmul` or `lerp`, use
+one rounding or two, as the processor likes; they must not be used. Nothing is reduced within a tensor but by `_dot`
+(and `_dots`), which says its own order.
 
 Memory. A block is read into scratch, used up, and its new parameters are encoded before the next block is touched, so
 that all but the state itself stays in the core's cache. A buffer that is all 0 is neither read nor written where the

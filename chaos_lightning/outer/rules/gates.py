@@ -6,31 +6,34 @@ state, so that no judgement depends on a name. A gate stops accidents, not attac
 
 `careful` (policy robust) knows two kinds of accidents:
 
-- *Too long.* x = ln |D| - 1/2 ln h, so that pushes of unequal inner steps compare, and less where the steps had fewer
-  samples than usual, so that a cluster may shrink. z = (x - mean) / max(std, 0.1) must
-  not be above the limit. Mean and variance are moving averages over accepted pushes only: a refused one would raise
-  what is usual until it is let in. Until enough pushes were accepted nobody is refused for this. If everything is
-  refused for a while, it is what is usual that is wrong (the learning rate was raised, say), and it is learned anew.
+- *Too long.* x = ln |D| - 1/2 ln h, so that pushes of unequal inner steps compare; it is lowered if the steps had fewer
+  samples than usual, so that a cluster may shrink. z = (x - mean) / max(std, 0.1) must not be above the limit. Mean and
+  variance are moving averages over accepted pushes only: a refused one would raise what is usual until it is let in.
+  Until enough pushes were accepted nobody is refused for this. If everything is refused for a while, the estimate of
+  what is usual is wrong (the learning rate was raised, say), and it is learned anew.
 - *Turned round.* A norm cannot see that. The cosine of D with the sum of the round's other pushes can, and so can its
   side of the momentum. Each alone is wrong now and then: of 1330 good pushes 6 were against the others, some 30 against
-  the momentum, and none against both; of 38 that were turned 37 were (docs/outer.md, Convergence). So it takes both. A
-  turned push lowers the others' cosines, so the worst one is refused first, and the rest is judged again without it. Of
-  two pushes both cosines are equal, and the momentum tells them apart. Where nothing is known of it, the cosine decides
-  in rounds of three and more. A push that is alone is not judged.
+  the momentum, and none against both; of 38 turned ones 37 were against both (docs/outer.md, Convergence). So a push is
+  refused only if it is against both. A turned push lowers the others' cosines, so the worst one is refused first, and
+  the rest is judged again without it. Of two pushes both cosines are equal, and the momentum tells them apart. Where
+  nothing is known of it, the cosine decides in rounds of three and more. A push that is alone is not judged.
 
-Nobody is shut out for good. If it is one cluster again and again while others pass, such as a newcomer whose inner
-optimizer is cold, or whose samples are unlike the others', its pushes are let in after some refusals in a row, of
-whichever kind, until one passes as it is. They are shortened, so that what it says counts and does little harm:
+No cluster is shut out for good. If one is refused again and again while others pass (a newcomer whose inner optimizer
+is cold, or a cluster whose samples are unlike the others'), its pushes are let in after some refusals in a row, of
+either kind, until one passes as it is. They are shortened, so that they count and do little harm:
 
-- what is too long (after `gate_patience`; what is far too long after `gate_again`) to the longest that passes. So it
-  does no more harm than a good push. A cluster whose pushes grow from one to the next is not let in;
-- what is turned round (after `gate_again`) until all that are let in together are at most a tenth as long in the
-  round's average as what passes, and each to half its length at most. So even a cluster that is turned for good takes
-  no more than a tenth from what the others say. One of which a push is turned now and then has good ones in between.
+- A push that is too long is let in after `gate_patience` refusals, or after `gate_again` if it is far too long. It is
+  shortened to the longest that passes, so it does no more harm than a good push. A cluster whose pushes grow from one
+  to the next is not let in.
+- A push that is turned round is let in after `gate_again` refusals. It is shortened to half its length at most, and so
+  far that all turned pushes together are at most a tenth as long in the round's average as what passes. So even a
+  cluster that is always turned takes no more than a tenth from what the others say. A cluster whose pushes are turned
+  now and then has good ones in between.
 
-Shortened pushes teach nothing: else a broken cluster would raise what is usual.
+Shortened pushes do not change what counts as usual: else a broken cluster would raise it.
 
-An empty push (nothing was learned) has neither length nor direction: it passes, and says nothing of what is usual.
+An empty push (nothing was learned) has neither length nor direction: it passes, and does not change what counts as
+usual.
 
 `trusting` (sync, async) lets all in. `printed` (di_ps) is section 4.2 of the paper as it is printed: E = (G - mean) /
 std is refused above beta max(recent E), and every push moves mean and std, refused or not. The paper is silent on what

@@ -1,14 +1,14 @@
-"""Leases of an epoch's samples to clusters that share the data (O11).
+"""Leases an epoch's samples to clusters that share the data (O11).
 
 Theory of operation. An epoch is an order of positions [0, length), as everywhere. A position is *free*, *leased* to one
 incarnation, *spent* by a round that accepted a push that covers it, or *set aside*. The leader leases some minutes'
-worth of positions ahead, in whole inner steps of the cluster (`Batches`), so that it trains no short batches: who is
-fast gets more of them. Only the last positions of an epoch may be fewer. They are leased once nobody could make a whole
-step of them, and set aside where nobody makes a batch of so few. `Leases` is the fold of the chain's entries. It asks
-no clock and knows nothing of pushes that are merely offered or staged: what they cover stays leased until the chain
-answers, and that is all that keeps it from being leased again.
-So a new leader, an audit and the simulator hold the same. `grant` only proposes; the entry counts once it is folded,
-and each grant must be folded before the next one is asked for.
+worth of positions ahead, in whole inner steps of the cluster (`Batches`), so that it trains no short batches; a fast
+cluster gets more of them. Only the last positions of an epoch may be fewer. They are leased once no cluster could make
+a whole step of them, and set aside if no cluster makes a batch of so few. `Leases` is the fold of the chain's entries.
+It asks no clock and knows nothing of pushes that are merely offered or staged: what they cover stays leased until the
+chain answers, and nothing else keeps it from being leased again. So a new leader, an audit and the simulator come to
+the same leases. `grant` only proposes; the entry counts once it is folded, and each grant must be folded before the
+next one is asked for.
 
 What an answer does to a cluster's leases:
 
@@ -19,9 +19,10 @@ What an answer does to a cluster's leases:
   of it covers stays leased, if the chain knows that push: a rollback made it unanswered (O5a).
 
 A rejection is held against the positions that the push covered, and against its cluster, whatever the number of the
-incarnation. They go to clusters that have not rejected them; where there is none left, to any but the last. They are
-set aside once three incarnations rejected them, or after three rejections if each cluster that is left is among those
-that rejected them. A push that covers what is not leased to it was not judged: that says nothing about its positions.
+incarnation. The positions go to clusters that had no rejection for them; if there is none left, to any cluster but the
+last that had one. They are set aside once three incarnations had one, or after three rejections if each cluster that is
+left had one. A push that covers positions which are not leased to its cluster was not judged, so its rejection says
+nothing about them.
 
 An epoch is over when each position is spent or set aside, and only then the next one is leased: a used-up lease ends
 no epoch. A rollback can open an epoch again that was over. Leases of the later one stand then, and the earlier one is

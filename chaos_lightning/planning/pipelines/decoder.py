@@ -8,8 +8,9 @@ norms of h), else with its biases and norms (12 h^2 + 13 h for f = 4 h, k = a; G
 
 Time. A forward pass takes 2 FLOP per parameter of the matrices and token, and 4 b s^2 h for scores and their use; a
 backward pass takes twice that (Narayanan et al., arXiv 2104.04473, appendix), and what it recomputes: 4 b s^2 h for
-`selective`, the whole forward pass for `full`. Divided by t cards' peak FLOP/s and the share of it that is reached.
-What only moves bytes (embedding, optimizer) takes them over the memory's bandwidth.
+`selective`, the whole forward pass for `full`. The time is these FLOP, divided by t cards' peak FLOP/s and by the share
+of the peak that is reached. Embedding and optimizer only move bytes: their time is these bytes, divided by the memory's
+bandwidth.
 
 Activations of a block, with 2 bytes each and dropout's masks (Korthikanti et al., arXiv 2205.05198): on one card
 s b h (34 + 5 a s / h), Eq. 1; with tensor parallelism s b h (10 + 24 / t + 5 a s / (h t)) on each, Eq. 2, and with

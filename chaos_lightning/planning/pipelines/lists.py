@@ -4,9 +4,9 @@ Theory of operation. A device that is free takes a unit of what has arrived: a b
 the other way round; among forward units that of the micro-batch which is the oldest at home, guests a little later, or
 earlier. Rules are cheap, so several are tried and the best run is kept. A forward unit begins only if the device then
 keeps the activations of no more micro-batches than 1F1B would (p - k at stage k of p), plus a given number, and if they
-fit into its memory. How many beyond 1F1B's pay is tried, too: rerouted work needs them to fill bubbles, which formulas
-of the paper overlook. A unit may be offered to several owners; the first that is free and has room takes it, until it
-has as much to do as the others (`rerouting` searches so).
+fit into its memory. Several such numbers are tried, too: rerouted work needs more than 1F1B's to fill bubbles, which
+formulas of the paper overlook. A unit may be offered to several owners; the first that is free and has room takes it,
+until it has as much to do as the others (`rerouting` searches so).
 
 Where backward passes are split, the weights' half waits until nothing else can run (ReCycle, arXiv 2405.14009, section
 4.2; ZB-H1, arXiv 2401.10241, section 2.2). The caps are those of ZB-H1: p - k forward passes whose input's half is not

@@ -1,22 +1,23 @@
 """Assigns devices to places of a new plan, and says which bytes then move from which device to which.
 
 Theory of operation. A device of the new plan needs its layers' weights and optimizer state, and has those of the layers
-that it owned under the old one. Devices are exchanged only within a *kind* (speed, memory), for the planner
-chose a place for its device. Devices of one kind that hold the same layers are a class, and so are places that need the
-same: that makes a transportation problem of some tens of classes, which is solved exactly (`flows`). Its cost is one
-number that orders two goals: the bytes that move in all, then those that the busiest receiver gets.
+that it owned under the old one. Devices are exchanged only within a *kind* (speed, memory), since the planner chose
+each place for a device of its kind. Devices of one kind that hold the same layers form a class, and so do places that
+need the same layers: this is a transportation problem of some tens of classes, which is solved exactly (`flows`). Its
+cost is one number that orders two goals: the bytes that move in all, then those that the busiest receiver gets.
 
 The bytes of a layer may come from all that hold it, in parts. What the busiest source sends is then the largest ratio,
 over all sets of missing layers, of their bytes to the number of their holders. It is found as the least capacity of
-each source with which a flow carries everything: a flow that does not names such a set, whose ratio is the next
-capacity to try. Whole bytes lose nothing, as a flow of whole capacities is whole. Where some source sends more than any
-device receives, the assignment is searched for once more with the layers of that set made dearer, bytes in all still
-first; where that no longer helps the search ends. So the bytes in all are the fewest; the busiest card is the least
-that was found, and surely the least where it is a receiver's.
+each source with which a flow carries everything: a flow that does not carry everything names such a set, whose ratio is
+the next capacity to try. Capacities in whole bytes lose nothing, as the flow is in whole bytes then, too. If some
+source sends more than any device receives, the assignment is searched again with a higher cost for the layers of that
+set; the bytes in all still come first. The search ends when that no longer helps. So the bytes in all are the fewest.
+The bytes of the busiest card are the fewest that were found, and surely the fewest possible if that card is a
+receiver's.
 
-Devices of one class are equal for all this, and not for the links. So a device keeps the place that the new plan gave
-it where it can; else a place goes to the host of the stage before it, or to the host that the new plan put it on. Then
-devices of one class are exchanged where owners that the new plan had on several hosts would be on one. Hops between
+Devices of one class are alike in all this, but not in their links. So a device keeps the place that the new plan gave
+it if it can; else a place goes to the host of the stage before it, or to the host that the new plan put it on. Then
+devices of one class are exchanged if owners that the new plan had on several hosts would be on one host. Hops between
 hosts can still be more than in the new plan as it was given: `estimate` tells what that costs a step.
 """
 

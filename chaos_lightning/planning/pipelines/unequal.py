@@ -4,14 +4,15 @@ Theory of operation. A set of rows of devices says which devices share a pipelin
 cuts (`cuts.DeviceRow`) and the split of the micro-batches (`split`) follow, with all-reduces over the slowest link
 between the hosts that the rows are on. The problem is NP-hard (it holds number partitioning), so rows are searched.
 Starts are made of all devices, of those on one host or on the fastest few, and of those that are fast or have much
-memory, for no more devices help where links are slow. Their lengths are those of the best plan for as many devices of
-the mean speed, and all others where devices are few. Devices are sorted by speed and put into rows next to their like,
-so that stages are even, or dealt out in turn, so that rows are. For some tens of devices further starts have rows that
-hold all kinds of devices in equal shares, or some kinds each (`_mixes`): memory may ask for rows longer than one kind
-has devices. Of each row the better order is taken. Then, as long as
-that helps and the budget of looks lasts: two devices change places, one moves to another row or becomes idle, or a row
-is cut in two, those of the row that the step waits for first. Looks take cuts that are found at once; what is chosen in
-the end gets the best ones. What is charged knows the slowest link alone, so the best few are told, to be simulated.
+memory, for no more devices help where links are slow. Their pipelines are as long as those of the best plan for as many
+devices of the mean speed; if devices are few, all other lengths are tried, too. Devices are sorted by speed and put
+into rows next to their like, so that stages are even, or dealt out in turn, so that rows are even. For some tens of
+devices further starts have rows that hold all kinds of devices in equal shares, or some kinds each (`_mixes`): memory
+may ask for rows longer than one kind has devices. Of each row the better order is taken. Then, as long as that helps
+and the budget of looks lasts, two devices change places, one moves to another row or becomes idle, or a row is cut in
+two; devices of the row that the step waits for come first. A look takes cuts that are found at once; the plans that are
+chosen in the end get the best cuts. The cost by which plans are compared knows the slowest link alone, so the search
+returns the best few, to be simulated.
 
 No plan takes less than all work over all speeds, than one micro-batch on the fastest device, and than the work of the
 largest layer over the speeds of as many devices as can own it at once.

@@ -1,4 +1,4 @@
-"""A relay between members, through which links can be shaped, cut, stalled and restored; no privileges needed.
+"""Relays links between members, so that they can be shaped, cut, stalled and restored; needs no privileges.
 
     with LinkRelay() as relay, Harness(directory, relay=relay) as harness:
         relay.shape("a", "b", rate_bps=300e6, latency_s=0.02)
