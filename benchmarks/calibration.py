@@ -97,7 +97,7 @@ def fit(job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]]) -> Cal
 def _towards(
     job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]], here: Row3, there: Row3, squares: float
 ) -> tuple[Row3, float] | None:
-    """The first of all the way, half of it, a quarter, ... at which the estimates are nearer; None: none is."""
+    """Returns the first of all the way, half of it, a quarter, ... at which the estimates are nearer; None: none is."""
     for halvings in range(20):
         part = 0.5**halvings
         a, b, c = (x + part * (y - x) for x, y in zip(here, there, strict=True))
@@ -122,7 +122,7 @@ def _squares(job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]], c
 
 
 def _counts(job: TrainingJob, plan: PipelinePlan, costs: Row3) -> tuple[int, int, int]:
-    """How many hops, units and commits lie on the critical path."""
+    """Returns how many hops, units and commits lie on the critical path."""
     step = _step_s(job, plan, costs)
     little = LITTLE * step
 
@@ -146,7 +146,7 @@ def _check_told_apart(rows: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _least_squares(rows: Sequence[tuple[int, int, int]], aims: Sequence[float]) -> Row3:
-    """The three values, none below zero, for which rows times values is nearest to the aims."""
+    """Returns the three values, none below zero, for which rows times values is nearest to the aims."""
 
     def error(x: Row3) -> float:
         return sum((aim - sum(map(_times, row, x))) ** 2 for row, aim in zip(rows, aims, strict=True))
@@ -155,7 +155,7 @@ def _least_squares(rows: Sequence[tuple[int, int, int]], aims: Sequence[float]) 
 
 
 def _corners(rows: Sequence[tuple[int, int, int]], aims: Sequence[float]) -> Iterator[Row3]:
-    """The best values of each set of costs that may be above zero, the others being zero; by Cramer's rule."""
+    """Yields the best values of each set of costs that may be above zero, the others being zero; by Cramer's rule."""
     for size in range(len(NAMES) + 1):
         for free in combinations(range(len(NAMES)), size):
             gram = _gram(rows, free)
@@ -173,7 +173,7 @@ def _gram(rows: Sequence[tuple[int, int, int]], of: Sequence[int]) -> list[list[
 
 
 def _determinant(m: Sequence[Sequence[float]]) -> float:
-    """By the first row; of whole numbers a whole number."""
+    """Returns a determinant, by its first row; of whole numbers a whole number."""
     if not m:
         return 1
     minors = ([[*line[:i], *line[i + 1 :]] for line in m[1:]] for i in range(len(m)))

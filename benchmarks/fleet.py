@@ -75,14 +75,14 @@ def apart(chance: Chance, seed: int) -> Cost:
 
 
 def write_events(trace: Trace, path: Path) -> None:
-    """As `milliseconds,add|remove,node`; slow devices are not told."""
+    """Writes lines of `milliseconds,add|remove,node`; slow devices are left out."""
     rows = [(0.0, "add", d) for d in trace.first]
     rows += [(c.at_s, c.kind, d) for c in trace.changes if c.kind in ("add", "remove") for d in c.devices]
     path.write_text("".join(f"{round(at * 1000)},{kind},node-{d}\n" for at, kind, d in rows))
 
 
 def write_steps(trace: Trace, path: Path) -> None:
-    """As `hours,count`; who it was is not told."""
+    """Writes lines of `hours,count`; which devices they were is left out."""
     rows: list[tuple[float, int]] = []
     for at_s, count in trace.counts():
         if rows:

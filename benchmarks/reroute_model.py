@@ -149,7 +149,7 @@ def several(result: Result) -> list[tuple[Case, str, int, int, float, float]]:
 
 
 def zero_bubble_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """ZB-H1 (arXiv 2401.10241, section 2.2): weight halves of split backward passes wait until they fill a bubble.
+    """Returns the lists of ZB-H1 (arXiv 2401.10241, section 2.2): weight halves of backward passes fill bubbles.
 
     A stage keeps no more micro-batches in flight than the first stage of 1F1B does, counting one until its weight half
     is done, so memory is that of 1F1B at the first stage.

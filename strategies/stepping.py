@@ -508,21 +508,21 @@ class PipelineStepper:
         return 0
 
     def must_average(self, number: int) -> bool:
-        """Each step is a slot."""
+        """Returns True: each step is a slot."""
         return True
 
     def holds_average(self, number: int) -> bool:
         return False
 
     def stepped(self, number: int) -> None:
-        """The optimizer steps."""
+        """Does nothing: the optimizer steps with each batch."""
 
     def gradients(self) -> dict[str, Any]:
-        """No gradient is kept beyond the batch."""
+        """Returns nothing: no gradient is kept beyond the batch."""
         return {}
 
     def adopt_gradients(self, given: Mapping[str, Any]) -> None:
-        """There are none."""
+        """Takes over nothing: there are no gradients."""
 
     def nothing(self) -> Tensor:
         """Returns the loss of a closure that came to nothing."""
@@ -532,7 +532,7 @@ class PipelineStepper:
         self._averages = []
 
     def put_back(self) -> None:
-        """Averaged buffers are put back with each attempt."""
+        """Does nothing: averaged buffers are put back with each attempt."""
 
     reset = close = forget_accumulation
 

@@ -244,7 +244,7 @@ class Network:
         return self.workers[name].receive()
 
     def save(self, name: str) -> Path:
-        """This donor writes its state to the disk; returns the file."""
+        """Writes this donor's state to the disk; returns the file."""
         return Path(self.tell(name, "save"))
 
     def publish(self, path: Path, layout: Layout, seq: int) -> None:

@@ -50,7 +50,7 @@ class Fixed(TransferPolicy):
     plan: ClassVar[Callable[..., ComparedPlan]]
 
     def __init__(self, estimates: Estimates | None = None, options: PolicyOptions | None = None, **given: Any) -> None:
-        """`given` are further arguments of the plan."""
+        """Takes further arguments of the plan, as `given`."""
         options = options or PolicyOptions()
         self._links = LinkEstimates(estimates)
         self._planner = partial(type(self).plan, ingress_s_per_byte=options.ingress_s_per_byte, **given)
@@ -130,7 +130,7 @@ class MultiSource(TransferPolicy):
         return limit
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
-        """The donors given are the neighbours; everybody else is asked through them."""
+        """Returns all sources: the donors given are the neighbours, through which everybody else is asked."""
         near = {e.member: e for e in donors}
         unreachable = sorted(m for m, route in self._routes.items() if route[0] not in near)
         if unreachable:

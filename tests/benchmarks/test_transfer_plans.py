@@ -25,7 +25,7 @@ ALL = (plans.greedy, plans.optimal, plans.even, plans.single)
 
 
 def brute(count: int, size: int, neighbours: Sequence[Neighbour]) -> float:
-    """The best of all assignments of equal shards."""
+    """Returns the best of all assignments of equal shards."""
     best = math.inf
     for counts in itertools.product(range(count + 1), repeat=len(neighbours)):
         if sum(counts) == count:
@@ -35,7 +35,7 @@ def brute(count: int, size: int, neighbours: Sequence[Neighbour]) -> float:
 
 
 def whole(plan: SharePlan, nbytes: int, neighbours: Sequence[Neighbour]) -> None:
-    """It is a plan at all."""
+    """Checks that this is a plan at all."""
     assert sum(plan.shares.values()) == nbytes
     assert all(share > 0 for share in plan.shares.values())
     assert set(plan.shares) <= {n.member for n in neighbours}
@@ -98,7 +98,7 @@ def test_algorithm_2_and_the_exact_assignment_are_what_brute_force_finds(
 
 
 def letter(count: int, size: int, neighbours: Sequence[Neighbour]) -> list[int]:
-    """Algorithm 2, line by line."""
+    """Returns the counts of Algorithm 2, made line by line."""
     counts = [0] * len(neighbours)
     for _ in range(count):
         loads = [n.delay_s + counts[i] * (size * n.s_per_byte) for i, n in enumerate(neighbours)]

@@ -30,7 +30,7 @@ Save = Callable[[str], Path]
 
 @contextlib.contextmanager
 def overlaid(state: Any) -> Iterator[dict[str, ThreadDonor]]:
-    """a and b are the newcomer's neighbours; c lies behind b, d behind c."""
+    """Returns an overlay in which a and b are the newcomer's neighbours; c lies behind b, d behind c."""
     with publishing(state, "a", "b", "c", "d") as started:
         by_name = {d.member: d for d in started}
         for donor in started:
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_the_disk_damaged_is_not_believed(tmp_path: Path) -> N
 
 
 def situation(members: str, near: str, *links: str) -> PolicyOptions:
-    """Member j is the newcomer; links as pairs of letters."""
+    """Returns a situation with member j as the newcomer; links as pairs of letters."""
     sources = [Member(m, m, "host", f"{m}.example", 7000) for m in members]
     view = View(ViewId(1, 1), NO_VIEW, tuple(sources), links=tuple(LinkSpec(*pair) for pair in links))
     return PolicyOptions(

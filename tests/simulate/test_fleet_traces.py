@@ -20,7 +20,7 @@ BUSY = Chance(devices=40, hours=20, rate=0.1, group=6, repair_hours=1.0, slow_ra
 
 
 def removals(trace: Trace) -> list[int]:
-    """By loss: how many devices it took."""
+    """Returns by loss how many devices it took."""
     return [len(c.devices) for c in trace.changes if c.kind == "remove"]
 
 

@@ -115,7 +115,7 @@ def test_eq_12_at_known_cases(dp, stages, m, slower):
 
 
 def vacant_plan():
-    """Two pipelines of two stages; the first one's first place is vacant, and the other one does its work."""
+    """Returns two pipelines of two stages; the first one's first place is vacant, and the other one does its work."""
     pipelines = (
         Pipeline((PlanStage("", 0, 2), PlanStage("d001", 2, 4)), 3),
         Pipeline((PlanStage("d002", 0, 2), PlanStage("d003", 2, 4)), 3),
