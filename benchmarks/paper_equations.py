@@ -60,7 +60,7 @@ def eq10(times_s: Iterable[float]) -> float:
 
 
 def eq11(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> float:
-    """Returns the step of one pipeline of unequal stages, in seconds: a unit starts when its stage and its input are ready.
+    """Returns the step of a pipeline of unequal stages, in seconds: a unit starts when its stage and input are ready.
 
     The recurrence is that of `timing`; as printed it has no hops.
 
