@@ -79,6 +79,7 @@ def test_what_needs_an_extra_says_which(absent: str, code: str, what: str) -> No
     assert f'pip install "chaos-lightning[{EXTRAS[absent]}]"' in done.stdout
 
 
+@pytest.mark.slow
 def test_names_of_the_package_come_when_they_are_asked_for() -> None:
     code = "import sys, chaos_lightning as c; assert 'torch' not in sys.modules; print(*map(c.__getattr__, c.__all__))"
     done = python("-c", code)

@@ -378,6 +378,7 @@ def test_wheel_works_without_the_source_tree(built: Path, tmp_path: Path) -> Non
     assert done.stdout.strip() == "chaos_lightning.examples.models.GPTModule"
 
 
+@pytest.mark.slow
 def test_wheel_installed_by_pip_works_as_users_run_it(built: Path, tmp_path: Path) -> None:
     """The wheel is in an environment of its own, which sees this one's packages but not the editable install: no .pth
     nests.

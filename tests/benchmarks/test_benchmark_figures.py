@@ -42,6 +42,7 @@ EVERY = (
 )
 
 
+@pytest.mark.slow
 def test_each_benchmark_tells_its_flags():
     """Each benchmark prints its help as with `python -m`; all run in one process, which imports torch once."""
     code = (

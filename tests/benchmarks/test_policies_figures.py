@@ -13,6 +13,7 @@ from benchmarks import policies
 from chaos_lightning.errors import ConfigurationError
 
 
+@pytest.mark.slow
 def test_ratios_have_intervals_and_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, picture = tmp_path / "a.json", tmp_path / "a.png"
     large = policies.job

@@ -269,6 +269,7 @@ def test_the_largest_job_has_five_minutes_in_which_nobody_may_be_put_out() -> No
     assert [case.size for case in beside if case.kind.peer] == [32, 64, 256, 512]
 
 
+@pytest.mark.slow
 def test_a_real_scheduler_founds_a_job_of_stand_ins_and_hears_of_a_death(tmp_path: Path) -> None:
     with processes.job(processes.Kind("plain"), 8, tmp_path) as made:
         assert made.found() > 0

@@ -110,6 +110,7 @@ def test_wrong_arguments_are_named() -> None:
         ChaosExit(after_s=-1)
 
 
+@pytest.mark.slow
 def test_a_real_process_leaves_with_exit_code_0_and_dies_at_the_second_signal(tmp_path: Path) -> None:
     with Harness(tmp_path / "polite") as harness:
         (tmp_path / "polite" / "go").touch()

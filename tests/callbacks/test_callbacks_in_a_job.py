@@ -64,7 +64,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
             "at step 30 in checkpoint: sigkill c",
             marks=pytest.mark.slow,
         ),
-        "at step 14 in backward: sigkill rank 0\nat step 18 in optimizer: sigkill rank 0",
+        pytest.param(
+            "at step 14 in backward: sigkill rank 0\nat step 18 in optimizer: sigkill rank 0", marks=pytest.mark.slow
+        ),
     ],
     ids=["before the commit", "after the commit", "roots"],
 )

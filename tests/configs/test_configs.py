@@ -314,6 +314,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_npu_trainer_is_made_of_the_right_parts(tmp_path: Path) -> None:
     """Torch's third-party device is renamed to npu, in a process of its own, since that cannot be undone."""
     assert printed(tmp_path, "-c", NPU)[-3:] == [

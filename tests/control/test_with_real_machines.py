@@ -340,6 +340,7 @@ def test_a_scheduler_restarted_on_a_chain_that_was_cut_finds_its_members_again(m
         context.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 def test_many_members_begin_with_a_quick_plan_and_get_the_configured_planners_from_another_process() -> None:
     names = [f"m{i}" for i in range(SMALL_JOB + 1)]
     settings = {"min_nodes": len(names), "max_nodes": len(names), "plan": PlanSpec("widest"), "link_degree": 0}

@@ -48,6 +48,7 @@ def test_the_test_that_is_named_asks_for_the_block(row: Row) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in rows() if row.run], ids=lambda row: f"{row.page} {row.starts}")
 def test_a_block_prints_what_it_should(row: Row, installed: Installed, tmp_path: Path) -> None:
     """Each block runs in an empty folder, by the commands that a wheel has installed."""

@@ -10,6 +10,7 @@ from blocks_support import ROOT, block
 from installed_support import Installed
 
 
+@pytest.mark.slow
 def test_the_wheel_is_made_installed_and_runs(installed: Installed) -> None:
     """The fixture `installed` ran block(..., "pip wheel") and block(..., "python3 -m venv venv")."""
     assert block("docs/install.md", "pip wheel")

@@ -39,6 +39,7 @@ def dockerfile() -> list[tuple[str, str]]:
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if not line.startswith("#"))]
 
 
+@pytest.mark.slow
 def test_the_dockerfile_does_what_docker_would_do(installed: Installed, tmp_path: Path) -> None:
     """The Dockerfile's instructions are carried out in a folder: no daemon is needed for them."""
     shutil.copy(installed.wheel, tmp_path)

@@ -130,6 +130,7 @@ def test_the_newcomer_dies(routed_job: Job, way: str) -> None:
     job.leave("a", "b")
 
 
+@pytest.mark.slow
 @WAYS
 def test_the_scheduler_dies(routed_job: Job, way: str) -> None:
     """No byte of the state passes through the scheduler. Another one is started, under which the newcomer comes in."""

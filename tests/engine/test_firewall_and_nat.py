@@ -141,7 +141,7 @@ class Apart:
         self.job.harness.wait_for("link_up", lambda r: str(r["peer"]).startswith(f"{other}~"), node=one)
 
 
-@pytest.mark.parametrize("family", [4, 6])
+@pytest.mark.parametrize("family", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_joins_deaths_and_leaves_through_a_firewall(job: Job, sites: Sites, family: int) -> None:
     apart = Apart(job, sites, family)
     apart.serve("scheduler")

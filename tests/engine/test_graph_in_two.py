@@ -133,6 +133,7 @@ def test_the_side_that_the_scheduler_reaches_goes_on_and_the_other_waits_and_say
         shown(job, name, "waiting is over, this member is rank ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "named", [pytest.param(COMPLETE, id="complete", marks=pytest.mark.slow), pytest.param(RING, id="ring")]
 )

@@ -89,6 +89,7 @@ def test_no_secret_is_in_a_log_an_answer_a_report_or_on_a_command_line(job: Job,
     assert seen_in(lines + json.dumps(status) + str(refused), wanted) == []
 
 
+@pytest.mark.slow
 def test_keys_are_rotated_while_two_members_train(job: Job, keys: Path) -> None:
     serve(job, keys)
     first = train(job, keys, "a", "b", host_scheduler=False)

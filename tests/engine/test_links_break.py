@@ -67,6 +67,7 @@ def test_a_link_that_is_cut_again_and_again_stops_nobody_for_good(routed_job: Jo
     job.unharmed(*"abc")
 
 
+@pytest.mark.slow
 def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> None:
     """The link between b and c swallows all bytes, while all processes and all control streams live."""
     job = routed_job

@@ -20,8 +20,17 @@ def same(reports: list[dict[str, Any]]) -> None:
     assert len({r["step"] for r in reports}) == 1, reports
 
 
-@pytest.mark.parametrize("by_reference", [True, False])
-@pytest.mark.parametrize("plan", ["rotating", "chain", "tree"])
+@pytest.mark.parametrize(
+    ("plan", "by_reference"),
+    [
+        ("rotating", True),
+        ("tree", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("rotating", False), ("chain", True), ("chain", False), ("tree", True))
+        ),
+    ],
+)
 def test_three_founders_end_alike(job: Job, plan: str, by_reference: bool) -> None:
     for name in "abc":
         job.start(name, settings={"min_nodes": 3, "plan": plan, "by_reference": by_reference}, width=200)

@@ -18,6 +18,7 @@ def beside(job: Job, name: str) -> set[str]:
     return {str(r.get("peer")).partition("~")[0] for r in ups}
 
 
+@pytest.mark.slow
 def test_contributions_and_headers_pass_through_the_member_between(job: Job) -> None:
     """Links form a line a - b - c - d: the commit root is at one end, three links away from d."""
     named = {"a": "b", "b": "a,c", "c": "b,d", "d": "c"}

@@ -76,6 +76,7 @@ def next_term(job: Job, term: int, after: Record) -> Record:
 # ------------------------------------------------------------------------------------------------ the leader is cut off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [LOUDLY, SILENTLY])
 def test_a_leader_that_no_member_reaches_hands_over_to_one_that_they_reach(apart: Apart, how: Way) -> None:
     job = apart.job

@@ -184,6 +184,7 @@ def test_members_leave_the_endpoint_to_the_scheduler_that_has_their_chain(job: J
     job.leave(*"abc")
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_a_newcomer_began_gives_the_endpoint_up_to_the_one_that_has_the_chain(job: Job) -> None:
     """The newcomer knows of no chain, and so begins one at the endpoint of the operator's scheduler."""
     begin(job, "operators")

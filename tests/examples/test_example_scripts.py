@@ -208,6 +208,7 @@ def told(log: Path, name: str) -> list[dict[str, Any]]:
     return [event for path in log.rglob("*.jsonl") for event in whole_lines(path) if event["name"] == name]
 
 
+@pytest.mark.slow
 def test_readme_line_trains_on_two_nodes(tmp_path: Path) -> None:
     """The torchrun line runs twice on this machine: both end well, took every step together, and one of them speaks."""
     endpoint = f"127.0.0.1:{free_port()}"

@@ -106,6 +106,7 @@ def test_three_processes_train_it_and_one_is_killed(started: Started) -> None:
     assert chosen[-1] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [pytest.param(RUN, id="run"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)]
 )

@@ -133,7 +133,7 @@ def trained(path: Path) -> torch.Tensor:
     return torch.cat([p.reshape(-1) for p in torch.load(path)])
 
 
-@pytest.mark.parametrize("followers", [1, 3])
+@pytest.mark.parametrize("followers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_sync_in_fp32_is_diloco_bit_for_bit(tmp_path: Path, followers: int) -> None:
     names = ["a", "b"]
     pushes = tmp_path / "pushes"
@@ -573,6 +573,7 @@ def removes(record: Record, cluster: str) -> bool:
     return bool(record["kind"] == "Removed" and record["body"]["incarnation"]["cluster"] == cluster)
 
 
+@pytest.mark.slow
 def test_clusters_that_are_killed_come_back_and_each_sample_counts_once(tmp_path: Path) -> None:
     """A cluster is killed when it has heard that its push is in, and has not adopted its version; then all are killed,
     and one of them comes back.

@@ -530,6 +530,7 @@ def test_parameters_that_need_gradients_are_read_and_written() -> None:
     assert theta.grad_fn is None
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60), st.integers(0, 2**31), st.booleans())
 def test_products_of_many_short_blocks_are_those_of_each(sizes: list[int], seed: int, broken: bool) -> None:
     """Blocks of one length are computed together, and each sum has the same bits as alone."""

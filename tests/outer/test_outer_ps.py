@@ -120,6 +120,7 @@ def ignores(pid: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.slow
 def test_what_dies_is_started_again_and_sigterm_ends_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with up(tmp_path, "--followers=2") as server:
         until(lambda: server.connected(2), "two followers", STARTS_S)

@@ -35,9 +35,9 @@ BOUND = 40
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outer_jobs_lose_nothing(family: str) -> None:
-    runs = [World(FAMILIES[family](seed)).run() for seed in range(8 if family == "older" else 3)]
+    runs = [World(FAMILIES[family](seed)).run() for seed in range(8 if family == "older" else 2)]
     assert [(run.seed, run.violation) for run in runs if run.violation] == []
-    assert sum(run.accepted for run in runs) > (0 if family == "older" else 20)
+    assert sum(run.accepted for run in runs) > (0 if family == "older" else 10)
     assert family != "fragile" or any(run.rollbacks for run in runs)
 
 

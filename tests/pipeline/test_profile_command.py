@@ -168,6 +168,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_plain_loop_is_profiled_and_planned_for(folder: Path) -> None:
     done = chaos(folder, "profile", "--steps", "4", "--", "python", "train.py", "--steps", "500")
     assert done.returncode == 0, done.stderr
@@ -198,6 +199,7 @@ def test_a_lightning_script_is_profiled_without_a_changed_line(folder: Path) -> 
     assert (job.micro_batches, job.samples) == (2, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "who", "micro_batches"),
     [
@@ -226,6 +228,7 @@ def test_a_script_that_waits_for_others_trains_alone(
     assert not list(state.rglob("*real*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

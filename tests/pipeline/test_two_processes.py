@@ -51,6 +51,7 @@ def run_processes(folder, view, kind):
     return {name: torch.load(folder / name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "bound"), [pytest.param("float32", 1e-6, marks=pytest.mark.slow), ("float64", 1e-13)])
 def test_one_step_is_that_of_one_process(tmp_path, kind, bound):
     dtype = getattr(torch, kind)

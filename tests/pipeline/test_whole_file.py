@@ -322,6 +322,7 @@ assert len(optimizer.state) == 1
 """
 
 
+@pytest.mark.slow
 def test_one_part_of_the_others_is_in_memory_at_a_time(tmp_path: Path) -> None:
     """The whole model has 48 tensors of this size, a part 3. In a read, pages of the file count as memory, too."""
     done = subprocess.run(

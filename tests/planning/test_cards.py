@@ -83,7 +83,7 @@ def test_small_jobs_have_the_trees_that_they_had(size: int) -> None:
         assert plan(members(size), links) == unlimited(size, links)
 
 
-@pytest.mark.parametrize("size", [24, 40])
+@pytest.mark.parametrize("size", [24, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("slowest_bps", [1e8, 5e8, 1e9])
 def test_auto_is_never_worse_for_knowing_of_cards(size: int, slowest_bps: float) -> None:
     links = regular(size, (slowest_bps, BPS))

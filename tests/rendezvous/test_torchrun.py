@@ -334,6 +334,7 @@ def training(tmp_path: Path, torchrun: Callable[..., Torchrun], monkeypatch: pyt
         yield Training(harness, torchrun)
 
 
+@pytest.mark.slow
 def test_a_crashed_worker_is_restarted_and_trains_on(training: Training) -> None:
     """The worker's agent starts it again, no other worker is touched, and both end with the same state."""
     one = training.start("one", gates={2: training.gate("start")}, alone=training.gate("alone"))

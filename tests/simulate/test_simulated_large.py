@@ -19,6 +19,7 @@ from lab.simulate.plans.large import large_plan, thin_plan
 from lab.simulate.world import World, simulate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_twenty_members_hold_all_contracts(seed: int) -> None:
     world = World(large_plan(seed))
@@ -64,6 +65,7 @@ def begins_again(job: str) -> None:
     assert outcome_of(world, "j0") == "left: the job is finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(27, marks=pytest.mark.slow), 20])
 def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
     monkeypatch: pytest.MonkeyPatch, size: int

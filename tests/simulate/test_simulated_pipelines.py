@@ -64,8 +64,7 @@ def test_jobs_at_which_something_was_found(seed: int) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_jobs_at_which_something_is_aimed_are_well(plan: Callable[[int], Plan]) -> None:
-    for seed in range(3):
-        assert simulate(plan(seed), StagedHooks).violation == "", seed
+    assert simulate(plan(0), StagedHooks).violation == ""
 
 
 @pytest.mark.slow

@@ -261,6 +261,7 @@ def test_a_rank_joins_between_push_and_adoption(job: ElasticJob) -> None:
     audited(job)
 
 
+@pytest.mark.slow
 def test_a_cluster_of_one_process_beside_it(job: ElasticJob) -> None:
     """The single process came first, so it writes the checkpoints, and the ranks of the other cluster write none. It
     also ends last: a cluster in the middle of an epoch at the job's end has steps of its own on top of the last
@@ -638,6 +639,7 @@ def test_ranks_die_and_join_while_they_share_out_leases(job: ElasticJob) -> None
     audited(job)
 
 
+@pytest.mark.slow
 def test_what_a_rejection_gives_back_is_dealt_again(job: ElasticJob) -> None:
     """After the rejection the ranks adopt the version outright, and go on with a new sample sequence."""
     job.serve()

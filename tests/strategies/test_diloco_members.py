@@ -146,6 +146,7 @@ def test_two_clusters_train_each_sample_once_an_epoch_and_end_alike(job: OuterJo
     assert one["step"] == two["step"] > ends(one)[1][2]
 
 
+@pytest.mark.slow
 def test_a_late_cluster_takes_over_and_trains_on_where_another_dies(job: OuterJob) -> None:
     """The late cluster comes in a later epoch; samples of the one that dies are dealt again to others."""
     job.serve()
@@ -167,6 +168,7 @@ def test_a_late_cluster_takes_over_and_trains_on_where_another_dies(job: OuterJo
     assert ends(one)[-len(ends(late)) :] == ends(late)
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_once_all_is_durable_and_loses_nothing(job: OuterJob) -> None:
     job.serve()
     for name in ("one", "leaves"):

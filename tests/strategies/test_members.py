@@ -337,6 +337,7 @@ def test_founders_are_told_where_the_writer_logs(job: Job) -> None:
     assert folders(job, a, b) == {"a" if a["rank"] == 0 else "b"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("join_by", ["pause", pytest.param("replay", marks=pytest.mark.slow)])
 def test_newcomers_and_heirs_are_told_where_the_writer_logs(job: Job, join_by: str) -> None:
     """Each member logs to a folder of its own. Member b comes to a, then c to both, then the writer dies."""

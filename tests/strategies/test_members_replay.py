@@ -32,6 +32,7 @@ def three(job: Job, join_by: str, *, steps: int = 1, **common: Any) -> None:
     job.open("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "extra"),
     [

@@ -24,6 +24,7 @@ def test_a_frozen_stage_is_put_out_and_comes_back(job: Any) -> None:
     check_equal([a, b, c, d], *alone(**double))
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_a_recovery_meets_half_way_counts_as_the_others_do(job: Any) -> None:
     """The newcomer gets the rest of the state from donors that are within a batch by then."""
     spec = {"device_memory": 2 * HALF, "epochs": 8, "paced_s": 0.05, "precision": "64-true"}
@@ -43,6 +44,7 @@ def test_a_newcomer_that_a_recovery_meets_half_way_counts_as_the_others_do(job: 
     check_equal([a, b, c, e], *alone(**spec))
 
 
+@pytest.mark.slow
 def test_all_leave_and_come_back(job: Any) -> None:
     job.fresh(min_nodes=3)
     job.harness.declare("a", "b", "c")
@@ -60,6 +62,7 @@ def test_all_leave_and_come_back(job: Any) -> None:
     check_equal(reports, losses[gone:], parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", ["SIGTERM", pytest.param("reset --force", marks=pytest.mark.slow)])
 def test_a_member_that_waits_for_lost_parts_leaves_at_once_and_says_what_it_keeps(job: Any, asks: str) -> None:
     from chaos_lightning.control.channel import reset

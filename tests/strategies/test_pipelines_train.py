@@ -124,6 +124,7 @@ def test_a_stage_that_dies_within_a_step_costs_nothing_but_time(job: Any, unit: 
     assert job.harness.wait_exit("d") == (1 if raises else -9)
 
 
+@pytest.mark.slow
 def test_a_member_leaves_and_nobody_redoes_anything(job: Any) -> None:
     job.fresh(min_nodes=2)
     job.harness.declare("c")
@@ -136,6 +137,7 @@ def test_a_member_leaves_and_nobody_redoes_anything(job: Any) -> None:
     assert not [r for r in job.harness.records if r.name == "redo" and r.fields["base"] > 0]
 
 
+@pytest.mark.slow
 def test_what_is_validated_is_equal_to_one_process(job: Any) -> None:
     job.fresh(min_nodes=3)
     start(job, "abc", device_memory=HALF, validation=22)
@@ -148,6 +150,7 @@ def test_what_is_validated_is_equal_to_one_process(job: Any) -> None:
         assert report["validated"] == pytest.approx(rows.validated, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["pipelines", "one process"])
 def test_checkpoints_are_lightnings_own(job: Any, writer: str, tmp_path: Any) -> None:
     """A training that goes on from a file of the middle of the first epoch ends where one ends that was not cut."""

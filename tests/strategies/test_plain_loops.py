@@ -47,8 +47,8 @@ def same(reports: list[dict[str, Any]]) -> None:
     assert len({(report["hash"], report["step"]) for report in reports}) == 1, reports
 
 
-@pytest.mark.parametrize("names", ["a", "ab"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("names", [pytest.param("a", marks=pytest.mark.slow), "ab"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
 def test_equals_lightning_also_across_a_checkpoint_in_mid_epoch(job: Job, names: str, precision: str) -> None:
     scales = precision == "16-mixed"
     job.fresh(min_nodes=len(names))

@@ -40,6 +40,7 @@ print(ChaosStrategy.__name__, EngineConfig.__name__, Engine.__name__)
 """
 
 
+@pytest.mark.slow
 def test_registered_before_lightning_comes() -> None:
     """The name of Lightning's other package is refused with what to import instead; names of ours are imported when
     asked for.

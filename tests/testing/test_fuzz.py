@@ -45,7 +45,7 @@ from lab.fuzz.links import shaken, welcome_handshakes
 from lab.fuzz.readers import hello
 from lab.fuzz.target import FindingError, Target, guarded
 
-EXAMPLES = {"agent": 15, "tls-proxy": 40, "server": 60, "state": 60, "scheduler": 60}
+EXAMPLES = {"agent": 10, "tls-proxy": 20, "server": 30, "state": 30, "scheduler": 30}
 MINUTES = 5.0
 
 

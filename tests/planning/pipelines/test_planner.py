@@ -236,6 +236,7 @@ def test_a_plan_covers_all_fits_and_is_a_function_of_its_input(seed: int, random
     assert PipelinePlan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 @FEW
 @given(seeds)
 @example(77)  # two devices on a host of which one alone was looked at before
@@ -321,6 +322,7 @@ def test_a_fleet_that_has_become_alike_is_planned_as_such() -> None:
     assert Planner(odd).exact(left) == Planner(job.with_devices(job.devices[1:])).exact()
 
 
+@pytest.mark.slow
 def test_fast_devices_on_one_host_are_not_held_up_by_slow_links_to_others() -> None:
     steps_s = [Planner(find_job("examples/plans/edge.yaml", n)).exact().estimate.step_s for n in (11, 16, 24)]
     assert steps_s == sorted(steps_s, reverse=True)

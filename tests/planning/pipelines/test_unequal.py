@@ -82,6 +82,7 @@ def test_numbers_of_rows_are_all_or_spread() -> None:
     assert len(many) <= 40
 
 
+@pytest.mark.slow
 def test_owners_on_two_hosts_where_all_slow_cards_are_on_one() -> None:
     """One pipeline then runs over the hosts in reverse order."""
     job = fleet(256)
@@ -92,6 +93,7 @@ def test_owners_on_two_hosts_where_all_slow_cards_are_on_one() -> None:
     assert free.estimate.step_s <= apart.estimate.step_s < 1.08 * free.estimate.step_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("alike", [True, False])
 def test_each_layer_has_as_many_owners_as_asked(copies: int, alike: bool) -> None:
