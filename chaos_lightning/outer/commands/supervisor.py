@@ -266,8 +266,8 @@ class Supervisor:
                         _send(int(pid), signal.SIGKILL)
 
     def _end_all(self, woken: socket.socket) -> None:
-        """Ends all children with SIGTERM, then SIGKILL; if the job has ended, waits first while followers serve its
-        last version.
+        """Ends all children, first by request and then with SIGKILL; if the job has ended, waits before that while
+        followers serve its last version.
         """
         if self._code == EXIT_OK:
             _send(self._spare.pid, END)
