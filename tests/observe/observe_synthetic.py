@@ -292,8 +292,8 @@ class Script:
 
 
 def two_jobs(*, finished: bool = True) -> tuple[Script, Script]:
-    """Returns two runs of the same job with new processes of the same names: ids, and as long as both last headers, are
-    equal.
+    """Returns two runs of one job with the same names in new processes: their member ids are equal, and their headers
+    as long as both runs last.
     """
     first, second = Script(), Script(pid=2)
     first.found(["a", "b"])

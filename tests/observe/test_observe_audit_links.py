@@ -22,7 +22,7 @@ def cut(run: Script, *pairs: tuple[str, str], mended: bool = False) -> None:
 
 
 def put_out(members: list[str], *, links: list[list[str]] | None = None) -> Script:
-    """Returns a run of four members in which these go on, and the others write that they are fenced."""
+    """Returns a run of four members in which only `members` go on, and the others write that they are fenced."""
     run = Script()
     run.found(["a", "b", "c", "d"])
     for line in [x for lines in run.lines.values() for x in lines if x["name"] == "view" and links]:

@@ -650,8 +650,8 @@ def test_a_lost_store_is_no_new_job_while_anybody_of_the_old_one_goes_on(tmp_pat
 
 @pytest.mark.parametrize("in_one_file", [False, True])
 def test_a_folder_with_an_elastic_cluster_is_judged_both_ways(tmp_path: Path, in_one_file: bool) -> None:
-    """The logs of an elastic cluster in an outer job are audited as both, whether its outer events are in a file of
-    their own or in the inner job's.
+    """An elastic cluster's logs are audited as an elastic job and as a cluster of the outer job, whether its outer
+    events are in the inner job's log file or in one of their own.
     """
     run, inner = outer_story(), Script()
     inner.found(["a", "b"])

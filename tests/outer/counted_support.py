@@ -158,7 +158,7 @@ class CountedJob:
         return self.epochs * self.samples // BATCH
 
     def reach(self, part: float) -> None:
-        """Waits until this share of the job is trained, or a cluster has ended."""
+        """Waits until this share of the job's steps is made, or a cluster has ended."""
         goal, all_run = part * self.whole, len(self.running)
         self._harness.wait_until(
             lambda: self.steps >= goal or len(self.running) < all_run or None, f"{part:.0%} of the steps"
@@ -204,7 +204,7 @@ class CountedJob:
         return well
 
     def _outputs(self) -> str:
-        """Returns the end of everything that the processes printed."""
+        """Returns the last characters that each process printed."""
         logs = sorted((self._harness.directory / "out").glob("*.log"))
         return "\n".join(f"--- {log.name}: {log.read_text(errors='replace')[-800:]}" for log in logs)
 

@@ -118,7 +118,9 @@ def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool)
 
 
 def test_a_fetch_of_what_nobody_wants_any_more_is_given_up() -> None:
-    """Former bug: a fetch whose version was not wanted any more went on to its end before the wanted one began."""
+    """Former bug: a fetch went on to its end though its version was not wanted any more, and only then the wanted
+    version was fetched.
+    """
     changed, wanted, begun, whose = threading.Condition(), [V1], threading.Event(), object()
 
     def get(attempt: Attempt) -> None:

@@ -524,8 +524,8 @@ def test_ten_times_the_norm_now_and_then_is_never_let_in() -> None:
 
 
 def test_a_shortened_push_is_judged_by_its_direction_and_hides_nobody_s() -> None:
-    """A shortened push that points the wrong way is rejected for that, and its length must not decide how the others
-    are judged.
+    """A push that was shortened for its length is still rejected if it points the wrong way, and does not decide how
+    the others are judged.
     """
     server = Server(rules(policy="robust", gate_patience=1))
     common = [[1.0, *(0.1 if place == n else 0.0 for place in range(1, SIZE))] for n in range(1, 5)]
@@ -551,7 +551,7 @@ def test_a_learning_rate_raised_for_one_and_only_cluster_is_learned_anew() -> No
 
 
 def test_the_inner_optimizer_begins_anew_ever_more_rarely() -> None:
-    """The inner optimizer is cleared after ever more rejections: cleared at each one it would stay cold, and cleared
+    """The inner optimizer is cleared at ever rarer rejections: cleared at each one it would stay cold, and cleared only
     once it would keep later damage.
     """
     grid = Grid((SIZE,), 64)
@@ -718,7 +718,7 @@ def test_refusals_of_both_kinds_are_one_row() -> None:
 
 
 def test_pushes_that_are_long_now_and_then_are_not_shut_out() -> None:
-    """A cluster whose every second push is too long has those rejected, and the others accepted."""
+    """If every second push of a cluster is too long, the long ones are rejected and the others accepted."""
     server = Server(rules(policy="robust"))
     for number in range(4):
         assert not server.push(*along(number)).rejected

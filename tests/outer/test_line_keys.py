@@ -238,7 +238,7 @@ class Ends:
         self.leader = Leader()
 
     def tell(self, *, follower: bool = True) -> None:
-        """Passes on the leader's messages that both get when a cluster joins."""
+        """Passes on the messages that the leader sends to follower and cluster when the cluster joins."""
         self.leader.follower(1, "f0")
         self.leader.send(3, Welcomed(TERM, HOME, 1, NO_VERSION, False, JobProgress()))
         self.leader.send(3, Holders(TERM, (Holder("f0", self.listener.endpoint),)))

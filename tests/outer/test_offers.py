@@ -1,4 +1,4 @@
-"""Offers of pushes with impossible numbers (outer/rules/offers.py): the leader rejects them and goes on."""
+"""Offers of pushes with impossible numbers (outer/rules/offers.py) are rejected, and the leader goes on."""
 
 from __future__ import annotations
 

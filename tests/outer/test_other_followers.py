@@ -34,7 +34,9 @@ def stopped(folder: Path) -> tuple[Stopped, Shelf]:
 def test_a_leader_that_is_given_another_number_than_its_chain_has_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Former bug: the leader went on with the old number of followers and told nobody."""
+    """Former bug: a leader that was started for another number of followers than the job's chain has ignored that, and
+    told nobody.
+    """
     job, shelf = stopped(tmp_path / "files")
     assert [LeaderMachine(job.now, 9, asked).shards.unheeded for asked in (0, 2)] == ["", ""]
     with (
@@ -68,8 +70,8 @@ def test_more_followers_than_the_model_has_blocks_are_told_of(tmp_path: Path) ->
 def test_with_the_chain_in_etcd_a_follower_with_files_here_is_not_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Former bug: with too small a number in `--followers` a follower whose files were there was not started, and the
-    job waited for it for ever.
+    """Former bug: with `--followers` below a job's number of shards one follower was not started though its files were
+    on the machine, and the job waited for ever.
     """
     _, shelf = stopped(tmp_path)
     monkeypatch.setattr(standing, "open_outer_store", lambda address, job: MemoryStore(shelf=shelf))

@@ -86,8 +86,8 @@ def test_who_comes_after_the_end_is_told_where_the_last_version_is() -> None:
 
 
 def test_a_server_that_starts_after_the_end_has_the_last_version_loaded_for_who_comes() -> None:
-    """Former bug: followers that started after a job's end were told of it and ended at once, so that nobody could
-    serve the last version.
+    """Former bug: followers that started after a job's end were told to end at once, so that nobody could serve the
+    last version.
     """
     rig = Rig()
     last = ended(rig)

@@ -48,7 +48,7 @@ SYNC = OuterSettings(policy="sync", inner_steps=STEPS, batch=16, heartbeat_s=2.0
 
 
 def keep_pushes(pushes: str) -> None:
-    """Makes this process save a copy of each of its pushes in that folder from now on."""
+    """Makes this process save a copy of each later push in the folder `pushes`."""
     encoder = OuterContent.encoder
 
     def keeping_encoder(content: OuterContent) -> Callable[[], Part]:

@@ -1,4 +1,4 @@
-"""When the leader closes a window of pushes and decides a round, and for which clusters it waits."""
+"""When the leader stops collecting pushes and decides a round, and for which clusters it waits."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_the_longest_wait_is_half_a_round() -> None:
 
 
 def test_robust_waits_so_long_whatever_coming_too_late_costs() -> None:
-    """Under `robust` a window waits half a round, however late pushes cost: clusters train on, and more pushes make the
-    gate's judgement better.
+    """Under `robust` the leader collects pushes for half a round, however much time late ones lose: clusters train on,
+    and the gate judges many pushes better than few.
     """
     for cost_s in (0.0, 40.0, 4000.0):
         window = opened("robust", ArrivalRates(4.0, 100.0, cost_s, 1.0))
@@ -70,7 +70,7 @@ def test_nobody_is_waited_for_where_waiting_does_not_pay() -> None:
 
 
 def test_later_arrivals_do_not_wind_the_deadline_up() -> None:
-    """Planted bug: if each arriving push moved the deadline, a window could stay open for ever."""
+    """Planted bug: if each arriving push moved the deadline, a round could be put off for ever."""
     window = opened()
     with pytest.raises(FrozenInstanceError):
         window.deadline_s = 2000.0  # type: ignore[misc]
@@ -101,7 +101,7 @@ def test_sync_waits_for_all_that_train_without_a_deadline() -> None:
 
 
 def test_sync_does_not_wait_for_a_newcomer() -> None:
-    """Planted bug: if a window waited for a cluster that has just joined, that cluster's first round would delay all
+    """Planted bug: if a round waited for a cluster that has just joined, that cluster's first steps would delay all
     others.
     """
     window = opened("sync", training=frozenset((A, B)))

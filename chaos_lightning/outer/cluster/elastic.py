@@ -90,7 +90,7 @@ class InnerJob(Protocol):
 
     @property
     def server(self) -> StateServer:
-        """Server of this rank's state for the other ranks."""
+        """Server that gives this rank's state to the other ranks."""
         ...
 
     def ways(self, members: Sequence[str]) -> list[Endpoint]:
@@ -104,7 +104,7 @@ class InnerJob(Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """Samples that this rank has used for the coming step, its training rates, and its waits."""
+    """Figures of one rank for its coming step: samples used, speed of training, and time spent waiting."""
 
     samples: int = 0
     since: float = field(default_factory=time.monotonic)

@@ -68,11 +68,11 @@ class Replica:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Model's own tensors, in order."""
+        """Tensors themselves, no copies, in the order in which they are exchanged."""
         return [tensor for _, tensor in self._named]
 
     def grid(self, block: int) -> Grid:
-        """Returns the grid of these tensors, with blocks of the job's size."""
+        """Returns the division of these tensors into blocks of the job's size."""
         return Grid(tuple(spec.elements for spec in self.specs), block)
 
     @torch.no_grad()

@@ -71,7 +71,7 @@ class Format(Protocol):
         ...
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Writes a block's bytes.
+        """Encodes a block's elements into bytes.
 
         Args:
             values: fp32, flat, contiguous.

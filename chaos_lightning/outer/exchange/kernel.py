@@ -1,4 +1,4 @@
-"""Computes the outer state's arithmetic: a round's update of a shard, the content of a push, and the adoption of a
+"""Computes the arithmetic of outer sync: a round's update of a shard, the content of a push, and the adoption of a
 version.
 
 Theory of operation. A follower holds the parameters theta, the momentum m and the buffer b of its shard, fp32, 12 bytes
@@ -193,8 +193,8 @@ class RoundUpdate:
             self._version.encode(block, theta)
 
     def _move(self, block: int, momentum: Tensor, buffer: Tensor, delta: Tensor, other: Tensor) -> None:
-        """Adds delta to the buffer, or with it to the momentum if that moves in this round; delta becomes the amount to
-        subtract from theta.
+        """Adds delta to the buffer and, if the momentum moves in this round, both to the momentum; delta becomes the
+        amount to subtract from theta.
         """
         x = _times(delta, self._into_buffer, other)
         if self._moves:

@@ -54,7 +54,7 @@ Outgoing = list[tuple[int, ToCluster | ToFollower]]
 
 
 def incarnation_of(peer: str) -> str:
-    """Returns the incarnation in a peer's name, without the suffix by which a process of it tells itself apart
+    """Returns the incarnation in a peer's name, without the suffix that tells the incarnation's processes apart
     (lines.py).
     """
     cluster, tilde, rest = peer.rpartition("~")

@@ -88,7 +88,7 @@ class LeaderOptions:
 
     @property
     def folder(self) -> Path:
-        """Default folder on this machine."""
+        """Default folder of the server's files on this machine."""
         return state_folder(f"outer-{self.job}", split_endpoint(self.listen)[1])
 
     @property

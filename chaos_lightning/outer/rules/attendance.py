@@ -79,7 +79,7 @@ class ClusterState:
 
 
 class Attendance:
-    """Clusters as the leader knows them.
+    """Part of the leader that keeps the list of clusters.
 
     Args:
         desk: The leader's.
@@ -319,7 +319,7 @@ class Attendance:
         return None
 
     def _patience_s(self, who: IncarnationId) -> float:
-        """Returns for how many seconds a new leader waits for a cluster that has not come to it yet."""
+        """Returns for how many seconds a new leader waits for a cluster that has not connected yet."""
         settings = self._desk.settings
         return settings.last_holder_timeout_s if self._holds_alone(who) else settings.reconnect_s
 

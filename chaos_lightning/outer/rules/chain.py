@@ -281,7 +281,7 @@ class OuterChain:
 
     @property
     def founded(self) -> bool:
-        """Whether there is a version with content; it may be gone again after a rollback of the first one."""
+        """Whether the job has a version with content; False again if a rollback undid the first one."""
         made = self.versions.get(self.newest)
         return made is not None and (made.before != NO_VERSION or isinstance(made.entry.body, Founded))
 

@@ -91,7 +91,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """News that all ranks hold this version."""
+    """News that the cluster (all its ranks) has fetched this version."""
 
     version: VersionId
 
@@ -225,7 +225,7 @@ class Phase(enum.StrEnum):
 
 @dataclass(slots=True)
 class Unpushed:
-    """Training that no push covers yet."""
+    """Samples, inner steps and positions that were trained and that no push covers yet."""
 
     samples: int = 0
     steps: int = 0
@@ -233,7 +233,7 @@ class Unpushed:
     """Positions by epoch, normal."""
 
     def add(self, samples: int, steps: int, covers: Iterable[Covered]) -> None:
-        """Adds samples, steps and positions to it."""
+        """Adds what was just trained: samples, steps and positions."""
         self.samples += samples
         self.steps += steps
         for each in covers:

@@ -84,7 +84,7 @@ class SendTo:
 
 @dataclass(frozen=True, slots=True)
 class OuterNote:
-    """Line for the event log."""
+    """Order to write a line into the event log."""
 
     name: str
     fields: tuple[tuple[str, object], ...]

@@ -145,7 +145,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Shard:
-    """Blocks [first, stop) of a grid. Its methods count blocks and elements from the shard's start."""
+    """Range [first, stop) of a model's blocks, which one follower holds. Its methods count blocks and elements from the
+    range's start.
+    """
 
     grid: Grid
     first: int
@@ -182,7 +184,7 @@ class Shard:
         return min(max(self.grid._firsts[tensor] - self.first, 0), self.blocks)
 
     def nbytes(self, itemsize: int) -> int:
-        """Returns the number of bytes of all elements, at `itemsize` bytes each."""
+        """Returns how many bytes the shard's elements take, at `itemsize` bytes each."""
         return self.elements * itemsize
 
     def runs(self) -> Iterator[Span]:
@@ -207,7 +209,7 @@ class Shard:
                 yield tensor, part
 
     def content_hash(self, digests: Sequence[bytes], what: str) -> str:
-        """Returns a hash, of 32 hex digits, over the grid, the kind of content and the blocks' hashes.
+        """Returns a hash, of 32 hex digits, over the division into blocks, the kind of content and the blocks' hashes.
 
         Args:
             digests: Of each of its blocks, in order.

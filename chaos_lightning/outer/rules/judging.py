@@ -38,8 +38,8 @@ from chaos_lightning.outer.rules.types import TICKS, Counters, Factors, GateStat
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Decision on the pushes of a window: a round that lacks only its number and predecessor. Pushes are in the order
-    of their names.
+    """Decision on the pushes that were collected for a round, as a round that lacks only its number and predecessor.
+    Pushes are in the order of their names.
 
     Attributes:
         accepted: With their factors, which add up to 1 where the gate has shortened none.

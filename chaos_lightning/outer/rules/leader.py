@@ -1,5 +1,5 @@
-"""State machine of the leader: decides entries of the chain, such as rounds, has each stored, and then tells the others
-of it.
+"""State machine of the leader: decides entries of the chain, such as rounds, has each stored, and then tells clusters
+and followers.
 
 Theory of operation. All that must not be forgotten is in the chain (chain.py). Beside it the leader holds what it is
 told: who is connected, which pushes are offered, which of them are *staged* at which shard, which versions followers
@@ -156,7 +156,7 @@ class LeaderMachine:
 
     @property
     def rounds(self) -> Rounds:
-        """Part of the leader that collects pushes in windows and decides rounds."""
+        """Part of the leader that collects pushes and decides rounds."""
         return self.pushes.rounds
 
     @property

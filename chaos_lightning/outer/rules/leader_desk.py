@@ -12,7 +12,7 @@ from chaos_lightning.outer.rules.types import Body, Entry, PushId, VersionId
 
 
 class LeaderDesk:
-    """State that all parts of a leader share.
+    """State that all parts of a leader share, such as the chain, the clock and the effects to return.
 
     Args:
         chain: What the store holds.

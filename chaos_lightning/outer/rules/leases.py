@@ -94,8 +94,8 @@ class Aside:
 
 @dataclass(slots=True)
 class _Epoch:
-    """State of the positions of one epoch. `spent`, the values of `leased` and those of `aside` are normal and
-    disjoint; all other positions are free.
+    """State of the positions of one epoch. The spans in `spent`, `leased` and `aside` are sorted and disjoint; all
+    other positions are free.
 
     `rejected` tells of positions that are not set aside, whatever became of them since.
     """
@@ -564,7 +564,7 @@ def _may_train(cluster: str, blame: _Blame, clusters: set[str]) -> bool:
 
 
 def _common(one: _Spans, other: _Spans) -> _Spans:
-    """Returns the positions that both have."""
+    """Returns the positions that are in both lists of spans."""
     return subtract(one, subtract(one, other))
 
 

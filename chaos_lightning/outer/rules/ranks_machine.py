@@ -153,7 +153,7 @@ class RanksFacts:
 
 
 class RanksMachine:
-    """State machine of a cluster with several ranks; all of them have it in the same state.
+    """State machine of a cluster with several ranks; each rank has one, and all are in the same state.
 
     Args:
         machine: Of the cluster.

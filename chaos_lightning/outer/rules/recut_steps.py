@@ -97,8 +97,8 @@ def must_recut(chain: OuterChain, names: Sequence[str]) -> bool:
 
 
 def _undone(chain: OuterChain, names: Sequence[str]) -> bool:
-    """Returns whether the cut is not for these followers; or was made just now, so that files of the former cut may be
-    left.
+    """Returns whether the shards are cut for other followers, or were cut anew just now, so that files of the former
+    cut may be left.
     """
     assert chain.last is not None
     return not chain.cut_for(names) or (isinstance(chain.last.body, Cut) and chain.newest != NO_VERSION)

@@ -1,4 +1,4 @@
-"""Collects staged pushes in a window for the leader, and decides when it closes and what round results.
+"""Collects staged pushes for the leader, and decides when a round is due and what it says.
 
 Theory of operation. A window is nothing durable: a new leader opens a new one with a full deadline, by the estimates of
 the last round (O12), and what followers have told of pushes is told again. Which pushes count is judging.py's to say,

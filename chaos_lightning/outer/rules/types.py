@@ -350,7 +350,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Entry: followers that hold the shards, in shard order; the model's grid gives the boundaries (O15).
+    """Entry: followers that hold the shards, in shard order; the shards' boundaries follow from their number (O15).
 
     Attributes:
         followers: In shard order.
@@ -541,7 +541,7 @@ class Entry:
 
     @cached_property
     def hash(self) -> str:
-        """Hash of the entry, and so of all entries before."""
+        """Hash of the entry, which covers all entries before it, too."""
         words = [self.position, self.term, type(self.body).__name__, asdict(self.body), self.before]
         return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
 

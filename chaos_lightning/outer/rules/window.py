@@ -34,7 +34,7 @@ _NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Decision whether to close a window, which makes its pushes a round.
+    """Decision whether to stop collecting pushes and make a round of them.
 
     Attributes:
         closes: Now.
@@ -99,7 +99,7 @@ class Window:
         staged: Set[IncarnationId],
         in_s: Mapping[IncarnationId, float],
     ) -> Due:
-        """Returns whether the window closes now, and why.
+        """Returns whether to stop collecting pushes now, and why.
 
         Args:
             now_s: By the leader's clock.
