@@ -233,8 +233,8 @@ def test_board_of_a_job_that_stands_still(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("told", ["a~1", "b~1"])
 def test_samples_a_second_are_counted_and_not_weighed(tmp_path: Path, told: str) -> None:
-    """Samples a second are taken from the positions used, and not from a plain loop's weights; so also for a member
-    without a log.
+    """The report counts samples a second from the positions that were used, not from a plain loop's weights, and for a
+    member without a log, too.
     """
     run = Script()
     run.jitter = lambda: 0.0  # type: ignore[method-assign]

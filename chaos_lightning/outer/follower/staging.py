@@ -115,7 +115,9 @@ class Lines(Protocol):
         """Returns the endpoints of this incarnation's processes."""
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
-        """Returns a connection to one of these processes; has the signature of `replication.source.Dial`."""
+        """Returns a connection to one of the processes that serve a push; has the signature of
+        `replication.source.Dial`.
+        """
 
 
 class StagedPushes:
