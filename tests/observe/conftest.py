@@ -1,4 +1,4 @@
-"""Fixtures for tests of reports, whose pictures take most of the time."""
+"""Fixtures for tests of reports, which leave the pictures out, as these take most of the time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from chaos_lightning.observe import charts
 
 @pytest.fixture
 def unpictured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the pictures from reports."""
+    """Makes reports have no pictures."""
     monkeypatch.setattr(charts, "DRAWERS", {})
     monkeypatch.setattr(charts, "overview", lambda timeline: b"")

@@ -1,4 +1,5 @@
-"""A made-up run with everything in it, as event lines: the reference for folds, audit, report and live view.
+"""A made-up run with all kinds of events, as lines of event logs: the reference for folds, audit, report and live
+board.
 
 Three founders; delta joins by pulling from three donors; bravo is killed during an all-reduce (the slot is redone);
 charlie is frozen, put out, wakes and joins again; alpha leaves; validation gathers; several epochs; a closing slot.
@@ -21,7 +22,7 @@ Line = dict[str, Any]
 
 @dataclass
 class Script:
-    """Writer of a run slot by slot; `lines[source]` are its files."""
+    """Writer of a run's event logs, slot by slot; `lines[source]` are the lines of each file."""
 
     quota: int = 8
     length: int = 640
@@ -42,7 +43,7 @@ class Script:
     # ------------------------------------------------------------------ lines
 
     def say(self, who: str, name: str, *, at: float | None = None, file: str = "", **fields: Any) -> Line:
-        """Writes one line of member `who` ("" with a source: a scheduler or a harness)."""
+        """Writes one line of member `who`; with "" one of a scheduler or a harness, whose `file` is given."""
         t = self.now if at is None else at
         line: Line = {"t": round(t, 6), "mono": round(t - T0 + 1000, 6), "member": who}
         if who:
@@ -108,7 +109,7 @@ class Script:
     def slot(
         self, kind: str = "step", *, only: list[str] | None = None, hashes: bool = False, took: float = 0.0
     ) -> str:
-        """Commits one slot at all members (or `only` some), `took` seconds after the last."""
+        """Writes that all members (or only those in `only`) commit a slot, `took` seconds after the last one."""
         self.now += took or (self.step_s + self.jitter() if kind == "step" else 0.02)
         self.seq += 1
         spent: dict[str, list[Line]] = {m: [] for m in self.members}
@@ -149,7 +150,7 @@ class Script:
         return new
 
     def hashed(self, member: str, head: str, *, at: float | None = None) -> None:
-        """Writes the hash of the member's state at this header."""
+        """Writes the hash of the member's state after the slot with this header."""
         self.say(member, "state_hash", at=at, seq=self.seq, step=self.step, head=head, hash=self.state(head))
 
     def steps(self, count: int) -> None:
@@ -174,8 +175,8 @@ class Script:
             self.say(member, "epoch", stream="", epoch=1, length=self.length)
 
     def join(self, node: str, *, incarnation: int = 1, mib: float = 48.0, source: str = "", pause: float = 0.35) -> str:
-        """Lets a newcomer in: welcomed while the others train, then a boundary and a pull from all members; returns its
-        id.
+        """Writes that a newcomer joins: it is welcomed while the others train, then pulls the state from all members at
+        a boundary; returns its id.
         """
         member = f"{node}~{incarnation}"
         source = source or self.process(node, f"member-{node}-{incarnation}.jsonl")
@@ -225,7 +226,9 @@ class Script:
         return member
 
     def kill(self, member: str, phase: str = "allreduce") -> None:
-        """Kills a member by SIGKILL inside a slot that no member committed: the slot is redone without it."""
+        """Writes that a member is killed by SIGKILL inside a slot that no member commits, so that the others redo it
+        without this one.
+        """
         self.now += 0.05
         self.say(member, "fault_injected", kind="sigkill", phase=phase, step=self.step)
         rest = [m for m in self.members if m != member]
@@ -242,7 +245,9 @@ class Script:
         self.slot(took=0.05)
 
     def freeze(self, member: str, seconds: float) -> float:
-        """Stops a member by SIGSTOP of the harness; it is put out after 0.6 s. Returns when it thaws."""
+        """Writes that the harness stops a member by SIGSTOP and that it is removed after 0.6 s. Returns when it
+        continues.
+        """
         node = member.rpartition("~")[0]
         if "harness-h-1.jsonl" not in self.lines:
             self.process("h", "harness-h-1.jsonl", role="harness")
@@ -287,8 +292,8 @@ class Script:
 
 
 def two_jobs(*, finished: bool = True) -> tuple[Script, Script]:
-    """Returns the same job twice, in new processes with the same names: the same ids, and the same headers while they
-    last.
+    """Returns two runs of one job with the same names in new processes: their member ids are equal, and their headers
+    as long as both runs last.
     """
     first, second = Script(), Script(pid=2)
     first.found(["a", "b"])
@@ -302,7 +307,7 @@ def two_jobs(*, finished: bool = True) -> tuple[Script, Script]:
 
 
 def story() -> Script:
-    """Returns the whole run."""
+    """Returns the whole made-up run."""
     run = Script()
     run.found(["alpha", "bravo", "charlie"])
     run.steps(20)

@@ -1,4 +1,4 @@
-"""A made-up outer job, as event lines: the reference for its audit, report and live board.
+"""A made-up outer job, as lines of event logs: the reference for its audit, report and live board.
 
 Two followers, two leaders one after the other, three clusters. `far` joins late and is killed; a push of it is
 rejected, one is void, one is lost with a follower and taken back by a rollback. The epoch is 400 samples, and whole.
@@ -54,7 +54,7 @@ NBYTES = 1 << 20
 
 @dataclass
 class Trainer:
-    """Cluster of the script, with the facts that it knows."""
+    """Cluster of the made-up job, with its base, its pushes and what it has trained."""
 
     who: IncarnationId
     base: VersionId = NO_VERSION
@@ -66,7 +66,7 @@ class Trainer:
 
 @dataclass
 class OuterScript:
-    """Writer of an outer job event by event; `lines[source]` are its files."""
+    """Writer of an outer job's event logs, event by event; `lines[source]` are the lines of each file."""
 
     length: int = 400
     now: float = T0
@@ -109,7 +109,7 @@ class OuterScript:
         return entry
 
     def tell(self, entry: Entry, source: str = "") -> Line:
-        """Writes the line of an entry."""
+        """Writes the leader's line for an entry of the chain."""
         return self.say(
             source or self.leader,
             "entry",
@@ -174,7 +174,7 @@ class OuterScript:
         self.enter(Leased(self.trainers[cluster].who, epoch, ((start, stop),)))
 
     def train(self, cluster: str, start: int, stop: int) -> None:
-        """Trains a cluster on these positions, ten samples a step."""
+        """Writes that a cluster trains these positions, ten samples a step."""
         one, steps = self.trainers[cluster], (stop - start) // 10
         one.steps, one.loss = one.steps + steps, one.loss * 0.98
         one.spans.append((start, stop))
@@ -289,7 +289,7 @@ class OuterScript:
         return where
 
     def change(self, name: str, pick: Callable[[Line], bool] = lambda line: True, **fields: Any) -> Line:
-        """Overwrites fields of the first event of this name that is picked."""
+        """Overwrites fields of the first event of this name for which `pick` is true."""
         for lines in self.lines.values():
             for line in lines:
                 if line["name"] == name and pick(line):
@@ -298,13 +298,13 @@ class OuterScript:
         raise AssertionError(f"no {name}")
 
     def drop(self, name: str, pick: Callable[[Line], bool] = lambda line: True) -> None:
-        """Removes all such lines."""
+        """Removes all events of this name for which `pick` is true."""
         for source, lines in self.lines.items():
             self.lines[source] = [line for line in lines if not (line["name"] == name and pick(line))]
 
 
 def begun(length: int = 400) -> OuterScript:
-    """Returns a job of two followers and two clusters, founded, with leases."""
+    """Returns the beginning of a job with two followers and two clusters: it is founded, and samples are leased."""
     run = OuterScript(length=length)
     run.lead("alpha")
     run.follow("f0")
@@ -323,7 +323,7 @@ def begun(length: int = 400) -> OuterScript:
 
 
 def one_round(run: OuterScript) -> tuple[Offer, Offer]:
-    """Lets both clusters push once, and adopt; returns their offers."""
+    """Writes a round in which both clusters push and then adopt; returns their offers."""
     run.train("home", 0, 60)
     run.train("near", 100, 140)
     mine, yours = run.freeze("home"), run.freeze("near")
@@ -335,7 +335,7 @@ def one_round(run: OuterScript) -> tuple[Offer, Offer]:
 
 
 def outer_story() -> OuterScript:
-    """Returns the whole job."""
+    """Returns the whole made-up job."""
     run = begun()
     one_round(run)
     run.mark(run.newest)

@@ -1,4 +1,6 @@
-"""The audit acquits the good run and catches every way to break the contract, each by the point it breaks."""
+"""The audit finds nothing wrong in the good run, and finds every way to break the contract, under the point that it
+breaks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def commits(run: Script, member: str) -> list[Line]:
 
 
 def hashed(run: Script, member: str) -> Line:
-    """Returns the line of the first hash of its state that the member writes."""
+    """Returns the first line in which the member writes a hash of its state."""
     return next(x for x in run.lines[run.sources[member]] if x["name"] == "state_hash")
 
 
@@ -254,7 +256,9 @@ def test_5_a_newcomer_whose_first_view_no_header_carried_was_not_put_out(tmp_pat
 
 
 def test_4_a_learner_that_the_end_of_the_job_overtook_owes_no_proof(tmp_path: Path) -> None:
-    """The learner pulled at a header at which no donor had to take a hash, and was never let in."""
+    """A newcomer that was still a learner when the job ended has pulled a state of which no member had to write a hash:
+    the audit does not ask for one.
+    """
     run = copy.deepcopy(STORY)
     run.process("echo", "member-echo-1.jsonl")
     run.welcome("echo~1", "member-echo-1.jsonl", "joiner")
@@ -271,7 +275,9 @@ def test_4_a_learner_that_the_end_of_the_job_overtook_owes_no_proof(tmp_path: Pa
 
 
 def test_a_newcomer_that_is_killed_before_its_first_commit_left_a_whole_log(tmp_path: Path) -> None:
-    """The newcomer contributed to a slot that the others committed, and had the state of the slot before from them."""
+    """A newcomer that is killed before its first commit has a complete log, though it contributed to a slot that only
+    the others committed.
+    """
     run = Script()
     run.found(["a", "b"])
     run.steps(12)
@@ -444,7 +450,7 @@ def test_a_member_of_the_next_job_is_killed(tmp_path: Path) -> None:
 
 
 def beside(chain: str, endpoint: str, pid: int) -> Script:
-    """Returns a job of the same members as another one, at the same time."""
+    """Returns a run with the same members and times as others made so, but its own chain, endpoint and pid."""
     run = Script(pid=pid)
     run.found(["a", "b"])
     run.steps(12)
@@ -474,7 +480,9 @@ def test_two_jobs_that_run_at_the_same_time_are_judged_apart(tmp_path: Path) -> 
 
 
 def test_one_job_that_split_in_two_is_judged_as_one(tmp_path: Path) -> None:
-    """Both halves were given one endpoint, or had stood on one chain."""
+    """Two runs with one endpoint, or one beginning of the chain, are halves of one job: different headers of a slot are
+    found.
+    """
     runs = (beside("one", "127.0.0.1:1", 1), beside("two", "127.0.0.1:1", 2))
     own = commits(runs[1], "a~1")
     own[5]["header"] = "feedfeedfeedfeed"

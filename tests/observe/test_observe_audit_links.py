@@ -1,4 +1,6 @@
-"""Tests which removals the audit takes for justified where links were declared broken, and which not."""
+"""Tests which removals of members the audit takes for justified, and which not, when the run's links were broken on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from chaos_lightning.observe.audit import audit, violations
 
 
 def cut(run: Script, *pairs: tuple[str, str], mended: bool = False) -> None:
-    """Cuts links between these nodes, as the harness writes it."""
+    """Writes that the harness cuts (or mends) links between these pairs of nodes."""
     file = "harness-h-1.jsonl"
     if file not in run.lines:
         run.process("h", file, role="harness")
@@ -20,7 +22,7 @@ def cut(run: Script, *pairs: tuple[str, str], mended: bool = False) -> None:
 
 
 def put_out(members: list[str], *, links: list[list[str]] | None = None) -> Script:
-    """Returns a run of four members, of which these go on; the others write that they are fenced."""
+    """Returns a run of four members in which only `members` go on, and the others write that they are fenced."""
     run = Script()
     run.found(["a", "b", "c", "d"])
     for line in [x for lines in run.lines.values() for x in lines if x["name"] == "view" and links]:
@@ -36,7 +38,7 @@ def put_out(members: list[str], *, links: list[list[str]] | None = None) -> Scri
 
 
 def at_the_fifth_step(run: Script, *pairs: tuple[str, str], mended: tuple[tuple[str, str], ...] = ()) -> None:
-    """Cuts these links, and mends some, before the members were put out."""
+    """Writes, before the removals, that these links are cut after the fifth step and some mended."""
     fifth = [x for x in run.lines[run.sources["a~1"]] if x["name"] == "committed"][4]
     after, run.now = run.now, fifth["t"] + 0.05
     cut(run, *pairs)
@@ -85,8 +87,8 @@ def test_5_links_that_were_mended_in_time_excuse_nobody(tmp_path: Path) -> None:
 
 
 def test_5_a_newcomer_whose_view_a_recovery_overtook_and_that_is_cut_off_later(tmp_path: Path) -> None:
-    """The newcomer was in no view yet when the view without it was decided; its later fence proves nothing about that
-    time.
+    """A newcomer was announced but in no view when a recovery without it was decided; that it is fenced later proves
+    nothing about that time.
     """
     run = Script()
     run.found(["a", "b", "c"])

@@ -1,5 +1,5 @@
-"""Short lines mean the same as whole ones; missing parts of a log are reported; files are many and kept below a
-limit.
+"""Short forms of log lines mean the same as the long ones; missing parts of a log are reported; logs are split into
+files of limited size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEEDS = range(8)
 
 
 def slots(seed: int, count: int) -> list[dict[str, Any]]:
-    """Draws fields of `committed` by a member of a job that is not a simple one."""
+    """Returns random fields of `committed` events of a member, with all kinds of changes from one event to the next."""
     random_, before, found = random.Random(seed), GENESIS, []
     ledger: dict[tuple[str, int], list[tuple[int, int]]] = {("", 0): [(0, 4)]}
     members = ("a~1", "b~2", "c~3")
@@ -60,7 +60,7 @@ def slots(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def plain(fields: dict[str, Any]) -> Any:
-    """Returns fields as JSON has them."""
+    """Returns the fields as they are after encoding to JSON and decoding."""
     with_spans = {k: [vars_of(x) for x in v] if k in ("spent", "ledger") else v for k, v in fields.items()}
     return json.loads(json.dumps(with_spans))
 
@@ -328,7 +328,9 @@ def test_edits_lead_from_one_list_to_the_other(old: list[int], new: list[int]) -
 
 
 def views(count: int, changes: int) -> list[dict[str, Any]]:
-    """Draws fields of `view` events of a member, in each of which one or two are gone and one may have come."""
+    """Returns random fields of a member's `view` events: from one to the next, one or two members leave and one may
+    join.
+    """
     chance = random.Random(count)
     ids, found = [f"n{i:04}~{i}" for i in range(count)], []
     for number in range(changes):

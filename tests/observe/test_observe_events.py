@@ -1,4 +1,4 @@
-"""The event log keeps all emitted events, whatever happens to its writer or its disk."""
+"""The event log keeps all emitted events, even if its process is killed or its disk is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folds over a run whose every number is known."""
+"""Folds of the logs of a made-up run in which each number is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""History checkers: a generated history that obeys the rules passes, and each broken rule is found."""
+"""Checkers of a run's history accept random histories that obey the rules, and find each broken rule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GENESIS = "g"
 
 @dataclasses.dataclass
 class Made:
-    """History and the facts that are known beside it."""
+    """Made-up history: commits, views, and the members that are gone."""
 
     commits: list[Commit]
     views: dict[tuple[int, int], tuple[str, ...]]
@@ -29,7 +29,9 @@ class Made:
 
 
 def make(seed: int, slots: int = 40) -> Made:
-    """Returns a random history with joins, deaths, frozen members that miss their last slot, and abandoned headers."""
+    """Returns a random history with joins, deaths, frozen members that miss their last slot, and headers that were
+    given up.
+    """
     rng = random.Random(seed)
     members = [f"m{i}" for i in range(rng.randint(1, 4))]
     made = Made([], {(1, 1): tuple(members)}, set(), {})
@@ -93,7 +95,9 @@ def _commit(
 
 
 def _reassign(takes: dict[str, tuple[tuple[int, int], ...]], members: list[str], used: int) -> int:
-    """Closes the gap that the dead leave: survivors keep their gradients, so the dead one's positions are not spent."""
+    """Closes the gaps that dead members leave in a slot's positions: survivors keep their gradients, and later
+    positions move up.
+    """
     kept = {m: takes[m] for m in members if takes.get(m)}
     takes.clear()
     start = min((s[0][0] for s in kept.values()), default=used)
@@ -129,8 +133,8 @@ def test_histories_that_obey_are_acquitted(seed: int) -> None:
 
 
 def vanish(made: Made) -> None:
-    """Removes b's traces: it contributes to slot 11, never commits it, and is not in slot 12's view, without any
-    reason.
+    """Removes all traces of member b after slot 11: it contributes to that slot, never commits it, and is missing in
+    slot 12's view without a reason.
     """
     made.views[1, 2] = ("a",)
     last = replace(made.commits[22], view=(1, 2), contributors=("a",), ledger={("", 0): ((0, 46),)})

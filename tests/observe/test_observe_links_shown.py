@@ -1,4 +1,4 @@
-"""Links on the live board: their traffic, their rates, and missing ones."""
+"""Links on the live board: their traffic and rates, and broken links."""
 
 from __future__ import annotations
 

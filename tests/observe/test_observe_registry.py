@@ -1,4 +1,4 @@
-"""Packages declare their events, no other place lists them, and written events match their declarations."""
+"""Each package declares its own events in one place, and the events that the code writes match the declarations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITERS = ("emit", "note", "_note")
 
 
 def written() -> Iterator[tuple[str, ast.Call, str]]:
-    """Yields (place, call, name) of each event that is written under a name that stands in the call."""
+    """Yields (place, call, name) for each call in the code that writes an event whose name is a literal."""
     for folder in ("chaos_lightning", "strategies", "callbacks", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             for call in ast.walk(ast.parse(path.read_text())):
@@ -75,7 +75,7 @@ def test_a_wrong_event_is_told_in_words() -> None:
 
 @pytest.fixture
 def outer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Folder of the package that has an events.py and whose own import would fail."""
+    """Folder of a package that has an events.py, and whose own import raises an error."""
     room = tmp_path / "package" / "outer"
     room.mkdir(parents=True)
     (room / "__init__.py").write_text("raise AssertionError('to read logs no room is imported')")

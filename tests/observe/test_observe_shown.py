@@ -1,4 +1,4 @@
-"""Report, pictures, live board and commands show the same as the folds, and cope with odd logs."""
+"""Report, pictures, live board and commands show what the folds contain, and cope with odd logs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shape(png: bytes) -> tuple[int, int]:
 
 
 class Page(HTMLParser):
-    """Parser that checks nesting, collects text, addresses and images."""
+    """Parser of a report's page that checks nesting and collects text, addresses and images."""
 
     VOID = ("meta", "img", "br", "link")
 
@@ -233,7 +233,9 @@ def test_board_of_a_job_that_stands_still(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("told", ["a~1", "b~1"])
 def test_samples_a_second_are_counted_and_not_weighed(tmp_path: Path, told: str) -> None:
-    """A plain loop weighs its part of the quota; the ledger gives the samples of a member without a log."""
+    """The report counts samples a second from the positions that were used, not from a plain loop's weights, and for a
+    member without a log, too.
+    """
     run = Script()
     run.jitter = lambda: 0.0  # type: ignore[method-assign]
     run.found(["a", "b"])

@@ -1,4 +1,6 @@
-"""A transfer that is under way shows bytes, rate, remaining time and sources, on the board and in the report."""
+"""A state transfer under way is shown with bytes, rate, remaining time and sources, on the live board and in the
+report.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from chaos_lightning.observe.timeline import ProgressFact, Timeline
 
 
 def words(logs: Path) -> str:
-    """Returns the report's text without its tags."""
+    """Returns the report's text without HTML tags."""
     return " ".join(re.sub(r"<[^>]*>", " ", write_reports(logs)[0].page.read_text()).split())
 
 
 def pulling(progress: ProgressFact, *more: ProgressFact, width: int) -> list[str]:
-    """Returns the board's lines about transfers."""
+    """Returns the lines of the live board that show transfers with this progress."""
     rows = [Row(f"delta{i}~1", None, "pulling", None, 0.1, progress=p) for i, p in enumerate((progress, *more))]
     console = Console(width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
     console.print(draw(Dashboard("t", rows=rows)))
@@ -66,7 +68,7 @@ def test_progress_without_a_rate_has_no_remaining_time(tmp_path: Path, odd: dict
 
 
 def unfinished(path: Path, **progress: Any) -> Path:
-    """Writes logs of a run that ends while d pulls the state."""
+    """Writes the logs of a run that ends while member d is pulling the state."""
     run = Script()
     run.found(["a", "b"])
     run.steps(3)

@@ -1,4 +1,4 @@
-"""The audit of an outer job: a sound one passes, and each planted wrong is named."""
+"""The audit of an outer job: a correct job passes, and each planted error is found and named."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def wrong_name(run: OuterScript) -> None:
 
 
 def other_chain(run: OuterScript) -> None:
-    """Adds an entry of a deposed leader at a position that is taken."""
+    """Plants an entry of a deposed leader, at a position of the chain that another entry has."""
     last = run.entries[-1]
     run.tell(
         Entry(last.position, last.term - 1, Removed(run.trainers["near"].who, "silent"), last.before), "late.jsonl"
@@ -241,7 +241,7 @@ def frozen_otherwise(run: OuterScript) -> None:
 
 
 def other_manifest(run: OuterScript) -> None:
-    """Makes the leader's entry name other bytes than its cluster froze; all hashes are right."""
+    """Plants a round that names other bytes than the cluster froze, though all hashes in the chain are right."""
     run.train("home", 80, 90)
     run.round(replace(run.freeze("home"), manifest="f" * 32))
 
@@ -294,7 +294,7 @@ def more_than_it_covers(run: OuterScript) -> None:
 
 
 def with_another(change: Callable[[Round], Round]) -> Callable[[OuterScript], None]:
-    """Returns a change by which the leader decides a round otherwise; all hashes are right."""
+    """Returns a function that plants a round changed by `change`, with all hashes in the chain right."""
 
     def plant(run: OuterScript) -> None:
         run.train("home", 80, 90)
@@ -463,7 +463,7 @@ ADOPTED: dict[Callable[[OuterScript], None], str] = {
 
 
 def pushed_twice(run: OuterScript) -> None:
-    """Puts into the next push the steps trained while one travelled, and a step of that push as well."""
+    """Plants a push that covers a step which an earlier push covers already."""
     home = run.trainers["home"]
     home.steps += 1
     run.void(run.freeze("home"))
@@ -650,7 +650,9 @@ def test_a_lost_store_is_no_new_job_while_anybody_of_the_old_one_goes_on(tmp_pat
 
 @pytest.mark.parametrize("in_one_file", [False, True])
 def test_a_folder_with_an_elastic_cluster_is_judged_both_ways(tmp_path: Path, in_one_file: bool) -> None:
-    """A rank writes the events of its cluster into a file of its own, or into the one of the inner job."""
+    """An elastic cluster's logs are audited as an elastic job and as a cluster of the outer job, whether its outer
+    events are in the inner job's log file or in one of their own.
+    """
     run, inner = outer_story(), Script()
     inner.found(["a", "b"])
     inner.steps(20)
@@ -684,7 +686,9 @@ def test_the_command_says_both_and_ends_as_it_should(tmp_path: Path) -> None:
 
 
 def test_a_clusters_log_that_was_cut_off_shows_less(tmp_path: Path) -> None:
-    """Former bug: the audit said that all points hold though half of a cluster's log was missing."""
+    """Former bug: with half of a cluster's log missing, the audit still said that all points hold; now it says what it
+    cannot show.
+    """
     run = outer_story()
     source = run.member("home")
     frozen = [number for number, line in enumerate(run.lines[source]) if line["name"] == "push_frozen"]
@@ -695,7 +699,9 @@ def test_a_clusters_log_that_was_cut_off_shows_less(tmp_path: Path) -> None:
 
 
 def test_an_older_copy_that_decided_nothing_is_no_fork(tmp_path: Path) -> None:
-    """A server ran on an older copy of its store for a moment; the newest was put back, and all went on."""
+    """A leader on an older copy of the chain that wrote starts of followers only, before the newest copy was put back,
+    is no second branch.
+    """
     run = outer_story()
     older = next(entry for entry in run.entries if isinstance(entry.body, Joined) and entry.position > 5)
     stray = Entry(older.position + 1, 9, Started("f0", "again"), older.hash)

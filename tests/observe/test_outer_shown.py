@@ -1,4 +1,4 @@
-"""Report, pictures and live board of an outer job show the same as its logs."""
+"""Report, pictures and live board of an outer job show what its logs contain."""
 
 from __future__ import annotations
 
@@ -232,7 +232,9 @@ def test_a_board_of_a_long_run_keeps_the_latest_and_the_totals(tmp_path: Path) -
 
 
 def test_ranks_of_an_elastic_cluster_tell_one_after_the_other() -> None:
-    """The first rank of the moment writes the events, so those of all ranks are added."""
+    """Only the first rank of an elastic cluster writes the cluster's events, and ranks succeed each other: the events
+    of all are added up.
+    """
     log = ClusterLog("home~1", T0)
     for rank, t in (("a", 1.0), ("b", 3.0)):
         log.take(rank, InnerSteps(T0 + t, 8, 64, 1 / t))

@@ -1,4 +1,6 @@
-"""A job in pipelines, from its logs: the audit of sums and parts, the board, the report and the status."""
+"""A job in pipelines, seen from its logs: the audit of sums and state parts, the live board, the report and the
+status.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def choose(run: Script, plan: dict[str, Any], way: str, **more: Any) -> None:
 
 
 def own(run: Script, owns: dict[str, list[Any]]) -> None:
-    """Adds to the view's events the layers that each member owns."""
+    """Adds to the events of the present view the layers that each member has."""
     for lines in run.lines.values():
         for line in lines:
             if line["name"] == "view" and line["id"] == run.view_id:
@@ -62,7 +64,7 @@ def sums(run: Script, header: str, covered: dict[str, list[Any]]) -> None:
 
 
 def made() -> Script:
-    """Returns a run of two pipelines of two stages; d is lost, its work goes to b, and layer 2 moves to c."""
+    """Returns a run of two pipelines with two stages each; d is lost, its work goes to b, and layer 2 moves to c."""
     run = Script()
     run.found(["a", "b", "c", "d"])
     own(run, OWNS)
@@ -152,7 +154,7 @@ def test_parts_that_were_read_from_a_file_are_had(tmp_path: Path) -> None:
 
 
 def test_a_sum_that_nobody_tells_is_none_that_is_missing(tmp_path: Path) -> None:
-    """The log of a member that was killed ends before its commit."""
+    """A member's gradient sums are not reported as missing if its log ends before the commit, as it was killed."""
     run = made()
     for lines in run.lines.values():
         lines[:] = [x for x in lines if not (x["name"] == "committed" and x["member"] == "d~1" and x["seq"] == 3)]
@@ -160,7 +162,7 @@ def test_a_sum_that_nobody_tells_is_none_that_is_missing(tmp_path: Path) -> None
 
 
 def joined_by_parts() -> Script:
-    """Returns a run that a fifth process joins: it pulls two parts and the rest, and gets one more in the next view."""
+    """Returns a run that a fifth process joins: it pulls the state in three parts, and one more in the next view."""
     run = made()
     run.welcome("e~2", run.process("e"), "joiner")
     head = run.slot("boundary")
@@ -236,7 +238,9 @@ def test_the_audit_says_what_it_compared_of_joiners_that_came_by_parts(tmp_path:
 
 
 def test_a_recovery_begins_with_the_suspicion_that_led_to_it(tmp_path: Path, unpictured: None) -> None:
-    """Suspicions before that one were cleared; the time below min_nodes is reported apart."""
+    """A recovery's time begins with the suspicion that led to a removal, not with earlier ones that were cleared; time
+    below min_nodes is counted apart.
+    """
     run = Script()
     run.found(["a", "b", "c"])
     scheduler = f"scheduler-s-{run.pid}.jsonl"
@@ -308,7 +312,7 @@ def test_the_status_tells_the_estimated_and_the_measured_step(capsys: pytest.Cap
 
 
 def dead_and_leaving() -> dict[str, Any]:
-    """Returns facts of a job in which one member has died and one leaves."""
+    """Returns a leader's facts of a job in which one member has died and one is leaving."""
     why = "its control stream is closed, and its link to vm-0-2334~2000001: closed (Connection reset by peer)"
     usual = {
         "id": "", "host": "a-host-with-a-long-name.example", "standing": "member", "connected": True, "view": "3.2",
@@ -328,7 +332,9 @@ def dead_and_leaving() -> dict[str, Any]:
 def test_who_is_dead_and_why_takes_no_room_from_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """The terminal has 80 columns, or the output is a pipe, where each line is as long as it takes."""
+    """The status prints long reasons of dead and leaving members so that other columns keep their room, on 80 columns
+    and into a pipe.
+    """
     monkeypatch.delenv("COLUMNS", raising=False)
     if width:
         monkeypatch.setenv("COLUMNS", str(width))

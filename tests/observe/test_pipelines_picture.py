@@ -1,4 +1,4 @@
-"""`chaos-lightning plan`: the picture at several widths, the command as users run it, and its refusals."""
+"""`chaos-lightning plan`: the picture at several widths, the command as users run it, and its errors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def drawn(what: RenderableType, width: int, encoding: str = "utf-8") -> list[str
 
 
 def two_by_two(**more: Any) -> tuple[TrainingJob, PipelinePlan, StepEstimate]:
-    """Returns two pipelines of two stages, 3 and 5 micro-batches: forward 1 s a layer, backward 2 s, 4 s of
-    all-reduce.
+    """Returns a plan of two pipelines with two stages each and 3 and 5 micro-batches: a layer takes 1 s forward and 2 s
+    backward, the all-reduce 4 s.
     """
     job = job_of(
         {
@@ -70,7 +70,9 @@ def test_boxes_say_device_layers_and_memory() -> None:
 
 
 def test_a_step_on_a_time_line() -> None:
-    """One cell is one second: 1F1B, then the all-reduce of each layer, then the optimizer."""
+    """In the drawing of a step each character is one second: the 1F1B schedule, then the all-reduce of each layer, then
+    the optimizer.
+    """
     job, plan, known = two_by_two()
     assert known.step_s == pytest.approx(23)
     lines = drawn(picture.draw_step(job, plan, known), 3 + 23)
@@ -222,7 +224,9 @@ def test_losses_that_cannot_be(text: str, words: str) -> None:
 
 
 def command(*words: str, code: int = 0, columns: int = 100) -> str:
-    """Returns the output of `chaos-lightning plan`, run as a process whose output is piped; or its words on stderr."""
+    """Returns what `chaos-lightning plan` prints when run as a process whose output is a pipe; if it fails, what it
+    prints on stderr.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "chaos_lightning", "plan", *words], capture_output=True, text=True, timeout=120,
         cwd=ROOT, env=os.environ | {"COLUMNS": str(columns)},

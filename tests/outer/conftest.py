@@ -1,4 +1,4 @@
-"""Fixtures: every test keeps its chains, tokens and settings to itself."""
+"""Fixtures that keep each test's chains, tokens and settings apart from other tests and from the user's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chaos_lightning.testing.harness import Harness
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """Switches the garbage collector off, as in a process that makes few objects."""
+    """Switches the garbage collector off, since a process that makes few objects never runs it either."""
     gc.collect()
     gc.disable()
     yield

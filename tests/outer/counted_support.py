@@ -1,4 +1,4 @@
-"""Outer jobs whose final weights tell which samples they hold.
+"""Outer jobs whose final weights show which samples of the data they have learned, and how often.
 
 A cluster's `theta[e, i]` grows by 1 when sample i is trained in epoch e (SGD, rate 1). So without momentum the job's
 `theta[e, i]` is the rate of a round times the weight of the one push that holds it. A sample that was lost has weight
@@ -31,7 +31,7 @@ ADDITIONS_ARE_EXACT = 1e-3
 
 
 class Numbers(Dataset[int]):
-    """Data set of samples that are their own number."""
+    """Data set in which each sample is its own index."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -44,7 +44,7 @@ class Numbers(Dataset[int]):
 
 
 class Counting(nn.Module):
-    """Model that counts by gradient how often each sample of each epoch was trained."""
+    """Model whose gradient counts how often each sample of each epoch was trained."""
 
     def __init__(self, epochs: int, samples: int) -> None:
         super().__init__()
@@ -55,7 +55,9 @@ class Counting(nn.Module):
 
 
 def train_counting(job: CountedJob, name: str, server: str, logs: str, out: str) -> None:
-    """Trains as a cluster, in a process of its own; writes the final weights, and a byte for each step."""
+    """Trains as a cluster, in a process of its own; writes the final weights to a file, and a byte for each step to
+    another.
+    """
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     model = Counting(job.epochs, job.samples)
@@ -82,7 +84,7 @@ def train_counting(job: CountedJob, name: str, server: str, logs: str, out: str)
 
 
 class CountedJob:
-    """Whole job under a harness.
+    """Outer job with a server and clusters, all run as processes by a test's harness.
 
     Args:
         harness: Its directory holds the server's files.
@@ -152,29 +154,31 @@ class CountedJob:
 
     @property
     def whole(self) -> int:
-        """Least number of inner steps of an undisturbed job."""
+        """Number of inner steps of a job in which nothing is trained twice."""
         return self.epochs * self.samples // BATCH
 
     def reach(self, part: float) -> None:
-        """Waits until this share of the job is trained, or a cluster has ended."""
+        """Waits until this share of the job's steps is made, or a cluster has ended."""
         goal, all_run = part * self.whole, len(self.running)
         self._harness.wait_until(
             lambda: self.steps >= goal or len(self.running) < all_run or None, f"{part:.0%} of the steps"
         )
 
     def refused(self) -> bool:
-        """Returns whether the running server has seen that it is not this job's, or holds an older copy."""
+        """Returns whether the running server has found that it has another job's chain, or an older copy of this
+        job's.
+        """
         names = {record.name for record in self._harness.records}
         return "cluster_refused" in names or any(
             r.name == "outer_leader_ended" and "lacks" in str(r.get("reason")) for r in self._harness.records
         )
 
     def snapshot(self, place: Path) -> None:
-        """Copies the server's files while no process writes to them."""
+        """Copies the server's files to a folder while no process writes to them."""
         self._swap(self._server.folder, place)
 
     def put_back(self, place: Path) -> None:
-        """Replaces the server's files by those of a copy; an empty folder leaves none."""
+        """Replaces the server's files by those in a folder; if that is empty, the server has no files then."""
         self._swap(place, self._server.folder)
 
     def _swap(self, source: Path, goal: Path) -> None:
@@ -189,7 +193,9 @@ class CountedJob:
         return self._harness.directory / f"{name}.pt"
 
     def wait(self, *, may_fail: bool = False) -> list[str]:
-        """Waits for all clusters; returns the names of those that ended well, which must be all if none may fail."""
+        """Waits until all clusters have ended; returns the names of those that succeeded, which must be all unless
+        `may_fail`.
+        """
         if may_fail:
             self._harness.declare(*self.names)
         codes = {name: self._harness.wait_exit(name, 120.0) for name in self.names}
@@ -198,12 +204,14 @@ class CountedJob:
         return well
 
     def _outputs(self) -> str:
-        """Returns the end of everything that the processes printed."""
+        """Returns the last characters that each process printed."""
         logs = sorted((self._harness.directory / "out").glob("*.log"))
         return "\n".join(f"--- {log.name}: {log.read_text(errors='replace')[-800:]}" for log in logs)
 
     def judge(self, well: list[str]) -> None:
-        """Checks that each sample is once in the final weights of all that ended well, with the weight of its push."""
+        """Checks that the final weights of all clusters that succeeded contain each sample once, with the weight of the
+        push that had it.
+        """
         finals = [torch.load(self._out(name), weights_only=True) for name in well]
         for name, final in zip(well, finals, strict=True):
             assert torch.equal(final, finals[0]), f"the final weights of {name} are not those of {well[0]}"
@@ -216,7 +224,9 @@ class CountedJob:
         assert off < ADDITIONS_ARE_EXACT, f"weights are off by {off} from what the chain says of their pushes"
 
     def _pushed(self) -> list[float]:
-        """Returns the weight of each sample of each push that stands, by the chain's records."""
+        """Returns the weight of each sample of each accepted push that was not rolled back, from the chain's
+        records.
+        """
         with SqliteStore(self._server.folder / "chain.sqlite", read_only=True) as store:
             _, records = store.read(0)
         standing: list[tuple[int, float, int]] = []

@@ -9,7 +9,7 @@ from chaos_lightning.outer.exchange.codec import BF16, Codec, register_codec
 
 
 class Halves:
-    """Codec without a base class."""
+    """Codec that shares no base class with the built-in ones."""
 
     name = "halves"
     residual = True

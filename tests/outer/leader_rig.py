@@ -1,4 +1,6 @@
-"""A leader's machine in a test: its entries are stored at once, and its one follower does as it is told."""
+"""A leader's state machine in a test: its entries are stored at once, and its one follower carries out all orders at
+once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SETTINGS = OuterSettings(policy="async", heartbeat_s=1.0, last_holder_timeout_s=
 
 
 class Rig:
-    """Leader, one follower, whose disk may be full, and clusters."""
+    """Leader with one follower, whose disk may be full, and clusters that a test adds."""
 
     def __init__(self, length: int = 0, *, full: bool = False) -> None:
         self.full = full

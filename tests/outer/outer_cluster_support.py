@@ -1,4 +1,4 @@
-"""Clusters whose sessions are in a test's own process, with a real leader and follower."""
+"""Clusters whose sessions run in a test's own process, with a leader and a follower in real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EACH = OuterSettings(policy="async", inner_steps=1, batch=16)
 
 
 class Cluster:
-    """Cluster with a session of its own, driven by the test."""
+    """Cluster with a session of its own, whose every step a test makes."""
 
     def __init__(self, name: str, model: nn.Module, session: OuterSession) -> None:
         self.name, self.model, self.session = name, model, session
@@ -33,12 +33,12 @@ class Cluster:
         self.steps = 0
 
     def step(self) -> None:
-        """Makes a step, of which the session is not told yet."""
+        """Makes an inner step without reporting it to the session."""
         self.steps += 1
         inner_step(self.model, self.optimizer, self.name, self.steps)
 
     def train(self) -> None:
-        """Makes a step, and waits until its push is answered; the cluster adopts nothing for it."""
+        """Makes an inner step and waits until its push is answered; the push's version is not adopted."""
         self.step()
         self.session.boundary(16)
         self.hear()
@@ -49,7 +49,7 @@ class Cluster:
         until(lambda: machine.freezing is None and machine.open is None, "the answer to its push")
 
     def settle(self) -> None:
-        """Waits until the cluster's base is the newest version."""
+        """Waits until the cluster has adopted the newest version."""
         machine = self.session._life.machine
 
         def newest() -> bool:
@@ -60,7 +60,7 @@ class Cluster:
 
 
 class OneRank:
-    """Inner job of an elastic cluster whose other ranks are gone."""
+    """Stand-in for the inner job of an elastic cluster that has one rank left."""
 
     def __init__(self) -> None:
         self.server = StateServer(SERVING)
@@ -74,7 +74,7 @@ class OneRank:
 
 
 class Elastic:
-    """Elastic cluster of one rank."""
+    """Elastic cluster of one rank, whose every step a test makes."""
 
     def __init__(self, name: str, model: nn.Module, cluster: ElasticCluster) -> None:
         self.name, self.model, self.cluster = name, model, cluster
@@ -84,7 +84,7 @@ class Elastic:
         cluster.begin(name, first=True)
 
     def meet(self, done: Callable[[], object], what: str) -> None:
-        """Runs meetings of the only rank until `done` holds."""
+        """Makes commits without a step at the only rank until `done` returns true."""
 
         def met() -> object:
             self.cluster.alone()
@@ -93,7 +93,7 @@ class Elastic:
         until(met, what)
 
     def train(self) -> None:
-        """Makes a step that the rank reports."""
+        """Makes an inner step and commits it."""
         self.steps += 1
         inner_step(self.model, self.optimizer, self.name, self.steps)
         self.cluster.used(16)
@@ -110,7 +110,9 @@ class Clusters:
     def come_in(
         self, name: str, model: nn.Module | None = None, rules: OuterSettings = EACH, *, server: str = "", **told: Any
     ) -> Cluster:
-        """Starts another cluster; `server` is where it finds the leader, if not at the leader's own place."""
+        """Starts another cluster; `server` is the endpoint at which it looks for the leader, by default the leader's
+        own.
+        """
         model = model or small_model()
         session = open_session(server or self.job.server, name, model, str(self.harness.logs), rules, **told)
         self._meanwhile.callback(session.close)
@@ -118,7 +120,7 @@ class Clusters:
         return Cluster(name, model, session)
 
     def elastic(self, name: str, rules: OuterSettings = EACH, **told: Any) -> Elastic:
-        """Starts another, elastic cluster and waits until it is in."""
+        """Starts another, elastic cluster and waits until it has joined."""
         made = small_model()
         parts = cluster_parts(self.job.server, name, made, str(self.harness.logs), rules, **told)
         inner = OneRank()

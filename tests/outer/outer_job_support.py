@@ -57,7 +57,7 @@ class OuterJob:
         self.harness.start_function(name, run, FOLLOWER, self.arguments_of(name))
 
     def arguments_of(self, name: str) -> list[str]:
-        """Returns the arguments of a follower's command line."""
+        """Returns the command-line arguments of a follower."""
         folder = str(self.folder / name)
         return ["--server", self.server, "--name", name, "--dir", folder, *self.more, *self._logs()]
 
@@ -80,14 +80,14 @@ def small_model() -> nn.Module:
 
 
 def batch_of(name: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a batch of a cluster's own data: a function of its name and of the step."""
+    """Returns a batch of a cluster's own data, which depends only on the cluster's name and the step."""
     noise = torch.Generator().manual_seed(1000 * sum(map(ord, name)) + step)
     x = torch.randn(16, 8, generator=noise)
     return x, x[:, :3] * 2 - x[:, 3:6]
 
 
 def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, step: int) -> float:
-    """Makes one step on that batch; returns its loss."""
+    """Trains one step on the batch of this cluster and step; returns its loss."""
     x, y = batch_of(name, step)
     loss = ((model(x) - y) ** 2).mean()
     optimizer.zero_grad()
@@ -107,7 +107,7 @@ def cluster_parts(
     words: dict[str, str] | None = None,
     **options: object,
 ) -> tuple[Replica, Agreement, ClusterOptions, EventLog]:
-    """Returns the arguments of a cluster's session."""
+    """Returns the arguments with which a cluster makes its session."""
     torch.set_num_threads(1)
     given = {"server": server, "name": name, "data": "local" if not length else "shared", "log_dir": logs, "block": 64}
     own = ClusterOptions.build({**given, "host_server": False, **options}, {})
@@ -117,10 +117,10 @@ def cluster_parts(
 
 
 def open_session(*given: Any, **named: Any) -> OuterSession:
-    """Returns a cluster's session, not started; arguments are those of `cluster_parts`."""
+    """Returns a cluster's session that is not started yet; arguments are those of `cluster_parts`."""
     return OuterSession(*cluster_parts(*given, **named))
 
 
 def wait_for_file(path: Path, deadline_s: float = 60.0) -> None:
-    """Waits until the test has made this file."""
+    """Waits until this file exists, which the test makes."""
     until(path.exists, f"the file {path}", deadline_s)

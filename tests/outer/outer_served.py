@@ -1,4 +1,4 @@
-"""A leader of outer sync in this process, and scripted clusters and followers that speak to it over real gRPC."""
+"""A leader of outer sync in the test's process, and scripted clusters and followers that talk to it by gRPC."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HERE = ProcessPlace(host_identity(), os.getpid(), start_time(os.getpid()))
 
 
 class OuterServed:
-    """OuterServer in this process; a test must `stop` it."""
+    """OuterServer that runs in the test's process; a test must `stop` it."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ def outer_serving(*args: Any, **kwargs: Any) -> Iterator[OuterServed]:
 
 
 class Scripted:
-    """Script of a cluster or follower: the messages that it gets and sends; a test must `close` it."""
+    """Scripted cluster or follower: records the messages that it gets, and answers them; a test must `close` it."""
 
     def __init__(self, endpoints: str, call: Any, secret: Secret = b"", revive: Any = None) -> None:
         self.heard: Facts[Any] = Facts()
@@ -122,10 +122,10 @@ class Scripted:
         self.heard.add(message)
 
     def hello(self) -> None:
-        """Sends its hello."""
+        """Sends the hello of this cluster or follower."""
 
     def answer(self, message: Any) -> None:
-        """Answers the leader."""
+        """Sends the answer to a message of the leader, if it needs one."""
 
     def start(self) -> None:
         self.client.start()
@@ -136,7 +136,7 @@ class Scripted:
 
 
 class ScriptedFollower(Scripted):
-    """Follower that stages, computes and saves at once as it is asked."""
+    """Follower that pretends to stage, compute and save as soon as it is asked."""
 
     def __init__(self, endpoints: str, name: str = "one", **more: Any) -> None:
         super().__init__(endpoints, "Follow", **more)
@@ -173,7 +173,7 @@ class ScriptedFollower(Scripted):
 
 
 class ScriptedCluster(Scripted):
-    """Cluster that founds the job if it may, and pushes when a test says so."""
+    """Cluster that founds the job if there is none yet, and pushes when a test says so."""
 
     def __init__(self, endpoints: str, name: str = "home", process: ProcessPlace = HERE, **more: Any) -> None:
         super().__init__(endpoints, "Attend", **more)
@@ -225,7 +225,7 @@ class ScriptedCluster(Scripted):
         self.client.say(say.Beat(self.me, 100.0, 10.0, self.base, 0, 1, leaving=False))
 
     def served(self, number: int) -> VersionId:
-        """Waits until the version of this number or a later one is said to be served; returns that version."""
+        """Waits until the leader has announced version `number` or a later one; returns that version."""
 
         def tells(message: Any) -> bool:
             return isinstance(message, say.Served | say.Welcomed) and message.version.number >= number
@@ -236,7 +236,7 @@ class ScriptedCluster(Scripted):
 
 @contextmanager
 def at_once(*clients: Scripted) -> Iterator[None]:
-    """Runs these clients while the block runs."""
+    """Starts these clients, and closes them when the block ends."""
     with ExitStack() as stack:
         for client in clients:
             client.start()

@@ -1,4 +1,4 @@
-"""A job whose server is stopped, on its chain and the files of its followers."""
+"""A job whose server is stopped: its chain and its followers' files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COUNTERS = Counters(3, 4, 5)
 
 
 class Stopped:
-    """Job whose server is stopped: two durable versions, and one beyond, which one follower has saved."""
+    """Job whose server is stopped: it has two durable versions, and a newer one that only one follower has saved."""
 
     def __init__(self, folder: Path, followers: int, store: Callable[[], Store], *, durable: bool = True) -> None:
         self.folder, self.open, self.followers = folder, store, followers
@@ -78,7 +78,7 @@ class Stopped:
         self.put(Round(chain.next_number, chain.newest, weighed, (), factors, Counters(), GateState(), ""))
 
     def save(self, version: VersionId, shards: int, of: int = 0) -> tuple[str, ...]:
-        """Saves so many shards of a version with random content; returns their digests."""
+        """Saves this number of shards of a version, with random content; returns their digests."""
         torch.manual_seed(version.number)
         state = OuterState(GRID.whole, *torch.randn(3, GRID.elements).unbind())
         self.contents[version] = state
@@ -97,7 +97,8 @@ class Stopped:
             return recut(store, self.folder, "job", [f"follower-{number}" for number in range(followers)])
 
     def check(self, *, cleared: bool = True) -> OuterChain:
-        """Checks that each durable version lies whole with the followers which the chain names; returns the chain.
+        """Checks that each durable version is complete in the files of the followers that the chain names; returns the
+        chain.
 
         Args:
             cleared: Behind a cut these have no file of a version beyond, for it would be of another shard.

@@ -39,7 +39,7 @@ RULES = OuterSettings(inner_steps=2, batch=1)
 
 
 def training(*, overlap: bool, ahead_steps: int = 0) -> ClusterMachine:
-    """Returns a cluster that has adopted the first version and trained one step on it."""
+    """Returns the state machine of a cluster that has adopted the first version and trained one step on it."""
     agreement = Agreement((TensorSpec("w", "float32", (4,)),), settings=RULES.words)
     machine = ClusterMachine("home", "here", "nonce", agreement, overlap=overlap, ahead_steps=ahead_steps)
     machine.on(Connected())
@@ -78,7 +78,9 @@ def test_with_overlap_a_newer_version_is_taken_in_the_middle_of_a_round() -> Non
 
 
 def test_a_fetch_that_is_under_way_goes_on_though_newer_versions_come() -> None:
-    """Former bug: a fetch slower than a round was begun anew with each version, and never ended."""
+    """Former bug: with each new version a cluster began its fetch anew, so that a fetch slower than a round never
+    ended.
+    """
     machine = training(overlap=True)
     (version,) = fetched(effects := machine.on(Told(Served(1, V2, JobProgress()))))
     assert version == V2
@@ -92,8 +94,8 @@ def test_a_fetch_that_is_under_way_goes_on_though_newer_versions_come() -> None:
 
 
 def test_what_is_here_is_adopted_before_a_newer_version_is_fetched() -> None:
-    """Former bug: heartbeats named the newer version, so a summary of the chain left out the one that was the base soon
-    after.
+    """Former bug: heartbeats named a version that was not fetched yet, so a summary of the chain left out the one that
+    the cluster then adopted.
     """
     machine = training(overlap=True)
     machine.on(Told(Served(1, V2, JobProgress())))
@@ -122,7 +124,7 @@ def test_a_fetch_of_what_is_too_old_after_an_answer_is_given_up() -> None:
 
 
 def test_without_overlap_a_version_is_taken_between_two_rounds_alone() -> None:
-    """A version adopted in the middle of a round would wipe out steps that the next push claims to cover."""
+    """A version that is adopted in the middle of a round would discard steps that the next push claims to cover."""
     machine = training(overlap=False)
     assert fetched(machine.on(Told(Served(1, V2, JobProgress())))) == []
     assert fetched(answered(machine, PushAnswer.ACCEPTED, V3)) == []
@@ -134,7 +136,7 @@ def test_without_overlap_a_version_is_taken_between_two_rounds_alone() -> None:
 
 
 def ahead(machine: ClusterMachine, steps: int) -> ClusterMachine:
-    """Brings the cluster's first push under way, and trains so many steps since."""
+    """Freezes the cluster's first push, and trains this number of steps without an answer to it."""
     push = PushId(WHO, 1)
     assert any(effect == cl.Freeze(push, V1) for effect in machine.on(cl.Trained(1)))
     machine.on(cl.Frozen(push, "manifest"))
@@ -146,7 +148,7 @@ def ahead(machine: ClusterMachine, steps: int) -> ClusterMachine:
 
 @pytest.mark.parametrize(("given", "most"), [(0, 2), (1, 1), (5, 5)])
 def test_beyond_a_push_it_trains_so_many_steps_and_then_waits_for_the_version(*, given: int, most: int) -> None:
-    """Former bug: a cluster with steps of a millisecond trained on without bound, hundreds of steps on one base
+    """Former bug: a cluster with steps of a millisecond trained hundreds of steps before it adopted the next version
     (O9a).
     """
     machine = ahead(training(overlap=True, ahead_steps=given), most)
@@ -182,7 +184,9 @@ def test_while_the_server_lacks_something_it_trains_on(*, goes: cl.ClusterEvent,
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_after_a_void_the_next_push_has_a_newer_base(*, overlap: bool) -> None:
-    """The progress of an expired push stays, and from the same base the next push would be as stale again."""
+    """A push that is too stale becomes void; from the same base, the next push, which has its progress, would be too
+    stale, too.
+    """
     machine = training(overlap=overlap)
     machine.on(Told(Served(1, V2, JobProgress())))
     effects = answered(machine, PushAnswer.VOID, NO_VERSION)
@@ -214,7 +218,9 @@ def test_at_the_end_of_the_job_its_last_version_is_fetched_also_with_an_open_pus
 
 
 def test_the_last_version_lacks_what_a_rollback_opened_again() -> None:
-    """An operator may end a job before a reopened push is answered; the count of missing steps left its steps out."""
+    """Former bug: at the end of a job the number of lost inner steps left out those of a push that a rollback had
+    reopened.
+    """
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
     machine.on(Told(Served(1, V2, JobProgress())))
@@ -225,8 +231,8 @@ def test_the_last_version_lacks_what_a_rollback_opened_again() -> None:
 
 
 def test_while_a_push_is_frozen_nothing_is_offered_that_a_rollback_opened_again() -> None:
-    """A rejection of the reopened push would drop the residual, and a rank that comes in before all have encoded the
-    frozen push would encode other values.
+    """If the reopened push were rejected, the residual would be dropped, and a rank that joins before all ranks have
+    encoded the frozen push would encode other values.
     """
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
@@ -252,7 +258,9 @@ def test_a_last_version_that_nobody_gives_is_waited_for_a_while() -> None:
 
 
 def test_who_was_away_at_the_end_of_the_job_takes_its_last_version() -> None:
-    """Former bug: a cluster came in anew, was told that the job is over, and ended well with its own weights."""
+    """Former bug: a cluster that rejoined after the job's end was told of the end, and succeeded with its own weights
+    instead of the job's.
+    """
     before = training(overlap=True)
     assert before.on(Told(Dismissed(1, "it was silent", again=True))) == [cl.Over("it was silent", again=True)]
     machine = before.anew()
@@ -274,7 +282,9 @@ def test_an_end_without_the_jobs_last_version_is_no_success(told: Dismissed | Jo
 
 
 def test_who_has_had_no_part_in_a_job_does_not_end_with_its_last_version() -> None:
-    """The cluster may be the next fit of the same script, and the server that of the fit before."""
+    """A cluster without a part in the job may be the next fit of a script whose server is still the previous fit's: it
+    must fail.
+    """
     machine = ClusterMachine("home", "here", "nonce", training(overlap=True).agreement)
     machine.on(Connected())
     (over,) = machine.on(Told(JobFinished(1, V3, "it ends")))
@@ -283,7 +293,9 @@ def test_who_has_had_no_part_in_a_job_does_not_end_with_its_last_version() -> No
 
 
 def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
-    """Former bug: a cluster with nothing to push left at once, and the step that was under way was in no push."""
+    """Former bug: a cluster that was asked to leave in the middle of a step left at once, so that no push contained
+    that step.
+    """
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
     machine.on(Told(Served(1, V2, JobProgress())))
@@ -296,8 +308,8 @@ def test_who_is_asked_to_leave_within_a_step_says_goodbye_after_it() -> None:
 
 
 def test_the_clock_does_not_stand_still_between_a_round_and_its_version() -> None:
-    """Former bug: steps of an accepted push counted neither as own nor in a version for a while, so a job went beyond
-    its last step.
+    """Former bug: between a round and the adoption of its version nobody counted the accepted steps, so that a job went
+    beyond its last step.
     """
     machine = training(overlap=True)
     answered(machine, PushAnswer.ACCEPTED, V2)
@@ -309,8 +321,8 @@ def test_the_clock_does_not_stand_still_between_a_round_and_its_version() -> Non
 
 
 def test_who_is_let_in_as_another_incarnation_than_it_knows_begins_anew() -> None:
-    """The cluster sent its hello before it knew the first incarnation, which was removed meanwhile: its pushes would be
-    ignored.
+    """A cluster whose hello came late gets a second incarnation, as the first was removed; pushes under the first name
+    would be ignored.
     """
     machine = training(overlap=True)
     (over,) = (e for e in machine.on(Told(Welcomed(2, IncarnationId("home", 2), 1, V1, True, JobProgress()))) if e)

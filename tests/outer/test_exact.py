@@ -1,4 +1,4 @@
-"""Sums that do not depend on the adding ranks, nor on the order of additions."""
+"""Exact sums: the same for any order and grouping of additions."""
 
 from __future__ import annotations
 

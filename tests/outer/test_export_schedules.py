@@ -1,4 +1,4 @@
-"""Learning-rate schedules of an exported checkpoint are at the version's step."""
+"""Learning-rate schedules of an exported checkpoint are moved to the exported version's step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOVED: dict[str, Make] = {
 
 
 def stood(make: Make, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the states of an optimizer and its schedule after so many steps."""
+    """Returns the states of an optimizer and its learning-rate schedule after this number of steps."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], 0.1)
     schedule = make(optimizer)
     for _ in range(steps):
@@ -48,7 +48,9 @@ def moved(make: Make, before: int, progress: JobProgress, taken: int | None = No
     ("taken", "goal"), [(103, 347), (51, 173), (2, 5)], ids=["each step", "each second step", "each epoch"]
 )
 def test_a_schedule_is_at_the_version_s_step(name: str, taken: int, goal: int) -> None:
-    """Former bug: an export left the schedule at the checkpoint's step, 103, while the version's step was 347."""
+    """Former bug: an exported checkpoint had its learning-rate schedule at step 103 of the cluster's checkpoint, and
+    not at the version's step 347.
+    """
     made, left = moved(MOVED[name], 103, JobProgress(1, 347 * TICKS, 5), taken)
     optimizer, schedule = stood(MOVED[name], goal)
     assert left == []

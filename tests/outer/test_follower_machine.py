@@ -1,4 +1,4 @@
-"""Tests a follower's reaction to wrong messages, which no leader of ours sends."""
+"""Tests how a follower reacts to messages that no leader of this package sends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOUNDED = Entry(1, 1, Founded(1, Offer(PushId(IncarnationId("a", 1), 1), NO_VERS
 
 
 def obeying(base: VersionId = NO_VERSION, *entries: Entry) -> FollowerMachine:
-    """Returns a follower that has these entries from its leader."""
+    """Returns a follower that obeys a leader whose chain has these entries."""
     machine = FollowerMachine("f0", "n0")
     machine.on(fx.Connected())
     machine.on(fx.Told(Obey(1, "n0", 0, 1, agreement(OuterSettings(), 0), (), base, entries)))
@@ -46,6 +46,8 @@ def test_an_entry_that_is_told_again_when_its_version_is_twice_durable_is_not_co
 
 
 def test_a_leader_that_has_an_entry_without_a_version_applied_is_not_obeyed() -> None:
-    """The entry would be computed again and again, as the state would be at no version after it."""
+    """A follower told to compute an entry that makes no version would compute it again and again: it raises an
+    error.
+    """
     with pytest.raises(StateError, match="entry 2 applied, and its kind, Started, makes no version"):
         obeying().on(fx.Told(Apply(1, Entry(2, 1, Started("f0", "n0"), FOUNDED.hash))))

@@ -1,6 +1,4 @@
-"""Real followers, as processes, with a real leader and the bytes of a cluster's pushes: they are killed, and started
-again.
-"""
+"""Followers in processes of their own, with a leader and a cluster's pushes, are killed and started again."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def content(number: int) -> Tensor:
 
 
 class PushingCluster(ScriptedCluster):
-    """Cluster whose pushes have bytes, which it serves to the followers that the leader names."""
+    """Scripted cluster whose pushes have real bytes, which it serves to the followers that the leader names."""
 
     def __init__(self, endpoints: str) -> None:
         super().__init__(endpoints)
@@ -77,7 +75,9 @@ class PushingCluster(ScriptedCluster):
         self._beats.start()
 
     def _beat_on(self) -> None:
-        """Sends heartbeats: a follower may need longer for its start than the leader waits for a silent cluster."""
+        """Sends heartbeats in the background, since a follower may take longer to start than a leader waits for a
+        silent cluster.
+        """
         while not self._over.wait(0.2):
             if self.me is not None:
                 self.beat()
@@ -148,7 +148,7 @@ def test_a_server_tells_its_followers_all_that_they_have_settings_for(tmp_path: 
 
 
 def replayed(shelf: Shelf) -> Tensor:
-    """Returns the newest version of this chain, computed by the kernel alone."""
+    """Returns the newest version of a chain, computed from the cluster's pushes without a follower."""
     chain = load_chain(MemoryStore(shelf=shelf))
     state = OuterState(GRID.whole, torch.zeros(GRID.elements))
     for version in sorted(chain.versions):

@@ -1,4 +1,4 @@
-"""A follower's process with a scripted leader and real connections: it computes, saves, loads, and reports."""
+"""A follower's process with a scripted leader and real data connections: it computes, saves, loads and reports."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ScriptedLeader:
         pass
 
     def heard(self, kind: type[T], **fields: Any) -> T:
-        """Waits for a message of this kind with these fields; returns the last one."""
+        """Waits until the follower has sent a message of this type with these fields; returns the last such message."""
 
         def found() -> list[T]:
             fits = [m for m in self.said if isinstance(m, kind)]
@@ -142,7 +142,7 @@ class Chain:
 
 
 class Reference:
-    """Reference state, computed from the same entries by the kernel."""
+    """State of a shard, computed from the follower's entries by calling the kernel directly."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
@@ -170,7 +170,7 @@ class Reference:
 
 
 class ClusterEnd:
-    """Process of a cluster, as followers see it."""
+    """Process of a cluster, with the side of it that followers see: data connections and served pushes."""
 
     def __init__(self, who: IncarnationId, shards: int) -> None:
         self.who, self.server = who, StateServer(SERVING)
@@ -188,7 +188,7 @@ class ClusterEnd:
 
 
 class Rig:
-    """Follower that holds one of some shards, two clusters, and the chain that its leader writes."""
+    """Follower that holds one shard, with two clusters and a chain that the test writes as its leader."""
 
     def __init__(self, folder: Path, shard: int = 0, shards: int = 1, agreement: Agreement = AGREEMENT) -> None:
         self.folder, self.shard, self.shards, self.agreement = folder, shard, shards, agreement
@@ -209,7 +209,7 @@ class Rig:
         return [fields for found, fields in self.notes if found == name]
 
     def begin(self) -> None:
-        """Starts a new follower process on the same files, under the same leader."""
+        """Starts a new follower process on the same files, with a new scripted leader."""
         if self.process is not None:
             self.process.close()
         self.leader = ScriptedLeader()
@@ -328,7 +328,9 @@ def test_products_are_exact_and_leave_out_reduced_buffers(rig: Rig) -> None:
 
 
 def test_in_di_ps_a_stale_push_is_subtracted_from_the_version_before_its_round(tmp_path: Path) -> None:
-    """Algorithm 1 is computed by hand: theta - f_j with the theta that a round finds, whatever base the push had."""
+    """A stale push changes theta by theta - f_j, where theta is that of the version before the round: the expected
+    result is computed by hand.
+    """
     rig = Rig(tmp_path, agreement=BY_PARAMETERS)
     try:
         rig.found()
@@ -485,7 +487,7 @@ def test_who_computes_other_bits_than_those_that_were_marked_is_named(rig: Rig) 
 
 
 def test_a_rollback_has_the_content_of_the_older_version(rig: Rig) -> None:
-    """The older version is computed again from the founding's content alone; the lost push is needed no more."""
+    """The older version is computed again from the founding's content alone, without the lost push."""
     rig.found()
     founded = rig.chain.newest
     one, _ = rig.staged(HOME, 2, noise(1, 0.1))
@@ -668,7 +670,7 @@ def test_no_thread_of_it_is_left(tmp_path: Path) -> None:
 
 
 class Alive:
-    """Memory of states, pushes and versions that a follower's threads have made since, and that still exists."""
+    """Tensor memory that a follower's threads have allocated and not freed yet."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._made: list[StorageWeakRef] = []
@@ -696,7 +698,7 @@ class Alive:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of this memory."""
+        """Number of bytes that are still allocated."""
         return sum(size for made, size in zip(self._made, self._sizes, strict=True) if not made.expired())
 
 
@@ -731,7 +733,9 @@ def test_the_most_pushes_that_were_held_at_once_are_told(rig: Rig) -> None:
 
 
 def test_bytes_of_a_push_are_told_over_all_attempts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Former bug: an attempt that fetched all anew reported its own bytes alone, so bytes sent in vain went unseen."""
+    """Former bug: if an attempt fetched everything again, the event counted that attempt's bytes only, and hid those of
+    earlier ones.
+    """
     fetch_push, parts = staging.fetch_push, list[Part]()
 
     def fails_first(offer: Offer, part: Part, *given: Any, progress: Callable[[Progress], None], **more: Any) -> None:

@@ -1,4 +1,6 @@
-"""The grid and its cuts: every element in one block, every block in one shard, and one hash for all cuts."""
+"""Blocks and shards: each element is in one block, each block in one shard, and the hash of a content is the same for
+any cut.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests which versions followers keep for clusters that fetch them, and who announces that (O8c)."""
+"""Tests which older versions followers keep serving while clusters fetch them (O8c)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ V1, V2, V3 = (VersionId(number, f"hash {number}") for number in (1, 2, 3))
 
 
 class Rig:
-    """Leader with a follower and three clusters, each of which says what it fetches."""
+    """Leader with a follower and three clusters, each of which reports the version that it is fetching."""
 
     def __init__(self) -> None:
         self.machine, self.now, self.held = LeaderMachine(OuterChain(), 1, 1), 0.0, list[VersionId]()
@@ -50,7 +50,7 @@ class Rig:
                     self.held.append(effect.message.version)
 
     def beats(self, who: IncarnationId, fetching: VersionId) -> list[VersionId]:
-        """Sends heartbeats; returns the versions that followers have been told to hold so far."""
+        """Sends a cluster's heartbeat; returns the versions that followers have been told to keep so far."""
         self.now += 1.0
         self.feed(fx.Heard(1 + who.number, Beat(who, 0.0, 0.0, NO_VERSION, 0, 0, False, fetching)))
         return self.held
@@ -93,7 +93,9 @@ def test_a_follower_that_comes_hears_what_is_held() -> None:
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool) -> None:
-    """A broken link is no reason to tell: the bytes that came over it are of use for the same version alone."""
+    """A cluster is told that a version is gone if a follower refuses it, but not if a link breaks: then it retries and
+    keeps the fetched bytes.
+    """
     changed, missed, tries, whose = threading.Condition(), list[VersionId](), 0, object()
 
     def get(attempt: Attempt) -> None:
@@ -116,8 +118,8 @@ def test_who_wants_a_version_is_told_that_it_is_served_no_more(*, refused: bool)
 
 
 def test_a_fetch_of_what_nobody_wants_any_more_is_given_up() -> None:
-    """Former bug: the one fetching thread finished the fetch of an unwanted version before it began the next wanted
-    one.
+    """Former bug: a fetch went on to its end though its version was not wanted any more, and only then the wanted
+    version was fetched.
     """
     changed, wanted, begun, whose = threading.Condition(), [V1], threading.Event(), object()
 
@@ -142,8 +144,8 @@ def test_a_fetch_of_what_nobody_wants_any_more_is_given_up() -> None:
 
 
 def test_where_an_older_version_is_held_the_one_before_the_newest_is_not_served() -> None:
-    """Former bug: a version was announced as soon as all had computed it, but followers that had computed the next one
-    no longer had it.
+    """Former bug: a version was announced once all followers had computed it, though some had dropped it again for an
+    older version that they kept.
     """
     world = World(replace(FAMILIES["far"](3), adopt_s=0.0))
     world.run()

@@ -1,4 +1,4 @@
-"""Tests a round's judgement of its pushes: weights, momentum, clock, gates."""
+"""Tests how a round's pushes are judged: weights, momentum, the job's clock, and the gate that rejects outliers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def product(one: Vector, other: Vector) -> float:
 
 @dataclass
 class Server:
-    """State of the leader, and a follower that applies factors as judging.py says."""
+    """Judges rounds as the leader does, and applies their factors to a vector as followers do."""
 
     settings: OuterSettings
     theta: torch.Tensor = field(default_factory=lambda: torch.zeros(SIZE, dtype=torch.float64))
@@ -96,14 +96,14 @@ class Server:
         return made
 
     def push(self, *deltas: Vector, usual: int = 0) -> Judgement:
-        """Makes a round of one push of each of so many clusters, named in this order."""
+        """Makes a round with one push of each of the clusters c0, c1, and so on."""
         self.number += 1
         offers = {offer(f"c{place}", self.number): delta for place, delta in enumerate(deltas)}
         return self.round(offers, usual or len(deltas))
 
 
 def alike(seed: int, count: int = 4, size: float = 1.0, likeness: float = 1.0) -> list[Vector]:
-    """Returns good pushes: one direction in common, the rest by chance, as in real training."""
+    """Returns good pushes: a common direction plus noise, as in real training."""
     chance = random.Random(seed)
     common = [chance.gauss(0, 1) for _ in range(SIZE)]
     common = scaled(common, (SIZE / product(common, common)) ** 0.5)
@@ -149,7 +149,9 @@ def test_full_rounds_are_synchronous_diloco(rounds: list[list[Vector]], optimize
 
 @given(st.integers(1, 5), st.lists(vectors, min_size=1, max_size=12))
 def test_pushes_one_by_one_are_delayed_nesterov(clusters: int, deltas: list[Vector]) -> None:
-    """Single pushes follow Liu et al., Asynchronous Local-SGD, algorithm 3 with c = 0."""
+    """Rounds of a single push each equal Delayed Nesterov (Liu et al., Asynchronous Local-SGD, algorithm 3 with c =
+    0).
+    """
     server = Server(rules())
     eta, mu = server.settings.outer_lr, server.settings.outer_momentum
     theta = m = gathered = torch.zeros(SIZE, dtype=torch.float64)
@@ -170,7 +172,9 @@ def test_pushes_one_by_one_are_delayed_nesterov(clusters: int, deltas: list[Vect
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 6))
 def test_momentum_moves_by_the_average_of_what_came_since(samples: list[int], clusters: int) -> None:
-    """Whatever parts the rounds have, the momentum gets exactly b N / a, an average over a samples."""
+    """However the samples are spread over rounds, the momentum moves by the average of all pushes since it last
+    moved.
+    """
     server, full = Server(rules()), FULL * clusters
     gathered, pending = Fraction(), 0
     for number, covered in enumerate(samples, 1):
@@ -194,7 +198,9 @@ def test_momentum_moves_by_the_average_of_what_came_since(samples: list[int], cl
 
 
 def test_ten_tenths_are_one() -> None:
-    """In floats ten times 0.1 is less than 1, and the momentum would move one round late."""
+    """As floats ten times 0.1 is less than 1, so that the momentum would move one round late; counted in integers it
+    does not.
+    """
     server = Server(rules())
     moved = [bool(server.push([1.0] * SIZE, usual=10).factors.outer) for _ in range(30)]
     assert moved == ([False] * 9 + [True]) * 3
@@ -208,7 +214,7 @@ def test_a_round_never_counts_for_more_than_a_full_one() -> None:
 
 
 def test_more_clusters_in_a_window_than_train_count_themselves() -> None:
-    """At the end of an epoch the last pushes come from clusters that train no more; the clock must not jump."""
+    """At the end of an epoch, pushes may come from more clusters than still train; the job's clock must not jump."""
     made = Server(rules()).push(*alike(1), usual=1)
     assert made.counters.ticks == H * TICKS
     assert made.factors.rate == 0.7
@@ -299,7 +305,9 @@ def test_the_average_is_clipped_without_anybody_having_seen_it(deltas: list[Vect
 
 
 def test_what_is_too_stale_is_void_unless_it_is_not_finite() -> None:
-    """An expired push comes again within the next one, and a NaN with it."""
+    """A push that is too stale is void, and its content comes again in the next push; one with a NaN is rejected, since
+    the NaN would come again, too.
+    """
     server = Server(rules(policy="robust"))
     offers = [offer(name) for name in "abc"]
     pushes = [
@@ -377,7 +385,7 @@ def test_a_small_push_is_no_outlier() -> None:
 
 
 def test_pushes_of_unequal_inner_steps_compare() -> None:
-    """A push of four times the steps has about twice the norm, which is no explosion."""
+    """A push of four times as many steps has about twice the norm, and is no outlier."""
     server = Server(rules(policy="robust"))
     warm(server, 10)
     good = alike(10)
@@ -389,7 +397,9 @@ def test_pushes_of_unequal_inner_steps_compare() -> None:
 
 
 def test_a_cluster_whose_ranks_have_left_is_no_outlier() -> None:
-    """A quarter of the samples in each step makes twice the noise. The same norm of full steps is an explosion."""
+    """A cluster that has lost three quarters of its ranks sends pushes with twice the noise: no outlier, though the
+    same norm would be one from all ranks.
+    """
     server = Server(rules(policy="robust"))
     warm(server, 10)
     twice = [scaled(delta, 2) for delta in alike(10)]
@@ -401,7 +411,9 @@ def test_a_cluster_whose_ranks_have_left_is_no_outlier() -> None:
 
 
 def test_rejected_pushes_do_not_raise_what_is_usual() -> None:
-    """Planted bug: statistics updated by rejected pushes let the same explosion in after a while."""
+    """Planted bug: if rejected pushes counted in the gate's statistics, the same outlier would be accepted after a
+    while.
+    """
     server = Server(rules(policy="robust", gate_again=1000))
     warm(server)
     usual = server.gate
@@ -435,18 +447,18 @@ def test_an_acceptance_ends_a_row_of_rejections_of_all() -> None:
 
 
 def long(delta: Vector, size: float = 1.0) -> Vector:
-    """Returns this push with the norm of a usual one, times `size`."""
+    """Returns this push scaled to the norm of a usual push, times `size`."""
     return scaled(delta, size * math.sqrt(SIZE / product(delta, delta)))
 
 
 def usual(seed: int, count: int = 4, size: float = 1.0) -> list[Vector]:
-    """Returns pushes that differ by a tenth in length, as those of one round do in real training."""
+    """Returns pushes whose norms differ by up to a tenth, as those of a round in real training."""
     chance = random.Random(seed)
     return [long(delta, size * math.exp(chance.uniform(-0.1, 0.1))) for delta in alike(seed, count)]
 
 
 def warmed_up() -> Server:
-    """Returns a server after four rounds, which does not judge directions: those of `alike` differ by chance."""
+    """Returns a server after four rounds; its gate ignores directions, since those of `alike` are partly random."""
     server = Server(rules(policy="robust", gate_cosine=-1.0))
     for number in range(4):
         assert not server.push(*usual(number)).rejected
@@ -459,7 +471,9 @@ def row(server: Server, cluster: str) -> RefusedRow | None:
 
 @given(st.floats(1.8, 3.5), st.integers(0, 1000), st.integers(1, 5))
 def test_one_cluster_too_long_is_let_in_after_a_while_and_does_no_harm(size: float, seed: int, patience: int) -> None:
-    """A newcomer has a cold inner optimizer, while the others train: the gate does not shut it out for good."""
+    """A newcomer's pushes are too long at first, since its inner optimizer is cold: they are accepted, shortened, after
+    some rejections.
+    """
     server = warmed_up()
     server.settings = replace(server.settings, gate_patience=patience)
     for number in range(patience + 4):
@@ -510,7 +524,9 @@ def test_ten_times_the_norm_now_and_then_is_never_let_in() -> None:
 
 
 def test_a_shortened_push_is_judged_by_its_direction_and_hides_nobody_s() -> None:
-    """At its full length this push would be most of the sum by which the others are judged."""
+    """A push that was shortened for its length is still rejected if it points the wrong way, and does not decide how
+    the others are judged.
+    """
     server = Server(rules(policy="robust", gate_patience=1))
     common = [[1.0, *(0.1 if place == n else 0.0 for place in range(1, SIZE))] for n in range(1, 5)]
     for _ in range(4):
@@ -524,7 +540,9 @@ def test_a_shortened_push_is_judged_by_its_direction_and_hides_nobody_s() -> Non
 
 
 def test_a_learning_rate_raised_for_one_and_only_cluster_is_learned_anew() -> None:
-    """Shortened pushes do not count in the statistics of usual norms."""
+    """A lone cluster whose learning rate is raised for good: after some shortened pushes the gate learns the new usual
+    norm.
+    """
     server = warmed_up()
     said = [server.push(*usual(20 + n, 1, 3.0), usual=4) for n in range(9)]
     assert [len(made.rejected) for made in said] == [1, 1] + [0] * 7
@@ -533,8 +551,8 @@ def test_a_learning_rate_raised_for_one_and_only_cluster_is_learned_anew() -> No
 
 
 def test_the_inner_optimizer_begins_anew_ever_more_rarely() -> None:
-    """An optimizer cleared at each rejection stays cold, and its pushes too long; one cleared only once keeps later
-    damage.
+    """The inner optimizer is cleared at ever rarer rejections: cleared at each one it would stay cold, and cleared only
+    once it would keep later damage.
     """
     grid = Grid((SIZE,), 64)
     content = OuterContent(Replica([("w", torch.zeros(SIZE))]), grid, codec_named("bf16"))
@@ -554,7 +572,9 @@ def test_the_inner_optimizer_begins_anew_ever_more_rarely() -> None:
 
 
 def test_a_push_is_encoded_though_its_incarnation_ends_meanwhile() -> None:
-    """Former bug: a cluster that was dismissed just then ended with an AssertionError, instead of coming in again."""
+    """Former bug: a cluster that was dismissed while a push was being encoded ended with an AssertionError instead of
+    joining again.
+    """
     grid = Grid((SIZE,), 64)
     content = OuterContent(Replica([("w", torch.ones(SIZE))]), grid, codec_named("fp32"))
     content.base = Part.of(grid.whole, torch.zeros(grid.elements))
@@ -565,7 +585,7 @@ def test_a_push_is_encoded_though_its_incarnation_ends_meanwhile() -> None:
 
 
 def test_shared_buffers_are_told_by_all_their_names() -> None:
-    """Former bug: an export had a shared buffer under its first name alone."""
+    """Former bug: an exported checkpoint contained a shared buffer under its first name only."""
     shared = torch.nn.BatchNorm1d(4)
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), shared, shared)
     replica = Replica.of_module(module, reduced_buffers(module))
@@ -616,7 +636,7 @@ def test_one_turned_push_among_good_ones_is_found(seed: int, count: int, which: 
 
 
 def along(seed: int, count: int = 4) -> list[Vector]:
-    """Returns pushes of one direction, the same in every round, with a bit of chance."""
+    """Returns pushes in a direction that is the same in every round, with some noise."""
     chance = random.Random(seed)
     return [long([1.0, *(chance.uniform(-0.3, 0.3) for _ in range(SIZE - 1))]) for _ in range(count)]
 
@@ -624,7 +644,7 @@ def along(seed: int, count: int = 4) -> list[Vector]:
 def opposed(
     server: Server, good: Sequence[Vector], delta: Vector, **given: int
 ) -> tuple[Judgement, dict[Offer, Vector]]:
-    """Makes a round in which cluster c9 pushes this delta, beside the others."""
+    """Makes a round with these good pushes and a push `delta` of cluster c9."""
     server.number += 1
     deltas = {offer(f"c{place}", server.number): one for place, one in enumerate(good)}
     deltas[offer("c9", server.number, **given)] = delta
@@ -632,7 +652,7 @@ def opposed(
 
 
 def moved_by(made: Judgement, deltas: Mapping[Offer, Vector], who: Collection[str]) -> Vector:
-    """Returns the sum of these clusters' accepted pushes, each times its factor in the round."""
+    """Returns how far these clusters' accepted pushes move the model: their sum, weighted by their factors."""
     said = [(w.factor, deltas[w.offer]) for w in made.accepted if w.offer.push.incarnation.cluster in who]
     return [math.fsum(factor * delta[place] for factor, delta in said) for place in range(SIZE)]
 
@@ -641,7 +661,9 @@ def moved_by(made: Judgement, deltas: Mapping[Offer, Vector], who: Collection[st
 def test_a_cluster_that_is_against_all_is_let_in_after_a_while_and_does_little_harm(
     seed: int, count: int, size: float, patience: int, times: int
 ) -> None:
-    """The gate cannot tell a newcomer with other data from a broken cluster, so its pushes get a small weight."""
+    """A cluster whose pushes point against all others' may have other data or be broken: they are accepted after a
+    while, with a small weight.
+    """
     server = Server(rules(policy="robust", gate_again=patience, discount_stale=True))
     names = [f"c{place}" for place in range(count)]
     for number in range(4):
@@ -678,7 +700,9 @@ def test_several_that_are_let_in_do_no_more_harm_together() -> None:
 
 
 def test_refusals_of_both_kinds_are_one_row() -> None:
-    """A cluster's pushes are too long, and then turned round: all its refusals count as one row."""
+    """If a cluster's pushes are by turns too long and pointing the wrong way, both kinds of rejections count
+    together.
+    """
     server = Server(rules(policy="robust", gate_again=4, gate_patience=4))
     for number in range(4):
         assert not server.push(*along(number)).rejected
@@ -694,7 +718,7 @@ def test_refusals_of_both_kinds_are_one_row() -> None:
 
 
 def test_pushes_that_are_long_now_and_then_are_not_shut_out() -> None:
-    """Each long push grows from the one before, and is refused; the others of its cluster are let in."""
+    """If every second push of a cluster is too long, the long ones are rejected and the others accepted."""
     server = Server(rules(policy="robust"))
     for number in range(4):
         assert not server.push(*along(number)).rejected
@@ -721,7 +745,9 @@ def test_what_is_too_long_and_turned_is_shortened_for_both() -> None:
 
 
 def test_turned_pushes_now_and_then_are_never_let_in() -> None:
-    """One push in five is turned, as accidents go: its cluster is never refused long enough to be let in."""
+    """If one push in five, of any cluster, points the wrong way, no cluster has enough rejections in a row to get one
+    accepted.
+    """
     server, chance = Server(rules(policy="robust")), random.Random(5)
     assert not server.push(*along(999)).rejected
     for number in range(100):
@@ -745,7 +771,9 @@ def test_of_two_pushes_the_momentum_tells_which_is_turned() -> None:
 
 
 def test_a_push_against_the_others_is_no_turned_one_if_the_momentum_is_on_its_side() -> None:
-    """Good pushes are against the others now and then, above all where each is mostly noise."""
+    """Good pushes may point against the others' sum, above all if they are mostly noise: they are accepted if the
+    momentum agrees with them.
+    """
     good = [[1.0, 3.0, 0, 0, 0, 0, 0, 0], [1.0, -3.0, 0, 0, 0, 0, 0, 0], [1.0, 0, 3.0, 0, 0, 0, 0, 0]]
     common = [[1.0, 0, 0, 0, 0, 0, 0, 0]] * 3
     for count in (2, 3):
@@ -758,7 +786,9 @@ def test_a_push_against_the_others_is_no_turned_one_if_the_momentum_is_on_its_si
 
 
 def test_a_push_that_is_alone_is_not_judged_by_the_momentum() -> None:
-    """Good pushes were seen at a cosine of -0.08 with the momentum."""
+    """A round's only push is accepted even if it points against the momentum: good pushes with a cosine of -0.08 were
+    seen.
+    """
     server = Server(rules(policy="robust"))
     warm(server)
     assert not server.push(turned(alike(100)[0]), usual=4).rejected
@@ -778,7 +808,9 @@ def test_an_empty_push_passes_and_teaches_nothing(policy: str) -> None:
 
 
 def test_good_training_is_never_refused() -> None:
-    """Norms fall slowly, steps differ, and chance is at work; as in the experiment, z stays far below the limit."""
+    """Nothing is rejected as too long in good training: norms fall slowly, numbers of pushes vary, and noise is
+    added.
+    """
     server, chance = Server(rules(policy="robust")), random.Random(3)
     for number in range(200):
         deltas = alike(1000 + number, size=0.99**number)
@@ -803,7 +835,9 @@ def test_sync_and_async_trust_everybody(policy: str) -> None:
 
 
 def test_async_is_naive() -> None:
-    """A lone push gets the full learning rate, and the momentum moves each time: the paper says that this diverges."""
+    """Under `async` a lone push gets the full learning rate and the momentum moves each time, which diverges according
+    to the paper.
+    """
     made = Server(rules(policy="async")).push([1.0] * SIZE, usual=4)
     assert (made.factors.rate, made.factors.outer, made.factors.step) == (0.7, 1.0, 0.7 * 0.8)
     tamed = Server(rules(policy="async", optimizer="delayed_nesterov")).push([1.0] * SIZE, usual=4)
@@ -837,7 +871,9 @@ def test_di_ps_is_the_paper_s_penalty_to_the_letter() -> None:
 
 
 def test_di_ps_with_negative_scores_rejects_every_push_for_ever() -> None:
-    """The paper's rule has this flaw, and the careful gate has not: beta max(E) lies below all scores."""
+    """The Di-PS paper's rule rejects every push once all recent scores are negative, as its limit beta max(E) is then
+    below all of them.
+    """
     settings = rules(policy="di_ps")
     gate = GateState(10, 1.0, 0.01, 0, (-0.5, -1.0))
     for number in range(1, 20):

@@ -1,4 +1,4 @@
-"""The stream on which a leader answers a cluster."""
+"""Tests on which of a cluster's streams a leader answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lab.outer.processes import agreement
 
 
 def fed(machine: LeaderMachine, event: fx.LeaderEvent) -> list[fx.LeaderEffect]:
-    """Returns the effects of this event and of the entries that it has stored."""
+    """Returns the effects of this event, with all entries that it leads to stored at once."""
     found, waiting = [], [event]
     while waiting:
         for effect in machine.on(1.0, waiting.pop(0)):
@@ -34,8 +34,8 @@ def fed(machine: LeaderMachine, event: fx.LeaderEvent) -> list[fx.LeaderEffect]:
 
 
 def test_a_rank_that_is_gone_and_says_hello_last_takes_nobodys_place() -> None:
-    """Former bug: a cluster was never let in: the leader knew only its last stream, and forgot the cluster when that
-    ended.
+    """Former bug: if a cluster had two streams and the one with the later hello ended, the leader forgot the cluster
+    and never let it in.
     """
     machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
     hello = ClusterHello("e", "here", "n", 0, None, NO_VERSION, NO_VERSION, agreed)
@@ -48,7 +48,7 @@ def test_a_rank_that_is_gone_and_says_hello_last_takes_nobodys_place() -> None:
 
 
 def test_two_clusters_of_one_name_that_wait_at_once_are_both_answered() -> None:
-    """Former bug: the first of two waiting clusters of one name waited for ever."""
+    """Former bug: if two clusters of one name waited to be let in, the first one waited for ever."""
     machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
     for conn, nonce in ((2, "n"), (3, "another")):
         machine.on(1.0, fx.Heard(conn, ClusterHello("e", "here", nonce, 0, None, NO_VERSION, NO_VERSION, agreed)))
@@ -60,8 +60,8 @@ def test_two_clusters_of_one_name_that_wait_at_once_are_both_answered() -> None:
 
 
 def test_a_cluster_that_had_an_answer_which_the_chain_lacks_proves_an_older_copy() -> None:
-    """Former bug: a cluster's next push was never answered: the leader waited for the one before, which the cluster
-    took for answered.
+    """Former bug: on an older copy of the chain the leader waited for a push that the cluster knew to be answered, and
+    never answered the next.
     """
     machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
     who = IncarnationId("e", 1)
@@ -74,7 +74,9 @@ def test_a_cluster_that_had_an_answer_which_the_chain_lacks_proves_an_older_copy
 
 
 def test_a_cluster_whose_last_stream_ended_is_answered_where_it_is_heard() -> None:
-    """A rank that was put out says hello after the one that took its place, and leaves."""
+    """A rank that was removed says hello after the rank that took over, and its stream ends: the leader answers on the
+    other stream, where heartbeats arrive.
+    """
     machine, agreed = LeaderMachine(OuterChain(), 1, 1), agreement(OuterSettings(), 0)
     who = IncarnationId("e", 1)
 
@@ -95,8 +97,8 @@ def test_a_cluster_whose_last_stream_ended_is_answered_where_it_is_heard() -> No
 
 
 def test_a_second_cluster_of_a_name_that_comes_first_to_a_new_leader_is_not_let_in() -> None:
-    """Former bug: after a takeover both clusters of one name were in and trained, as the second one reached the new
-    leader before the first.
+    """Former bug: if a second cluster of a name reached a new leader before the first one, both were let in and
+    trained.
     """
     chain, agreed = OuterChain(), agreement(OuterSettings(heartbeat_s=1.0), 0)
     who = IncarnationId("home", 1)
@@ -120,8 +122,8 @@ def test_a_second_cluster_of_a_name_that_comes_first_to_a_new_leader_is_not_let_
 
 @pytest.mark.parametrize("holds_alone", [False, True])
 def test_a_name_is_kept_for_a_while_for_who_has_yet_to_come(holds_alone: bool) -> None:
-    """Former bug: the name of a cluster that alone may hold a push, and so is not removed for ten minutes, was blocked
-    for all that time.
+    """Former bug: after a takeover the name of an absent cluster that may be the only one to have a push was unusable
+    for ten minutes.
     """
     chain, agreed = OuterChain(), agreement(OuterSettings(reconnect_s=0.5), 0)
     who = IncarnationId("home", 1)

@@ -1,5 +1,5 @@
-"""Leases of a shared epoch: which cluster trains which positions, and the effects of answers, removals and
-rollbacks.
+"""Leases of samples: which cluster may train which positions of a shared epoch, and what answers, removals and
+rollbacks change.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def back(to, *lost, number=99):
 
 
 def again(leases):
-    """Returns the leases after a way through the chain's summary."""
+    """Returns leases encoded into a chain's summary and decoded again."""
     return Leases.decode(json.loads(json.dumps(leases.encode())))
 
 
@@ -135,7 +135,9 @@ def test_what_a_dead_one_leaves_is_dealt_again_in_whole_steps():
     ids=["any", "two at least", "a rest of three", "too few", "drop_last", "drop_last, accumulated", "both", "devices"],
 )
 def test_an_epoch_s_last_positions(batches, length, leased, taken, aside):
-    """A step is leased as a whole, no batch has fewer than `least`, and positions that make no batch are set aside."""
+    """At the end of an epoch positions are leased in whole steps if possible, no batch is smaller than `least`, and the
+    rest is set aside.
+    """
     leases, found, sizes = leases_of(A, length=length), [], []
     while (body := leases.grant(A, 1, batches) or leases.grant_rest(A, batches)) is not None:
         leases.lease(body)
@@ -352,8 +354,8 @@ def test_a_void_push_is_covered_by_the_next_one():
 
 
 def rolled_back():
-    """Returns leases after rounds 1 to 3, each with a push of A, the second also with B's first; rounds 2 and 3 are
-    rolled back.
+    """Returns leases after three rounds, with pushes of A in each and of B in the second; rounds 2 and 3 are rolled
+    back.
     """
     leases = leases_of(A, B)
     granted(leases, A, 16)
@@ -492,7 +494,7 @@ def test_a_summary_that_names_a_position_twice_is_refused():
 
 @dataclass
 class Place:
-    """State of one position at the oracle."""
+    """State of one position according to the oracle."""
 
     state: object = "free"
     """"free", "aside", the incarnation that holds the lease, or the push that spent it."""
@@ -501,7 +503,7 @@ class Place:
 
 @dataclass
 class Trainee:
-    """Cluster with the facts that leases depend on: its trained positions, and its pushes."""
+    """Simulated cluster: positions that it has trained, and its pushes."""
 
     trained: set = field(default_factory=set)
     number: int = 1
@@ -522,7 +524,9 @@ VERDICTS = st.sampled_from(["accept", "accept", "reject", "void"])
 
 
 class Walk(RuleBasedStateMachine):
-    """Clusters train, are judged, die and come back, in any order, beside an oracle that knows each position."""
+    """Random test in which clusters train, are answered, die and rejoin, with an oracle that keeps the state of each
+    position.
+    """
 
     kind = Leases
 
@@ -565,7 +569,7 @@ class Walk(RuleBasedStateMachine):
         return {(each.epoch, p) for each in push.covers for p in positions_of(each.spans)}
 
     def recent(self):
-        """Returns the rounds that stand and can be taken back."""
+        """Returns the rounds that are not rolled back and still can be."""
         return sorted(round_ for round_, _ in self.standing.values() if round_ > self.settled)
 
     # what happens
@@ -626,7 +630,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.trainees)
     @rule(index=st.integers(0, 3), samples=st.integers(1, POSITIONS))
     def push(self, index, samples):
-        """Freezes the trained positions; a cluster without any trains or leases some first."""
+        """Freezes a push with the cluster's trained positions; if it has none, trains or leases some first."""
         who = self.pick(index)
         trainee = self.trainees[who]
         if trainee.open:
@@ -650,7 +654,7 @@ class Walk(RuleBasedStateMachine):
         verdicts=st.lists(VERDICTS, min_size=1, max_size=4),
     )
     def decide(self, index, samples, verdicts):
-        """Answers a cluster's pushes in order; if none awaits an answer, freezes one."""
+        """Answers a cluster's unanswered pushes in order; if there is none, freezes one first."""
         who = self.pick(index)
         for verdict in verdicts:
             if not self.trainees[who].next:
@@ -732,7 +736,7 @@ class Walk(RuleBasedStateMachine):
         verdicts=st.lists(VERDICTS, max_size=4),
     )
     def roll_back(self, index, lost, verdicts):
-        """Takes some of the last rounds back, and answers some of the pushes that are offered again."""
+        """Rolls back some of the last rounds, and answers some of the pushes that clusters then offer again."""
         to = self.recent()[-1 - index % len(self.recent())] - 1
         self.round += 1
         taken = sorted(push for push, (round_, _) in self.standing.items() if round_ > to)
@@ -758,7 +762,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule()
     def takeover(self):
-        """Makes a new leader go on from the summary."""
+        """Replaces the leases by those that a new leader decodes from the summary."""
         plain = self.leases.encode()
         self.leases = self.kind.decode(json.loads(json.dumps(plain)))
         assert self.leases.encode() == plain
@@ -771,7 +775,9 @@ class Walk(RuleBasedStateMachine):
         rejected=st.booleans(),
     )
     def stray(self, index, positions, epoch, rejected):
-        """Offers a push of any positions: it is valid only if all of them are leased, and asking changes nothing."""
+        """Offers a push of arbitrary positions: it is valid only if all of them are leased to the cluster, and the
+        check changes nothing.
+        """
         who, before = self.pick(index), self.leases.encode()
         push = offer(who, 1000, *spans_of(positions), epoch=epoch)
         mine = self.covered(push) <= self.holds(who)
@@ -830,7 +836,7 @@ class Walk(RuleBasedStateMachine):
                 assert {(epoch, p) for p in gone} == {place for place in aside if place[0] == epoch}
 
     def teardown(self):
-        """Brings the begun epochs to their end, and checks that nothing is lost."""
+        """Trains all begun epochs to their end, and checks that no sample is lost."""
         if not hasattr(self, "leases"):
             return
         for index in range(2):
@@ -864,7 +870,7 @@ TestWalk.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 class LeasesStagedOnes(Leases):
-    """Planted bug: positions of a staged push count as free."""
+    """Planted bug: positions of a staged push count as free, and are leased to another cluster."""
 
     staged: tuple = ()
 
@@ -874,7 +880,7 @@ class LeasesStagedOnes(Leases):
 
 
 class GivesKeptOnesBack(Leases):
-    """Planted bug: a rollback gives back samples of pushes that are kept, and will be offered again."""
+    """Planted bug: a rollback frees the positions of pushes whose cluster still has them and will offer them again."""
 
     def rollback(self, body):
         super().rollback(RolledBack(body.number, body.to, tuple(self._accepted), body.reason))
@@ -885,14 +891,16 @@ def walk_with(mistake):
         kind = mistake
 
         def it_is_as_the_oracle_has_it(self):
-            """Skips the comparison with the oracle: the invariants must show the planted bug."""
+            """Does nothing instead of comparing with the oracle, so that the invariants alone must find the planted
+            bug.
+            """
 
         def expected_grant(self, who, samples, among):
             body = self.granted(who, samples, among)
             return [(body.epoch, p) for p in positions_of(body.spans)] if body else []
 
         def teardown(self):
-            """Skips the end of the epochs likewise."""
+            """Does nothing instead of ending the epochs."""
 
     found = settings(
         max_examples=300,

@@ -1,4 +1,4 @@
-"""Keys of data connections: which process gets which, and connections that only their holders can make."""
+"""Keys of data connections: which process gets which key, and that only holders of a key can connect."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def hello(name: str) -> FollowerHello:
 
 
 class Leader:
-    """Key issuer, and the messages that it has sent so far on each stream."""
+    """Leader's maker of keys, and the messages that it has sent on each stream."""
 
     def __init__(self) -> None:
         self.issuer = LineKeyIssuer("job", secret_channel=True)
         self.told: dict[int, list[Any]] = {}
 
     def send(self, conn: int, message: Any) -> list[int]:
-        """Sends a message with its keys; returns the streams that got one."""
+        """Sends a message and the keys that go with it; returns the streams on which something was sent."""
         found = self.issuer.with_keys(conn, message)
         for to, said in found:
             self.told.setdefault(to, []).append(said)
@@ -167,7 +167,7 @@ def test_the_clusters_whose_keys_are_remembered_are_limited(monkeypatch: pytest.
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Keys:
-    """Keys of a cluster, with a follower f and a training cluster c beside its members."""
+    """Folder of a cluster's keys, with keys for a follower f and an outer cluster c added."""
     made = Keys(tmp_path / "keys")
     keyfiles.add(made.folder, KeyHolder("f", FOLLOWER))
     keyfiles.add(made.folder, KeyHolder("c", CLUSTER))
@@ -224,7 +224,7 @@ def test_a_key_that_is_on_its_way_is_waited_for(keys: Keys) -> None:
 
 
 class Ends:
-    """Follower and process of a cluster that got their keys from one leader."""
+    """Follower and process of a cluster, with keys from one leader."""
 
     def __init__(self, keys: Keys, links: str = "auto") -> None:
         self.notes: list[tuple[str, dict[str, Any]]] = []
@@ -238,7 +238,7 @@ class Ends:
         self.leader = Leader()
 
     def tell(self, *, follower: bool = True) -> None:
-        """Sends both ends the leader's messages about a cluster that comes in."""
+        """Passes on the messages that the leader sends to follower and cluster when the cluster joins."""
         self.leader.follower(1, "f0")
         self.leader.send(3, Welcomed(TERM, HOME, 1, NO_VERSION, False, JobProgress()))
         self.leader.send(3, Holders(TERM, (Holder("f0", self.listener.endpoint),)))
@@ -260,7 +260,7 @@ def ends(keys: Keys, request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 
 def travels(ends: Ends) -> None:
-    """Sends a push and a version between both ends."""
+    """Sends a push from the cluster to the follower, and a version back, and compares the bytes."""
     grid = Grid((100_000,), block=1 << 12)
     whole = Part.encoded(grid.whole, BF16, torch.randn(grid.elements))
     offer = Offer(PushId(HOME, 1), NO_VERSION, hold_push(ends.held, PushId(HOME, 1), whole, [grid.whole]), 1, 1)

@@ -29,7 +29,9 @@ def many() -> Agreement:
 
 
 def test_the_first_record_of_a_job_names_all_tensors() -> None:
-    """Former bug: a model of 15,800 tensors ended the leader: its record had more than 1 MiB."""
+    """Former bug: the first record of a job with a model of 15,800 tensors had more than 1 MiB, and ended the
+    leader.
+    """
     opened = JobOpened(many(), "home at a test", "nonce")
     record = StoreRecord(1, "JobOpened", 1, body_bytes(opened), "")
     assert entry_of(record, "").body == opened

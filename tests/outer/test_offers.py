@@ -1,4 +1,4 @@
-"""Offers whose numbers are impossible (outer/rules/offers.py): they are answered, and end no leader."""
+"""Offers of pushes with impossible numbers (outer/rules/offers.py) are rejected, and the leader goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Covered, IncarnationId
 
 
 def pushed(rig: Rig, who: IncarnationId, number: int, **changed: object) -> Offer:
-    """Offers a push with the usual values but for these, and has the follower stage it."""
+    """Offers a push with usual values, except those in `changed`, and has the follower stage it."""
     base = rig.machine.chain.newest
     given: dict[str, object] = {"manifest": f"{who}/{number}", "samples": 8, "steps": 1, **changed}
     offer = Offer(PushId(who, number), base, **given)  # type: ignore[arg-type]
@@ -45,7 +45,9 @@ def begun(length: int = 0) -> tuple[Rig, IncarnationId]:
     ],
 )
 def test_what_nobody_can_have_trained_is_rejected(changed: dict[str, object], words: str) -> None:
-    """Former bug: negative samples gave factors [1, 1, -1] and a count of -3 million; many steps ended the leader."""
+    """Former bug: an offer with a negative number of samples spoiled a round's factors and counters, and one with too
+    many steps ended the leader.
+    """
     rig, home = begun()
     before = rig.machine.chain.counters
     pushed(rig, home, 2, **changed)

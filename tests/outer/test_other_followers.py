@@ -1,5 +1,5 @@
-"""Tests that a user who asks for another number of followers than hold shards is told so, with the holder of each shard
-(O15).
+"""Tests that a user who asks for another number of followers than a job has shards is told so, with the followers that
+hold the shards (O15).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CUT = "the shards of this job are cut for 2 (follower-0, follower-1); that stays
 
 
 def stopped(folder: Path) -> tuple[Stopped, Shelf]:
-    """Returns a stopped job of two followers, with its chain in a store that several may open, as etcd is."""
+    """Returns a stopped job of two followers, whose chain is in a store that several processes can open, like etcd."""
     shelf = Shelf()
     return Stopped(folder, 2, lambda: MemoryStore(shelf=shelf)), shelf
 
@@ -34,7 +34,9 @@ def stopped(folder: Path) -> tuple[Stopped, Shelf]:
 def test_a_leader_that_is_given_another_number_than_its_chain_has_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Former bug: the leader went on with the old number of followers and told nobody."""
+    """Former bug: a leader that was started for another number of followers than the job's chain has ignored that, and
+    told nobody.
+    """
     job, shelf = stopped(tmp_path / "files")
     assert [LeaderMachine(job.now, 9, asked).shards.unheeded for asked in (0, 2)] == ["", ""]
     with (
@@ -68,7 +70,9 @@ def test_more_followers_than_the_model_has_blocks_are_told_of(tmp_path: Path) ->
 def test_with_the_chain_in_etcd_a_follower_with_files_here_is_not_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Former bug: the job waited for ever for a follower that --followers had left out, though its files are here."""
+    """Former bug: with `--followers` below a job's number of shards one follower was not started though its files were
+    on the machine, and the job waited for ever.
+    """
     _, shelf = stopped(tmp_path)
     monkeypatch.setattr(standing, "open_outer_store", lambda address, job: MemoryStore(shelf=shelf))
 

@@ -1,4 +1,6 @@
-"""Jobs of real processes, judged from their logs: no push is lost or counted twice, and gaps close after a kill."""
+"""Outer jobs of real processes, checked from their logs: no push is lost or counted twice, and training goes on soon
+after a kill.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ LENGTH = 16 * 400
 
 
 def train_shared(server: str, name: str, logs: str, go: str) -> None:
-    """Trains as a cluster of a job that shares one epoch; waits for `go` long before that is over."""
+    """Trains as a cluster of a job that shares one epoch; pauses long before the epoch's end until the file `go`
+    exists.
+    """
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, ROBUST, length=LENGTH)
@@ -48,7 +52,7 @@ def train_shared(server: str, name: str, logs: str, go: str) -> None:
 
 
 def answers_of(records: Sequence[Record]) -> list[dict[str, object]]:
-    """Returns the events of the last pushes, for the message of a failed check."""
+    """Returns the last events about pushes, for the message of a failed check."""
     return [dict(r.fields) for r in records if r.name in ("push_frozen", "push_answered", "version_computed")][-20:]
 
 

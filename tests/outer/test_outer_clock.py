@@ -1,4 +1,6 @@
-"""A wall clock that jumps by an hour, again and again, changes nothing: all decisions go by a monotonic clock."""
+"""A wall clock that jumps by an hour again and again changes nothing in outer sync, since all decisions use a monotonic
+clock.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ EACH = OuterSettings(policy="robust", inner_steps=2, batch=16)
 
 @pytest.fixture
 def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Function after whose call each reading of the wall clock is an hour early, late, or right."""
+    """Function that makes the wall clock jump: from its call on each reading is right, an hour early or an hour
+    late.
+    """
     right, off = time.time, cycle((HOUR_S, 0.0, -HOUR_S))
 
     def wrong() -> float:
@@ -55,7 +59,7 @@ def meanwhile() -> Iterator[ExitStack]:
 
 
 def follow(place: str, folder: Path, note: Callable[..., None]) -> FollowerProcess:
-    """Returns a started follower in this process."""
+    """Returns a follower that runs in this process."""
     made = FollowerProcess(
         *("f0", ShardFiles(folder, "default"), ("127.0.0.1", 0), b""),
         lambda **calls: ControlClient([place], b"", call="Follow", **calls),
@@ -66,7 +70,7 @@ def follow(place: str, folder: Path, note: Callable[..., None]) -> FollowerProce
 
 
 def train_until(session: OuterSession, model: torch.nn.Module, number: int) -> None:
-    """Trains until the session has adopted a version of this number, or a later one."""
+    """Trains until the session has adopted version `number` or a later one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     steps = iter(range(1_000_000))
 
@@ -119,7 +123,9 @@ ON_WALL_TIME = {"server_main.py:put_away": 1, "server_main.py:run": 1, "upkeep.p
 
 
 def test_nothing_of_outer_sync_reads_the_wall_clock() -> None:
-    """Leases, windows and heartbeats would go by it. (Certificates and the lines of logs are others' parts.)"""
+    """No module of outer sync may read the wall clock, which would decide leases, windows and heartbeats; certificates
+    and logs may.
+    """
     found = []
 
     def walk(path: Path, within: str, node: ast.AST) -> None:

@@ -1,4 +1,6 @@
-"""Codecs: decoded values, special numbers, and that a block depends on nothing but itself."""
+"""Codecs of pushes and versions: decoded values, special numbers, and that a block's bytes depend on that block
+alone.
+"""
 
 from __future__ import annotations
 
@@ -221,7 +223,7 @@ def test_a_codec_names_both_directions() -> None:
 
 
 class Halves:
-    """Third-party codec without a base class."""
+    """User's own codec that shares no base class with the built-in ones."""
 
     name = "halves"
     residual = True

@@ -1,4 +1,6 @@
-"""The stream to the leading leader: it is found, left when it is silent, and found again; messages arrive."""
+"""The client of the leader's stream: it finds the leader, leaves one that is silent, finds the next one; messages
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ def test_a_callback_may_close_the_client() -> None:
 
 
 class Odd(ParameterServerServicer):  # type: ignore[misc]
-    """Server that sends messages as a later version might."""
+    """Server that sends messages such as a later version of the protocol might have."""
 
     def Follow(self, _requests: Any, _context: Any) -> Iterator[Any]:
         odd = outer_pb2.ToFollowerEnvelope()

@@ -1,4 +1,4 @@
-"""Each sample is once in every cluster's final weights, whatever happens to the server and to the clusters.
+"""The final weights of each cluster contain each sample once, whatever happens to the server and the clusters.
 
 `COUNTED_KILLS`, `COUNTED_STOPS` and `COUNTED_FOLDERS` say how often each is done; by default a few times.
 """

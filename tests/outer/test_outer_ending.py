@@ -14,7 +14,9 @@ from lab.outer.processes import product
 
 
 def rolled_back_at_its_end(*, asked: bool) -> tuple[Rig, IncarnationId, Offer]:
-    """Returns a job about to end that is rolled back before an accepted push of its oldest cluster, which lives."""
+    """Returns a job that was about to end when a rollback reopened an accepted push of its oldest cluster, which is
+    alive.
+    """
     rig = Rig()
     home = rig.comes("home", 2)
     rig.push(home, 1)
@@ -37,7 +39,7 @@ def rolled_back_at_its_end(*, asked: bool) -> tuple[Rig, IncarnationId, Offer]:
 
 
 def test_what_a_rollback_opens_again_is_answered_before_the_job_ends() -> None:
-    """Former bug: no round was decided after the rollback, and the job's end expired the push that it had reopened."""
+    """Former bug: after a rollback no further round was decided, and the job's end made the reopened push void."""
     rig, home, offer = rolled_back_at_its_end(asked=False)
     newest, chain = rig.machine.chain.newest, rig.machine.chain
     rig.feed(fx.Heard(1, say.Written("f", newest, "digest")))
@@ -56,7 +58,7 @@ def test_what_a_rollback_opens_again_is_answered_before_the_job_ends() -> None:
 
 
 def ended(rig: Rig) -> VersionId:
-    """Ends this job; returns its last version."""
+    """Ends a job by an operator's request; returns its last version."""
     home = rig.comes("home", 2)
     rig.push(home, 1)
     rig.feed(fx.EndAsked("an operator asked"))
@@ -84,8 +86,8 @@ def test_who_comes_after_the_end_is_told_where_the_last_version_is() -> None:
 
 
 def test_a_server_that_starts_after_the_end_has_the_last_version_loaded_for_who_comes() -> None:
-    """Former bug: followers of a finished job were told of its end at once, and ended: none had the last version any
-    more.
+    """Former bug: followers that started after a job's end were told to end at once, so that nobody could serve the
+    last version.
     """
     rig = Rig()
     last = ended(rig)
@@ -115,8 +117,8 @@ def test_an_operator_ends_a_job_that_was_rolled_back() -> None:
 
 
 def test_an_operator_ends_a_job_that_lost_its_first_version() -> None:
-    """Former bug: the job never ended: no version was left that could become durable, and no cluster may found it
-    anew.
+    """Former bug: a job that lost its first version could not be ended, since no version could become durable any
+    more.
     """
     rig = Rig(full=True)
     gone = rig.comes("gone", 2)

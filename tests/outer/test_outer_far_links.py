@@ -1,5 +1,5 @@
-"""A cluster far from its server: its whole link is cut, or swallows all bytes, while a push or a version is under
-way.
+"""A cluster far from its server: the link is cut, or silently drops all bytes, while a push or a version is being
+sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAR_BPS = 1.6e6
 
 @pytest.fixture
 def relay() -> Iterator[LinkRelay]:
-    """Relay through which this process dials for data."""
+    """Relay through which all data connections of this process are made."""
     with LinkRelay() as relay, emulating(relay=relay.address):
         yield relay
 
@@ -40,7 +40,7 @@ def wide_model() -> nn.Module:
 
 
 class FarLink:
-    """Link between a cluster and its server: control, and data of one follower."""
+    """Link between a cluster and its server: the control stream, and data connections to one follower."""
 
     def __init__(self, clusters: Clusters, relay: LinkRelay, control: Way, home: Cluster) -> None:
         self.harness, self.relay, self.control, self.home = clusters.harness, relay, control, home
@@ -48,12 +48,12 @@ class FarLink:
         relay.shape("home", "f0", rate_bps=FAR_BPS)
 
     def passes(self, start: str, end: str) -> Callable[[], bool]:
-        """Returns a function that tells whether a third of a push or version has passed from here on."""
+        """Returns a function that tells whether, from now on, a third of a push or version has been sent."""
         before, third = self.relay.passed()[start, end], 2 * sum(p.numel() for p in self.home.model.parameters()) / 3
         return lambda: self.relay.passed()[start, end] - before > third
 
     def cut(self) -> None:
-        """Cuts the link; returns when the leader has noticed it."""
+        """Cuts the link, and waits until the leader has noticed."""
         self.relay.cut("home", "f0")
         self.control.cut()
         self.lost = self.harness.wait_for("cluster_stream", lambda r: not r["up"], after=self.lost)
@@ -64,7 +64,7 @@ class FarLink:
 
 
 def accepted(clusters: Clusters) -> list[str]:
-    """Returns the accepted pushes by round."""
+    """Returns the numbers of the accepted pushes in the order of the rounds."""
     rounds = [r["body"] for r in clusters.harness.records if r.name == "entry" and r["kind"] == "Round"]
     return [str(each["offer"]["push"]["number"]) for body in rounds for each in body["accepted"]]
 
@@ -109,7 +109,9 @@ def test_a_link_that_is_cut_in_mid_push_and_in_mid_version_costs_neither(cluster
 def test_a_stream_that_swallows_everything_is_given_up_and_its_push_is_answered_on_another_one(
     clusters: Clusters,
 ) -> None:
-    """A NAT has forgotten the stream: neither end is told, and a newly dialled one passes."""
+    """A stream silently loses all messages, as behind a NAT that has forgotten it, and new streams work: the push is
+    answered on a new one.
+    """
     with closing(Way(clusters.job.server)) as one, closing(Way(clusters.job.server)) as another:
         places = f"{one.endpoint},{another.endpoint}"
         home = clusters.come_in("home", rules=RULES, server=places)

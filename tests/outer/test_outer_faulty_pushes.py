@@ -1,4 +1,6 @@
-"""Pushes that are too long, turned round, empty or not finite, from a real cluster to a real leader and follower."""
+"""A cluster sends pushes that are too long, point the wrong way, are empty or not finite, to a leader and a follower in
+real processes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def with_inf(delta: torch.Tensor) -> torch.Tensor:
 
 
 def settled(all_of_them: list[Cluster]) -> None:
-    """Waits until the newest version that any cluster has heard of is the base of all."""
+    """Waits until all clusters have adopted the newest version that any of them knows."""
     machines = [each.session._life.machine for each in all_of_them]
 
     def same() -> bool:
@@ -50,7 +52,7 @@ def settled(all_of_them: list[Cluster]) -> None:
 
 
 def together(all_of_them: list[Cluster], twist: Twist = lambda delta: delta) -> None:
-    """Trains a step of each cluster from the newest version, and pushes; `twist` changes the delta of the last
+    """Has each cluster train a step from the newest version and push it; `twist` changes the push of the last
     cluster.
     """
     odd = all_of_them[-1]
@@ -89,7 +91,7 @@ def test_a_faulty_push_is_answered_with_its_reason_and_the_others_count(
     heard: Record | None = None
 
     def round_of(twist: Twist) -> tuple[Record, dict[str, Any]]:
-        """Returns the answer to the odd cluster's push, and the round that contains it."""
+        """Returns the answer to the last cluster's changed push, and the round in which it was judged."""
         nonlocal heard
         together(all_of_them, twist)
         heard = harness.wait_for("push_answered", node="odd", after=heard)

@@ -1,4 +1,4 @@
-"""Whole outer jobs of real processes: clusters get the values that the arithmetic gives, whatever process dies."""
+"""Whole outer jobs of real processes: clusters end with the computed values, whatever process is killed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SYNC = OuterSettings(policy="sync", inner_steps=STEPS, batch=16, heartbeat_s=2.0
 
 
 def keep_pushes(pushes: str) -> None:
-    """Makes this process leave a copy of each later push in that folder."""
+    """Makes this process save a copy of each later push in the folder `pushes`."""
     encoder = OuterContent.encoder
 
     def keeping_encoder(content: OuterContent) -> Callable[[], Part]:
@@ -65,7 +65,9 @@ def keep_pushes(pushes: str) -> None:
 
 
 def train_locally(server: str, name: str, logs: str, go: str, out: str, rounds: int = ROUNDS) -> None:
-    """Trains as a cluster with its own data; waits for `go` once it is in. Its pushes are kept beside `go`."""
+    """Trains as a cluster with its own data, after waiting for the file `go` once it has joined; saves its pushes
+    beside `go`.
+    """
     keep_pushes(str(Path(go).parent / "pushes"))
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -85,7 +87,9 @@ def train_locally(server: str, name: str, logs: str, go: str, out: str, rounds: 
 
 
 def one_process(names: list[str], rounds: int = ROUNDS) -> torch.Tensor:
-    """Computes the same DiLoCo in one process, on the same kernel; returns its parameters, flat."""
+    """Computes the parameters, flat, that a synchronous DiLoCo job of these clusters must have, in one process with the
+    same kernel.
+    """
     models = [small_model() for _ in names]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
     replicas = [Replica.of_module(model) for model in models]
@@ -110,7 +114,9 @@ def one_process(names: list[str], rounds: int = ROUNDS) -> torch.Tensor:
 
 
 def with_torch(names: list[str]) -> torch.Tensor:
-    """Computes the same DiLoCo with torch's own SGD as the outer optimizer; returns its parameters, flat."""
+    """Computes the parameters, flat, that a synchronous DiLoCo job of these clusters must have, with torch's own SGD as
+    outer optimizer.
+    """
     outer = small_model()
     optimizer = torch.optim.SGD(outer.parameters(), lr=SYNC.outer_lr, momentum=SYNC.outer_momentum, nesterov=True)
     for number in range(ROUNDS):
@@ -156,8 +162,8 @@ def test_sync_in_fp32_is_diloco_bit_for_bit(tmp_path: Path, followers: int) -> N
 
 
 def train_beyond_the_end(server: str, name: str, logs: str, out: str, go: str) -> None:
-    """Trains as a cluster that ends the job once `go` is there, or ("late") has trained a step when another one
-    does.
+    """Trains as a cluster that ends the job once the file `go` exists; as "late" it has an unpushed step when the job
+    ends.
     """
     model, settings = small_model(), OuterSettings(policy="async", inner_steps=STEPS, batch=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -180,7 +186,9 @@ def train_beyond_the_end(server: str, name: str, logs: str, out: str, go: str) -
 
 
 def test_who_is_cut_off_by_the_end_has_the_jobs_last_version(tmp_path: Path) -> None:
-    """Former bug: a cluster's steps since its last freezing are in no version, and were left in its model."""
+    """Former bug: at the end of a job a cluster kept in its model the steps that it had not pushed, which no version
+    contains.
+    """
     with Harness(tmp_path, deadline_s=120) as harness:
         job = OuterJob(harness).start()
         arguments = train_beyond_the_end, job.server
@@ -195,7 +203,7 @@ def test_who_is_cut_off_by_the_end_has_the_jobs_last_version(tmp_path: Path) -> 
 
 
 def train_until_over(server: str, name: str, logs: str, done: str) -> None:
-    """Trains as a cluster until its part is over, or the file `done` is there."""
+    """Trains as a cluster until its part in the job has ended, or the file `done` exists."""
     model, settings = small_model(), OuterSettings(policy="async", inner_steps=STEPS, batch=16, heartbeat_s=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, settings)
@@ -212,8 +220,8 @@ def train_until_over(server: str, name: str, logs: str, done: str) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_of_an_earlier_job_that_wakes_in_the_next_one_is_not_let_in(tmp_path: Path) -> None:
-    """Former bug: an earlier job's cluster knew more versions than the next job had, and ended each leader of that job.
-    It asks again and again for its own.
+    """Former bug: a cluster of an earlier job on the same endpoint knew versions that the new job's chain lacked, and
+    so ended its leader. Now it is refused.
     """
     with Harness(tmp_path, deadline_s=120) as harness:
         job, done = OuterJob(harness).start(), tmp_path / "done"
@@ -243,7 +251,7 @@ def test_a_cluster_of_an_earlier_job_that_wakes_in_the_next_one_is_not_let_in(tm
 
 
 def train_with_halves(server: str, name: str, logs: str) -> None:
-    """Trains as a cluster whose pushes travel by a codec of its own."""
+    """Trains as a cluster whose pushes are encoded by a codec of the test's own."""
     importlib.import_module("halves_codec")
     model, settings = small_model(), replace(SYNC, policy="async")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -287,9 +295,7 @@ RULES = {
 def train_shared(
     server: str, name: str, logs: str, pushes: str, pause_s: float, leave: str = "never", policy: str = "robust"
 ) -> None:
-    """Trains as a cluster that shares the data, and keeps a copy of each push; it leaves once the file `leave` is
-    there.
-    """
+    """Trains as a cluster that shares the data, and saves a copy of each push; leaves once the file `leave` exists."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = open_session(server, name, model, logs, RULES[policy], length=LENGTH)
@@ -315,7 +321,7 @@ PartOf = Callable[[Offer], Part]
 
 
 def chain_of(store: Path, pushes: Path) -> tuple[OuterChain, PartOf]:
-    """Returns the chain, and a function that gives the clusters' own copies of their pushes."""
+    """Returns the chain, and a function that loads the copy of a push which its cluster has saved."""
     chain = OuterChain()
     with SqliteStore(store, read_only=True) as log:
         for record in log.read()[1]:
@@ -337,8 +343,8 @@ def grid_of(chain: OuterChain) -> Grid:
 
 
 def by_robust(chain: OuterChain, part: PartOf) -> torch.Tensor:
-    """Returns the parameters, flat, that `robust` computes from the same pushes with all clusters in; it must refuse
-    none.
+    """Returns the parameters, flat, that the policy `robust` computes from these pushes if each round has all clusters;
+    none may be rejected.
     """
     whole, robust = grid_of(chain).whole, replace(SYNC, policy="robust")
     state, counters, gate = OuterState(whole, torch.zeros(whole.elements)), Counters(), GateState()
@@ -368,7 +374,7 @@ def by_robust(chain: OuterChain, part: PartOf) -> torch.Tensor:
 
 
 def replayed(store: Path, pushes: Path, shards: int) -> tuple[OuterChain, list[str]]:
-    """Returns the chain, and the digests of its last version, computed from the clusters' own copies of their
+    """Returns the chain, and the digests of its last version's shards, computed from the clusters' saved copies of
     pushes.
     """
     chain, part = chain_of(store, pushes)
@@ -426,7 +432,7 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, p
 
 
 def copy_chain(store: Path, to: Path) -> None:
-    """Copies the chain's file as it is now, with its write-ahead log; no process uses `to`."""
+    """Copies the chain's file at this moment, with its write-ahead log; no process may use `to`."""
     for left in to.parent.glob(f"{to.name}-*"):
         left.unlink()  # of a leader that was killed
     with contextlib.closing(sqlite3.connect(store)) as source, contextlib.closing(sqlite3.connect(to)) as target:
@@ -435,7 +441,9 @@ def copy_chain(store: Path, to: Path) -> None:
 
 @pytest.mark.slow
 def test_a_leader_on_an_older_copy_of_its_store_decides_nothing_and_says_what_to_do(tmp_path: Path) -> None:
-    """Clusters train on; once the newest copy is back all is counted once (O4)."""
+    """A leader on an older copy of the chain stops, and clusters train on; with the newest copy back, each sample
+    counts once (O4).
+    """
     store, older, newest = (tmp_path / f"{name}.sqlite" for name in ("chain", "older", "newest"))
     pushes = tmp_path / "pushes"
     pushes.mkdir()
@@ -473,7 +481,7 @@ def test_a_leader_on_an_older_copy_of_its_store_decides_nothing_and_says_what_to
 
 
 def follow_on_a_full_disk(full: str, arguments: list[str]) -> None:
-    """Runs a follower whose disk counts as full while this file is there."""
+    """Runs a follower whose disk counts as full as long as the file `full` exists."""
     write = ShardFiles._write
 
     def full_disk(*given: object) -> None:
@@ -557,7 +565,7 @@ def test_a_job_that_was_stopped_goes_on_from_its_files(tmp_path: Path) -> None:
 
 
 def train_shared_without_versions(hold: str, *told: Any) -> None:
-    """Trains like `train_shared`; while the file `hold` is there no version comes to this cluster."""
+    """Trains like `train_shared`, but this cluster can fetch no version while the file `hold` exists."""
     fetch = push_serving.fetch_version
 
     def fetch_later(*given: Any, **named: Any) -> int:
@@ -575,8 +583,8 @@ def removes(record: Record, cluster: str) -> bool:
 
 @pytest.mark.slow
 def test_clusters_that_are_killed_come_back_and_each_sample_counts_once(tmp_path: Path) -> None:
-    """A cluster is killed when it has heard that its push is in, and has not adopted its version; then all are killed,
-    and one of them comes back.
+    """A cluster is killed after its push was accepted and before it adopts the version; then all clusters are killed,
+    and one starts again.
     """
     pushes, hold = tmp_path / "pushes", tmp_path / "hold"
     pushes.mkdir()

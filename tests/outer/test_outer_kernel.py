@@ -1,5 +1,5 @@
-"""The outer state's arithmetic: the same bits for any cut, address and number of threads; DiLoCo with all
-clusters in.
+"""Arithmetic of outer sync: the same bits for any cut, memory address and number of threads; with all clusters in each
+round it is DiLoCo.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def nesterov(eta: float = 0.7, mu: float = 0.8, p: float = 1.0) -> Factors:
-    """Returns the factors of a round in which the momentum moves."""
+    """Returns the factors of a round in which the momentum moves, as in plain Nesterov."""
     return Factors(rate=eta * p, buffer=p, momentum=mu, outer=1.0, step=eta * mu)
 
 
@@ -42,7 +42,7 @@ PARTLY = replace(nesterov(p=0.9), outer=0.83)
 
 
 def noise(count: int, seed: int, scale: float = 1.0) -> Tensor:
-    """Returns numbers of all magnitudes, some of them 0.0 and -0.0."""
+    """Returns random numbers of very different magnitudes, some of them 0.0 and -0.0."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=generator) * scale
     values *= torch.exp2(torch.randint(-20, 3, (count,), generator=generator).float())
@@ -53,7 +53,7 @@ def noise(count: int, seed: int, scale: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Act:
-    """Pushes of one round, for all of the grid, and its factors; the blocks of tensors from `averaged` on are
+    """Round for the whole grid: pushes, weights and factors. Blocks of the tensors from number `averaged` on are
     buffers.
     """
 
@@ -75,7 +75,9 @@ def acts(grid: Grid, rounds: Sequence[Factors], pushes: int, seed: int = 0) -> l
 
 
 class Reference:
-    """Update rule of the module in numpy, whose operations never fuse: the whole state, block after block."""
+    """Update rule of the kernel, implemented in numpy, whose operations are never fused; for the whole state, block by
+    block.
+    """
 
     def __init__(self, grid: Grid, theta: Tensor) -> None:
         self.grid = grid
@@ -115,7 +117,7 @@ class Reference:
 
 @dataclass
 class Held:
-    """State of a shard, at odd addresses."""
+    """State of a shard in memory at odd addresses."""
 
     state: OuterState
 
@@ -224,7 +226,9 @@ def test_bits_for_any_grid(
 
 @pytest.mark.usefixtures("threads_of_torch")
 def test_bits_of_large_blocks_with_several_threads() -> None:
-    """Torch divides an operation on more than 2^15 elements among threads, at places that depend on their number."""
+    """Torch divides operations on more than 2^15 elements among threads, at places that depend on their number: the
+    bits must not.
+    """
     grid = Grid((100_003, 33_333))
     rounds = acts(grid, (nesterov(), DELAYED, PARTLY), 2)
     found = set()
@@ -266,7 +270,9 @@ def test_several_threads_may_share_a_round() -> None:
 
 
 def test_a_state_that_was_loaded_goes_on_with_the_same_bits() -> None:
-    """The kernel looks up whether a buffer is empty: a remembered flag would be lost by a restart."""
+    """A state that is copied after each round, as by a restart, has the same bits later: nothing outside its tensors is
+    remembered.
+    """
     rounds = acts(GRID, MIXED, 2)
     rounds.insert(2, Act((1.0,), (torch.full((GRID.elements,), -0.0),), DELAYED))
     rounds.insert(0, rounds[2])
@@ -301,7 +307,9 @@ def test_digests_do_not_depend_on_the_cut_and_see_each_part_of_the_state() -> No
 
 
 def test_with_everybody_in_it_is_nesterov_bit_for_bit() -> None:
-    """One plain process computes theta -= eta (delta + mu m), over whole tensors, with the same roundings."""
+    """With all clusters in each round the result has the same bits as Nesterov's momentum on whole tensors in one
+    process.
+    """
     eta, mu = 0.7, 0.8
     rounds = acts(GRID, [nesterov(eta, mu)] * 5, 3)
     theta = noise(GRID.elements, 7)
@@ -330,8 +338,8 @@ def test_with_everybody_in_it_is_the_optimizer_of_torch(fused: bool) -> None:
 
 
 def test_alone_and_each_in_turn_it_is_delayed_nesterov() -> None:
-    """Pushes follow arXiv 2401.09135, Algorithm 3 with c = 0: K pushes are applied as they come, and then the momentum
-    moves.
+    """With one push in each round, of the clusters in turn, the result is Delayed Nesterov (arXiv 2401.09135, Algorithm
+    3 with c = 0).
     """
     eta, mu, clusters = 0.7, 0.8, 4
     p = 1 / clusters
@@ -358,8 +366,8 @@ def test_a_round_without_an_accepted_push_changes_nothing() -> None:
 
 
 def test_of_parameters_the_round_takes_the_difference_to_what_it_finds() -> None:
-    """A push of parameters f acts like one of theta - f, with one rounding each: in any cut, and in the second round
-    from the theta that the first left.
+    """Pushes that hold parameters f act like pushes of theta - f, with theta of the version before the round; for any
+    cut.
     """
     theta, averaged = noise(GRID.elements, 7), GRID.whole.since(4)
     first, second = (theta + noise(GRID.elements, seed, 1e-2) for seed in (1, 2))
@@ -476,7 +484,9 @@ def test_a_push_and_the_residual_are_what_the_equations_say(format: Format) -> N
 
 
 def test_int8_with_a_residual_loses_nothing_over_many_pushes() -> None:
-    """One large number in a block drowns the others, push after push; the residual brings them in later."""
+    """One large number in a block makes int8 round the others to 0 in each push; the residual adds them to later
+    pushes.
+    """
     shard = Grid((64,), 64).whole
     base = Part.of(shard, torch.zeros(64))
     f = torch.full((64,), -1e-3)
@@ -533,7 +543,7 @@ def test_parameters_that_need_gradients_are_read_and_written() -> None:
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=60), st.integers(0, 2**31), st.booleans())
 def test_products_of_many_short_blocks_are_those_of_each(sizes: list[int], seed: int, broken: bool) -> None:
-    """Blocks of one length are computed together, and each sum has the same bits as alone."""
+    """Scalar products of blocks of equal length are computed together, with the same bits as one by one."""
     grid = Grid((*sizes, *sorted(sizes)), 64)
     one, other = noise(grid.elements, seed), noise(grid.elements, seed + 1)
     if broken:

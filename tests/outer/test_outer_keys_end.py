@@ -1,4 +1,4 @@
-"""Certificates that expire under outer sync: the excluded process is told what to do, others go on, and nothing
+"""Certificates that expire during an outer job: the excluded process says what to do, others go on, and nothing
 hangs.
 """
 
@@ -40,14 +40,14 @@ EACH = OuterSettings(policy="async", inner_steps=1, batch=16)
 
 
 class KeysThatEnd:
-    """Folders of keys, each of which is valid for as long as a test wants."""
+    """Makes folders of keys that are valid for as long as a test wants."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._cluster = keyfiles.init(folder / "owner", [])
 
     def lasts(self, name: str, role: str, seconds: float) -> Path:
-        """Writes keys for this name that are valid for so many seconds from now on; returns their folder."""
+        """Writes keys for this name that expire in this number of seconds; returns their folder."""
         return write_keys(self._folder / name, keyfiles.issue(self._cluster, KeyHolder(name, role), seconds / DAY_S))
 
     def of(self, name: str, role: str, seconds: float = LONG_S) -> Credentials:
@@ -139,7 +139,9 @@ def test_nobody_begins_with_a_certificate_that_has_ended(
 def test_cluster_and_follower_of_a_leader_that_comes_back_after_their_certificates_have_ended(
     keys: KeysThatEnd, tmp_path: Path, caplog: pytest.LogCaptureFixture, meanwhile: ExitStack
 ) -> None:
-    """The cluster trains on and says so, its end is no hang, and both come back with the next keys."""
+    """After a restart of the leader, cluster and follower have expired certificates: the cluster trains on and says so,
+    can end, and both reconnect with new keys.
+    """
     harness = meanwhile.enter_context(Harness(tmp_path / "job", deadline_s=90))
     job = OuterJob(harness)
     job.leads = [f"--keys-dir={keys.lasts('server', FOLLOWER, LONG_S)}"]

@@ -1,4 +1,6 @@
-"""Data connections over real sockets: parked, taken, cut, redialled; pushes and versions that travel on them."""
+"""Data connections over real sockets: kept open, used, cut and dialled again; pushes and versions are sent over
+them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ TCP_REPAIR = 19
 
 
 class Notes:
-    """Notes, for threads that wait for them."""
+    """Recorder of events, on which threads can wait."""
 
     def __init__(self) -> None:
         self.all: list[tuple[str, dict[str, Any]]] = []
@@ -65,7 +67,7 @@ class Notes:
 
 
 class Follower:
-    """Listener and its state server."""
+    """Follower's data connections: a listener, and the server of its states."""
 
     def __init__(self, name: str, port: int = 0, secret: bytes = TOKEN) -> None:
         self.name, self.notes, self.server = name, Notes(), StateServer(SERVING)
@@ -84,7 +86,7 @@ class Follower:
 
 
 class Home:
-    """Process of a cluster."""
+    """Process of a cluster with its data connections."""
 
     def __init__(self, me: str = str(HOME), **options: Any) -> None:
         self.me, self.notes, self.server = me, Notes(), StateServer(SERVING)
@@ -102,7 +104,7 @@ def threads() -> list[str]:
 
 @pytest.fixture
 def stage() -> Iterator[Callable[[Any], Any]]:
-    """Function that closes at the end what a test made; no thread may be left then."""
+    """Function that registers an object to be closed at the test's end; checks that no thread is left then."""
     with ExitStack() as stack:
 
         def entered(made: Any) -> Any:
@@ -119,7 +121,9 @@ def random_part(seed: int = 0) -> Part:
 
 
 def blank_part(shard: Shard = GRID.whole) -> Part:
-    """Returns zeroed memory: fresh memory may hold another test's content, which would not be fetched again."""
+    """Returns memory for a part, filled with zeros: otherwise it may contain another test's content, which would not be
+    fetched again.
+    """
     part = Part.empty(shard, BF16)
     part.data.zero_()
     return part
@@ -192,7 +196,7 @@ def test_names_tell_pushes_versions_formats_and_shards_apart() -> None:
 
 
 class Breaks:
-    """Progress callback of a fetch that acts once the first bytes have come."""
+    """Progress callback for a fetch, which calls a function once the first bytes have arrived."""
 
     def __init__(self, what: Callable[[], None]) -> None:
         self.what, self.seen = what, list[int]()
@@ -243,7 +247,7 @@ def sent_by(home: Home) -> int:
 
 
 def of_ranks(stage: Any, follower: Follower, count: int) -> list[Home]:
-    """Returns processes of one incarnation, each with a connection parked."""
+    """Returns processes of one incarnation, each with a connection open at the follower."""
     ranks = [stage(Home(count=1)) for _ in range(count)]
     for each in ranks:
         each.lines.follow([follower.holder])
@@ -271,7 +275,7 @@ def test_all_processes_of_a_cluster_send_a_part_of_a_push(stage: Any) -> None:
 
 
 def hold_back(home: Home, barrier: threading.Barrier) -> None:
-    """Holds the first bytes of this process back until those of all others are ready, too."""
+    """Delays the first bytes of this process until all processes at the barrier are ready to send, too."""
     answer, first = home.server._answer, threading.Event()
 
     def held(channel: Any, request: Any, peer: str) -> None:
@@ -341,14 +345,16 @@ def test_processes_of_a_cluster_share_its_rate(stage: Any) -> None:
 
 
 def paced(home: Home) -> list[int]:
-    """Returns the bytes a second that its connections may send."""
+    """Returns the rates, in bytes a second, to which the kernel limits this process's connections."""
     lines_ = [line for each in home.lines._lines.values() for line in each]
     socks = [line._sock for line in lines_ if line._sock is not None]
     return [struct.unpack("=Q", s.getsockopt(socket.SOL_SOCKET, 47, 8))[0] for s in socks]
 
 
 def test_a_process_with_other_bytes_under_a_pushs_name_is_passed_over(stage: Any) -> None:
-    """A process holds other bytes than the offered ones, as after a commit that was taken back."""
+    """One of two processes has other bytes than the offer says, as after a commit that was undone: the push is fetched
+    from the other process.
+    """
     follower = stage(Follower("f0"))
     strange, other = of_ranks(stage, follower, 2)
     offered(strange, random_part(1), 1)
@@ -453,7 +459,9 @@ def test_a_version_whose_link_is_cut_in_the_middle_goes_on_with_what_is_missing(
 def test_a_connection_that_swallows_everything_is_given_up_for_another_one(
     stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A NAT has forgotten the connection, and neither end has noticed yet."""
+    """A connection silently loses all bytes, as behind a NAT that has forgotten it: the push is fetched over another
+    connection.
+    """
     monkeypatch.setattr(fetching, "STALL_S", 0.3)
     follower, home = stage(Follower("f0")), stage(Home(count=1))
     whole = random_part()
@@ -475,7 +483,7 @@ def test_a_connection_that_swallows_everything_is_given_up_for_another_one(
 
 
 def forget(sock: socket.socket) -> None:
-    """Ends the connection at this end without a word to the other one."""
+    """Closes a socket without telling the peer, as if the machine had lost power."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
     except OSError:
@@ -513,7 +521,7 @@ def test_both_ends_have_the_kernel_ask_after_ten_seconds_and_give_up_three_later
 
 
 class Recorded(threading.Event):
-    """Event that does not wait, but notes for how long it would have; set after some times."""
+    """Event that does not wait but records the timeouts; it counts as set after `times` calls."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -705,8 +713,8 @@ def test_a_part_is_fetched_by_its_name_with_its_manifest(stage: Any) -> None:
 
 
 def test_pushes_and_versions_are_paced(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sending is paced by the setting, by the sufficient rate if that is less, and shared among the sending
-    processes.
+    """Sending is limited to the setting or, if that is less, to the rate that suffices; the processes of a cluster
+    share it.
     """
     paced: dict[str, list[float | None]] = {"lines": [], "server": []}
     monkeypatch.setattr(

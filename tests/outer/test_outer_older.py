@@ -1,5 +1,5 @@
-"""A leader whose store was replaced by an older copy: any process that knows more ends it before it decides anything
-(O4).
+"""The leader's store is replaced by an older copy: any process that knows more makes the leader end before it decides
+anything (O4).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Who = TypeVar("Who", ScriptedCluster, ScriptedFollower)
 
 
 class Job:
-    """File and port of a leader; its leaders come one after the other."""
+    """Chain file and port that successive leaders of a job use."""
 
     def __init__(self, folder: Path) -> None:
         self.store = folder / "chain.sqlite"
@@ -46,14 +46,14 @@ class Job:
             return load_chain(store)
 
     def has_stored(self, cluster: ScriptedCluster, number: int) -> None:
-        """Pushes until there is a version of this number, which is durable."""
+        """Pushes, and waits until version `number` exists and is durable."""
         until(lambda: cluster.number == number, "the answer to the push before")
         cluster.push()
         version = cluster.served(number)
         until(lambda: fetch_facts(self.place, b"")["versions"]["durable"][-1:] == [str(version)], "a durable mark")
 
     def again(self, before: Who) -> Who:
-        """Returns the same process on another stream, with all that it knows."""
+        """Returns a copy of this cluster or follower, with all that it knows, on a new stream."""
         other = type(before)(self.place)
         for name in ("nonce", "me", "base", "newest", "term", "job_id", "number", "disk", "version"):
             if hasattr(before, name):

@@ -1,5 +1,5 @@
-"""Tests the saved state of an elastic cluster's last rank, written by another release: an error names it, and none of
-it is used.
+"""Tests that the saved state of an elastic cluster, if another release wrote it, gives an error that names it and is
+not used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_a_state_of_an_older_format_is_refused_with_both_formats_and_left_as_it_
 def test_what_an_older_release_kept_of_a_clusters_part_is_no_state(
     clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The older file has no format of its own, and fewer fields."""
+    """The older release's file has no format number of its own, and lacks a field."""
 
     def with_less(hint: Any, value: Any) -> bytes:
         text = text_of(hint, value)

@@ -1,4 +1,4 @@
-"""Dynamic local steps: the number of inner steps by a cluster's speed."""
+"""Dynamic local steps: clusters make numbers of inner steps that fit their speed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_steps_change_by_at_most_a_quarter() -> None:
 
 
 def test_a_cluster_of_few_steps_can_still_change() -> None:
-    """A quarter of 1 rounds to nothing: a cluster of one step would do one step for ever."""
+    """A quarter of 1 is rounded to 0, so that a cluster of one step for each push could never get more; it may change
+    by one.
+    """
     a, b = ids(2)
     assert local_steps({a: 1.0, b: 1.0}, {a: 1, b: 3}, 4)[0] == {a: 2, b: 4}
 
@@ -49,7 +51,9 @@ def test_one_whose_rate_is_unknown_counts_as_the_average() -> None:
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12), st.integers(1, 500))
 def test_a_round_is_a_full_one(rates: list[float], inner_steps: int) -> None:
-    """Rounded each by itself, steps are often one short of H K: then momentum would move in every other round."""
+    """If each cluster's steps were rounded by themselves, a round would often lack a step, and the momentum move only
+    every other round.
+    """
     given_rates = dict(zip(ids(len(rates)), rates, strict=True))
     steps, _ = local_steps(given_rates, {}, inner_steps)
     assert all(number >= 1 for number in steps.values())

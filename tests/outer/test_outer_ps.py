@@ -1,4 +1,4 @@
-"""`chaos-lightning ps`: a whole server as a user runs it, its supervisor, and the output of the command."""
+"""`chaos-lightning ps`: a whole server started as a user does, its supervisor, and the commands' output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STARTS_S = 60.0
 
 
 class Up:
-    """Running `ps up`, started as a user does."""
+    """A running `chaos-lightning ps up`, started as a user does."""
 
     def __init__(self, folder: Path, *more: str, port: int = 0) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class Up:
         self.child: Child = start_command("up", command, folder / "up.log", env=os.environ)
 
     def pids(self) -> dict[str, int]:
-        """Returns the process ids of the children that run, by name."""
+        """Returns the process ids of the server's running children, by name."""
         return pids(self.folder / "events")
 
     def connected(self, count: int) -> bool:
@@ -64,7 +64,9 @@ class Up:
             return False
 
     def replaced(self, name: str, number: int, count: int) -> None:
-        """Signals this child, and waits until another one has its place and all followers are connected."""
+        """Sends a signal to this child, and waits until another process has replaced it and all followers are
+        connected.
+        """
         old = self.pids()[name]
         os.kill(old, number)
         until(lambda: self.pids().get(name, old) != old, f"another {name} after signal {number}", STARTS_S)
@@ -208,8 +210,8 @@ def test_a_job_is_not_begun_anew_for_who_had_one(tmp_path: Path) -> None:
 
 
 def test_another_jobs_server_is_not_started_for_who_had_one(tmp_path: Path) -> None:
-    """Former bug: a job's server ran on a folder of its own; another job's files at the default place ended training
-    for good.
+    """Former bug: a cluster whose server was gone started one on another job's files at the default place, and then
+    could not train on.
     """
     options = ServerOptions(listen=f"127.0.0.1:{free_port()}", dir=str(tmp_path / "job"))
     assert options.store_path is not None
@@ -232,8 +234,8 @@ def test_a_server_that_cannot_run_says_why(tmp_path: Path) -> None:
 def test_who_lost_the_race_for_a_server_waits_for_the_winner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Former bug: both servers write to one log: the loser's words were not the last ones, so its cluster ended; or
-    they were, and told the user to end the winner.
+    """Former bug: a server that loses a start race shares its log with the winner, and the cluster that started it
+    ended with an error or told the user to end the winner.
     """
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as ended:
         ended.wait()
@@ -265,7 +267,7 @@ sys.exit(Supervisor(["-I", "-S", "-c", sys.argv[1]], {}, emit).run())
 
 @contextmanager
 def supervising(leader: str, folder: Path) -> Iterator[Child]:
-    """Yields a supervisor whose leader is this program."""
+    """Yields a running supervisor that runs this Python program as its leader."""
     child = start_command("supervisor", [sys.executable, "-c", SUPERVISE, leader], folder / "log", env=os.environ)
     try:
         yield child

@@ -26,7 +26,7 @@ def sum_of(value: float) -> str:
 
 
 class Led:
-    """Leader of one follower and one cluster, and the entries that it has stored."""
+    """Leader with one follower and one cluster, and the entries that it has stored."""
 
     def __init__(self, settings: OuterSettings) -> None:
         self.machine, self.stored = LeaderMachine(OuterChain(), 1, 1), list[Entry]()

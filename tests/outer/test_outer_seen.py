@@ -1,4 +1,4 @@
-"""`status`, `top` and `metrics` without an endpoint find the outer job of this machine's parameter server."""
+"""`status`, `top` and `metrics` without an endpoint find the outer job whose parameter server runs on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*arguments: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Makes the scheduler at the default port, which may be another test's, unreachable."""
+    """Makes the scheduler at the default port unreachable, as another test may run one there."""
 
     def silent(*args: object, **kwargs: object) -> None:
         raise SchedulerUnreachableError("nobody answers")

@@ -1,4 +1,4 @@
-"""The leader's service: real gRPC, real stores, the real machine; clusters and followers are scripted."""
+"""The leader's service with real gRPC, stores and state machine, and with scripted clusters and followers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def a_job(place: str, **more: Any) -> tuple[ScriptedFollower, ScriptedCluster]:
 
 
 def stores(kind: str, folder: Path) -> Callable[[], Store]:
-    """Function that opens the same chain again and again."""
+    """Function that opens a store with the same chain at each call."""
     shelf = Shelf()
     if kind == "memory":
         return lambda: MemoryStore(shelf=shelf)
@@ -119,7 +119,7 @@ def test_a_job_is_founded_goes_on_under_a_second_leader_and_ends(kind: str, tmp_
 
 
 class SlowFollower(ScriptedFollower):
-    """Follower that gets the first push alone."""
+    """Follower that stages no push but the first."""
 
     def answer(self, message: Any) -> None:
         if not (isinstance(message, say.Stage) and message.offer.push.number > 1):
@@ -159,7 +159,9 @@ def test_who_comes_after_the_end_is_told(tmp_path: Path) -> None:
 
 
 def test_who_asked_for_an_end_in_vain_is_told_that_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Former bug: the answer to a request for an end read as if it had failed, and the job ended later all the same."""
+    """Former bug: if no version became durable in time, the answer to `ps end` read like a failure, but the job ended
+    later.
+    """
     monkeypatch.setattr(server, "_END_TIMEOUT_S", 0.05)
 
     class Slow(ScriptedFollower):
@@ -222,7 +224,7 @@ def test_nobody_listens_to_the_world_without_a_token() -> None:
 
 
 def speak(endpoint: str, *envelopes: Any) -> grpc.RpcError:
-    """Sends this on a cluster's stream; returns how the leader ends the stream."""
+    """Sends these messages on a cluster's stream; returns the error with which the leader ends the stream."""
     with grpc.insecure_channel(endpoint) as channel:
         said = iter(envelopes)
         keep_open = threading.Event()
@@ -286,7 +288,9 @@ def test_a_job_that_cannot_be_is_not_begun() -> None:
 
 
 def test_a_cluster_that_differs_is_told_in_what_and_from_whose() -> None:
-    """Each of these differences alone would train another model, or another order of the data."""
+    """A cluster whose agreement differs is refused, and told which value differs; each of these differences would train
+    another model or order the data otherwise.
+    """
     settings = OuterSettings(inner_steps=8).words
     tokenizer, seed = ("chaos_words.tokenizer", "1f"), ("data.seed", "0")
     compiled, layer = ("compiled", "nothing"), ("layer net", "Dropout(p=0.1)")
@@ -329,7 +333,9 @@ def test_a_cluster_that_differs_is_told_in_what_and_from_whose() -> None:
 
 
 def test_a_job_of_an_older_release_compares_neither_layers_nor_hyperparameters() -> None:
-    """The chain of an older release lacks these words; all others are compared."""
+    """The chain of an older release contains no layers or hyperparameters, so that only the other values are
+    compared.
+    """
     seed = ("data.seed", "0")
     old = replace(AGREEMENT, words=(seed,))
     new = replace(old, words=(("compiled", "nothing"), seed, ("hyperparameter lr", "1"), ("layer net", "ReLU()")))
@@ -436,8 +442,8 @@ def test_a_dead_process_of_this_machine_is_proof(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lives", [False, True])
 def test_a_process_that_died_while_the_server_was_away_is_not_waited_for(tmp_path: Path, *, lives: bool) -> None:
-    """Former bug: a follower lacked the dead process's push, so all waited for `last_holder_timeout_s`, though its pid
-    was gone.
+    """Former bug: a push's process had died while the server was away, but clusters waited `last_holder_timeout_s` for
+    it, though its pid was gone.
     """
 
     def store() -> SqliteStore:
@@ -485,7 +491,7 @@ def test_a_stream_that_ends_is_no_proof_while_its_process_lives(monkeypatch: pyt
 
 
 class PlainStanding:
-    """Candidacy that the test elects."""
+    """Candidacy of a leader that is elected when the test says so."""
 
     def __init__(self) -> None:
         self.place = ""

@@ -1,4 +1,6 @@
-"""A cluster's session in this process, with a real leader and follower; the test times each event."""
+"""A cluster's session in the test's process, with leader and follower in real processes; the test decides when each
+event happens.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from chaos_lightning.strategies.outer_ranks import RankedSession, RankGroup
 
 
 class RanksDouble(RankGroup):
-    """Group of rank 0; it takes a while until the others have a version."""
+    """Stand-in for a group of ranks, at rank 0, in which sending a version to the others takes a while."""
 
     def __init__(self) -> None:
         self.rank, self.shared = 0, 0
@@ -52,8 +54,8 @@ def told_of(clusters: Clusters, name: str) -> list[Record]:
 
 
 def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(clusters: Clusters) -> None:
-    """Former bug: the newer version took the other one's place, and training ended with an AssertionError. Now it waits
-    for its turn.
+    """Former bug: if a newer version arrived just before the fetched one was adopted, training ended with an
+    AssertionError. Now the newer one waits.
     """
     fast, slow = clusters.come_in("fast", codec="int8"), clusters.come_in("slow", codec="int8")
     machine = slow.session._life.machine
@@ -71,7 +73,9 @@ def test_a_version_that_comes_while_the_one_before_is_about_to_be_adopted(cluste
 def test_who_is_through_long_before_the_others_leaves(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Former bug: a plain loop that had finished waited for ever, without a word."""
+    """Former bug: a plain training loop that had finished before the other clusters waited for them for ever, without a
+    word.
+    """
     monkeypatch.setattr(leaving, "TELL_S", 0.2)
     clusters.come_in("first")
     second = clusters.come_in("second", patience_s=0.5)
@@ -87,8 +91,8 @@ def test_who_is_through_long_before_the_others_leaves(
 def test_training_goes_on_while_pushes_are_hashed(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """Former bug: training stopped while pushes were hashed, as that happened under the lock that each boundary
-    takes.
+    """Former bug: pushes were hashed under the lock that each boundary takes, so that training stopped during the
+    hashing.
     """
     began, go_on, waits = threading.Event(), threading.Event(), list[bool]()
 
@@ -137,8 +141,8 @@ def test_a_push_that_is_freed_while_it_is_hashed_is_not_served(
 
 
 def test_the_log_has_all_that_training_waited_for(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Former bug: the log of a cluster had the waits of boundaries that adopt, and not of those that freeze; nor, of a
-    cluster with ranks, the sending of a version to them.
+    """Former bug: a cluster's log left out the time of boundaries that freeze, and the time for sending a version to
+    other ranks.
     """
     copies, home = threading.Event(), clusters.come_in("home")
     session, freeze = home.session, home.session._content.freeze
@@ -170,7 +174,7 @@ def test_a_session_that_is_closed_closes_its_log(clusters: Clusters) -> None:
 
 
 class Masked(nn.Module):
-    """Module with constants in buffers, one of which is not finite, and a mean that forward passes keep."""
+    """Module with constant buffers, one of them not finite, and a running mean that forward passes update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,8 +190,8 @@ class Masked(nn.Module):
 
 
 def test_constant_buffers_of_a_plain_loop_stay_as_they_are(clusters: Clusters) -> None:
-    """Former bug: all floating buffers travelled: no job could be founded with a causal mask, and tables were rounded
-    to bf16.
+    """Former bug: all floating-point buffers were averaged: a causal mask of infinities prevented the job's founding,
+    and constant tables were rounded to bf16.
     """
     told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False}
     model = Masked()
@@ -216,8 +220,8 @@ def test_what_no_job_can_begin_with_is_named(clusters: Clusters) -> None:
 
 
 def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clusters) -> None:
-    """Former bug: on doubly leased positions a plain loop ended with a ValueError, or its listening thread did, and
-    heard the leader no more.
+    """Former bug: if the leader leased positions twice, a plain training loop ended with a ValueError, or the thread
+    that listens to the leader did.
     """
     session = clusters.come_in("home").session
     granted = Granted(session._life.machine.term, (Covered(0, ((0, 4), (2, 6))),))
@@ -227,7 +231,7 @@ def test_positions_that_are_leased_twice_are_an_error_that_says_so(clusters: Clu
 
 
 def test_a_version_that_does_not_come_is_waited_for_no_longer_than_patience(clusters: Clusters) -> None:
-    """Former bug: a cluster without overlap waited for ever at a server that is gone."""
+    """Former bug: a cluster without overlap waited for ever for a version of a server that was gone."""
     home = clusters.come_in("home", overlap=False, patience_s=0.5)
     clusters.job.kill_server()
     for _ in range(home.session.inner_steps - 1):
@@ -237,7 +241,9 @@ def test_a_version_that_does_not_come_is_waited_for_no_longer_than_patience(clus
 
 
 def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: Clusters) -> None:
-    """Another cluster has leased all samples, and makes no progress."""
+    """A plain training loop gets no samples, since another cluster has leased all of them and makes no progress: it
+    gives up and says why.
+    """
     data = TensorDataset(torch.zeros(64, 8), torch.zeros(64, 3))
     told = {"server": clusters.job.server, "block": 64, "host_server": False, "patience_s": 0.5, "inner_steps": 4}
     models = small_model(), small_model()
@@ -255,7 +261,9 @@ def test_a_plain_loop_that_is_dealt_no_samples_says_what_it_waits_for(clusters: 
 
 
 def test_a_plain_loop_has_the_batch_of_its_loader(clusters: Clusters) -> None:
-    """Former bug: a plain loop's batch size was silently 32, and the server weighed its rounds by it."""
+    """Former bug: a plain training loop's batch size counted as 32 whatever its loader used, and the server weighted
+    pushes by it.
+    """
     x, y = torch.zeros(24, 8), torch.zeros(24, 3)
     told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False}
     loaders: list[tuple[Any, str]] = [
@@ -276,7 +284,9 @@ def test_a_plain_loop_has_the_batch_of_its_loader(clusters: Clusters) -> None:
 
 
 def test_a_plain_loop_names_the_outer_optimizer(clusters: Clusters) -> None:
-    """Former bug: the argument `optimizer` is the inner one, and no other argument named the server's."""
+    """Former bug: a plain training loop could not choose the outer optimizer, as its argument `optimizer` is the inner
+    one.
+    """
     told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False, "inner_steps": 4}
     model, x = small_model(), torch.randn(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -293,7 +303,9 @@ def test_a_plain_loop_names_the_outer_optimizer(clusters: Clusters) -> None:
 
 
 def test_an_optimizer_whose_state_is_not_finite_begins_anew_with_the_first_rejection(clusters: Clusters) -> None:
-    """Former bug: each push was rejected for the optimizer's state, until the second rejection in a row cleared it."""
+    """Former bug: with NaN in the inner optimizer's state each push was rejected, until the second rejection in a row
+    cleared it.
+    """
     told = {"server": clusters.job.server, "name": "loop", "block": 64, "host_server": False, "inner_steps": 4}
     model = small_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -312,8 +324,8 @@ def test_an_optimizer_whose_state_is_not_finite_begins_anew_with_the_first_rejec
 
 
 def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Former bug: the server and the first rank were gone: the next one could not start the server, and all ranks
-    stopped.
+    """Former bug: if server and first rank were lost together, the next rank failed to start a server, and that ended
+    all ranks.
     """
     ranks = clusters.elastic("ranks")
     base, cluster = ranks.cluster.base, ranks.cluster
@@ -336,7 +348,7 @@ def test_an_outage_ends_no_elastic_cluster(clusters: Clusters, monkeypatch: pyte
 
 
 class Tied(nn.Module):
-    """Module with one tensor under two names, and a norm whose statistics are averaged."""
+    """Module with one tensor under two names, and a BatchNorm whose statistics are averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,8 +361,8 @@ class Tied(nn.Module):
 
 
 def test_two_clusters_average_statistics_and_a_tensor_with_two_names_once(clusters: Clusters) -> None:
-    """The result equals that of two models in one process, each with a step of its own, and an outer optimizer that
-    takes their mean.
+    """The result equals that of two models in one process, each after one inner step, averaged by the outer
+    optimizer.
     """
     names = "left", "right"
     rules = OuterSettings(policy="sync", optimizer="sgd", outer_lr=1.0, inner_steps=1, batch=16)

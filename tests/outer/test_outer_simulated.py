@@ -1,4 +1,4 @@
-"""Simulated outer jobs: the real machines under faults, and rules that are broken on purpose."""
+"""Simulated outer jobs: the real state machines under injected faults, and with rules that are broken on purpose."""
 
 from __future__ import annotations
 

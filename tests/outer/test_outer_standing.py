@@ -1,4 +1,4 @@
-"""Leaders that stand by for each other, with their chain in a real etcd."""
+"""Several leaders that stand by for each other, with their chain in a real etcd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests a leader's status of a job that waits, or has troubles (outer/follower/snapshot.py)."""
+"""Tests what a leader's status shows of a job that waits or has troubles (outer/follower/snapshot.py)."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_a_push_that_is_refused_again_and_again_is_told_once() -> None:
 
 
 def test_a_push_that_is_refused_at_the_door_is_shown_until_one_is_taken() -> None:
-    """Former bug: only the leader's log told of the refused push, and its cluster offered it with each heartbeat for
-    good.
+    """Former bug: a refused offer of a push showed in the leader's log only, while its cluster repeated it for ever;
+    now the status shows it.
     """
     rig = Rig()
     home = rig.comes("home", 2)

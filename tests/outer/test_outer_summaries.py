@@ -1,5 +1,5 @@
-"""The chain's summary: a reader that begins with it goes on like one that has read all, and records stay small
-(O1a).
+"""Summaries of the chain: a reader that begins with one continues like a reader of the whole chain, and records stay
+small (O1a).
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Told:
         return entry
 
     def begin(self) -> Told:
-        """Appends a job with one shard and three clusters, and its first version, twice durable but for one mark."""
+        """Appends a job with one shard and three clusters, and its first version."""
         self.put(JobOpened(SHARED, "home at a test"), Started("one", "n"), Cut(("one",)))
         self.put(*(Joined(who, "a test") for who in (HOME, AWAY, GONE)))
         self.put(Founded(1, Offer(PushId(HOME, 1), NO_VERSION, "first", 0, 0)))
         return self
 
     def round(self, number: int, base: VersionId | None = None) -> None:
-        """Appends a round that accepts one push of home, and is durable then."""
+        """Appends a round that accepts one push of cluster home, and the mark that makes its version durable."""
         chain = self.chain
         assert chain.leases is not None
         leased = chain.leases.grant(HOME, 1, Batches(1, 1), (HOME,))
@@ -104,7 +104,7 @@ def begun_at(entry: Entry) -> OuterChain:
 
 
 def facts(chain: OuterChain) -> dict[str, object]:
-    """Returns all facts of the chain that decide its further course."""
+    """Returns all facts of the chain on which later entries depend."""
     alive = {who: known for who, known in chain.incarnations.items() if not known.over}
     return {
         **{name: getattr(chain, name) for name in ("position", "hash", "newest", "durable", "safe", "joined", "cut")},

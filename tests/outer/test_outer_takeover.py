@@ -1,5 +1,5 @@
-"""A leader that takes over knows all that the one before knew: gate, arrivals, rates and paces are part of rounds
-(O12).
+"""A leader that takes over continues with the gate, arrivals, rates and paces of the one before, since each round in
+the chain contains them (O12).
 """
 
 from __future__ import annotations

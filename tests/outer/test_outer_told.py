@@ -1,4 +1,4 @@
-"""A cluster's console shows clusters that come, go and are refused, and says when the server is away."""
+"""A cluster's console shows which clusters join, leave and are refused, and when the server is away."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _is_news(message: object) -> bool:
 
 
 class Heard(Rig):
-    """Leader with a record of all its effects in `sent`."""
+    """Leader that records all its effects in `sent`."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -67,7 +67,7 @@ class Machine:
 
 @pytest.fixture
 def model() -> tuple[ClusterModel, list[str]]:
-    """The console part of a cluster's model, and the lines that it prints."""
+    """A cluster's model of which only the console output works, and the list of lines that it prints."""
     made = ClusterModel.__new__(ClusterModel)
     said: list[str] = []
     made.tells = True

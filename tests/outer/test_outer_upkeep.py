@@ -34,7 +34,7 @@ JOB = "outer-default-29470"
 
 
 def folder(path: Path, *, process: ProcessPlace | None = None, ended: bool = True, days: float = 31.0) -> Path:
-    """Makes the folder of a job with one follower and one cluster, in which nothing was written for so many days."""
+    """Makes the folder of a job with one follower and one cluster, last written `days` days ago."""
     bodies: list[Body] = [
         JobOpened(AGREEMENT, "home at a test", "n"),
         Started("f0", "n"),
@@ -63,7 +63,9 @@ def own(tmp_path: Path) -> Path:
 
 
 def test_an_ended_jobs_folder_goes_after_a_month_and_is_told_before(tmp_path: Path) -> None:
-    """Former bug: folders of ended jobs were never removed, with 24 bytes a parameter each."""
+    """Former bug: folders of ended jobs, with 24 bytes a parameter, were never removed. Now they go after a month, and
+    it is announced.
+    """
     mine = own(tmp_path)
     old = folder(mine.with_name(f"{JOB}-ended-20260101-000000"))
     young = folder(mine.with_name("outer-default-31000"), days=29.0)

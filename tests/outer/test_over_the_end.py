@@ -1,4 +1,4 @@
-"""Clusters that are away when their job ends: they have its last version, or fail (O16)."""
+"""Clusters that are disconnected when their job ends: they get its last version later, or fail (O16)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def weights(cluster: Cluster) -> torch.Tensor:
 
 
 def ended_without(clusters: Clusters) -> tuple[Cluster, Cluster]:
-    """Returns two clusters; the first one has lost its stream, and an operator has ended the job (`ps end`)."""
+    """Returns two clusters of a job that an operator has ended (`ps end`); the first one had lost its stream before."""
     away, other = clusters.come_in("away"), clusters.come_in("other")
     away.train()
     other.train()

@@ -1,4 +1,4 @@
-"""How fast a cluster sends its pushes while training goes on."""
+"""How a cluster limits the rate at which it sends its pushes while training goes on."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from chaos_lightning.outer.rules.grid import Grid
 def test_a_push_is_spread_with_what_tells_about_its_tensors(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], nbytes: int
 ) -> None:
-    """Former bug: a push of 16,000 tensors took eight seconds at the rate of its own bytes, as its table of tensors is
-    twenty times that.
+    """Former bug: the sending rate was computed without a push's table of tensors; for 16,000 small tensors that is
+    twenty times the data, so that a push took eight seconds.
     """
     grid = Grid(sizes)
     part = Part.encoded(grid.whole, BF16, torch.zeros(grid.elements))

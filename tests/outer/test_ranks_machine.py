@@ -1,4 +1,4 @@
-"""Tests the state that all ranks of an elastic cluster share, in cases that the simulator meets only by luck."""
+"""Tests the state machine that all ranks of an elastic cluster share, in cases that the simulator seldom reaches."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_what_a_rank_says_is_the_same_when_it_is_read() -> None:
     ],
 )
 def test_whatever_a_rank_cannot_say_is_refused_when_it_is_read(path: tuple[int, ...], value: object) -> None:
-    """Former bug: messages were decoded without checks, and failed later in the training thread."""
+    """Former bug: messages between ranks were decoded without checks, so that malformed ones failed later, in the
+    training thread.
+    """
     root: list[Any] = [json.loads(text_of(RankSays, SAYS))]
     place, last = root, 0
     for at in path:
@@ -117,7 +119,7 @@ def test_what_all_ranks_hold_is_the_same_text_in_whatever_order_it_came_about() 
 
 
 def test_positions_that_are_leased_twice_are_an_error_that_says_so() -> None:
-    """Former bug: doubly leased positions raised a ValueError in the training thread of all ranks."""
+    """Former bug: if the leader leased positions twice, the training threads of all ranks ended with a ValueError."""
     state = RanksMachine(ClusterMachine("e", "here", "n", agreement(OuterSettings(), 64)))
     granted = RankSays(events=(fx.Told(Granted(1, (Covered(0, ((0, 8), (4, 12))),))),))
     with pytest.raises(StateError, match=r"contradicts what is held: .*named twice"):

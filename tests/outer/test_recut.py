@@ -1,4 +1,4 @@
-"""Another number of followers: a process may die at any time while shards are cut anew, and the job goes on (O15)."""
+"""Cutting a job's shards for another number of followers: whenever a process dies meanwhile, the job goes on (O15)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from chaos_lightning.outer.rules.types import Durable, Started
 
 
 class Killed(BaseException):
-    """End of the process: nothing cleans up."""
+    """Stands for SIGKILL: raised at a step, and caught by no cleanup code."""
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_a_server_cuts_anew_only_for_a_number_that_it_was_given(
 
 
 def _in_this_process(command: list[str]) -> Any:
-    """Runs the server's command in this process, as importing torch anew takes seconds."""
+    """Runs the command that cuts shards in this process, as a process of its own would import torch for seconds."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = recutting.main(command[3:])

@@ -1,5 +1,5 @@
-"""A follower's files: writes are interrupted, files are cut or flipped, disks are full; every reported version is
-there, or the loss is named.
+"""A follower's files: writes are interrupted, files are cut or have flipped bits, disks are full; each reported version
+survives, or the loss is named.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OLD, NEW = VersionId(7, "7" * 32), VersionId(8, "8" * 32)
 
 
 class Killed(BaseException):
-    """End of the process: nothing cleans up."""
+    """Stands for SIGKILL: raised at a step, and caught by no cleanup code."""
 
 
 def state(seed: int) -> OuterState:
@@ -105,7 +105,9 @@ STEPS: tuple[tuple[object, str], ...] = (
 
 
 def interrupt(patch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseException]) -> list[str]:
-    """Lets every step up to this one happen, and this one fail; returns the steps' names as they come."""
+    """Makes the file operation number `at` fail after all earlier ones have succeeded; returns the list of operations,
+    which grows as they come.
+    """
     seen: list[str] = []
 
     def wrap(name: str, true: Callable[..., object]) -> Callable[..., object]:
@@ -134,7 +136,9 @@ def test_the_steps_of_a_save_are_in_order(files: ShardFiles, monkeypatch: pytest
 def test_a_start_syncs_the_folder_before_it_tells_what_lies_there(
     files: ShardFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process before may have been killed between a file's new name and the folder's sync."""
+    """A follower that was killed after renaming a file may not have synced the folder: the next start syncs it before
+    it reports the file.
+    """
     files.save(NEW, state(0), COUNTERS)
     synced: list[str] = []
     true = os.fsync
@@ -185,7 +189,7 @@ def test_a_step_that_fails_is_an_error_and_leaves_no_part(
 
 @pytest.fixture
 def small_disk() -> Iterator[None]:
-    """Limits files of this process to 2,000 bytes: writes end in the middle, and then fail."""
+    """Limits this process's files to 2,000 bytes, so that larger writes fail in the middle."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     yield

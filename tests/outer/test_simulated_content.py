@@ -1,4 +1,6 @@
-"""Simulated ranks report all discarded steps (O9), and none that may count yet or that they lost."""
+"""The simulator's model of a push's content reports all inner steps that are discarded (O9), and none that may still
+count.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ FIRST, SECOND = (PushId(IncarnationId("home", 1), number) for number in (1, 2))
 
 
 def frozen(content: Content, push: PushId) -> tuple[int, ...]:
-    """Returns the inner steps that the push sends."""
+    """Returns the inner steps that this push contains."""
     content.freeze(push)
     content.pushes[push] = content.encoded()
     return content.pushes[push].steps
 
 
 def sending_a_residual() -> tuple[Content, set[int], set[int]]:
-    """Returns a content whose second push is open and holds the residual of the first; the steps of the first; and that
-    residual.
+    """Returns a content whose second push is unanswered and contains the residual of the first; the first push's steps;
+    and that residual's steps.
     """
     content = Content(lossy=True, base=VersionId(1, "1"), live=[*range(100)])
     first = set(frozen(content, FIRST))
@@ -34,7 +36,9 @@ def sending_a_residual() -> tuple[Content, set[int], set[int]]:
 
 @pytest.mark.parametrize("answer", [PushAnswer.VOID, PushAnswer.REJECTED])
 def test_a_push_that_fails_loses_the_residual_that_a_rejection_dropped(answer: PushAnswer) -> None:
-    """A rollback opened the first push again, and it was rejected."""
+    """The first push is reopened by a rollback and rejected, which drops its residual; if the second push fails, too,
+    that residual is lost.
+    """
     content, first, old = sending_a_residual()
     before = content.held
     thrown = set(content.settle(FIRST, PushAnswer.REJECTED))

@@ -1,4 +1,4 @@
-"""When a window closes, and which clusters it waits for."""
+"""When the leader stops collecting pushes and decides a round, and for which clusters it waits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_the_longest_wait_is_half_a_round() -> None:
 
 
 def test_robust_waits_so_long_whatever_coming_too_late_costs() -> None:
-    """Clusters under robust train on meanwhile, and a fuller window tells more about each push."""
+    """Under `robust` the leader collects pushes for half a round, however much time late ones lose: clusters train on,
+    and the gate judges many pushes better than few.
+    """
     for cost_s in (0.0, 40.0, 4000.0):
         window = opened("robust", ArrivalRates(4.0, 100.0, cost_s, 1.0))
         assert window.deadline_s == 1050.0
@@ -68,7 +70,7 @@ def test_nobody_is_waited_for_where_waiting_does_not_pay() -> None:
 
 
 def test_later_arrivals_do_not_wind_the_deadline_up() -> None:
-    """Planted bug: a deadline that each arrival resets can be put off for ever."""
+    """Planted bug: if each arriving push moved the deadline, a round could be put off for ever."""
     window = opened()
     with pytest.raises(FrozenInstanceError):
         window.deadline_s = 2000.0  # type: ignore[misc]
@@ -99,7 +101,9 @@ def test_sync_waits_for_all_that_train_without_a_deadline() -> None:
 
 
 def test_sync_does_not_wait_for_a_newcomer() -> None:
-    """Planted bug: a newcomer would hold up all others for the round that it has just begun."""
+    """Planted bug: if a round waited for a cluster that has just joined, that cluster's first steps would delay all
+    others.
+    """
     window = opened("sync", training=frozenset((A, B)))
     due = window.due(1001.0, frozenset((A, B, C)), {A, B}, {})
     assert due.closes

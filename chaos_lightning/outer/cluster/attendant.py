@@ -1,5 +1,5 @@
-"""Holds the control stream of a cluster that has several ranks: its first rank has it, and the next one when that is
-gone.
+"""Keeps the control stream from a cluster of several ranks to the leader: the first rank opens it, and the next rank
+opens another once the first is gone.
 
 Theory of operation. All ranks hold the same `ClusterMachine`, which hears what the leader says only when a commit of
 the inner job carries it. A commit may take its time: a step is long, or ranks are being replaced. So what keeps an
@@ -28,7 +28,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class Attendant:
-    """Control stream from one rank of a cluster to the leader. Methods may be called by any thread.
+    """Control stream from one rank of a cluster to the leader. Methods may be called from any thread.
 
     Args:
         options: Of the cluster.
@@ -69,14 +69,14 @@ class Attendant:
         self._thread.start()
 
     def say(self, message: FromCluster) -> None:
-        """Sends a message to the leader; a hello is not sent, since it was said when the stream came."""
+        """Sends a message to the leader, but no hello: each new stream begins with one anyway."""
         if isinstance(message, Beat):
             self._beat = message
         if not isinstance(message, ClusterHello):
             self._client.say(message)
 
     def close(self) -> None:
-        """Ends the stream after all queued messages."""
+        """Ends the stream once all queued messages are sent."""
         self._closing.set()
         self._client.close()
         if threading.current_thread() is not self._thread:
@@ -107,7 +107,7 @@ class Attendant:
 
     @property
     def _was_in(self) -> bool:
-        """Whether the cluster has had a part in the job, as it is or before it was dismissed."""
+        """Whether the cluster has taken part in the job, in its present incarnation or in one that was dismissed."""
         hello = self._hello()
         return hello.resume is not None or hello.newest != NO_VERSION
 

@@ -1,4 +1,5 @@
-"""Applies adoptions and ends to a cluster's model under outer sync, and writes them into the cluster's log.
+"""Applies to a cluster's model the versions that it adopts and the end of its job, and writes both into the cluster's
+log.
 
 Theory of operation. `OuterContent` (content.py) has the arithmetic. A session of one process and a rank of an elastic
 cluster do the same with it, between two steps, and tell the same. Of several ranks the first one alone tells.
@@ -34,7 +35,8 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class ClusterModel:
-    """Model of a cluster with its base, and its log. The training thread's, but for `tell`, `heard`, `who` and `get`.
+    """Model of a cluster, with its base and its log. Only the training thread may call methods, except `tell`, `heard`,
+    `who` and `get`.
 
     Args:
         replica: The model's part that travels.
@@ -72,11 +74,11 @@ class ClusterModel:
         """Parameters that are trained, while the model shows the base; else None."""
 
     def empty(self) -> Part:
-        """Returns memory for a version."""
+        """Returns memory for a version of the whole model, in the codec's format."""
         return Part.empty(self.grid.whole, self.codec.version)
 
     def get(self, version: VersionId, attempt: Attempt, *, serving: PushServing) -> None:
-        """Fills `part` with a version from the followers; errors are those of `PushServing.fetch`."""
+        """Fills `attempt.part` with a version from the followers; errors are those of `PushServing.fetch`."""
         began = time.monotonic()
         nbytes = serving.fetch(version, attempt.part, attempt.abandoned, blank=attempt.blank)
         self.tell("version_fetched", version=str(version), nbytes=nbytes, seconds=_since(began), incarnation=self.who())
@@ -84,12 +86,12 @@ class ClusterModel:
     # ------------------------------------------------------------------ what the log tells
 
     def who(self) -> str:
-        """Returns the incarnation's name; "" before there is one."""
+        """Returns the name of the cluster's incarnation; "" before it has one."""
         machine = self._machine()
         return str(machine.incarnation or "") if machine is not None else ""
 
     def tell(self, name: str, **fields: Any) -> None:
-        """Writes an event into the cluster's log, if this process writes it."""
+        """Writes an event into the cluster's log, unless another process of the cluster writes that log."""
         if self.tells:
             self._events.emit(name, **fields)
 
@@ -102,7 +104,7 @@ class ClusterModel:
 
     def tell_steps(self) -> None:
         """Logs the inner steps that are not logged yet. Called before a push is frozen or a version adopted, so that
-        the steps that it covers or discards stand before it in the log.
+        the log has the steps before the event that covers or discards them.
         """
         (steps, samples), self._untold = self._untold, (0, 0)
         self._told_at = time.monotonic()
@@ -111,7 +113,7 @@ class ClusterModel:
             self.tell("inner_steps", steps=steps, samples=samples, loss=loss, incarnation=self.who())
 
     def heard(self, message: Any) -> None:
-        """Logs a message of the leader, and says on the console what matters of it."""
+        """Logs a message from the leader, and prints what the user should know of it."""
         match message:
             case Welcomed(term, incarnation, _, _, founded):
                 self._events.identify(str(incarnation), self._options.name)
@@ -129,12 +131,14 @@ class ClusterModel:
                 _log.warning("cluster %s is out: %s", self._options.name, reason)
 
     def say(self, line: str) -> None:
-        """Says a line on the console, if this process is the one that writes the cluster's log."""
+        """Prints a line on the console, unless another process of the cluster writes the cluster's log."""
         if self.tells:
             self.console.tell(line)
 
     def away(self, reason: str) -> None:
-        """Says on the console, once until the next welcome, that the stream to the leader has ended."""
+        """Says on the console that the stream to the leader has ended: once, and again only after the leader has let
+        the cluster in again.
+        """
         if self.who() and not self._away.is_set():
             self._away.set()
             self.say(f"the parameter server is away ({reason}); training goes on with the samples that are leased")
@@ -177,7 +181,9 @@ class ClusterModel:
         return outright and self.content.resets_optimizer
 
     def take_last(self, version: VersionId, part: Part | None, steps: int, samples: int) -> None:
-        """Takes over the job's last version, as the job is over. `part` is None if that version is the base."""
+        """Takes over the job's last version at the end of the job. `part` is None if that version is the base
+        already.
+        """
         self.tell_steps()
         self.content.end_with(part)
         self.tell("last_taken", version=str(version), steps=steps, samples=samples, incarnation=self.who())
@@ -187,7 +193,9 @@ class ClusterModel:
                          self._options.name, version, steps)  # fmt: skip
 
     def end(self, over: Over) -> None:
-        """Logs the end of an incarnation; if the process comes in again, the next incarnation begins without a base."""
+        """Logs the end of an incarnation; if the process will come in again, drops the base, since a new incarnation
+        has none.
+        """
         self.tell_steps()
         self.tell("cluster_over", reason=over.reason, again=over.again, incarnation=self.who())
         if over.again:
@@ -198,17 +206,17 @@ class ClusterModel:
 
     @property
     def shows_base(self) -> bool:
-        """Whether the model's parameters are the base's for now."""
+        """Whether the model's parameters are those of the base at the moment (see `show_base`)."""
         return self._own is not None
 
     def show_base(self) -> None:
-        """Sets the model's parameters to the base's until `show_own`; nothing may be trained meanwhile."""
+        """Replaces the model's parameters by those of the base until `show_own`; nothing may be trained in between."""
         if self._own is None and self.content.base is not None:
             self._own = self._replica.copies()
             self._replica.adopt(self.content.base, None)
 
     def show_own(self) -> None:
-        """Sets the model's parameters back to those that are trained. Idempotent."""
+        """Undoes `show_base`: the model has its trained parameters again. Idempotent."""
         if self._own is not None:
             self._replica.restore(self._own)
             self._own = None

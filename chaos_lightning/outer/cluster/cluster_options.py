@@ -1,4 +1,4 @@
-"""Settings of one cluster beside the job's rules (settings.py), each of them declared once.
+"""Settings of one cluster, each declared once; the rules that all clusters of a job share are in settings.py.
 
 To add one, write a field and use it: the strategy, the plain loop, Hydra and the environment have it then.
 """
@@ -93,7 +93,7 @@ class ClusterOptions:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Endpoints at which a leader may be."""
+        """Endpoints at which the leader, or one that stands by for it, may listen."""
         return split_endpoints(self.server or DEFAULT_SERVER)
 
     @property
@@ -103,7 +103,7 @@ class ClusterOptions:
 
     @classmethod
     def build(cls, given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Self:
-        """Merges arguments that are not None over the environment over the defaults.
+        """Builds the options from these arguments; where one is None from the environment, else from the default.
 
         Raises:
             ConfigurationError: An unknown setting, or a value that cannot work.

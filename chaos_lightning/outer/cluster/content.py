@@ -1,4 +1,4 @@
-"""Carries out effects of `ClusterMachine` in memory: on the base, the residual and pushes.
+"""Carries out the orders of `ClusterMachine` on what a cluster has in memory: parameters, base, residual and pushes.
 
 Theory of operation. *Freezing* copies the parameters (f, fp32); the push is encoded from base, f and residual beside
 the training. *Adopting* is theta <- theta_v + (theta - f) (docs/outer.md, O9), with the base in place of f where no
@@ -25,7 +25,7 @@ RESETS = 2
 
 
 class OuterContent:
-    """Base, residual and pushes of a cluster, in memory. Methods are the training thread's.
+    """Base, residual and pushes of a cluster, in memory. Only the training thread may call methods.
 
     Args:
         replica: The model's part that travels.
@@ -53,18 +53,21 @@ class OuterContent:
         """Memory for the next f: new memory would keep training for as long as the copy itself."""
 
     def format_of(self, *, founding: bool) -> Format:
-        """Returns the format of a push."""
+        """Returns the format of a push: `founding` means the one from which the job's first version is made."""
         return self._codec.version if founding else self._codec.push
 
     def freeze(self, push: PushId) -> None:
-        """Fixes the content of a push: the parameters of now. The function that `encoder` returns encodes it."""
+        """Copies the present parameters as the content of a push. The function that `encoder` returns encodes the
+        copy.
+        """
         self.pending, self.frozen = push, self._replica.read(self._grid, self._spare)
         self._spare = None
         if self._codec.residual and self.residual is None:
             self.residual = self.frozen.new_zeros(self.frozen.shape)
 
     def encoder(self) -> Callable[[], Part]:
-        """Returns a function that encodes the push that was frozen last, in any thread until that push is answered.
+        """Returns a function that encodes the push that was frozen last. Any thread may call it until that push is
+        answered.
 
         It has references of its own, since the incarnation may end meanwhile. It raises ConfigurationError if no job
         can begin with the content.
@@ -84,7 +87,9 @@ class OuterContent:
         return encode
 
     def settle(self, push: PushId, answer: PushAnswer) -> None:
-        """Updates the residual by the answer to a push (O10)."""
+        """Updates the residual after the answer to a push (O10): dropped by a rejection, reduced to what the codec left
+        out by an acceptance.
+        """
         if answer is PushAnswer.REJECTED:
             self.residual = None
             self.rejections += 1
@@ -101,7 +106,7 @@ class OuterContent:
 
     @property
     def resets_optimizer(self) -> bool:
-        """Whether the inner optimizer's state is to be dropped, too, after this many rejections in a row (O10).
+        """Returns whether the inner optimizer's state must be cleared, too, after this many rejections in a row (O10).
 
         Not at each one: a cold optimizer may be what makes pushes too long, and needs time. Nor only once: what spoiled
         it may come again.
@@ -109,17 +114,21 @@ class OuterContent:
         return self.rejections >= RESETS and self.rejections & (self.rejections - 1) == 0
 
     def adopt(self, version: Part, *, outright: bool) -> None:
-        """Takes a version over; `outright` means that all that was trained since the freezing is discarded."""
+        """Adopts a version as the base and, with the progress since the freezing added, as parameters; `outright`
+        discards that progress.
+        """
         since = Part.of(self._grid.whole, self.frozen) if self.frozen is not None else self.base
         self._replica.adopt(version, None if outright else since)
         self.base, self.frozen, self._spare = version, None, self.frozen
 
     def end_with(self, fetched: Part | None) -> None:
-        """Takes the job's last version outright: the fetched one, or the base if nothing was fetched."""
+        """Adopts the job's last version and discards all progress: the fetched version, or the base if nothing was
+        fetched.
+        """
         part = fetched or self.base
         assert part is not None
         self.adopt(part, outright=True)
 
     def forget(self) -> None:
-        """Drops base, residual and frozen push, since a new incarnation has none; contents of pushes stay."""
+        """Drops base, residual and frozen push, since a new incarnation has none; the encoded pushes stay."""
         self.base = self.residual = self.frozen = self.pending = None

@@ -84,25 +84,27 @@ SOON_S = 0.005
 
 
 class InnerJob(Protocol):
-    """Elastic job as its cluster uses it: it serves states of this rank to the others, and gets theirs."""
+    """Elastic job whose ranks form one cluster: it serves this rank's states to the other ranks, and connects to
+    theirs.
+    """
 
     @property
     def server(self) -> StateServer:
-        """Server of this rank's state for the other ranks."""
+        """Server that gives this rank's state to the other ranks."""
         ...
 
     def ways(self, members: Sequence[str]) -> list[Endpoint]:
-        """Returns the endpoints of these ranks, as far as they are in the view."""
+        """Returns the endpoints of these ranks, leaving out ranks that are not in the view."""
         ...
 
     def dial(self, donor: Endpoint) -> Any:
-        """Returns a connection to a rank, as a `replication.source.Dial` does."""
+        """Returns a connection to another rank; has the signature of `replication.source.Dial`."""
         ...
 
 
 @dataclass(slots=True)
 class _Step:
-    """This rank's part of the coming step, its training rates, and its waits."""
+    """Figures of one rank for its coming step: samples used, speed of training, and time spent waiting."""
 
     samples: int = 0
     since: float = field(default_factory=time.monotonic)
@@ -111,15 +113,17 @@ class _Step:
 
     @property
     def rounded(self) -> tuple[float, float]:
-        """Samples and steps a second, to two digits, since an answer that changes with each step is written and read at
-        each step.
+        """Samples and steps a second, rounded to two digits: these rates are part of the rank's answer, which is
+        encoded anew only when it changes.
         """
         return float(f"{self.rates.samples_per_s:.2g}"), float(f"{self.rates.steps_per_s:.2g}")
 
 
 @dataclass(slots=True)
 class NewcomerFacts:
-    """Facts that a newcomer gets beside the training state and tensors, as text in a tensor of its own."""
+    """Facts that a newcomer gets along with the training state and the tensors, encoded as text in a tensor of its
+    own.
+    """
 
     ranks: RanksFacts
     pending: PushId | None
@@ -128,7 +132,7 @@ class NewcomerFacts:
 
 
 class ElasticCluster:
-    """One rank's part in a cluster of several ranks. Methods are the training thread's, but for `close`.
+    """One rank's part in a cluster of several ranks. Only the training thread may call methods, except `close`.
 
     It is a `replication.access.StateAccess`: what newcomers get beside the training state.
 
@@ -197,7 +201,7 @@ class ElasticCluster:
 
     @property
     def state(self) -> RanksMachine:
-        """State of the cluster that all its ranks hold alike."""
+        """State that is equal at all ranks of the cluster."""
         assert self._state is not None, "this rank is not in the cluster yet"
         return self._state
 
@@ -207,61 +211,60 @@ class ElasticCluster:
 
     @property
     def over(self) -> str:
-        """Reason for which this cluster's part is over; "" while it goes on."""
+        """Reason for which the cluster's part in the job has ended; "" until then."""
         return self._state.over if self._state is not None else ""
 
     @property
     def founded(self) -> bool:
-        """Whether this rank stands in the cluster."""
+        """Whether this rank has the cluster's state."""
         return self._state is not None
 
     @property
     def shows_base(self) -> bool:
-        """Whether the model's parameters are the base's for now."""
+        """Whether the model's parameters are those of the base at the moment (see `show_base`)."""
         return self._model.shows_base
 
     @property
     def base(self) -> VersionId:
-        """Version that was adopted last."""
+        """Version that the cluster adopted last."""
         return self.machine.base
 
     @property
     def waits(self) -> bool:
-        """Whether no step may begin: ranks are to meet by `meeting` and `commit` instead."""
+        """Whether no step may begin for now: until one may, ranks call `meeting` and `commit` to exchange news."""
         machine = self.machine
         return not self.over and (machine.phase is not Phase.TRAINING or machine.waits or (self.dry and not self.ends))
 
     @property
     def dry(self) -> bool:
-        """Whether all leased samples are used: ranks train on when there are more."""
+        """Whether the ranks have used all samples that are leased to the cluster, and wait for more."""
         return self.state.leased is not None and self.state.leased.used_up
 
     @property
     def tape(self) -> Tape | None:
-        """Leased positions; None if the cluster has its own data."""
+        """Leased positions, in the order in which the ranks use them; None if the cluster has data of its own."""
         return self.state.leased.tape if self.state.leased is not None else None
 
     @property
     def ends(self) -> bool:
-        """Whether the ranks train no more."""
+        """Whether the ranks train no further step."""
         return bool(self.over or self.machine.leaving or self.machine.verdict)
 
     def waits_for(self) -> str:
-        """Returns in words what the cluster waits for."""
+        """Returns in words the event for which the cluster waits."""
         if self._attendant is not None and self._attendant.trouble:
             return f"the parameter server at {','.join(self.options.endpoints)}: {self._attendant.trouble}"
         return self.machine.waits_for
 
     @property
     def reckoned(self) -> JobProgress:
-        """Progress of the job by this cluster's own reckoning."""
+        """Progress of the job as this cluster estimates it: that of its base, and what it has trained since."""
         return self.machine.reckoned
 
     # ------------------------------------------------------------------ coming in
 
     def found(self, nonce: str, *, alone: bool) -> None:
-        """Makes the cluster's state for ranks that begin, unless the training state that they begin with has it
-        already.
+        """Makes the cluster's state, unless the training state with which the ranks begin contains one already.
 
         Args:
             nonce: Drawn when they began.
@@ -274,7 +277,7 @@ class ElasticCluster:
             self._state = self._make(nonce)
 
     def begin(self, me: str, *, first: bool) -> None:
-        """Starts this rank's part, as it has the state that the other ranks have; from here on it answers.
+        """Starts this rank once it has the state that the other ranks have; from then on it may call `answer`.
 
         Args:
             me: Its id in the inner job.
@@ -298,7 +301,9 @@ class ElasticCluster:
         return RanksMachine(machine)
 
     def forget(self) -> None:
-        """Drops the cluster's state, as this rank was put out; `begin` comes when it has the others' state again."""
+        """Drops the cluster's state, since the other ranks removed this rank; `begin` is called once it has their state
+        again.
+        """
         self._leave_off()
         self._state = None
         self._content.forget()
@@ -365,11 +370,11 @@ class ElasticCluster:
     # ------------------------------------------------------------------ commits
 
     def used(self, samples: int) -> None:
-        """Counts samples that this rank has used for the coming step."""
+        """Adds to the number of samples that this rank has used for the coming step."""
         self._step.samples += samples
 
     def answer(self) -> bytes:
-        """Returns this rank's part in the coming commit."""
+        """Returns the message that this rank contributes to the coming commit."""
         with self._changed:
             events = tuple(self._news) if self._first else ()
             self._sent, self._told = len(events), (self._getter.here, self._encoded)
@@ -394,7 +399,9 @@ class ElasticCluster:
         )
 
     def meeting(self) -> bytes:
-        """Returns this rank's part in a meeting without a step; the first rank waits for news a while before."""
+        """Returns the message that this rank contributes to a commit without a step; the first rank waits a while for
+        news beforehand.
+        """
         # Without samples it does not wait for versions.
         self._step.waits.kept_at = 0.0 if self.dry else time.monotonic()
         with self._changed:
@@ -405,12 +412,12 @@ class ElasticCluster:
 
     @property
     def _has_news(self) -> bool:
-        """Whether there is something that the last answer did not say."""
+        """Whether this rank has news that its last answer did not contain."""
         told = self._told
         return bool(self._news or self._failed) or self._getter.here is not told[0] or self._encoded is not told[1]
 
     def alone(self) -> Boundary:
-        """Commits for this rank alone, since the other ranks are gone."""
+        """Commits, without a step, for this rank alone, since the other ranks are gone."""
         return self.commit([self._me], [self.meeting()])
 
     def commit(
@@ -422,7 +429,7 @@ class ElasticCluster:
         spent: Sequence[Span] = (),
         loss: float | None = None,
     ) -> Boundary:
-        """Carries out a commit of the inner job, when the optimizer has stepped; returns its outcome.
+        """Applies a commit of the inner job, after the optimizer's step if the commit is one; returns the outcome.
 
         Args:
             ranks: Who contributed, in rank order.
@@ -467,7 +474,9 @@ class ElasticCluster:
                 self._attendant.say(message)
 
     def _take_place(self, ranks: Sequence[str]) -> None:
-        """Finds out from the contributors which rank is first, and drops the news that have been told."""
+        """Finds out from the list of contributors whether this rank is the first one, and drops the news that its last
+        answer contained.
+        """
         if len(ranks) != self._ranks:
             self._ranks = len(ranks)
             self._serving.share(self._ranks)
@@ -515,7 +524,9 @@ class ElasticCluster:
     # ------------------------------------------------------------------ pushes
 
     def _resume_encoding(self) -> None:
-        """Encodes the frozen push, if there is one that not all ranks are known to have encoded."""
+        """Encodes the frozen push in the background, unless there is none, or all ranks are known to have encoded
+        it.
+        """
         push = self.machine.freezing
         if push is None or self._closing.is_set() or (self._encoding is not None and self._encoding[0] == push):
             return  # the last commit of a rank that leaves is told after its farewell
@@ -563,7 +574,7 @@ class ElasticCluster:
         self._serving.serve(self._content.pushes)  # else there was nobody yet who could ask
 
     def _drop_encoded(self) -> None:
-        """Drops a push that is encoded here and that no commit has made known as frozen."""
+        """Drops a push that this rank has encoded but that no commit has confirmed as encoded by all."""
         with self._changed:
             encoded, self._encoding, self._encoded = self._encoded, None, None
         if encoded is not None:
@@ -581,8 +592,8 @@ class ElasticCluster:
     # ------------------------------------------------------------------ versions
 
     def _sought(self) -> Sought | None:
-        """Returns the version to get, from ranks that have it, else (the first rank alone) from the followers; None if
-        there is none.
+        """Returns the version to fetch and from whom: from ranks that have it, else, at the first rank only, from the
+        followers; None if no version is wanted.
         """
         state = self._state
         wanted = state.machine.fetching if state is not None else NO_VERSION
@@ -596,7 +607,9 @@ class ElasticCluster:
         return Sought(wanted, state.machine, get) if self._first and self._serving.holders else None
 
     def _missed(self, version: VersionId) -> None:
-        """Queues news, at the first rank and once in a commit, that a version is not served any more."""
+        """Queues, at the first rank, the news that a version is not served any more, unless that news is queued
+        already.
+        """
         event = cl.Missed(version)
         with self._changed:
             if self._first and event not in self._news:
@@ -617,7 +630,7 @@ class ElasticCluster:
     # ------------------------------------------------------------------ the first rank
 
     def _attend(self) -> None:
-        """Makes this rank the first one, which talks to the leader from here on."""
+        """Makes this rank the first one: from then on it talks to the leader."""
         with self._changed:
             self._first = self._model.tells = True
             self._news.clear()
@@ -645,22 +658,22 @@ class ElasticCluster:
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
-        """Sets the model's parameters to the base's until `show_own`; nothing may be trained meanwhile."""
+        """Replaces the model's parameters by those of the base until `show_own`; nothing may be trained in between."""
         self._model.show_base()
 
     def show_own(self) -> None:
-        """Sets the model's parameters back to those that are trained. Idempotent."""
+        """Undoes `show_base`: the model has its trained parameters again. Idempotent."""
         self._model.show_own()
 
     # ------------------------------------------------------------------ the end
 
     def finish(self, reason: str) -> None:
-        """Notes that the loop of all ranks is over; ranks are to meet until `over`."""
+        """Notes that the training loop of all ranks has ended; ranks call `meeting` until `over` has a reason."""
         self._reason = reason
 
     def leave(self) -> None:
-        """Notes that the cluster is to leave; ranks are to meet until `over`. Of several ranks the first one's word
-        counts.
+        """Notes that the cluster should leave the job; ranks call `meeting` until `over` has a reason. Only the first
+        rank's request counts.
         """
         self.leaves = True
 

@@ -1,4 +1,4 @@
-"""Gets the versions that a cluster wants, in a thread of its own, and tries each again until it is here.
+"""Fetches the version that a cluster wants, in a thread of its own, and retries until it has arrived.
 
 Theory of operation. One version is here at a time. The next one may be wanted, and come, before the loop's thread gets
 to adopt it. So whoever is about to adopt it takes it away at the moment in which that is settled. Who wants a version
@@ -28,7 +28,7 @@ _log = logging.getLogger("chaos_lightning")
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Attempt to get a version.
+    """Attempt to fetch a version.
 
     Attributes:
         part: Its memory.
@@ -43,7 +43,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """Version that is to be fetched.
+    """Version that the cluster wants, and the function that fetches it.
 
     Attributes:
         version: Its number and hash.
@@ -57,7 +57,7 @@ class Sought:
 
 
 class VersionGetter:
-    """Thread that gets the wanted version. Methods may be called by any thread.
+    """Thread that fetches the wanted version. Methods may be called from any thread.
 
     Args:
         changed: Notified when what `seek` says may have changed.
@@ -101,7 +101,7 @@ class VersionGetter:
             self._thread.join(5.0)
 
     def take(self, version: VersionId) -> Part | None:
-        """Returns the version that is here, and forgets it, if it is this one; None if it is not."""
+        """Returns the fetched version, and forgets it, if it is the named one; else None."""
         with self._changed:
             found = self.here if self.here is not None and self.here[0] == version else None
             if found is not None:
@@ -109,7 +109,7 @@ class VersionGetter:
         return found[1] if found is not None else None
 
     def drop(self, but: VersionId = NO_VERSION) -> None:
-        """Drops the version that is here, unless it is `but`."""
+        """Drops the fetched version, unless it is `but`."""
         with self._changed:
             if self.here is None or self.here[0] == but:
                 return
@@ -149,15 +149,15 @@ class VersionGetter:
                     drop_version(self._server, of, part)
 
     def _abandoned(self, sought: Sought) -> bool:
-        """Returns whether this version is wanted no more: another one is, or none, or another life of the cluster wants
-        it.
+        """Returns whether the fetch of this version is of no use any more: another version is wanted or none, or
+        another incarnation wants it.
         """
         with self._changed:
             now = self._open()
         return self._closing.is_set() or now is None or now.version != sought.version or now.whose is not sought.whose
 
     def _open(self) -> Sought | None:
-        """Returns the version that is wanted and not here; None if there is none."""
+        """Returns the version that is wanted and not fetched yet; None if there is none."""
         sought = self._seek()
         here = sought is not None and self.here is not None and self.here[0] == sought.version
         return None if here else sought

@@ -42,8 +42,8 @@ _ODD_LISTENER_PATIENCE_S = 6.0
 
 
 def look(endpoint: str, job: str, secret: Secret) -> str:
-    """Returns the state of the endpoint: "free", "serves" (a server of this job), "ended" (such a server, and still
-    about), "silent" or "odd".
+    """Returns what listens at the endpoint: "free" (nothing), "serves" (this job's server), "ended" (this job's server,
+    after the job's end), "silent" (no answer) or "odd" (no server of this kind).
 
     Raises:
         ConfigurationError: The server of another job is there.
@@ -72,7 +72,8 @@ def ensure_server(
     timeout_s: float = 30.0,
     given_up: Callable[[], bool] = lambda: False,
 ) -> HostedScheduler | None:
-    """Starts a server at `options.listen` if that is this machine's and free; returns it, None if none was started.
+    """Starts a server at `options.listen` if that address is on this machine and free; returns the server, or None if
+    none was started.
 
     Args:
         options: What to run; `token_file`, `keys_dir` and `keep_finished` are not used.
@@ -128,7 +129,7 @@ def ensure_server(
 
 
 def _gave_way(started: HostedScheduler) -> bool:
-    """Returns whether the server that was started here has ended since another one uses its folder.
+    """Returns whether the server that this process started has ended because another server uses its folder.
 
     Servers of one folder write to one log, so these words need not be its last ones.
     """
@@ -139,7 +140,7 @@ def _gave_way(started: HostedScheduler) -> bool:
 
 
 def _compare(options: ServerOptions, secret: Secret) -> None:
-    """Warns if the server at this endpoint has another number of followers than was asked for."""
+    """Warns if the server that runs already has another number of followers than `options` asks for."""
     try:
         facts = fetch_facts(options.listen, secret, _ANSWER_S, follow=False)
     except SchedulerUnreachableError:
@@ -154,7 +155,9 @@ def _compare(options: ServerOptions, secret: Secret) -> None:
 
 
 def _leads(started: HostedScheduler, secret: Secret) -> bool:
-    """Returns whether the leader that answers is our own server's, and not that of the winner of a race."""
+    """Returns whether the leader that answers belongs to the server that this process started, and not to one that
+    another process started at the same time.
+    """
     try:
         return started.alive() and fetch_facts(started.endpoint, secret, follow=False).get("parent_pid") == started.pid
     except SchedulerUnreachableError:
@@ -164,8 +167,8 @@ def _leads(started: HostedScheduler, secret: Secret) -> bool:
 def host_for_cluster(
     options: ClusterOptions, *, again: bool = False, job_id: str = "", given_up: Callable[[], bool] = lambda: False
 ) -> HostedScheduler | None:
-    """Starts a server for a cluster by `ensure_server`: at its start, and (`again`) when the server of its job was
-    lost.
+    """Starts a server for a cluster by `ensure_server`: when the cluster starts, and (`again`) when its job's server is
+    gone.
 
     Nothing is started where several leaders stand by for each other: each on a chain of its own would lead a job of its
     own.
@@ -180,8 +183,8 @@ def host_for_cluster(
 
 
 def others_in(options: ClusterOptions) -> bool:
-    """Returns whether other clusters are in this job, as far as its server answers at once; then this one is not the
-    oldest.
+    """Returns whether other clusters are in this job, so that this one is not the oldest; False if the server does not
+    answer at once.
     """
     if not any(listens(endpoint) for endpoint in options.endpoints):
         return False
@@ -195,7 +198,8 @@ def others_in(options: ClusterOptions) -> bool:
 
 
 def _check_chain(options: ServerOptions, job_id: str) -> None:
-    """Checks that the chain of this job lies where a server would look for it; `job_id` "" accepts any job's chain.
+    """Checks that this job's chain is in the file where a server would look for it; `job_id` "" accepts any job's
+    chain.
 
     Raises:
         StoreError: It does not, or the file cannot be read.

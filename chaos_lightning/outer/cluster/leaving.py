@@ -1,4 +1,6 @@
-"""Lets a cluster's loop wait and leave: a wait says what it is for, and signals leave an outer job politely."""
+"""Helps a cluster's loop to wait and to leave: warnings say what it waits for, and signals make it leave the job in
+good order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class Patience:
-    """Limit of a wait that begins now.
+    """Limit of a wait, which begins when this object is made.
 
     Args:
         who: Name of the cluster.
@@ -33,7 +35,7 @@ class Patience:
         self._began = self._told = time.monotonic()
 
     def look(self) -> None:
-        """Warns now and then that the cluster still waits.
+        """Warns, every ten seconds or so, that the cluster still waits.
 
         Raises:
             DeadlineError: It has waited for so long; says for what.
@@ -47,15 +49,12 @@ class Patience:
 
 
 def tell_refusal(who: str, error: RefusedError) -> None:
-    """Warns that the server refuses a cluster that was in the job: it trains on, and tells this before it waits for
-    anything.
-    """
+    """Warns that the server refuses a cluster that was in the job before, and that the cluster trains on without it."""
     _log.warning("cluster %s trains on, and its parameter server does not let it in: %s", who, error)
 
 
 def put_out(who: str, reason: str, *, was_in: bool) -> ChaosError:
-    """Returns the error with which a cluster ends that is out of the job, and whose model is not the job's last
-    version.
+    """Returns the error to raise in a cluster that is out of the job and has not got the job's last version.
 
     Args:
         who: Name of the cluster.
@@ -68,11 +67,13 @@ def put_out(who: str, reason: str, *, was_in: bool) -> ChaosError:
 
 
 def _nothing(number: signal.Signals, frame: FrameType | None) -> None:
-    """Ignores a signal: the default for `also`."""
+    """Does nothing: the default of `leaving_signals` for `also`."""
 
 
 def cost(at_risk: int) -> str:
-    """Returns in words what ending now costs; `at_risk`: inner steps of this cluster that no durable version holds."""
+    """Returns a sentence about what is lost if the cluster ends now; `at_risk`: its inner steps that no durable version
+    holds.
+    """
     return (
         f"still waiting for the parameter server. To end now may cost {at_risk} inner steps of this cluster, which no "
         "durable version holds"
@@ -80,7 +81,9 @@ def cost(at_risk: int) -> str:
 
 
 def insist(signals: ExitSignals, number: signal.Signals, words: Callable[[], str]) -> None:
-    """Says, at a second signal, what it may cost to end now, if there is something to say; the third one ends."""
+    """Prints, at the second signal, what may be lost if the process ends now, unless `words` returns ""; the third
+    signal ends the process.
+    """
     signals.stand_down()  # first: finding the words may take a lock
     if text := words():
         say(f"{number.name}: {text}; once more ends")
@@ -93,8 +96,8 @@ def leaving_signals(
     speaks: Callable[[], bool] = lambda: True,
     also: Handler = _nothing,
 ) -> ExitSignals:
-    """Returns handlers by which the first signal leaves the job, the second one says what it may cost to end now, and
-    the third one ends.
+    """Returns signal handlers: the first signal makes the cluster leave the job, the second prints what may be lost if
+    the process ends now, the third ends it.
 
     Args:
         leave: Asks to go. Called in a thread of its own.

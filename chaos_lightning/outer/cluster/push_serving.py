@@ -1,4 +1,5 @@
-"""Serves the cluster's pushes from each rank, over connections that are parked at the followers.
+"""Serves a cluster's pushes from each rank, over connections that the rank has opened to the followers and keeps for
+their requests.
 
 Theory of operation. All ranks hold the same pushes and park connections under the incarnation's name, so a follower has
 each of them send a part, and the others send what one that dies was asked for. Pushes are cut as the followers' shards
@@ -37,8 +38,8 @@ _TABLE_NBYTES = 88
 
 
 class PushServing:
-    """Server of a cluster's pushes. `serve`, `drop`, `dial` and `fetch` may be called by any thread, all else by one at
-    a time.
+    """Server of a cluster's pushes. Any thread may call `serve`, `drop`, `dial` and `fetch`; all other methods are for
+    one thread at a time.
 
     Args:
         options: Of the cluster.
@@ -75,20 +76,22 @@ class PushServing:
 
     @property
     def _shards(self) -> tuple[Shard, ...]:
-        """Shards as their holders have them; none while there are no holders."""
+        """Shards into which the present followers cut the model; none while no follower is known."""
         return self._grid.cut(len(self.holders)) if self.holders else ()
 
     def reach(self, holders: tuple[Holder, ...]) -> None:
-        """Parks connections at the followers that hold the shards from now on."""
+        """Keeps connections open at the followers that hold the shards from now on, so that these can fetch pushes."""
         self.holders = holders
         self._lines.follow(holders)
 
     def share(self, ranks: int) -> None:
-        """Divides the cluster's rate among this number of ranks, which serve the same pushes."""
+        """Divides the cluster's sending rate by the number of ranks, which all serve the same pushes."""
         self._lines.share(ranks)
 
     def serve(self, pushes: Mapping[PushId, Part]) -> None:
-        """Serves these pushes from now on, as far as their shard boundaries are known; their bytes must not change."""
+        """Serves these pushes from now on, cut by the followers' present shards, if these are known; the bytes must not
+        change.
+        """
         for push, part in pushes.items():
             with self._lock:
                 shards, cut = self._shards, self._cuts.get(push)  # in here, so that the newest holders win
@@ -102,14 +105,16 @@ class PushServing:
             self._tidy(push, shards)
 
     def _tidy(self, push: PushId, cut: tuple[Shard, ...]) -> None:
-        """Stops serving parts of a push by older shard boundaries, unless the present ones have them, too."""
+        """Stops serving the pieces of a push that were cut by earlier shards, except those that the present shards
+        have, too.
+        """
         with self._lock:
             now = self._cuts.get(push, ())
             drop_push(self._server, push, [shard for shard in cut if shard not in now])
 
     def _spread_over(self, part: Part) -> None:
-        """Sets the rate of traffic by the shortest of the last pauses between two pushes: a long pause says nothing of
-        the coming one.
+        """Sets the sending rate so that a push takes a share of the usual pause between two pushes: the shortest of the
+        last few pauses counts.
         """
         now, before = time.monotonic(), self._frozen_at
         self._frozen_at = now
@@ -126,11 +131,11 @@ class PushServing:
         self._tidy(push, cut)
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
-        """Returns a connection to a follower, for versions. Any thread."""
+        """Returns a connection to a follower, over which versions are fetched. Any thread."""
         return self._lines.dial(endpoint)
 
     def fetch(self, version: VersionId, part: Part, abandoned: Callable[[], bool], *, blank: bool) -> int:
-        """Fills `part` with a version, from all holders at once; returns its size in bytes.
+        """Fills `part` with a version, fetched from all followers at once; returns its size in bytes.
 
         Arguments and errors are those of `fetch_version`.
         """

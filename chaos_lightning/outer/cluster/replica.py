@@ -1,4 +1,4 @@
-"""Gives a view of a cluster's copy of the outer state: the model's own tensors as the flat fp32 elements of the grid.
+"""Presents a model's tensors as the flat fp32 vector that outer sync exchanges.
 
 Theory of operation. What travels are the parameters that are trained, each memory once, and behind them the buffers
 that are averaged (BatchNorm's statistics). They may lie on any device and have any floating type: what is frozen is
@@ -24,7 +24,7 @@ from chaos_lightning.replication.table import dtype_name
 
 
 class Replica:
-    """Tensors of a model that travel: its trained parameters, and behind them the averaged buffers.
+    """Tensors of a model that outer sync exchanges: the trained parameters, then the buffers that clusters average.
 
     Args:
         parameters: Name and tensor, in an order that is equal in all clusters; tied ones by all their names.
@@ -59,8 +59,8 @@ class Replica:
 
     @classmethod
     def of_module(cls, module: nn.Module, reduced: Iterable[tuple[str, Tensor]] = ()) -> Self:
-        """Returns the replica of a module: parameters that require gradients, by all their names, and of the buffers
-        that are reduced the floating ones. Other buffers are constants, which need not travel and must not be rounded.
+        """Makes the replica of a module from its trainable parameters, by all their names, and those floating-point
+        buffers that training averages over ranks (`reduced`).
         """
         trained = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
         wanted = {id(buffer) for _, buffer in reduced if buffer.is_floating_point()}
@@ -68,16 +68,16 @@ class Replica:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Model's own tensors, in order."""
+        """Tensors themselves, no copies, in the order in which they are exchanged."""
         return [tensor for _, tensor in self._named]
 
     def grid(self, block: int) -> Grid:
-        """Returns the grid of these tensors."""
+        """Returns the division of these tensors into blocks of the job's size."""
         return Grid(tuple(spec.elements for spec in self.specs), block)
 
     @torch.no_grad()
     def read(self, grid: Grid, into: Tensor | None = None) -> Tensor:
-        """Returns all elements as they are now: fp32, flat, in host memory, a copy; in new memory, unless `into` is
+        """Returns a copy of all elements as they are now: fp32, flat, in host memory; in new memory, unless `into` is
         given.
         """
         flat = torch.empty(grid.elements) if into is None else into
@@ -86,13 +86,13 @@ class Replica:
         return flat
 
     def not_finite(self, flat: Tensor, grid: Grid) -> list[str]:
-        """Returns names of the tensors of which `read` gave a value that is not finite."""
+        """Returns the names of the tensors that have NaN or infinite elements in `flat`, which `read` returned."""
         parts = zip(self._named, _split(flat, grid), strict=True)
         return [name for (name, _), values in parts if not values.isfinite().all()]
 
     @torch.no_grad()
     def adopt(self, version: Part, frozen: Part | None) -> None:
-        """Takes a version over, in place (kernel.adopt), tensor by tensor.
+        """Adopts a version, in place (kernel.adopt), tensor by tensor.
 
         Args:
             version: Of the whole grid, as received.
@@ -125,5 +125,5 @@ def _split(flat: Tensor, grid: Grid) -> Sequence[Tensor]:
 
 
 def _part_of(part: Part, shard: Shard) -> Part:
-    """Returns the part's blocks that are in this shard, as a view."""
+    """Returns, as a view, those blocks of the part that are in this shard."""
     return Part(shard, part.format, part.run(shard.first, shard.stop))

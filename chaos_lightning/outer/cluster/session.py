@@ -1,5 +1,5 @@
-"""Runs a cluster's part in an outer job, as the loop that trains sees it: start, a boundary after each step, and an
-end.
+"""Runs a cluster's part in an outer job for its training loop, which calls a method at the start, after each step (a
+boundary), and at the end.
 
 Theory of operation. `ClusterMachine` says when to freeze, offer and adopt; here is what that means for memory, threads
 and connections. The loop's thread alone touches the model: what the machine asks of it waits until the next `boundary`
@@ -84,7 +84,7 @@ _LOOK_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Outcome of a boundary between two steps.
+    """Outcome of a boundary, which is the moment between two inner steps.
 
     Attributes:
         adopted: The version that was taken over; None: none was.
@@ -102,7 +102,7 @@ class Boundary:
 
 
 class _Life:
-    """One incarnation of a cluster: its machine, its stream, and the server of its pushes."""
+    """One incarnation of a cluster: its state machine, its stream to the leader, and the server of its pushes."""
 
     def __init__(self, machine: ClusterMachine, serving: PushServing) -> None:
         self.machine, self.serving = machine, serving
@@ -118,7 +118,7 @@ class _Life:
 
 
 class OuterSession:
-    """Part of one cluster in an outer job. Methods are the loop's thread's, but for `leave` and `close`.
+    """Part of one cluster in an outer job. Only the loop's thread may call methods, except `leave` and `close`.
 
     Args:
         replica: The model's part that travels.
@@ -183,44 +183,46 @@ class OuterSession:
 
     @property
     def base(self) -> VersionId:
-        """Version that was adopted last."""
+        """Version that the cluster adopted last."""
         return self._life.machine.base
 
     @property
     def incarnation(self) -> str:
-        """Name of this incarnation, "name~number"; "" before it was let in."""
+        """Name of this incarnation, "name~number"; "" until the leader has let the cluster in."""
         return str(self._life.machine.incarnation or "")
 
     @property
     def job_id(self) -> str:
-        """Name of the job among all jobs; "" before this cluster was let in."""
+        """Hash that names the job; "" until the leader has let this cluster in."""
         return self._life.machine.job_id
 
     @property
     def oldest(self) -> bool:
-        """Whether this cluster came before all others that are in: its verdict ends the job."""
+        """Whether this cluster joined before all others that are in the job: the job ends when the oldest cluster's
+        loop does.
+        """
         machine = self._life.machine
         return machine.oldest in (None, machine.incarnation)
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps from one push to the next, as the leader paces this cluster."""
+        """Number of inner steps from one push of this cluster to the next, as the leader has set it."""
         return self._life.machine.inner_steps
 
     @property
     def usual_steps(self) -> int:
-        """Inner steps from one push to the next, of a usual cluster."""
+        """Number of inner steps from one push to the next for a cluster of usual speed."""
         return self._settings.inner_steps
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """(samples, inner steps) that this cluster has trained and that the base does not hold."""
+        """(samples, inner steps) that this cluster has trained and that are not in its base."""
         with self._changed:
             return self._life.machine.ahead
 
     def idle_steps(self, seconds: float) -> int:
-        """Returns how many inner steps `boundary` may be told of at once: no push is due sooner, nor do they take
-        longer.
+        """Returns for how many inner steps at once `boundary` may be called: until the next push is due, and no more
+        than fit into `seconds`.
 
         Args:
             seconds: Of training, as it was measured.
@@ -233,20 +235,21 @@ class OuterSession:
 
     @property
     def reckoned(self) -> JobProgress:
-        """Progress of the job by this cluster's own reckoning."""
+        """Progress of the job as this cluster estimates it: that of its base, and what it has trained since."""
         with self._changed:
             return self._life.machine.reckoned
 
     @property
     def at_risk(self) -> int:
-        """Inner steps of this cluster that no durable version holds."""
+        """Number of inner steps of this cluster that no durable version holds."""
         with self._changed:
             return self._life.machine.at_risk
 
     # ------------------------------------------------------------------ the loop
 
     def start(self, timeout_s: float = 60.0) -> JobProgress:
-        """Founds the job, or takes its newest version over, in place; returns how far the job is.
+        """Founds the job with the model's parameters, or sets them to the job's newest version; returns the job's
+        progress.
 
         Raises:
             RefusedError: The server does not let this cluster in; says why.
@@ -266,7 +269,8 @@ class OuterSession:
     def boundary(
         self, samples: int, covers: Sequence[Covered] = (), steps: int = 1, loss: float | None = None
     ) -> Boundary:
-        """Counts what was trained, after each inner step, and freezes or adopts what is due; returns the outcome.
+        """Counts what was trained since the last call, freezes or adopts if that is due, and returns the outcome;
+        called after each inner step.
 
         Args:
             samples: That the steps used.
@@ -294,13 +298,13 @@ class OuterSession:
         self._waits.let_go(self._rested_at)
 
     def waited(self, seconds: float) -> None:
-        """Counts seconds for which training stood still beside the waits of boundaries: for versions that went to other
+        """Adds to the seconds for which training stood still, outside of `boundary`, to send versions to other
         ranks.
         """
         self._waits.add(seconds)
 
     def claim(self, positions: int, timeout_s: float = 0.0) -> tuple[Covered, ...]:
-        """Returns the next positions of the shared data that this cluster trains, each of them once.
+        """Returns the next positions of the shared data that this cluster shall train; each position is returned once.
 
         What is left may have to be pushed before there is more: who gets nothing calls `boundary` and asks again.
 
@@ -324,13 +328,13 @@ class OuterSession:
             return (Covered(epoch, taken),)
 
     def pause(self, timeout_s: float) -> None:
-        """Waits until something happens that the next `boundary` may see; at most `timeout_s`."""
+        """Waits, for at most `timeout_s`, until an event has come that `boundary` would handle."""
         with self._changed:
             self._changed.wait(timeout_s)
 
     @property
     def ending(self) -> bool:
-        """Whether this cluster is to train no more."""
+        """Whether this cluster shall train no further step."""
         machine = self._life.machine
         return bool(self.over or machine.leaving or machine.verdict or machine.phase is Phase.ENDING)
 
@@ -340,15 +344,16 @@ class OuterSession:
         return self._life.machine.leaving
 
     def show_base(self) -> None:
-        """Sets the model's parameters to the base's until `show_own`; nothing may be trained meanwhile."""
+        """Replaces the model's parameters by those of the base until `show_own`; nothing may be trained in between."""
         self._model.show_base()
 
     def show_own(self) -> None:
-        """Sets the model's parameters back to those that are trained. Idempotent."""
+        """Undoes `show_base`: the model has its trained parameters again. Idempotent."""
         self._model.show_own()
 
     def finish(self, reason: str, timeout_s: float | None = None) -> None:
-        """Ends this cluster's loop: pushes the rest, and stays until the job ends, or until the cluster has left.
+        """Pushes, after the loop's end, what is not pushed yet, and waits until the job has ended or the cluster may
+        leave.
 
         A cluster that is through long before the others leaves after `timeout_s`; None: after `options.patience_s`.
 
@@ -369,14 +374,14 @@ class OuterSession:
             self._rest(lambda: bool(self.over), limit_s)
 
     def leave(self) -> None:
-        """Asks to leave: all that was trained is pushed, and `finish` returns once that is durable.
+        """Asks to leave the job: all that was trained is pushed, and `finish` returns once a durable version holds it.
 
         Any thread. A signal's handler calls it in a thread of its own, for it takes a lock.
         """
         self._feed(self._life, cl.LeaveAsked())
 
     def close(self) -> None:
-        """Ends threads and connections; what was not pushed is lost. Idempotent."""
+        """Ends threads and connections; progress that was not pushed is lost. Idempotent."""
         if self.incarnation:
             self._fit.over()
         self._closing.set()
@@ -399,7 +404,7 @@ class OuterSession:
         return bool(self.over) or (machine.phase is Phase.TRAINING and not machine.waits)
 
     def _rest(self, done: Callable[[], bool], timeout_s: float | None = None) -> Boundary:
-        """Carries out what is due, at least once, and then until `done`; returns the outcome.
+        """Carries out the effects that are due, at least once and then until `done` returns true; returns the outcome.
 
         Raises:
             ChaosError: This cluster cannot go on.
@@ -424,13 +429,15 @@ class OuterSession:
                 patience.look()
 
     def waits_for(self) -> str:
-        """Returns in words the event for which this cluster waits before it trains on or may go."""
+        """Returns in words the event for which this cluster waits before it trains on or may leave."""
         if self._trouble:
             return f"the parameter server at {','.join(self.options.endpoints)}: {self._trouble}"
         return self._life.machine.waits_for
 
     def _carry_out(self, found: Boundary) -> Boundary:
-        """Carries out the effects that wait for the loop's thread, in order; adds their outcome to `found`."""
+        """Carries out, in order, the effects that wait for the loop's thread; returns `found` with their outcome
+        added.
+        """
         self._feed(self._life, cl.AtRest(), resting=True)
         while True:
             with self._changed:
@@ -471,7 +478,7 @@ class OuterSession:
         encode: Callable[[], Part],
         began: float,
     ) -> None:
-        """Encodes a push in the worker's thread, and serves it."""
+        """Encodes a push and then serves it; called in the encoding thread."""
         try:
             part = encode()
             manifest = part.hash
@@ -537,7 +544,7 @@ class OuterSession:
     # ------------------------------------------------------------------ any thread
 
     def _begin(self, life: _Life) -> None:
-        """Opens the stream of an incarnation, and connects its callbacks."""
+        """Connects an incarnation to the leader, with callbacks that pass messages to its machine."""
 
         def hear(message: Any) -> None:
             self._model.heard(message)
@@ -574,7 +581,7 @@ class OuterSession:
         life.client.start()
 
     def _fail(self, error: ChaosError) -> None:
-        """Makes the loop's thread raise this error."""
+        """Makes the loop's thread raise this error at its next boundary or wait."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -616,7 +623,9 @@ class OuterSession:
             self._worker.submit(self._serve, life, kept)
 
     def _serve(self, life: _Life, pushes: Mapping[PushId, Part]) -> None:
-        """Serves pushes, in the worker's thread and without the lock of boundaries, since all are hashed here."""
+        """Serves pushes; called in the encoding thread and without the lock that `boundary` takes, since it hashes all
+        of them.
+        """
         life.serving.serve(pushes)
         with self._changed:
             for push in pushes.keys() - self._content.pushes.keys():  # freed meanwhile
@@ -630,7 +639,7 @@ class OuterSession:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Closes earlier incarnations whose pushes are not needed any more."""
+        """Closes earlier incarnations once nobody needs their pushes any more."""
         with self._changed:
             needed = {p.incarnation for p in self._content.pushes}
             done = [life for life in self._old if life.machine.incarnation not in needed]
@@ -641,7 +650,9 @@ class OuterSession:
     # ------------------------------------------------------------------ positions and rates
 
     def _free(self) -> tuple[int, tuple[Span, ...]] | None:
-        """Returns the lowest epoch with positions that are leased and not claimed, and these; None if there is none."""
+        """Returns the lowest epoch that has leased positions which the loop has not claimed, and these positions; None
+        if there is none.
+        """
         for epoch, spans in sorted(self._life.machine.free_spans().items()):
             if left := subtract(spans, self._claimed.get(epoch, ())):
                 return epoch, left
@@ -654,7 +665,7 @@ class OuterSession:
             del self._claimed[covered.epoch]
 
     def _measure(self, samples: int, steps: int, now: float) -> None:
-        """Updates the moving averages of samples and steps per second of training; waits do not count."""
+        """Updates the moving averages of samples and steps trained per second; time spent waiting does not count."""
         self._rates.take(samples, steps, now - self._rested_at)
         machine = self._life.machine
         machine.rate, machine.step_rate = self._rates.samples_per_s, self._rates.steps_per_s
@@ -680,8 +691,8 @@ class OuterSession:
 
 
 def renew(optimizers: Iterable[Optimizer], boundary: Boundary) -> None:
-    """Clears the state of inner optimizers where a boundary says so, or (O10) where it would spoil the parameters
-    again.
+    """Clears the state of inner optimizers if the boundary asks for it, or if that state has NaN or infinite values
+    after a version was adopted outright (O10).
 
     A rejection gives the parameters back, and not the optimizer's state. One that is not finite stays so for ever.
     """
@@ -710,7 +721,7 @@ def agreement_of(
     length: int = 0,
     words: dict[str, str] | None = None,
 ) -> Agreement:
-    """Returns this cluster's side of the facts that all clusters must have in common.
+    """Returns the facts about this cluster's model, data and settings that must be equal in all clusters of the job.
 
     Args:
         replica: Of its model.

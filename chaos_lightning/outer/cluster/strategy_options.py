@@ -1,4 +1,4 @@
-"""Settings of `DiLoCoStrategy`: those of the job and of this cluster in one place.
+"""Settings of `DiLoCoStrategy`: the job's rules and those of one cluster, in one place.
 
 Theory of operation. Each setting is declared once, in `OuterSettings` or in `ClusterOptions`. Some are arguments of the
 strategy; the others are fields of `DiLoCoOptions`, where None means: the environment's CHAOS_<NAME>, else the default.
@@ -31,8 +31,8 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCoOptions(_Options):
-    """Settings that most jobs leave alone: those of the job and of this cluster but for the strategy's own arguments,
-    and some more. `batch` is by default what a step of this cluster uses.
+    """Settings of `DiLoCoStrategy` that are no arguments of its own and that most jobs leave alone: of the job, of the
+    cluster, and a few more. The default of `batch` is the loader's batch size.
     """
 
     seed: int | None = setting(
@@ -49,7 +49,8 @@ def build(
     *,
     batch: int | None = None,
 ) -> tuple[OuterSettings, ClusterOptions]:
-    """Returns the job's rules and this cluster's settings: given values over the environment over the defaults.
+    """Returns the job's rules and this cluster's settings: from the given values, else from the environment, else the
+    defaults.
 
     Args:
         options: Of the strategy.

@@ -9,7 +9,7 @@ FADE = 0.9
 
 
 class TrainingRates:
-    """Moving averages of what a second of training gives.
+    """Moving averages of the samples and inner steps that a second of training brings.
 
     Attributes:
         samples_per_s: 0.0 before anything was measured.
@@ -20,14 +20,14 @@ class TrainingRates:
         self.samples_per_s = self.steps_per_s = 0.0
 
     def take(self, samples: int, steps: int, took_s: float) -> None:
-        """Adds what was trained in this time; waits are not part of the time."""
+        """Adds samples and steps to the averages; `took_s` is the time in which they were trained, without waits."""
         if took_s > 0 and steps:
             self.samples_per_s = _after(self.samples_per_s, samples / took_s)
             self.steps_per_s = _after(self.steps_per_s, steps / took_s)
 
 
 class Waits:
-    """Time for which outer sync has had the training thread since the last adoption.
+    """Time since the last adoption that outer sync has taken from the training thread.
 
     Attributes:
         kept_at: When it took it, by `time.monotonic()`; 0.0: it does not have it.
@@ -37,7 +37,7 @@ class Waits:
         self.kept_at = self._waited_s = 0.0
 
     def take(self) -> float:
-        """Returns the seconds of waiting up to now; later waits count for the next adoption."""
+        """Returns the seconds of waiting since the last adoption, and begins to count anew."""
         now = time.monotonic()
         waited_s, self._waited_s, self.kept_at = self._waited_s + now - self.kept_at, 0.0, now
         return waited_s
@@ -47,12 +47,12 @@ class Waits:
         self._waited_s += seconds
 
     def let_go(self, now: float) -> None:
-        """Notes the time at which outer sync gives the training thread back."""
+        """Notes that outer sync gives the training thread back at this time."""
         self._waited_s, self.kept_at = self._waited_s + now - self.kept_at, 0.0
 
 
 def _after(before: float, new: float) -> float:
-    """Returns the moving average after a new rate. Seconds per sample are averaged, so that a step that took long
-    counts in full.
+    """Returns the moving average after a new rate, computed on seconds per sample, so that a slow step has its full
+    weight.
     """
     return new if not before or not new else 1 / (FADE / before + (1 - FADE) / new)

@@ -1,1 +1,3 @@
-"""Outer sync: main programs of the parameter server, and what operators run beside it."""
+"""Outer sync: main programs of the parameter server, and commands with which operators inspect, end and export its
+job.
+"""

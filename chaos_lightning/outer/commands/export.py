@@ -49,7 +49,7 @@ _LIGHTNING = "2.6.0"
 
 
 def durable_version(chain: OuterChain, wanted: str) -> tuple[VersionId, tuple[str, ...]]:
-    """Returns the durable version of this name, and the digests of its shards.
+    """Returns the durable version that `wanted` names, and the digests of its shards.
 
     Args:
         chain: Of the job.
@@ -68,14 +68,16 @@ def durable_version(chain: OuterChain, wanted: str) -> tuple[VersionId, tuple[st
 
 
 def hyper_parameters(chain: OuterChain) -> dict[str, Any]:
-    """Returns the model's arguments as the job's first cluster told them; those that JSON cannot hold are missing."""
+    """Returns the model's constructor arguments, as the job's first cluster sent them; values that JSON cannot
+    represent are left out.
+    """
     assert chain.agreement is not None, "a job with a version has begun"
     held: dict[str, Any] = json.loads(dict(chain.agreement.words).get(HYPER, "{}"))
     return held
 
 
 def read_version(chain: OuterChain, folder: Path, job: str, wanted: str) -> tuple[dict[str, Tensor], JobProgress]:
-    """Returns all tensors of a durable version by name, and the job's progress at it.
+    """Returns all tensors of a durable version by name, and the job's progress at that version.
 
     Args:
         chain: Of the job.
@@ -110,7 +112,8 @@ def read_version(chain: OuterChain, folder: Path, job: str, wanted: str) -> tupl
 def read_while_it_runs(
     load: Callable[[], OuterChain], folder: Path, job: str, wanted: str
 ) -> tuple[VersionId, dict[str, Tensor], JobProgress]:
-    """Returns a durable version, its tensors and progress, of a job whose followers may delete files meanwhile.
+    """Returns a durable version, its tensors and progress, while the job runs: if followers delete its files during the
+    reading, it starts again.
 
     Args:
         load: Reads the chain.
@@ -132,7 +135,7 @@ def read_while_it_runs(
 def checkpoint_of(
     tensors: dict[str, Tensor], progress: JobProgress, like: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns a checkpoint for Lightning, and sentences that say which of its parts are not at the version.
+    """Returns a checkpoint for Lightning, and a sentence for each of its parts that does not belong to the version.
 
     Args:
         tensors: By name.
@@ -163,7 +166,9 @@ def checkpoint_of(
 
 
 def _at(fit_loop: dict[str, Any], progress: JobProgress) -> dict[str, Any]:
-    """Returns the counters of Lightning's fit loop for the job's progress: an epoch that was not over begins anew."""
+    """Returns the state of Lightning's fit loop for the job's progress; an epoch that was not over starts from its
+    beginning.
+    """
     made = copy.deepcopy(fit_loop)
     made["state_dict"].pop("combined_loader", None)  # where its loader was in another epoch
     made["epoch_loop.state_dict"]["_batches_that_stepped"] = progress.steps

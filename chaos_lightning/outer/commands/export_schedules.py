@@ -1,4 +1,4 @@
-"""Moves the learning rate schedules of an exported checkpoint to the step of its version.
+"""Moves the learning-rate schedules of an exported checkpoint to the step of the version that was exported.
 
 Theory of operation. A checkpoint of Lightning has the state of each schedule, and not its class. torch's own schedules
 are told apart by the names in their state, so the export makes one of that class, with the learning rates that the
@@ -35,7 +35,8 @@ _BY_NAMES: dict[frozenset[str], type[torch_schedules.LRScheduler]] = {
 
 
 def move_schedules(made: dict[str, Any], like: dict[str, Any], progress: JobProgress) -> list[str]:
-    """Moves the schedules of a checkpoint, and the learning rates of its optimizers.
+    """Moves a checkpoint's learning-rate schedules, and the learning rates of its optimizers, to the step of
+    `progress`.
 
     Args:
         made: The checkpoint, which is changed.
@@ -72,7 +73,9 @@ def move_schedules(made: dict[str, Any], like: dict[str, Any], progress: JobProg
 
 
 def _steps(taken: int, like: dict[str, Any], progress: JobProgress) -> int:
-    """Returns the steps of a schedule from the checkpoint to the version: one for each epoch, or for each few steps."""
+    """Returns how many steps a schedule must take from the checkpoint to the version; it steps once an epoch, or every
+    few optimizer steps.
+    """
     before, epoch = int(like["global_step"]), int(like["epoch"])
     if taken != before and taken in (epoch, epoch + 1):
         return progress.epoch - taken
@@ -81,7 +84,9 @@ def _steps(taken: int, like: dict[str, Any], progress: JobProgress) -> int:
 
 
 def _moved(state: dict[str, Any], groups: list[dict[str, Any]], due: int) -> bool:
-    """Moves a schedule to this step, with the groups' learning rates; returns whether it could be moved."""
+    """Moves a schedule to the step `due` and sets the parameter groups' learning rates; returns False if that is not
+    possible.
+    """
     kind = _BY_NAMES.get(frozenset(state) - _ALL)
     if kind is None or due < state["last_epoch"]:
         return False
@@ -101,7 +106,7 @@ def _moved(state: dict[str, Any], groups: list[dict[str, Any]], due: int) -> boo
 
 
 def _stepped() -> None:
-    """Stands for the optimizer's step, which has come before."""
+    """Does nothing: takes the place of the optimizer's `step`, whose call the schedule looks for."""
 
 
 vars(_stepped)["_wrapped_by_lr_sched"] = True

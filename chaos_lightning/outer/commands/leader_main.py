@@ -41,7 +41,9 @@ _AGAIN_S = 0.2
 
 
 def open_store(options: LeaderOptions) -> Store:
-    """Opens the chain to continue; that of a job that has ended is put away first, unless it is to be kept."""
+    """Opens the chain that the leader continues; a chain whose job has ended is moved away first, unless
+    `keep_finished` is set.
+    """
     from chaos_lightning.control.memory_store import MemoryStore
     from chaos_lightning.control.sqlite_store import SqliteStore, archive
     from chaos_lightning.outer.server.chain_store import load_chain
@@ -58,8 +60,8 @@ def open_store(options: LeaderOptions) -> Store:
 
 
 def _standing(options: LeaderOptions, *, followed: bool) -> OuterCandidacy | None:
-    """Returns the candidacy of a leader with its chain in etcd, where several leaders stand by for each other; None for
-    another store. A leader that followed another one tells what that one has ended.
+    """Returns the candidacy of a leader whose chain is in etcd, where several leaders may stand by; None for another
+    store. With `followed` (it took over from another leader), a job that has ended is kept.
     """
     if not options.in_etcd:
         return None

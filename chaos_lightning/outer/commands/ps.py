@@ -52,7 +52,7 @@ def ps(arguments: Sequence[str]) -> None:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """Returns the parser of a sub-command that asks a leader."""
+    """Returns the argument parser of a sub-command that sends a request to a leader."""
     parser = argparse.ArgumentParser(
         prog=f"chaos-lightning ps {name}",
         description=SUBCOMMANDS[name][1],
@@ -103,7 +103,7 @@ def end(arguments: Sequence[str]) -> int:
 
 
 def show_outer(facts: dict[str, Any]) -> None:
-    """Prints the facts of an outer job that a leader tells."""
+    """Prints the facts of an outer job, which a leader has returned."""
     from chaos_lightning.machine.tables import console_of_stdout
 
     console = console_of_stdout()
@@ -182,7 +182,7 @@ def _follower(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(version: str) -> str:
-    """Returns the number of a version, as in "v3"; the hash is in --json."""
+    """Returns the short form of a version's name for tables, such as "v3", without the hash."""
     return version.partition("-")[0] if version.startswith("v") else "none"
 
 

@@ -1,4 +1,4 @@
-"""Cuts a job's shards anew, for another number of followers, while no process of its server runs (O15).
+"""Divides a job's state among another number of followers, while no process of its server runs (O15).
 
 Theory of operation. The durable versions lie in the followers' files. From these the new shards are put together and
 written as files of the new followers, beside the old ones. Once all are on disk, one record names the new followers and
@@ -37,7 +37,7 @@ from chaos_lightning.outer.server.chain_store import load_chain
 
 
 class _Cutter:
-    """Carries out the steps of a new cut, on a store and on the folders of followers."""
+    """Carries out the steps of `recut_steps` on a chain's store and the followers' folders."""
 
     def __init__(self, store: Store, folder: Path, job: str) -> None:
         self._store, self._folder, self._job = store, folder, job
@@ -95,7 +95,8 @@ class _Cutter:
 
 
 def recut(store: Store, folder: Path, job: str, names: Sequence[str]) -> str:
-    """Cuts the shards for these followers, if there were another number of them; returns what was done, or "".
+    """Divides the job's state into shards for these followers, if the number of followers has changed; returns a
+    description of what was done, else "".
 
     Args:
         store: Of the job's chain; nobody else writes to it.

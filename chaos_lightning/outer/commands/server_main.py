@@ -43,15 +43,15 @@ command is given again. Usually not needed: the first training script on a machi
 
 
 def gives_way(pid: int) -> str:
-    """Returns the words with which the server of this process ends if another one uses its folder: its log may be
-    shared.
+    """Returns the words that the server with this pid logs when it ends because another server uses its folder; the pid
+    is in them since both may write to one log.
     """
     return f"pid {pid} gives way"
 
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Holds a folder while the block runs, so that no other server uses it.
+    """Locks a server's folder while the block runs, so that no other server uses it.
 
     Raises:
         ConfigurationError: Another one runs on it.
@@ -70,7 +70,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def put_away(options: ServerOptions) -> str:
-    """Moves the folder of a job that has ended; returns the folder's new place, or "".
+    """Moves the folder of a job that has ended to another place; returns that place, or "" if nothing was moved.
 
     Raises:
         StoreError: What lies there is no chain of outer sync.
@@ -95,8 +95,7 @@ def put_away(options: ServerOptions) -> str:
 
 
 def followers_of(options: ServerOptions) -> list[str]:
-    """Returns the names of the followers to run; for another number of them than the job had its shards are cut anew
-    (O15).
+    """Returns the names of the followers to run; if their number has changed, the job's shards are cut anew (O15).
 
     Raises:
         ConfigurationError: Files of a follower that holds a shard are not here.
@@ -137,7 +136,7 @@ def followers_of(options: ServerOptions) -> list[str]:
 
 
 def _chain(options: ServerOptions) -> OuterChain | None:
-    """Returns the chain; None if there is none yet, or if etcd does not answer, for which followers wait, too."""
+    """Returns the job's chain; None if there is none yet, or if etcd does not answer."""
     from chaos_lightning.control.sqlite_store import SqliteStore
     from chaos_lightning.outer.server.chain_store import load_chain
     from chaos_lightning.outer.server.standing import open_outer_store
@@ -156,7 +155,7 @@ def _chain(options: ServerOptions) -> OuterChain | None:
 
 
 def _clear_up(chain: OuterChain, folder: Path) -> None:
-    """Deletes files of followers that have no shard any more, once no durable version needs them."""
+    """Deletes the files of followers that have no shard any more, unless a durable version needs them."""
     for place in folder.iterdir():
         if place.is_dir():
             found = [(path, path.name[1:].partition("-")[0]) for path in place.glob("*/v*-*.safetensors")]
@@ -167,8 +166,8 @@ def _clear_up(chain: OuterChain, folder: Path) -> None:
 
 
 def _leader(options: ServerOptions) -> list[str]:
-    """Returns the leader's command. A job that has ended since the server started is served by the followers, so the
-    leader must not put it away.
+    """Returns the command that runs the leader. It never moves the chain of a job that has ended, since followers may
+    still serve that job's last version.
     """
     given = {name: getattr(options, name) for name in declared(LeaderOptions)}
     path = options.store_path
@@ -177,7 +176,7 @@ def _leader(options: ServerOptions) -> list[str]:
 
 
 def _follower(options: ServerOptions, name: str) -> list[str]:
-    """Returns the arguments of a follower: the server's settings that it has, too, with a place of its own."""
+    """Returns a follower's arguments: the server's settings, with a name, folder and address of its own."""
     host, port = split_endpoint(options.listen)
     given = {known: getattr(options, known) for known in declared(FollowerOptions) if known in declared(ServerOptions)}
     given |= {"server": join_endpoint("127.0.0.1" if host in WILDCARDS else host, port), "advertise": "", "name": name}
@@ -186,7 +185,7 @@ def _follower(options: ServerOptions, name: str) -> list[str]:
 
 
 def run(options: ServerOptions, *, outlives: bool = False) -> int:
-    """Serves until the job has ended, nobody needs it, or a signal; returns the exit code.
+    """Runs a server until its job has ended, nobody needs it or a signal comes; returns the exit code.
 
     Args:
         options: Its own.

@@ -27,7 +27,7 @@ _TURN_S = 0.0005
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until the supervisor hangs up.
+    """Makes followers at the supervisor's request until the supervisor closes the connection.
 
     Args:
         arguments: The descriptor of the connection to the supervisor, and that one's process id.
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _become_child_of(supervisor: int) -> None:
-    """Waits until this process is the supervisor's child, since the process in between is about to end; from then on it
-    dies with the supervisor.
+    """Waits until the supervisor is this process's parent, since the process between the two is about to end; from then
+    on this process dies with the supervisor.
     """
     os.setsid()
     while os.getppid() != supervisor:

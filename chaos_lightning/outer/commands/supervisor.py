@@ -1,4 +1,4 @@
-"""Keeps a leader and followers running on one machine: what dies is started again, and all end together.
+"""Keeps a leader and its followers running on one machine: restarts a process that dies, and ends all of them together.
 
 Theory of operation. One thread waits for signals, for ends of children (SIGCHLD), and for what the warm spare says
 (outer/commands/spare.py), which makes the followers. A child that ends is started again, at once for the first time,
@@ -58,7 +58,7 @@ command. The children go by the supervisor's word alone: a service manager sends
 
 
 class _Child:
-    """Process that the supervisor keeps running."""
+    """Process that the supervisor starts, and starts again when it dies."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
@@ -111,8 +111,8 @@ class Supervisor:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> int:
-        """Runs the children until the leader needs no more starts, or a signal; returns the exit code. In the main
-        thread.
+        """Runs the leader, spare and followers until the leader has ended for good or a signal comes; returns the exit
+        code. For the main thread only.
         """
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         woken, wakes = socket.socketpair()
@@ -135,8 +135,8 @@ class Supervisor:
             signal.set_wakeup_fd(-1)
 
     def _obey(self) -> None:
-        """Acts on signals. At the first one the leader stays for clusters that leave, if this process was started by
-        one.
+        """Reacts to signals. At the first one, if a cluster started this process, the leader goes on until the clusters
+        that leave are done; else all processes end.
         """
         if not self._signals:
             return
@@ -257,7 +257,7 @@ class Supervisor:
                 _send(child.pid, signal.SIGKILL)
 
     def _end_strangers(self) -> None:
-        """Kills followers that a spare made before it could say so: there must not be two of one name."""
+        """Kills followers that the spare has made but not reported, since two followers of one name must not run."""
         ours = {child.pid for child in self._children}
         with contextlib.suppress(OSError):  # a kernel without that file
             for task in Path("/proc/self/task").iterdir():
@@ -266,8 +266,8 @@ class Supervisor:
                         _send(int(pid), signal.SIGKILL)
 
     def _end_all(self, woken: socket.socket) -> None:
-        """Ends all children, politely and then with SIGKILL; after the end of a job followers have a last version to
-        serve.
+        """Ends all children, first by request and then with SIGKILL; if the job has ended, waits before that while
+        followers serve its last version.
         """
         if self._code == EXIT_OK:
             _send(self._spare.pid, END)
@@ -280,7 +280,7 @@ class Supervisor:
             self._wait_for(self._children, woken, _POLITE_S)
 
     def _wait_for(self, children: Sequence[_Child], woken: socket.socket, timeout_s: float) -> None:
-        """Waits until these children have ended, or another signal comes, or the time is up."""
+        """Waits until these children have ended, another signal has come, or the time is up."""
         deadline, signals = time.monotonic() + timeout_s, len(self._signals)
         while any(child.pid for child in children) and time.monotonic() < deadline and len(self._signals) == signals:
             self._wait(woken)
@@ -288,7 +288,7 @@ class Supervisor:
 
 
 def _spawn(arguments: Sequence[str]) -> int:
-    """Starts this interpreter with these arguments, in a session of its own; returns its process id."""
+    """Starts a Python interpreter with these arguments, in a process session of its own; returns its process id."""
     command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), sys.executable, *arguments]
     return os.posix_spawn(sys.executable, command, os.environ, setsid=True)
 

@@ -1,1 +1,3 @@
-"""Outer sync, shared by all its processes: the codec of messages, the arithmetic of a shard, pushes and versions."""
+"""Outer sync, used by leaders, followers and clusters alike: the encoding of messages, the arithmetic of a shard, and
+the transfer of pushes and versions.
+"""

@@ -1,4 +1,5 @@
-"""Encodes and decodes pushes and versions: formats of blocks, and the codecs that name them.
+"""Encodes and decodes the tensor blocks of pushes and versions: number formats such as bf16 and int8, and codecs that
+pair them.
 
 Theory of operation. A *format* turns one block of fp32 elements into bytes and back. It looks at nothing beyond the
 block, so a content has the same bytes for any cut of the grid, and each block can be sent, hashed and read by itself.
@@ -47,28 +48,30 @@ _LEVELS = 127
 
 
 class Format(Protocol):
-    """One direction of a codec: fp32 elements of a block as bytes, and back. Formats without state may be used by many
-    threads.
+    """Number format in which a codec sends pushes or versions: encodes a block of fp32 elements as bytes, and decodes
+    it. Formats without state may be used by many threads.
     """
 
     @property
     def name(self) -> str:
-        """Name of the format. It goes into hashes of contents: another layout of bytes needs another name."""
+        """Name of the format. It is hashed with a content's bytes, so a format that lays bytes out otherwise needs
+        another name.
+        """
         ...
 
     @property
     def residual(self) -> bool:
-        """Whether a cluster keeps what a push in this format dropped, and adds it to its next one."""
+        """Whether a cluster keeps what encoding a push in this format lost, and adds it to its next push."""
         ...
 
     def nbytes(self, elements: int) -> int:
-        """Returns the number of bytes of a block of `elements` elements: at least one, and no more than for a larger
+        """Returns how many bytes a block of `elements` elements takes: at least one, and never more than a larger
         block.
         """
         ...
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        """Writes a block's bytes.
+        """Encodes a block's elements into bytes.
 
         Args:
             values: fp32, flat, contiguous.
@@ -77,7 +80,7 @@ class Format(Protocol):
         ...
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Reads a block's elements; of values that cannot be represented something non-finite comes back.
+        """Decodes a block's elements; where a value could not be represented, NaN or infinity is returned.
 
         Args:
             data: uint8, flat, contiguous.
@@ -96,7 +99,7 @@ def _check(name: str, expected: int, data: Tensor, elements: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlainFormat:
-    """Format in which each element is a number of type `dtype` by itself, rounded to the nearest."""
+    """Format in which each element is a number of type `dtype`, rounded to the nearest, independent of all others."""
 
     name: str
     dtype: torch.dtype
@@ -120,7 +123,9 @@ class PlainFormat:
 
 @dataclass(frozen=True, slots=True)
 class Int8Format:
-    """Format of whole multiples, -127 to 127, of a scale that the block has for itself; see the module."""
+    """Format in which each element is an integer from -127 to 127, times a scale that each block has of its own; see
+    the module.
+    """
 
     name: str = "int8"
     residual: bool = True
@@ -158,7 +163,7 @@ INT8 = Int8Format()
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Formats of both directions, as the setting `codec` names them.
+    """Formats for pushes and for versions; the setting `codec` names such a pair.
 
     Attributes:
         name: As the setting has it.
@@ -174,12 +179,12 @@ class Codec:
 
     @property
     def residual(self) -> bool:
-        """Whether a cluster keeps what its pushes dropped."""
+        """Whether a cluster keeps what the encoding of its pushes lost."""
         return self.push.residual
 
     def format_of(self, base: VersionId) -> Format:
-        """Returns the format of a push from this base. A job's first content is parameters, so it travels as versions
-        do.
+        """Returns the format of a push made from this base. A job's first push holds parameters, so it has the format
+        of versions.
         """
         return self.push if base != NO_VERSION else self.version
 
@@ -206,14 +211,14 @@ def register_codec(codec: Codec) -> None:
 
 
 def codec_named(name: str) -> Codec:
-    """Returns the codec of this name; ConfigurationError, which says which there are, if there is none."""
+    """Returns the codec of this name; raises ConfigurationError, with the known names, if there is none."""
     if name not in _CODECS:
         raise ConfigurationError(f"there is no codec {name!r}; known are {', '.join(sorted(_CODECS))}")
     return _CODECS[name]
 
 
 def codec_of(agreement: Agreement) -> Codec:
-    """Returns the codec of this job's pushes and versions.
+    """Returns the codec of a job's pushes and versions, from the job's agreement.
 
     Parameters are pushed in fp32: bf16 would drop more of them than a round gains.
 
@@ -232,7 +237,7 @@ for _codec in (Codec("fp32", FP32, FP32), Codec("bf16", BF16, BF16), Codec("int8
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of a content (a push or a version) in one shard, as they travel: its blocks end to end.
+    """Encoded bytes of the blocks of one shard, of a push or a version, one block after the other.
 
     Attributes:
         shard: Whose blocks they are; the whole grid, or one tensor's blocks, are a shard too.
@@ -263,7 +268,7 @@ class Part:
 
     @classmethod
     def of(cls, shard: Shard, values: Tensor) -> Part:
-        """Returns a part over fp32 elements, flat and contiguous, as they lie in memory; nothing is copied."""
+        """Returns a part whose bytes are these fp32 elements, flat and contiguous; nothing is copied."""
         assert values.dtype == torch.float32
         assert values.is_contiguous()
         return cls(shard, FP32, as_bytes(values))
@@ -278,43 +283,43 @@ class Part:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Offset of the first byte of each block, and last the number of all bytes."""
+        """Offset of the first byte of each block, followed by the number of all bytes."""
         return tuple(accumulate(map(self.format.nbytes, self.shard.lengths), initial=0))
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a whole block; the last one of a tensor may have fewer."""
+        """Number of bytes of a full block; the last block of a tensor may have fewer."""
         return self.format.nbytes(self.shard.grid.block)
 
     def run(self, first: int, stop: int) -> Tensor:
-        """Returns the bytes of some of the shard's blocks, in place."""
+        """Returns, as a view, the bytes of the shard's blocks [first, stop)."""
         return self.data[self.offsets[first] : self.offsets[stop]]
 
     def block(self, block: int) -> Tensor:
-        """Returns the bytes of one of the shard's blocks, in place."""
+        """Returns, as a view, the bytes of one of the shard's blocks."""
         return self.run(block, block + 1)
 
     def encode(self, block: int, values: Tensor) -> None:
-        """Writes one of the shard's blocks."""
+        """Encodes one of the shard's blocks into this part's bytes."""
         self.format.encode(values, self.block(block))
 
     def decode(self, block: int, out: Tensor) -> None:
-        """Reads one of the shard's blocks into fp32; WireError if its bytes are malformed."""
+        """Decodes one of the shard's blocks to fp32; WireError if its bytes are malformed."""
         self.format.decode(self.block(block), out)
 
     def decoded(self) -> Tensor:
-        """Returns the whole part as fp32, flat; WireError if its bytes are malformed."""
+        """Returns the whole part decoded to fp32, flat; WireError if its bytes are malformed."""
         values = torch.empty(self.shard.elements)
         for block, place in enumerate(self.shard.places):
             self.decode(block, values[place])
         return values
 
     def digests(self) -> list[bytes]:
-        """Returns the xxh3-128 of each block, the part's share of a manifest."""
+        """Returns the xxh3-128 of each block; the digests of all parts make up the manifest."""
         data = host_view(self.data)
         return [xxhash.xxh3_128_digest(data[start:stop]) for start, stop in pairwise(self.offsets)]
 
     @property
     def hash(self) -> str:
-        """Hash of the content; for the whole grid it is the manifest hash of an offer."""
+        """Hash of the content; for a part that covers the whole model, it is the manifest hash in the push's offer."""
         return self.shard.content_hash(self.digests(), self.format.name)

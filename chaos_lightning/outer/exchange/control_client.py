@@ -1,5 +1,5 @@
-"""Holds the stream of a cluster or follower to the leader of outer sync, in a thread of its own, and has two calls to
-the leader.
+"""Keeps the stream of a cluster or follower to the leader of outer sync open, in a thread of its own; also has the two
+single calls to a leader: fetch facts, end the job.
 
 Theory of operation. The thread holds one gRPC stream at a time. A leader says something at once and then a few times a
 second, be it only an envelope with no message in it, so that a frozen one is noticed: gRPC's keepalive does not see
@@ -61,7 +61,7 @@ _WORDS = {"Attend": (FROM_CLUSTER, TO_CLUSTER), "Follow": (FROM_FOLLOWER, TO_FOL
 
 
 class _Over:
-    """End of a stream. `reason` is None if the leader closed it in good order."""
+    """Item of the inbox: a stream has ended. `reason` is None if the leader closed it in good order."""
 
     def __init__(self, stream: _Stream, reason: ChaosError | None) -> None:
         self.stream = stream
@@ -69,11 +69,13 @@ class _Over:
 
 
 class _Close:
-    """Item of the queue by which `close` ends the thread."""
+    """Item of the inbox with which `close` ends the thread."""
 
 
 class _Stream:
-    """Stream to a leader: an outbox that gRPC drains, and a thread that reads into the client's inbox."""
+    """One gRPC stream to a leader: messages to send wait in an outbox, and a thread reads received ones into the
+    client's inbox.
+    """
 
     def __init__(
         self, channel: grpc.Channel, endpoint: str, secret: Credentials, call: str, inbox: queue.SimpleQueue[Any]
@@ -88,19 +90,19 @@ class _Stream:
         threading.Thread(target=self._read, name="chaos-outer-reader", daemon=True).start()
 
     def say(self, message: Any) -> None:
-        """Queues a message. The stream of a leader that reads nothing is cut: all that matters is said again on the
-        next.
+        """Queues a message. If the leader reads nothing and the queue is too long, the stream is cut: whatever matters
+        is sent again on the next stream.
         """
         self._outbox.put(self._to_leader.wrap(message))
         if self._outbox.qsize() > _MAX_OUTBOX:
             self._call.cancel()
 
     def half_close(self) -> None:
-        """Ends this side of the stream behind what is queued."""
+        """Ends the sending side of the stream once all queued messages are sent."""
         self._outbox.put(None)
 
     def end(self) -> None:
-        """Cuts the stream, if it still stands, and frees gRPC's writer."""
+        """Cuts the stream, if it is still open, and ends gRPC's sending thread."""
         self._call.cancel()
         self._outbox.put(None)
 
@@ -124,8 +126,8 @@ class _Stream:
 
 
 class ControlClient(threading.Thread):
-    """Thread that holds the stream to the leader. `start` it, `say` from any thread, `close` it. Callbacks come in this
-    thread, one at a time.
+    """Thread that keeps a stream to the leader open. `start` it, `say` from any thread, `close` it. It makes all
+    callbacks, one at a time.
 
     Args:
         endpoints: HOST:PORT of the leader, or of all that stand by for each other.
@@ -170,7 +172,7 @@ class ControlClient(threading.Thread):
     # ------------------------------------------------------------------ any thread
 
     def say(self, message: Any) -> None:
-        """Sends a message soon, if a stream stands; otherwise it is dropped (see the module).
+        """Queues a message for sending if a stream is open; otherwise drops it (see the module).
 
         Raises:
             TypeError: It is no message of this call.
@@ -180,7 +182,9 @@ class ControlClient(threading.Thread):
             stream.say(message)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ends the stream behind what was said, and the thread. Idempotent; callable from callbacks."""
+        """Ends the stream once all queued messages are sent, and then the thread. Idempotent; may be called from
+        callbacks.
+        """
         self._stopping = True
         self._inbox.put(_Close())
         if self.is_alive() and threading.current_thread() is not self:
@@ -229,7 +233,9 @@ class ControlClient(threading.Thread):
         return item
 
     def _converse(self) -> tuple[bool, ChaosError]:
-        """Holds one stream to its end; returns whether the leader said anything, and why the stream ended."""
+        """Opens one stream and reads it until it ends; returns whether the leader said anything, and why the stream
+        ended.
+        """
         here = self._search.endpoint
         with contextlib.ExitStack() as meanwhile:
             try:
@@ -273,7 +279,7 @@ class ControlClient(threading.Thread):
                 return SilentError(f"the {WHAT} at {here} was silent for {patience_s:g} s")
 
     def _take_leave(self, stream: _Stream) -> None:
-        """Half-closes, and waits a moment until the leader has read all."""
+        """Closes the sending side, and waits a moment until the leader has read everything."""
         if self._stream is not stream:
             return
         stream.half_close()
@@ -285,7 +291,7 @@ class ControlClient(threading.Thread):
 
 
 def fetch_facts(endpoints: str, secret: Secret, timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
-    """Asks a leader for the facts of its job (outer/follower/snapshot.py) and of itself.
+    """Asks a leader for facts about itself and its job (outer/follower/snapshot.py).
 
     Args:
         endpoints: HOST:PORT, several with commas.
@@ -308,7 +314,7 @@ def fetch_facts(endpoints: str, secret: Secret, timeout_s: float = 5.0, *, follo
 
 
 def ask_end(endpoints: str, reason: str, secret: Secret, timeout_s: float) -> str:
-    """Ends the job with a version that is durable; returns what was ended.
+    """Asks a leader to end the job once its newest version is durable; returns the leader's words about it.
 
     Raises:
         RefusedError: It cannot be; the message says why.

@@ -1,4 +1,4 @@
-"""Names, holds, fetches and verifies pushes and versions as states of `replication/`.
+"""Serves, fetches and verifies pushes and versions, each shard of them as a named state of `replication/`.
 
 Theory of operation. Each shard of a content is a state of its own, whose bytes are a slice of the whole's. So ranges
 resume, are verified on arrival and skipped where they are here already: who tries again keeps the same memory. Who
@@ -49,17 +49,19 @@ fetch.
 
 
 def push_name(push: PushId, shard: Shard) -> str:
-    """Returns the name of the state that is this push's part in a shard."""
+    """Returns the name under which a push's piece in this shard is served."""
     return f"push {push} [{shard.first}, {shard.stop})"
 
 
 def version_name(version: VersionId, shard: Shard, format: str) -> str:
-    """Returns the name of the state that is this version's part in a shard, in this format."""
+    """Returns the name under which a version's piece in this shard is served, in this format."""
     return f"version {version.number} {version.hash} {format} [{shard.first}, {shard.stop})"
 
 
 def hold_push(server: StateServer, push: PushId, whole: Part, shards: Sequence[Shard]) -> str:
-    """Serves a push from now on, until `drop_push`; its bytes must not change. Returns its offer's manifest hash."""
+    """Serves a push until `drop_push`; its bytes must not change. Returns the manifest hash, which the push's offer
+    contains.
+    """
     digests = whole.digests()
     manifest = {_DIGESTS: b"".join(digests)}
     for shard in shards:
@@ -77,13 +79,13 @@ def hold_push(server: StateServer, push: PushId, whole: Part, shards: Sequence[S
 
 
 def drop_push(server: StateServer, push: PushId, shards: Sequence[Shard]) -> None:
-    """Stops serving these shards of a push."""
+    """Stops serving a push, in these shards."""
     for shard in shards:
         server.drop(push_name(push, shard))
 
 
 def hold_version(server: StateServer, version: VersionId, part: Part) -> None:
-    """Serves a follower's shard of a version from now on, until `drop_version`; its bytes must not change."""
+    """Serves a follower's shard of a version until `drop_version`; its bytes must not change."""
     server.hold(version_name(version, part.shard, part.format.name), 0, _named([part.data]), {}, ready=True)
 
 
@@ -93,12 +95,12 @@ def drop_version(server: StateServer, version: VersionId, part: Part) -> None:
 
 
 def _named(data: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
-    """Returns the tensors of a state with their names, which are numbers."""
+    """Returns these tensors with their names, which are their numbers."""
     return [(str(number), each) for number, each in enumerate(data)]
 
 
 class _Bytes:
-    """State that is memory alone; `replication.access.StateAccess`."""
+    """State that consists of bytes in memory alone; implements `replication.access.StateAccess`."""
 
     def __init__(self, data: Sequence[Tensor], check: Check | None) -> None:
         self._data, self._check = data, check
@@ -114,7 +116,7 @@ class _Bytes:
             self._check(manifest, table)
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """Adopts nothing: the bytes are all of the state."""
+        """Does nothing: the fetched bytes are the whole state."""
 
 
 def fetch(
@@ -130,7 +132,7 @@ def fetch(
     blank: bool = False,
     piece_nbytes: int = PIECE_NBYTES,
 ) -> None:
-    """Fills `data` with a state's bytes; bytes that are here already are not fetched again.
+    """Fills `data` with a state's bytes; bytes that an earlier attempt fetched are not fetched again.
 
     Args:
         name: Of the state.
@@ -183,7 +185,7 @@ def fetch_push(
     progress: Tell | None = None,
     blank: bool = False,
 ) -> None:
-    """Fills a follower's part of a push from the cluster that offers it; arguments and errors are those of `fetch`.
+    """Fills a follower's piece of a push from the cluster that offers it; arguments and errors are those of `fetch`.
 
     Args:
         offer: Which, and what its content must be.
@@ -239,7 +241,7 @@ def fetch_version(
     abandoned: Callable[[], bool] = lambda: False,
     blank: bool = False,
 ) -> int:
-    """Fills the whole grid with a version, from all followers at once.
+    """Fills `part` with a whole version, from all followers at once.
 
     Args:
         version: Which.

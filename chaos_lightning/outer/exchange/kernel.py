@@ -1,4 +1,4 @@
-"""Computes the outer state's arithmetic: a round's update of a shard, the content of a push, and the adoption of a
+"""Computes the arithmetic of outer sync: a round's update of a shard, the content of a push, and the adoption of a
 version.
 
 Theory of operation. A follower holds the parameters theta, the momentum m and the buffer b of its shard, fp32, 12 bytes
@@ -85,16 +85,16 @@ class OuterState:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tensors of a snapshot: theta, momentum, buffer."""
+        """Tensors that are saved in a snapshot: parameters (theta), momentum, buffer."""
         return self.theta, self.momentum, self.buffer
 
     def blocks(self, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the three tensors of one of the shard's blocks, as views."""
+        """Returns parameters, momentum and buffer of one of the shard's blocks, as views."""
         place = self.shard.places[block]
         return self.theta[place], self.momentum[place], self.buffer[place]
 
     def digests(self) -> list[bytes]:
-        """Returns the xxh3-128 of each block's parameters, momentum and buffer: for the digest in a durable mark."""
+        """Returns the xxh3-128 of each block's parameters, momentum and buffer together."""
         views = [host_view(as_bytes(tensor)) for tensor in self.tensors]
         found = []
         for place in self.shard.places:
@@ -120,7 +120,7 @@ def _finite(values: Tensor) -> bool:
 
 
 def _factor(value: float) -> Tensor | None:
-    """Returns a factor as the operations take it, in fp32; None for 1, since multiplying by it changes nothing."""
+    """Returns a factor as an fp32 tensor; None for 1, since multiplying by it changes nothing."""
     return None if value == 1.0 else torch.tensor(value, dtype=torch.float32)
 
 
@@ -129,7 +129,8 @@ def _times(values: Tensor, factor: Tensor | None, out: Tensor) -> Tensor:
 
 
 class RoundUpdate:
-    """One round, applied to one shard in place: each block once, in any order, by one thread or by several.
+    """Update of a shard by one round, in place. Each block must be updated once, in any order, by one thread or
+    several.
 
     Between the first block and the last one the state is no version. Whoever stops there loads it anew.
 
@@ -165,12 +166,12 @@ class RoundUpdate:
 
     @property
     def complete(self) -> bool:
-        """Whether the state is the new version."""
+        """Whether all blocks are updated, so that the state is the new version."""
         return all(self._done)
 
     @torch.no_grad()
     def run(self, blocks: range | None = None) -> None:
-        """Updates these of the shard's blocks; None: all.
+        """Updates these blocks of the shard; None means all.
 
         Raises:
             WireError: A push has malformed bytes. The state is no version any more.
@@ -192,7 +193,9 @@ class RoundUpdate:
             self._version.encode(block, theta)
 
     def _move(self, block: int, momentum: Tensor, buffer: Tensor, delta: Tensor, other: Tensor) -> None:
-        """Takes delta into buffer and momentum, and replaces delta by the amount that theta loses."""
+        """Adds delta to the buffer and, if the momentum moves in this round, both to the momentum; delta becomes the
+        amount to subtract from theta.
+        """
         x = _times(delta, self._into_buffer, other)
         if self._moves:
             if not self._state.empty[block]:
@@ -228,7 +231,7 @@ class RoundUpdate:
 
 
 def _scratch(shard: Shard, count: int) -> tuple[Tensor, ...]:
-    """Returns `count` tensors of a block's size."""
+    """Returns `count` tensors, each as large as the shard's largest block."""
     return torch.empty(count, max(shard.lengths)).unbind()
 
 
@@ -237,8 +240,8 @@ def _scratch(shard: Shard, count: int) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def products(one: Part, other: Part, stop: int | None = None) -> list[float]:
-    """Returns <one, other> of each block in fp64: g_jk, the squared norm of a push, or g_jm with `Part.of(shard,
-    momentum)`.
+    """Returns the scalar product <one, other> of each block, in fp64; of a push with itself it is the squared norm,
+    with `Part.of(shard, momentum)` the product with the momentum.
 
     Products of fp32 numbers are exact in fp64. They are added in an order that depends on a block's length alone. A
     block in which either content is not finite gives NaN or infinity; so a push is finite exactly if its own products
@@ -267,7 +270,7 @@ def products(one: Part, other: Part, stop: int | None = None) -> list[float]:
 
 
 def _rows(part: Part, first: int, count: int, memory: Tensor) -> Tensor:
-    """Returns `count` blocks of one length, decoded, as rows."""
+    """Returns `count` consecutive blocks of equal length, decoded, as the rows of a matrix."""
     rows = memory.view(count, -1)
     if isinstance(part.format, PlainFormat):  # blocks follow each other without anything between them
         part.format.decode(part.run(first, first + count), memory)
@@ -278,8 +281,8 @@ def _rows(part: Part, first: int, count: int, memory: Tensor) -> Tensor:
 
 
 def _dots(xs: Tensor, ys: Tensor) -> list[float]:
-    """Returns `_dot` of each row, bit for bit: of rows that are no longer than the lanes, so that most lanes would be
-    0.
+    """Returns `_dot` of each pair of rows, with the same bits but faster; for rows that are shorter than `_dot`'s
+    lanes.
     """
     rows, length = xs.shape
     width = 1 << (length - 1).bit_length()
@@ -292,8 +295,8 @@ def _dots(xs: Tensor, ys: Tensor) -> list[float]:
 
 
 def _dot(x: Tensor, y: Tensor, lanes: Sequence[Tensor]) -> float:
-    """Returns the sum of products: sum i goes into lane i mod _LANES, then the upper half of the lanes into the lower
-    one until one is left.
+    """Returns a scalar product with a fixed order of additions: product i goes into lane i mod _LANES, then the upper
+    half of the lanes is added to the lower one until one is left.
     """
     sums, left, right = lanes
     sums.zero_()
@@ -315,7 +318,8 @@ def _dot(x: Tensor, y: Tensor, lanes: Sequence[Tensor]) -> float:
 
 @torch.no_grad()
 def freeze(base: Part, parameters: Tensor, push: Part, residual: Tensor | None = None) -> None:
-    """Writes a push: encode([[base - f] + e]) (docs/outer.md, Equations).
+    """Encodes a push: encode([[base - f] + e]), with f the frozen parameters and e the residual (docs/outer.md,
+    Equations).
 
     Args:
         base: The version that the cluster adopted last, as received (O9).
@@ -335,7 +339,7 @@ def freeze(base: Part, parameters: Tensor, push: Part, residual: Tensor | None =
 
 @torch.no_grad()
 def settle(base: Part, parameters: Tensor, push: Part, residual: Tensor) -> None:
-    """Updates the residual after a push was accepted: e <- [[[base - f] + e] - D], in place (O10).
+    """Updates the residual e after its push D was accepted, in place: e <- [[[base - f] + e] - D] (O10).
 
     Args:
         base: As `freeze` had it.
@@ -353,7 +357,7 @@ def settle(base: Part, parameters: Tensor, push: Part, residual: Tensor) -> None
 
 @torch.no_grad()
 def adopt(parameters: Tensor, version: Part, frozen: Part | None = None) -> None:
-    """Takes a version over, in place: theta <- [theta_v + [theta - f]].
+    """Adopts a version, in place: theta <- [theta_v + [theta - f]], with f the parameters that were frozen last.
 
     What was trained since the freezing is kept, for no push has it (docs/outer.md, Overlap).
 

@@ -1,5 +1,5 @@
-"""Makes keys of data connections: the leader makes one for each pair of a cluster's process and a follower, and tells
-both.
+"""Distributes keys for the data connections between clusters and followers: the leader makes one key for each pair of
+processes, and sends it to both.
 
 Theory of operation. The same as for links (control/link_keys.py), with another way to learn who is who. A key is
 derived from a random secret of this leader, which is kept nowhere else. `LineKeyIssuer.with_keys` looks at each message
@@ -54,13 +54,15 @@ Outgoing = list[tuple[int, ToCluster | ToFollower]]
 
 
 def incarnation_of(peer: str) -> str:
-    """Returns the incarnation at the other end of a line, without the mark that a process puts behind it (lines.py)."""
+    """Returns the incarnation in a peer's name, without the suffix that tells the incarnation's processes apart
+    (lines.py).
+    """
     cluster, tilde, rest = peer.rpartition("~")
     return f"{cluster}{tilde}{rest.partition('/')[0]}" if tilde else peer
 
 
 class LineKeyIssuer:
-    """Maker of keys, at the leader. One thread.
+    """Leader's maker of keys for data connections. For one thread.
 
     Args:
         job: The job's name.
@@ -79,8 +81,8 @@ class LineKeyIssuer:
         """Processes of clusters that have keys, in the order of their welcome."""
 
     def heard(self, conn: int, message: FromCluster | FromFollower) -> None:
-        """Notes who speaks on a stream, from its hello; call it with each message before the leader's machine hears of
-        it.
+        """Notes, from its hello, who speaks on a stream; must be called with each message before the leader's machine
+        handles it.
         """
         match message:
             case FollowerHello(follower=name):
@@ -89,14 +91,16 @@ class LineKeyIssuer:
                 self._clusters.setdefault(conn, name)
 
     def closed(self, conn: int) -> None:
-        """Forgets a stream that is gone."""
+        """Forgets a stream that has ended."""
         self._clusters.pop(conn, None)
         name = self._followers.pop(conn, "")
         if self._obeying.get(name) == conn:
             del self._obeying[name]
 
     def with_keys(self, conn: int, message: ToCluster | ToFollower) -> Outgoing:
-        """Returns this message, and with it the keys of the connections that it makes possible."""
+        """Returns the messages to send in place of this one: itself, and the keys of the connections that it makes
+        possible.
+        """
         if not self._keyed:
             return [(conn, message)]
         match message:
@@ -135,7 +139,8 @@ class LineKeyIssuer:
 
 
 class LineKeyring:
-    """Keys that a process of a cluster, or a follower, shares with others; `transport.handshake.LinkKeyring`.
+    """Keys that a cluster's process shares with followers, or a follower with clusters' processes; implements
+    `transport.handshake.LinkKeyring`.
 
     Args:
         secret: Token or credentials: with a folder of keys, nobody connects without a key from the leader.
@@ -159,15 +164,17 @@ class LineKeyring:
         self._keys = PeerKeys(KEPT, MOST_PEERS)
 
     def hear(self, message: LineKey) -> None:
-        """Learns a key that the leader tells a follower."""
+        """Learns the key in a message of the leader; for followers."""
         self._keys.learn([(message.peer, (message.name, message.key))])
 
     def meet(self, holders: Sequence[Holder]) -> None:
-        """Learns the keys that a cluster shares with followers, as the leader names these."""
+        """Learns the keys that the leader has put into the list of followers; for clusters."""
         self._keys.learn([(h.name, (h.key_name, h.key)) for h in holders if h.key_name])
 
     def level(self, *, local: bool) -> Level:
-        """Returns the least protection of a connection within this machine, or to another one."""
+        """Returns the least protection that a connection must have: within this machine (`local`), or to another
+        one.
+        """
         if local:
             return self._local
         if self._remote is Level.CHECKSUM and not self._quiet:
@@ -179,8 +186,8 @@ class LineKeyring:
         return self._remote
 
     def known(self, peer: str) -> Sequence[tuple[str, bytes]]:
-        """Returns (name, key) of the keys that this process shares with a peer, newest first; (("", b""),) where there
-        are no keys.
+        """Returns (name, key) of the keys that this process shares with a peer, newest first; (("", b""),) if
+        connections have no keys.
 
         Raises:
             RefusedError: There is none.
@@ -192,5 +199,5 @@ class LineKeyring:
         raise RefusedError(f"the leader has given no key for a connection with {peer}")
 
     def find(self, peer: str, names: Sequence[str]) -> tuple[str, bytes] | None:
-        """Returns the first of these keys that is known here; None if none is."""
+        """Returns name and key of the first of these names that this process knows; None if it knows none."""
         return self._keys.find(incarnation_of(peer), names, PATIENCE_S) if self._keyed else ("", b"")

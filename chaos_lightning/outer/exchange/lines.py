@@ -73,14 +73,14 @@ def _kept_alive(sock: socket.socket) -> socket.socket:
 
 
 def _cut(socks: Sequence[socket.socket]) -> None:
-    """Wakes threads that wait on these sockets; each thread closes its own."""
+    """Shuts these sockets down, which wakes the threads that wait on them; each thread closes its own socket."""
     for sock in socks:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
 
 
 class DataListener:
-    """Follower's end of data connections. Methods may be called by any thread.
+    """Follower's listener for data connections, with those that clusters have parked. Any thread may call methods.
 
     Args:
         host: Address to listen at.
@@ -129,7 +129,7 @@ class DataListener:
         next(iter(self._threads)).start()
 
     def take(self, peer: str, timeout_s: float) -> socket.socket:
-        """Returns the newest parked connection of this peer; the caller closes it.
+        """Removes and returns the newest parked connection of this peer; the caller must close it.
 
         Args:
             peer: An incarnation. If it has none, one of another start of its cluster will do: that may hold what this
@@ -153,8 +153,8 @@ class DataListener:
                 self._changed.wait(left)
 
     def _waiting(self, peer: str) -> list[socket.socket]:
-        """Returns the parked connections of this incarnation, else of the last start of its cluster that parked
-        some.
+        """Returns the parked connections of this incarnation; if it has none, those of the latest incarnation of the
+        same cluster that has some.
         """
         if found := self._parked.get(peer):
             return found
@@ -163,15 +163,17 @@ class DataListener:
         return others[-1] if cluster and others else []
 
     def donors(self, peer: str) -> list[Endpoint]:
-        """Returns the endpoints to `dial` for an incarnation's pushes: its processes that have parked, else itself."""
+        """Returns the endpoints for `dial` from which an incarnation's pushes can be fetched: its processes that have
+        parked connections, or, if none has, the incarnation.
+        """
         with self._changed:
             self._forget_dead()
             whose = dict.fromkeys(self._whose[sock] for sock in self._waiting(peer))
         return [Endpoint(who, "", 0) for who in whose or (peer,)]
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
-        """Returns a parked connection, as a `replication.source.Dial` for clusters that cannot be dialled; only the
-        endpoint's name counts.
+        """Returns a parked connection, since clusters cannot be dialled; has the signature of
+        `replication.source.Dial`, but of the endpoint only the name counts.
 
         Raises:
             RefusedError: It has no connection parked here.
@@ -182,7 +184,7 @@ class DataListener:
             raise RefusedError(str(error)) from error
 
     def close(self) -> None:
-        """Ends all connections and the listener, and waits for its threads."""
+        """Ends all connections and the listener, and waits for the listener's threads."""
         with self._changed:
             self._closed = True
             parked = [sock for waiting in self._parked.values() for sock in waiting]
@@ -259,7 +261,9 @@ class DataListener:
             self._slots.release()
 
     def _opened(self, sock: socket.socket) -> bool:
-        """Notes a connection as one that `close` cuts; closes it, and returns False, if the listener is closed."""
+        """Registers a connection so that `close` cuts it; if the listener is closed already, closes the connection and
+        returns False.
+        """
         with self._changed:
             if not self._closed:
                 self._open.add(sock)
@@ -307,7 +311,8 @@ class DataListener:
 
 
 class ParkedLines:
-    """Cluster's end of data connections: keeps some parked at each follower, and serves requests on them. Any thread.
+    """Cluster's end of data connections: keeps some open at each follower, and serves the requests that come on them.
+    Any thread.
 
     Args:
         server: Holds this process's pushes.
@@ -346,8 +351,8 @@ class ParkedLines:
         self._told: dict[str, bool] = {}
 
     def follow(self, holders: Sequence[Holder]) -> None:
-        """Keeps connections parked at these followers from now on, and at no others; a follower that is away keeps
-        those that it has.
+        """Keeps connections parked at these followers, and at no others, from now on; a follower that is away keeps the
+        connections it has.
         """
         me = self._me()
         self._keys.meet(holders)
@@ -370,7 +375,8 @@ class ParkedLines:
             line.start()
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
-        """Returns a connection to a follower, which serves versions on it: a `replication.source.Dial`.
+        """Returns a connection to a follower, on which the follower serves versions; has the signature of
+        `replication.source.Dial`.
 
         Raises:
             ChaosError, OSError: There is none.
@@ -382,14 +388,14 @@ class ParkedLines:
         return sock
 
     def share(self, processes: int) -> None:
-        """Divides the rate among this number of processes of the cluster, which send at once from now on."""
+        """Divides the sending rate by the number of the cluster's processes, which all send at once from now on."""
         with self._lock:
             self._processes = processes
         self._pace_all()
 
     def spread(self, rate_bps: float) -> None:
-        """Sets the bits a second that are enough from now on, over all followers; 0.0 if unknown. The setting bounds
-        them.
+        """Limits sending to the rate that suffices (bits/s, to all followers together; 0.0 if unknown), but never to
+        more than the setting allows.
 
         Pushes under way go on at this rate, versions that are fetched later begin with it.
         """
@@ -399,8 +405,8 @@ class ParkedLines:
 
     @property
     def share_bps(self) -> float:
-        """Bits a second on each connection. Each follower fetches its shard on one connection to a process at a time,
-        and shards are about equal.
+        """Bits a second for each connection: an equal share, since each follower fetches a shard of about equal size on
+        one connection to each process.
         """
         return self._rate_bps / (self._followers * self._processes)
 
@@ -411,7 +417,7 @@ class ParkedLines:
             line.pace(self.share_bps)
 
     def close(self) -> None:
-        """Closes all connections, and waits for the threads."""
+        """Closes all connections, and waits for the threads that keep them."""
         with self._lock:
             ended = [line for lines in self._lines.values() for line in lines]
             self._lines.clear()
@@ -427,7 +433,8 @@ class ParkedLines:
         return _kept_alive(dial(address, port, greeting, token=tokens, deadline_s=_DEADLINE_S, keys=self._keys))
 
     def park(self, name: str, endpoint: str, me: str) -> socket.socket:
-        """Returns a connection that waits at this follower; called in a line's thread.
+        """Opens a connection to this follower and leaves it waiting there; called in a thread that keeps one
+        connection.
 
         Raises:
             ChaosError, OSError: There is none.
@@ -435,8 +442,8 @@ class ParkedLines:
         return self._connect(name, *split_endpoint(endpoint), f"{me}/{self._mark}", "park")
 
     def tell(self, name: str, change: int, reason: str = "") -> None:
-        """Notes, in a line's thread, that one more connection stands, or one less, or (0) that one could not be
-        made.
+        """Counts a connection to a follower that was opened (1), lost (-1) or could not be opened (0); called in the
+        thread that keeps it.
         """
         with self._lock:
             self._standing[name] = standing = self._standing.get(name, 0) + change
@@ -448,7 +455,9 @@ class ParkedLines:
 
 
 class _Line(threading.Thread):
-    """Thread that keeps one connection: dialled, parked, served until it ends, and dialled again."""
+    """Thread that keeps one connection to a follower: dials it, serves requests on it until it ends, and dials
+    again.
+    """
 
     def __init__(self, lines: ParkedLines, follower: str, endpoint: str, me: str, number: int) -> None:
         super().__init__(name=f"chaos-line-{follower}-{number}", daemon=True)
@@ -458,14 +467,14 @@ class _Line(threading.Thread):
         self._sock: socket.socket | None = None
 
     def hang_up(self) -> None:
-        """Ends the connection, and the thread soon."""
+        """Ends the connection, and soon after the thread."""
         self._over.set()
         with self._lock:
             if self._sock is not None:
                 _cut([self._sock])
 
     def pace(self, rate_bps: float) -> None:
-        """Bounds the bits a second that are sent from now on; 0.0: no bound."""
+        """Limits the bits a second that are sent from now on; 0.0 means no limit."""
         with self._lock:
             if self._sock is not None:
                 pace(self._sock, rate_bps or None)
@@ -484,8 +493,8 @@ class _Line(threading.Thread):
             pause = 0.0 if self._serve(sock) else longer
 
     def _serve(self, sock: socket.socket) -> bool:
-        """Serves a parked connection until it ends; returns whether it was of any use, or stood for a while: else the
-        next one is not made in a hurry.
+        """Serves a parked connection until it ends; returns whether it served anything or lasted for a while: if not,
+        the next dial is delayed.
         """
         with self._lock:
             if self._over.is_set():

@@ -83,12 +83,12 @@ class LeaderOptions:
 
     @property
     def in_etcd(self) -> bool:
-        """Whether the chain is in etcd, so that other leaders can stand by for this one."""
+        """Whether the chain is in etcd, so that further leaders can stand by for this one."""
         return self.store.startswith(ETCD)
 
     @property
     def folder(self) -> Path:
-        """Default folder on this machine."""
+        """Default folder of the server's files on this machine."""
         return state_folder(f"outer-{self.job}", split_endpoint(self.listen)[1])
 
     @property
@@ -98,7 +98,7 @@ class LeaderOptions:
 
     @property
     def store_path(self) -> Path | None:
-        """File of the chain; None in memory and in etcd."""
+        """File of the chain; None if the chain is in memory or in etcd."""
         if self.store == MEMORY or self.in_etcd:
             return None
         return Path(self.store) if self.store else self.folder / "chain.sqlite"

@@ -1,4 +1,5 @@
-"""Keeps the versions that a follower serves: its newest one, and beside it one that a cluster is fetching (O8c).
+"""Keeps the versions that a follower serves: the newest one, and one earlier version for clusters that are fetching it
+(O8c).
 
 Theory of operation. Whoever fetches a version takes a while, and the next ones do not wait for that. So the newest
 version is served and one more: the one before, unless the leader says that an older one, which had this place, is being
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 class ServedVersions(Generic[T]):
-    """Versions that a follower serves, two at most. One thread changes them; any thread may ask.
+    """Versions that a follower serves, two at most. Only one thread may change them; any thread may ask.
 
     Args:
         serve: Serves this version, whose content is this part.
@@ -33,25 +34,29 @@ class ServedVersions(Generic[T]):
 
     @property
     def served(self) -> dict[VersionId, T]:
-        """Contents of the versions that are served, in the order of their computing."""
+        """Contents of the versions that are served, in the order in which they were computed."""
         return dict(self._served)
 
     def hold(self, version: VersionId) -> None:
-        """Keeps this version beside the newest from now on, if it is served; NO_VERSION: the one before the newest."""
+        """Keeps this version beside the newest one from now on, if it is served; NO_VERSION keeps the one before the
+        newest.
+        """
         self._held = version
 
     def make_room(self) -> None:
-        """Drops one of two versions, before the next one gets its memory: the older one, unless it is held."""
+        """Drops one version, if two are served, before memory for the next one is taken: the older one, unless `hold`
+        keeps it.
+        """
         if len(self._served) > 1:
             self._forget(next(version for version in self._served if version != self._held))
 
     def go_back(self, version: VersionId) -> None:
-        """Stops serving versions after this one: they may have been rolled back, and must not be adopted."""
+        """Stops serving all versions after this one: they may have been rolled back, and no cluster may adopt them."""
         for later in [served for served in self._served if served > version]:
             self._forget(later)
 
     def add(self, version: VersionId, part: T) -> None:
-        """Serves the newest version; its bytes must not change any more."""
+        """Adds the newest version to those that are served; its bytes must not change any more."""
         self._serve(version, part)
         self._served[version] = part
 

@@ -1,4 +1,4 @@
-"""Encodes the words of outer sync as bytes: messages on streams, and entries of the chain in the leader's store."""
+"""Encodes outer sync's messages and chain entries as bytes, and decodes them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TO_FOLLOWER = OUTER.envelope(ToFollower, outer_pb2.ToFollowerEnvelope)
 
 
 def body_bytes(body: Body) -> bytes:
-    """Encodes the content of an entry as a record's body.
+    """Encodes the content of a chain entry as the body of a store's record.
 
     Raises:
         WireError: More than `MAX_ENTRY_NBYTES`.
@@ -63,7 +63,7 @@ def body_bytes(body: Body) -> bytes:
 
 
 def entry_of(record: StoreRecord, before: str) -> Entry:
-    """Returns the entry that a store's record holds.
+    """Decodes a record of the store into the chain entry that it contains.
 
     Args:
         record: Its position, term and kind are the entry's.

@@ -1,1 +1,1 @@
-"""Outer sync: the process that holds one shard of the outer state."""
+"""Outer sync: the follower, a process that holds one shard of the outer state."""

@@ -21,7 +21,7 @@ from chaos_lightning.settings import EngineConfig, absolute_path
 
 
 def has_port(endpoint: str) -> bool:
-    """Returns whether this HOST[:PORT] names a port."""
+    """Returns whether this HOST[:PORT] contains a port."""
     return re.search(r":[0-9]+$", endpoint) is not None
 
 
@@ -80,12 +80,12 @@ class FollowerOptions:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """HOST:PORT of the leader, and of those that stand by for it."""
+        """HOST:PORT of the leader, and of the leaders that stand by for it."""
         return split_endpoints(self.server)
 
     @property
     def called(self) -> str:
-        """Name of the follower."""
+        """Name of the follower: the one that was given, else this machine's host name."""
         return self.name or socket.gethostname()
 
     @property
@@ -102,13 +102,13 @@ class FollowerOptions:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port to listen at; port 0 takes any free one."""
+        """Host and port at which the follower listens; port 0 takes any free one."""
         host, port = split_endpoint(self.bind)
         return host, port if has_port(self.bind) else 0
 
     @property
     def advertised(self) -> str:
-        """Address at which clusters reach the follower, with or without a port; "" for the place at which it
+        """Address that clusters are told for the follower, with or without a port; "" means the address at which it
         listens.
         """
         host, _ = self.place

@@ -1,4 +1,5 @@
-"""Runs a follower: a process around the machine in follower.py, with the state, the files and the connections.
+"""Runs a follower: the process around the state machine in rules/follower.py, with the shard's state, its files and its
+connections.
 
 Theory of operation. One thread, the inbox, feeds the machine one event at a time and has its effects carried out by
 others, so that it never waits:
@@ -85,7 +86,9 @@ Note = Callable[..., None]
 
 
 class LeaderStream(Protocol):
-    """Stream to the leader: the part of outer/exchange/control_client.py that a follower uses."""
+    """Stream to the leader: those methods of the control client (outer/exchange/control_client.py) that a follower
+    calls.
+    """
 
     def start(self) -> None: ...
 
@@ -95,7 +98,7 @@ class LeaderStream(Protocol):
 
 
 class StreamTo(Protocol):
-    """Function that makes a stream to the leader, not started yet."""
+    """Function that makes a stream to the leader, without starting it."""
 
     def __call__(
         self,
@@ -116,7 +119,7 @@ class FollowerEnd:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Copy of the state at a version, to be saved."""
+    """Copy of the state at a version, made so that it can be saved while the state changes."""
 
     version: VersionId
     state: OuterState
@@ -124,7 +127,7 @@ class _Copy:
 
 
 class _Worker(threading.Thread):
-    """Thread that does the work that it is given, in order; an error is told once, and ends the thread."""
+    """Thread that carries out queued work in order; an error is reported once, and ends the thread."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         super().__init__(name=name, daemon=True)
@@ -132,11 +135,11 @@ class _Worker(threading.Thread):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def do(self, work: Callable[[], None]) -> None:
-        """Queues work, to be done after all that the thread was given before."""
+        """Queues a piece of work behind all that was queued before."""
         self._work.put(work)
 
     def end(self) -> None:
-        """Ends the thread after its present work."""
+        """Ends the thread once its present piece of work is done."""
         self._work.put(None)
 
     def run(self) -> None:
@@ -216,7 +219,7 @@ QUIET_S = 3.0
 
 
 class _State:
-    """Shard of the outer state that a follower holds; methods are called in the state thread."""
+    """Shard of the outer state that a follower holds; methods are called in one thread, the state thread."""
 
     def __init__(self, files: ShardFiles, staged: Callable[[], StagedPushes], server: StateServer, note: Note) -> None:
         self._files, self._staged, self._note = files, staged, note
@@ -231,7 +234,7 @@ class _State:
         self._held = held
 
     def fetched(self) -> bool:
-        """Returns whether a cluster is fetching a version. Any thread."""
+        """Returns whether a cluster is fetching one of the versions that are served. Any thread."""
         asked = [
             self._server.asked_at(version_name(version, part.shard, part.format.name), 0)
             for version, part in self.versions.served.items()
@@ -239,7 +242,8 @@ class _State:
         return any(time.monotonic() - asked_at < QUIET_S for asked_at in asked)
 
     def compute(self, entry: Entry, parts: Sequence[Part], marked: str) -> FollowerEvent:
-        """Computes the version that this entry makes of the state as it stands; returns the event for the machine.
+        """Computes the version that this chain entry makes from the present state; returns the event for the follower's
+        machine.
 
         Args:
             entry: Which.
@@ -270,14 +274,18 @@ class _State:
         return Computed(entry.version, momentum, differs)
 
     def empty(self, version: VersionId) -> FollowerEvent:
-        """Drops the state for a version that has no content; returns the event for the machine."""
+        """Drops the state when a rollback leads to a version without content; returns the event for the follower's
+        machine.
+        """
         self._state, self._counters, self._version = None, Counters(), version
         self.versions.go_back(NO_VERSION)
         self._note("version_computed", version=str(version), seconds=0.0, nbytes=0)
         return Computed(version)
 
     def load(self, version: VersionId, digest: str, job_id: str) -> FollowerEvent:
-        """Loads a version from its file, for the leader of that job; returns the event for the machine."""
+        """Loads a version from its file, for the leader of the job `job_id`; returns the event for the follower's
+        machine.
+        """
         began, held = time.monotonic(), self._held
         assert held is not None
         self.versions.go_back(version)
@@ -297,14 +305,16 @@ class _State:
         return Loaded(version, True, momentum)
 
     def copy(self, version: VersionId) -> _Copy:
-        """Returns a copy of the state as it stands, which is this version's."""
+        """Returns a copy of the present state, which must be at this version."""
         assert self._state is not None
         assert self._version == version
         tensors = [tensor.clone() for tensor in self._state.tensors]
         return _Copy(version, OuterState(self._state.shard, *tensors), self._counters)
 
     def measure(self, measured: MeasuredPart) -> FollowerEvent:
-        """Returns the event that a push is here, with the number that `HeldShard.lean` gives for it."""
+        """Returns the event that a push has been fetched and measured, with its `HeldShard.lean` at the present
+        version.
+        """
         offer = measured.offer
         found = self._lean(measured.part) if measured.products else "0"
         return Fetched(offer.push, offer.manifest, measured.products, measured.finite, found, self._version)
@@ -390,34 +400,38 @@ class FollowerProcess:
         note("follower_started", follower=name, endpoint=self.endpoint, files=files_here, digests=digests)
 
     def start(self) -> None:
-        """Starts the threads and the search for the leader."""
+        """Starts the threads, one of which looks for the leader."""
         for thread in (self._thread, self._worker, self._saver):
             thread.start()
         self._stream.start()
 
     def post(self, event: FollowerEvent) -> None:
-        """Queues an event for the machine, after all that came before; any thread."""
+        """Queues an event for the follower's machine, behind all earlier ones; any thread."""
         self._inbox.put(event)
 
     def wait(self, timeout_s: float | None = None) -> FollowerEnd | None:
-        """Returns why the follower has ended; None if it has not. One thread."""
+        """Returns why the follower has ended; None if it still runs. For one thread."""
         if self._end is None:
             with contextlib.suppress(queue.Empty):
                 self._end = self._ends.get(timeout=timeout_s)
         return self._end
 
     def end(self, reason: str, *, failed: bool = False) -> None:
-        """Ends the follower: `wait` returns; the first reason counts. Any thread, also a signal's handler."""
+        """Makes `wait` return, with the first reason that was given. Any thread may call it, and a signal's handler."""
         self._ends.put(FollowerEnd(reason, failed))
 
     def linger(self) -> None:
-        """Serves the job's last version after its end, while the leader tells of it, or a cluster fetches it."""
+        """Serves the job's last version after the job's end, as long as the leader is connected or a cluster fetches
+        it.
+        """
         deadline = time.monotonic() + LINGER_S
         while (self._connected or self._state.fetched()) and time.monotonic() < deadline:
             time.sleep(_TURN_S)
 
     def close(self) -> None:
-        """Ends all threads and connections. A save that is under way is given up: its part goes at the next start."""
+        """Ends all threads and connections. A save under way is given up, and the next start deletes its partial
+        file.
+        """
         self._stream.close()
         self._staged.close()
         self._inbox.put(_Stop())

@@ -1,4 +1,5 @@
-"""Writes and reads a follower's files: its shard of one version each, so that a crash or a full disk costs no version.
+"""Writes and reads a follower's files, each of which has the follower's shard of one version, so that a crash or a full
+disk costs no version.
 
 Theory of operation. A follower keeps a folder per job. A file has the form of safetensors: the length of a JSON header
 (8 bytes), the header, and then `theta`, `momentum` and `buffer`, fp32, end to end. So other tools can read it. The
@@ -68,7 +69,7 @@ class ShardHead:
     digest: str
 
     def encode(self) -> bytes:
-        """Returns the file's first bytes, up to its tensors."""
+        """Returns the first bytes of a file: all that comes before the tensors."""
         grid, size = self.shard.grid, self.shard.nbytes(4)
         words = {
             "kind": KIND,
@@ -106,7 +107,8 @@ class FolderContents:
 
 
 class ShardFiles:
-    """Folder of one follower and job. Several threads may use it, each version by one at a time.
+    """Folder with the files of one follower and job. Several threads may use it, but each version's file only one at a
+    time.
 
     Args:
         root: Folder of the follower.
@@ -132,13 +134,13 @@ class ShardFiles:
             raise ConfigurationError(f"the follower's folder {self.folder} cannot be used: {error}") from error
 
     def path(self, version: VersionId, digest: str = "") -> Path:
-        """Returns the path at which this version's file lies, or is to lie; with a digest, that of the file beside the
-        one of other shards.
+        """Returns the path of this version's file, whether it exists or not; with a digest, of a second file for it,
+        beside one that holds another shard.
         """
         return self.folder / f"v{version.number:08d}-{version.hash}{digest and f'-{digest}'}.safetensors"
 
     def look(self) -> FolderContents:
-        """Reads all files of the folder, and compares them with their digests."""
+        """Reads all files of the folder, and returns which are undamaged and which are not."""
         whole: list[ShardFile] = []
         strange: list[tuple[str, str]] = []
         named = self._ours()
@@ -154,7 +156,7 @@ class ShardFiles:
         return FolderContents(tuple(sorted(whole, key=lambda file: file.version)), tuple(strange))
 
     def save(self, version: VersionId, state: OuterState, counters: Counters, *, beside: bool = False) -> str:
-        """Writes a version, durably, and reads it back; see the module.
+        """Writes a version's file durably, reads it back and compares it; see the module.
 
         Args:
             version: Which.
@@ -186,7 +188,7 @@ class ShardFiles:
         return head.digest
 
     def load(self, version: VersionId, digest: str) -> tuple[OuterState, Counters]:
-        """Returns a version as it was saved.
+        """Returns a version's state and counters, read from its file.
 
         Raises:
             StateError: Its file is gone, damaged, or has another digest.
@@ -204,9 +206,7 @@ class ShardFiles:
         return state, head.counters
 
     def delete(self, version: VersionId) -> None:
-        """Deletes this version's file, which is needed no more. A file that cannot be deleted is found again at the
-        next start.
-        """
+        """Deletes this version's file. If that fails, the next start finds the file again."""
         with contextlib.suppress(OSError):
             for path in [path for path in self._ours() if path.name.startswith(self.path(version).stem)]:
                 path.unlink(missing_ok=True)
@@ -228,7 +228,7 @@ class ShardFiles:
     # ------------------------------------------------------------------ within
 
     def _ours(self) -> list[Path]:
-        """Returns the paths of files that have a name of ours."""
+        """Returns the paths of all files whose names are those of a follower's files."""
         return sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name))
 
     def _refuse_strangers(self, path: Path) -> None:
@@ -278,7 +278,7 @@ class ShardFiles:
         return head
 
     def _check(self, path: Path) -> ShardHead:
-        """Reads the whole file, block by block; StateError if it is not what was written."""
+        """Reads the whole file, block by block; StateError if the content's digest is not the one in the header."""
         with _opened(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what the disk has, not what was written
             head = self._head(path, file)
@@ -300,7 +300,7 @@ class ShardFiles:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file to read while the block runs; an error in reading it is a StateError."""
+    """Opens a file for reading while the block runs; raises StateError for any error in reading it."""
     try:
         with path.open("rb", buffering=0) as file:
             yield file  # type: ignore[misc]
@@ -309,7 +309,9 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _words(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the header of a file, its tensors and its metadata; the file is at the header's end then."""
+    """Reads a file's header; returns its description of the tensors and its metadata, with the file positioned behind
+    the header.
+    """
     try:
         length = bytearray(_LENGTH.size)
         _fill(file, memoryview(length), path)

@@ -62,13 +62,15 @@ def phase(machine: LeaderMachine) -> str:
 
 
 def untold(machine: LeaderMachine) -> bool:
-    """Returns whether a cluster was in at the job's end that cannot be told of it at the moment."""
+    """Returns whether a cluster that was in the job at its end has no stream now, so that it cannot be told of the
+    end.
+    """
     clusters = machine.clusters
     return any(who not in clusters or clusters[who].conn is None for who in machine.chain.last_in)
 
 
 def _missing(machine: LeaderMachine) -> list[str]:
-    """Returns the names of followers with a shard that are not here."""
+    """Returns the names of followers that have a shard and are not connected."""
     here = {name for name, f in machine.followers.items() if f.conn is not None and f.obeys}
     return [name for name in machine.chain.cut if name not in here]
 
@@ -121,7 +123,7 @@ def _cluster(chain: OuterChain, who: IncarnationId, state: ClusterState, now_s: 
 
 
 def _followers(machine: LeaderMachine) -> list[dict[str, Any]]:
-    """Returns the facts of the followers that hold a shard, also while they are away, and of those that stand by."""
+    """Returns the facts of followers: of those that have a shard, connected or not, and of those that stand by."""
     chain, found = machine.chain, []
     for name in [*chain.cut, *sorted(machine.followers.keys() - set(chain.cut))]:
         state = machine.followers.get(name)
@@ -158,12 +160,12 @@ def _versions(machine: LeaderMachine) -> dict[str, Any]:
 
 
 def _answers(tally: Mapping[PushAnswer, int]) -> dict[str, int]:
-    """Returns how many of each answer stand."""
+    """Returns how many pushes have each kind of answer."""
     return {answer.value: tally.get(answer, 0) for answer in PushAnswer}
 
 
 def _leases(machine: LeaderMachine) -> dict[str, Any]:
-    """Returns the facts of shared data; none if each cluster has its own."""
+    """Returns the facts about leased positions; none if each cluster has data of its own."""
     leases = machine.chain.leases
     if leases is None:
         return {}

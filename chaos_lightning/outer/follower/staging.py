@@ -1,5 +1,5 @@
-"""Stages pushes at a follower: its parts of them are fetched, verified, multiplied with each other, and kept until
-forgotten.
+"""Stages pushes at a follower: fetches its shard's piece of each, verifies it, computes its products with other pushes,
+and keeps it until told to forget it.
 
 Theory of operation. Each push has a thread while it is fetched, and a few of them fetch at a time. All processes of its
 cluster that have connections parked send parts of it. What has arrived
@@ -49,7 +49,7 @@ TELL_S = 0.3
 
 @dataclass(frozen=True)
 class HeldShard:
-    """Shard of the outer state that a follower holds, with its codec.
+    """Shard that a follower holds, and the codec of its job.
 
     Attributes:
         shard: Its blocks.
@@ -63,7 +63,7 @@ class HeldShard:
 
     @classmethod
     def of(cls, agreement: Agreement, shard: int, shards: int) -> HeldShard:
-        """Returns the shard of this number of a job with this agreement.
+        """Returns shard number `shard` of `shards`, for a job with this agreement.
 
         Raises:
             ConfigurationError: There are fewer blocks than shards, or no such codec.
@@ -73,13 +73,14 @@ class HeldShard:
         return cls(mine, mine.since(len(sizes) - agreement.averaged), codec_of(agreement))
 
     def product(self, one: Part, other: Part) -> str:
-        """Returns the sum of the products of two parts over blocks of parameters; WireError if one has malformed
+        """Returns the scalar product of two parts, over the blocks of parameters; WireError if one has malformed
         bytes.
         """
         return ExactSum.of(products(one, other, self.averaged)).encode()
 
     def lean(self, push: Part, state: OuterState) -> str:
-        """Returns the number that is told of a push at a version: <D, m>; of parameters <theta, theta> - 2 <theta, f>
+        """Returns a push's scalar product with the momentum, <D, m>; if pushes hold parameters f, <theta, theta> - 2
+        <theta, f>.
 
         With the latter the leader has <theta - f_j, theta - f_k> from <f_j, f_k> at each version (rounds.py).
         """
@@ -92,7 +93,7 @@ class HeldShard:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPart:
-    """Part of a push that is here, with its products.
+    """Piece of a push that has been fetched, with its scalar products.
 
     Attributes:
         offer: Of its push.
@@ -108,17 +109,19 @@ class MeasuredPart:
 
 
 class Lines(Protocol):
-    """Connections to the processes that have a push; `lines.DataListener` is one."""
+    """Connections to the processes that serve a push; `lines.DataListener` implements it."""
 
     def donors(self, peer: str) -> list[Endpoint]:
-        """Returns the processes of this incarnation."""
+        """Returns the endpoints of this incarnation's processes."""
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
-        """Takes a connection to one of them; a `replication.source.Dial`."""
+        """Returns a connection to one of the processes that serve a push; has the signature of
+        `replication.source.Dial`.
+        """
 
 
 class StagedPushes:
-    """Pushes of which a follower fetches and keeps its parts. Methods may be called by any thread.
+    """Pushes whose pieces a follower fetches and keeps. Methods may be called from any thread.
 
     Args:
         lines: Connections to pushes' clusters.
@@ -154,25 +157,25 @@ class StagedPushes:
         self._closing = threading.Event()
 
     def hold(self, held: HeldShard) -> None:
-        """Sets the shard whose parts are fetched from now on."""
+        """Sets the shard whose pieces of pushes are fetched from now on."""
         self._held = held
 
     def fetch(self, offer: Offer) -> None:
-        """Starts an attempt to fetch a push's part; it ends with `measured`, or with NotFetched."""
+        """Starts an attempt to fetch a push's piece; its outcome is a call of `measured`, or the event NotFetched."""
         threading.Thread(target=self._fetch, args=(offer,), name="chaos-follower-fetch", daemon=True).start()
 
     def decide(self, pushes: Collection[PushId]) -> None:
-        """Sets the pushes that are decided; all others are not."""
+        """Sets which pushes are decided by a round; all others count as undecided."""
         with self._lock:
             self._decided = pushes
 
     def part(self, push: PushId) -> Part:
-        """Returns the part of a push that is here."""
+        """Returns the fetched piece of a push."""
         with self._lock:
             return self._parts[push]
 
     def open(self) -> list[tuple[PushId, Part]]:
-        """Returns the parts that are here, finite and not decided, in the order of their names."""
+        """Returns the fetched pieces of pushes that are finite and undecided, in the order of the pushes' names."""
         with self._lock:
             left_out = self._broken.union(self._decided)
             return sorted(
@@ -180,14 +183,14 @@ class StagedPushes:
             )
 
     def forget(self, push: PushId) -> None:
-        """Drops the bytes of a push, which are needed no more."""
+        """Drops the bytes of a push, which nobody needs any more."""
         with self._lock:
             for table in (self._parts, self._arriving, self._reasons):
                 table.pop(push, None)
             self._broken.discard(push)
 
     def close(self) -> None:
-        """Stops all attempts to fetch pushes; nothing is told any more."""
+        """Stops all attempts to fetch pushes, without reporting their outcome."""
         self._closing.set()
 
     # ------------------------------------------------------------------ in a thread of a push
@@ -231,8 +234,8 @@ class StagedPushes:
             self._post(NotFetched(push))
 
     def _attempts(self, offer: Offer, part: Part, sources: Counter[str], *, first: bool) -> str:
-        """Tries to fetch a part as long as anything comes; returns "" once all is here, else why not. Counts verified
-        bytes by source.
+        """Fetches a piece, and tries again as long as bytes arrive; returns "" once it is complete, else why not.
+        Counts verified bytes by source.
 
         `first`: nothing of it is here yet.
         """

@@ -1,1 +1,3 @@
-"""Outer sync, pure: state machines of the leader, a follower and a cluster, and the rules by which they decide."""
+"""Outer sync without input or output: the state machines of leader, follower and cluster, and the rules by which they
+decide.
+"""

@@ -1,4 +1,6 @@
-"""Estimates when pushes come and how much time a late push loses, from rounds (outer/rules/window.py)."""
+"""Estimates from past rounds when pushes arrive, and how much time a push loses that comes too late for its round
+(outer/rules/window.py).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ FADE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class ArrivalRates:
-    """Estimates of arrivals, in which a round counts less with each later one; each round holds them (O12).
+    """Estimates of the times between pushes, in which older rounds weigh less; the chain keeps them in each round
+    (O12).
 
     Attributes:
         pushes: How many arrived.
@@ -26,7 +29,7 @@ class ArrivalRates:
     rounds: float = 0.0
 
     def after(self, pushes: int, span_s: float, cost_s: float) -> ArrivalRates:
-        """Returns the estimates after another round.
+        """Returns the estimates with one more round taken into account.
 
         Args:
             pushes: Staged since the round before.
@@ -50,17 +53,17 @@ class ArrivalRates:
 
     @property
     def missed_s(self) -> float:
-        """Seconds (C) that a push waits if it misses its window."""
+        """Seconds (C) that a push waits if it comes too late for its round."""
         return self.cost_s / self.rounds if self.rounds else 0.0
 
     @property
     def grace_s(self) -> float:
-        """Seconds for which it pays to wait for another push."""
+        """Seconds for which a round should wait for another push."""
         expected = self.missed_s * self.pushes_per_s
         return math.log(expected) / self.pushes_per_s if expected > 1 else 0.0
 
     def round_s(self, clusters: int) -> float:
-        """Returns the seconds from one push of a cluster to its next; 0.0 while nothing is known."""
+        """Returns the estimated seconds from one push of a cluster to its next; 0.0 while nothing is known."""
         return clusters / self.pushes_per_s if self.pushes_per_s else 0.0
 
 

@@ -1,4 +1,5 @@
-"""Keeps the leader's list of clusters: which are in, want to come in, are heard, train, and are removed (O14).
+"""Keeps the leader's list of clusters: decides which ones come in and which are removed, and knows which are heard from
+and train (O14).
 
 Theory of operation. A cluster's word is what it said last. An incarnation is in the chain before its cluster is told
 (O3b). Who misses three heartbeats is removed; gaps of the leader's own clock count for nobody's silence, and after a
@@ -38,7 +39,9 @@ MOST_RATE = 1e12
 
 @dataclass(slots=True)
 class ClusterState:
-    """Last news that the leader has of one incarnation; `in_s`: by follower, when its push will be in."""
+    """State of one incarnation, as the leader has last heard; `in_s`: by follower, when that one expects to have the
+    incarnation's push.
+    """
 
     conn: int | None
     heard_s: float
@@ -67,7 +70,7 @@ class ClusterState:
     in_s: dict[str, float] = field(default_factory=dict)
 
     def stands(self, now: float, base: VersionId, fetching: VersionId) -> None:
-        """Notes the cluster's base, and the version that it fetches."""
+        """Notes the cluster's base, and the version that it is fetching."""
         if fetching == NO_VERSION:
             self.seeks_since = math.inf
         elif self.seeks_since == math.inf or base != self.base:
@@ -76,7 +79,7 @@ class ClusterState:
 
 
 class Attendance:
-    """Clusters as the leader knows them.
+    """Part of the leader that keeps the list of clusters.
 
     Args:
         desk: The leader's.
@@ -103,12 +106,12 @@ class Attendance:
     # ------------------------------------------------------------------ questions
 
     def living(self) -> list[IncarnationId]:
-        """Returns the incarnations that are in, and have said so to this leader."""
+        """Returns the incarnations that the chain has as members and that have spoken to this leader."""
         return [who for who in self.clusters if not self._desk.chain.incarnations[who].over]
 
     def training(self) -> set[IncarnationId]:
-        """Returns the incarnations that are waited for: with a base, and with samples to train or progress to push
-        (O13).
+        """Returns the incarnations for whose pushes rounds wait: those with a base, and with samples to train or
+        progress to push (O13).
         """
         found = set()
         for who in self.living():
@@ -120,16 +123,18 @@ class Attendance:
         return found
 
     def oldest(self) -> IncarnationId | None:
-        """Returns the oldest incarnation that is in; its verdict ends the job."""
+        """Returns the oldest incarnation in the job; when its loop ends, the job does."""
         living = [who for who, known in self._desk.chain.incarnations.items() if not known.over]
         return min(living, key=lambda who: who.number, default=None)
 
     def steps_of(self, cluster: ClusterState) -> int:
-        """Returns the inner steps from one push of a cluster to its next."""
+        """Returns the number of inner steps from one push of a cluster to its next."""
         return cluster.steps or self._desk.settings.inner_steps
 
     def sole_holders(self) -> dict[IncarnationId, float]:
-        """Returns the silence, s, of those that stay only since they alone hold a push that a shard may lack (O14)."""
+        """Returns, with their silence in seconds, the silent incarnations that are not removed only because no one else
+        may have a push of theirs that a shard needs (O14).
+        """
         desk = self._desk
         silent_s = {who: desk.now - self.clusters[who].heard_s for who in self.living()}
         for who, known in desk.chain.incarnations.items():
@@ -140,24 +145,24 @@ class Attendance:
 
     @property
     def spoken(self) -> bool:
-        """Whether all clusters that are in have said what their base is."""
+        """Whether all clusters in the job have told this leader what their base is."""
         known = self._desk.chain.incarnations.items()
         return all(who in self.clusters for who, incarnation in known if not incarnation.over)
 
     def fetched(self) -> list[VersionId]:
-        """Returns the versions that clusters fetch, first that of the cluster that has waited longest for one (O8c)."""
+        """Returns the versions that clusters are fetching, beginning with the cluster that has waited longest (O8c)."""
         seeking = [who for who in self.living() if self.clusters[who].fetching != NO_VERSION]
         return [self.clusters[who].fetching for who in sorted(seeking, key=lambda who: self.clusters[who].seeks_since)]
 
     def offers(self) -> list[Offer]:
-        """Returns the open pushes of clusters that are in."""
+        """Returns the unanswered pushes that clusters in the job offer."""
         found = [self.clusters[who].offer for who in self.living()]
         return [offer for offer in found if offer is not None]
 
     # ------------------------------------------------------------------ hearing
 
     def waits(self, conn: int, hello: ClusterHello) -> None:
-        """Notes a new cluster that wants to come in."""
+        """Notes that a new cluster wants to be let in."""
         self._hellos[conn] = hello
 
     def waiting(self) -> list[int]:
@@ -165,13 +170,15 @@ class Attendance:
         return [*self._hellos]
 
     def again(self) -> list[tuple[int, ClusterHello]]:
-        """Takes out all clusters that wait to be let in, and returns their streams and hellos: they are judged anew."""
+        """Empties the list of clusters that wait to be let in, and returns their streams and hellos, so that each is
+        judged anew.
+        """
         found, self._hellos = [*self._hellos.items()], {}
         return found
 
     def has_come(self, who: IncarnationId) -> tuple[int, ClusterHello] | None:
-        """Returns the stream and hello of the cluster that waits for this incarnation, which is stored; None if none
-        waits any more.
+        """Returns stream and hello of the waiting cluster for which this incarnation was stored; None if it waits no
+        more.
         """
         found = next((each for each in self._in_turn() if each[1].cluster == who.cluster), None)
         if found is not None:
@@ -182,7 +189,7 @@ class Attendance:
         return sorted(self._hellos.items(), key=lambda each: (each[1].cluster, each[0]))
 
     def on_stream(self, conn: int, who: IncarnationId, hello: ClusterHello) -> None:
-        """Notes the stream of a known incarnation."""
+        """Notes the stream on which a known incarnation speaks."""
         now = self._desk.now
         cluster = self.clusters.setdefault(who, ClusterState(conn, now))
         if (known := self._desk.chain.paced.get(who)) is not None and not cluster.steps:
@@ -193,8 +200,8 @@ class Attendance:
         self._conns[conn] = who
 
     def on_beat(self, conn: int, beat: Beat) -> bool:
-        """Takes a heartbeat; returns whether the cluster must be told all again, since the stream on which it was told
-        is gone.
+        """Handles a heartbeat; returns whether the cluster must be told everything again, since the stream on which it
+        was told has ended.
 
         Where a cluster has several ranks, one that was put out may say hello last, and go.
         """
@@ -212,7 +219,7 @@ class Attendance:
         return True
 
     def closed(self, conn: int, *, proof: bool) -> None:
-        """Notes that a stream is gone; `proof` means that its process is known to be dead."""
+        """Notes that a stream has ended; `proof` means that its process is known to be dead."""
         who = self._conns.pop(conn, None)
         self._hellos.pop(conn, None)
         cluster = self.clusters.get(who) if who is not None else None
@@ -221,7 +228,7 @@ class Attendance:
             cluster.gone = cluster.gone or (DEAD if proof else "")
 
     def absent(self) -> dict[IncarnationId, ProcessPlace]:
-        """Returns the processes of clusters that are in by the chain, and have no stream."""
+        """Returns the processes of clusters that are in the job and have no stream to this leader."""
         known = self._desk.chain.incarnations.items()
         return {
             who: incarnation.process
@@ -232,13 +239,13 @@ class Attendance:
         }
 
     def died(self, who: IncarnationId) -> None:
-        """Notes that the process of an incarnation is seen to be dead."""
+        """Notes that the process of an incarnation has been found dead."""
         if who in self.absent():
             self._dead.add(who)
 
     def forgive(self, gap_s: float) -> None:
-        """Adds a gap in the leader's own time to the times at which clusters were heard, so that it is nobody's
-        silence.
+        """Moves the times at which clusters were last heard by `gap_s`, a time in which the leader itself did not run,
+        so that no cluster counts as silent for it.
         """
         for cluster in self.clusters.values():
             cluster.heard_s += gap_s
@@ -246,8 +253,8 @@ class Attendance:
     # ------------------------------------------------------------------ decisions
 
     def next_opening(self) -> JobOpened | None:
-        """Returns the entry that opens the job with the first cluster's agreement; None if it is open, or no cluster
-        waits.
+        """Returns the entry that opens the job with the first cluster's agreement; None if the job is open, or no
+        cluster waits.
         """
         if self._desk.chain.agreement is not None or not self._hellos:
             return None
@@ -255,7 +262,8 @@ class Attendance:
         return JobOpened(hello.agreement, f"{hello.cluster} at {hello.place}", hello.nonce)
 
     def next_join(self, welcome: Callable[[int, IncarnationId, ClusterHello], None]) -> Joined | None:
-        """Returns the next join. A name is free once its incarnation is over, or has not come here for long (O3b).
+        """Returns the entry by which the next waiting cluster joins. Its name must be free: no incarnation has it, or
+        the one that has it has long not reached this leader (O3b).
 
         Args:
             welcome: Told of one that is in already, whose welcome was lost: its stream, its name and its word.
@@ -282,7 +290,9 @@ class Attendance:
         return None
 
     def next_removal(self) -> Removed | None:
-        """Returns the next removal: of one that left, is rejected again and again, or was silent for too long (O14)."""
+        """Returns the entry that removes the next incarnation: one that left, was rejected again and again, or was
+        silent for too long (O14).
+        """
         desk, chain = self._desk, self._desk.chain
         for who in sorted(self._dead):
             self._dead.discard(who)
@@ -309,25 +319,25 @@ class Attendance:
         return None
 
     def _patience_s(self, who: IncarnationId) -> float:
-        """Returns the seconds for which a cluster may stay away after a takeover."""
+        """Returns for how many seconds a new leader waits for a cluster that has not connected yet."""
         settings = self._desk.settings
         return settings.last_holder_timeout_s if self._holds_alone(who) else settings.reconnect_s
 
     # ------------------------------------------------------------------ what follows
 
     def tell(self, who: IncarnationId, message: ToCluster) -> None:
-        """Sends a message to a cluster, if it is here."""
+        """Sends a message to a cluster, if it has a stream."""
         cluster = self.clusters.get(who)
         if cluster is not None:
             self._desk.send(cluster.conn, message)
 
     def tell_all(self, message: ToCluster) -> None:
-        """Sends a message to all clusters that are in."""
+        """Sends a message to all clusters in the job."""
         for who in self.living():
             self._desk.send(self.clusters[who].conn, message)
 
     def removed(self, who: IncarnationId, reason: str) -> None:
-        """Drops an incarnation that is over, and tells its cluster."""
+        """Forgets an incarnation that was removed, and tells its cluster."""
         cluster = self.clusters.pop(who, None)
         if (oldest := self.oldest()) is not None and oldest.number > who.number:
             self.tell_all(Eldest(self._desk.term, oldest))
@@ -336,7 +346,9 @@ class Attendance:
             self._conns.pop(cluster.conn, None)
 
     def paced(self) -> tuple[PacedCluster, ...]:
-        """Returns the pace of each cluster from the next round on; where that is the policy, all arrive together."""
+        """Returns the pace of each cluster from the next round on; under the policy `robust`, paces make all pushes
+        arrive together.
+        """
         training = {who: self.clusters[who] for who in sorted(self.training())}
         steps = {who: cluster.steps for who, cluster in training.items()}
         if self._desk.settings.policy == "robust":
@@ -346,7 +358,7 @@ class Attendance:
         return tuple(PacedCluster(who, steps[who], c.rate, c.step_rate) for who, c in training.items())
 
     def pace(self, paced: Iterable[PacedCluster]) -> None:
-        """Sets the paces that a stored round has, and tells the clusters."""
+        """Sets the clusters' paces to those in a stored round, and tells the clusters whose pace changes."""
         for each in paced:
             cluster = self.clusters.get(each.incarnation)
             if cluster is not None and each.steps:

@@ -1,4 +1,4 @@
-"""Folds the leader's chain: the state that its entries fold to, and the entries that may follow it.
+"""Folds the leader's chain into a state, and checks which entries may follow.
 
 Theory of operation. The chain is the one sequence of rounds and records (rule O1). `OuterChain.follow` takes the next
 entry in; whoever folds the same entries holds the same: the leader that wrote them, the one that comes after it, an
@@ -67,7 +67,7 @@ from chaos_lightning.outer.rules.types import (
 
 @dataclass(frozen=True, slots=True)
 class GivenAnswer:
-    """Answer of the chain to one push."""
+    """The chain's answer to one push."""
 
     offer: Offer
     answer: PushAnswer
@@ -77,7 +77,7 @@ class GivenAnswer:
 
 @dataclass(slots=True)
 class Incarnation:
-    """Facts in the chain about one incarnation.
+    """State of one incarnation, according to the chain.
 
     Attributes:
         id: Its name.
@@ -105,21 +105,21 @@ class Incarnation:
 
     @property
     def next(self) -> int:
-        """Number of the incarnation's next push to be answered."""
+        """Number of the incarnation's next push that is not answered yet."""
         self.low = max(self.low, self.first, self.forgotten)
         while self.low in self.answers:
             self.low += 1
         return self.low
 
     def accepted(self, last: int) -> list[PushId]:
-        """Returns the accepted ones of the incarnation's `last` newest answered pushes, oldest first."""
+        """Returns, oldest first, those of the incarnation's `last` newest answered pushes that were accepted."""
         numbers = sorted(self.answers)[-last:]
         return [self.answers[n].offer.push for n in numbers if self.answers[n].answer is PushAnswer.ACCEPTED]
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Version of the outer state, and its place in the chain.
+    """Version of the outer state, with the entry that made it and the version before.
 
     Attributes:
         id: Its name.
@@ -134,13 +134,13 @@ class Version:
 
     @property
     def pushes(self) -> tuple[PushId, ...]:
-        """Pushes that this version adds to the one before."""
+        """Pushes that this version adds to the version before it."""
         return tuple(offer.push for offer in self.entry.offers)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundState:
-    """State to which a rollback to a version returns, and the epoch whose positions were leased with it."""
+    """Counters, gate and epoch at a version, to which a rollback returns."""
 
     counters: Counters
     gate: GateState
@@ -156,7 +156,9 @@ Holds = dict[IncarnationId, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummedChain:
-    """Chain behind which entries may be cut: `OuterChain`'s attributes of these names, and `leases` as a text."""
+    """State of a chain whose earlier entries may be dropped: those attributes of `OuterChain`, with `leases` as
+    text.
+    """
 
     agreement: Agreement | None
     by: str
@@ -184,7 +186,7 @@ class SummedChain:
 
     @classmethod
     def of(cls, body: Summary) -> SummedChain:
-        """Returns the chain that a summary stands for.
+        """Returns the state that a summary contains.
 
         Raises:
             ValueError: It is none.
@@ -196,7 +198,7 @@ class SummedChain:
 
 
 class OuterChain:
-    """State to which the entries of a job's chain fold.
+    """State that results from the entries of a job's chain.
 
     Args:
         whole: Summaries are passed over: it keeps all that it has followed.
@@ -269,7 +271,7 @@ class OuterChain:
     # ------------------------------------------------------------------ questions
 
     def entry(self, term: int, body: Body) -> Entry:
-        """Returns the entry with this body that would follow."""
+        """Returns the next entry of the chain, with this body."""
         return Entry(self.position + 1, term, body, self.hash)
 
     @property
@@ -279,12 +281,12 @@ class OuterChain:
 
     @property
     def founded(self) -> bool:
-        """Whether there is a version with content; a rollback may take the first one back."""
+        """Whether the job has a version with content; False again if a rollback undid the first one."""
         made = self.versions.get(self.newest)
         return made is not None and (made.before != NO_VERSION or isinstance(made.entry.body, Founded))
 
     def over(self, who: IncarnationId) -> str:
-        """Returns why this incarnation is over; "" while it is in.
+        """Returns why this incarnation has left the job; "" while it is in.
 
         Raises:
             KeyError: It never joined.
@@ -294,33 +296,37 @@ class OuterChain:
         return self.incarnations[who].over
 
     def unanswered(self, push: PushId) -> bool:
-        """Returns whether a round may still take this push."""
+        """Returns whether this push has no answer yet, so that a round may take it."""
         known = self.incarnations.get(push.incarnation)
         return known is not None and not known.over and known.next <= push.number not in known.answers
 
     def answered(self, push: PushId) -> bool:
-        """Returns whether this push of a known incarnation is answered, or was before a rollback (O5a)."""
+        """Returns whether this push of a known incarnation is answered, or was answered before a rollback reopened it
+        (O5a).
+        """
         following = self.incarnations[push.incarnation].next
         return push.number < following or PushId(push.incarnation, following) in self.reopened
 
     def lacks(self, version: VersionId) -> bool:
-        """Returns whether this version is none of this chain; one that was cut may be."""
+        """Returns whether this version cannot be one of this chain; False for one so old that the chain may have
+        dropped it.
+        """
         return version != NO_VERSION and version not in self.bases and version.number >= self.floor
 
     def forgot(self, base: VersionId) -> bool:
-        """Returns whether it is not known any more which pushes this version holds."""
+        """Returns whether the chain has dropped the record of which pushes this version contains."""
         return base != NO_VERSION and base not in self.bases and base.number < self.floor
 
     @property
     def ahead(self) -> int:
-        """Number of versions that are decided beyond the newest durable one; a rollback is none of them (O5a)."""
+        """Number of versions that are newer than the newest durable one, without rollbacks (O5a)."""
         newest = self.durable[-1][0] if self.durable else NO_VERSION
         beyond = takewhile(lambda v: v.id > newest, self.line())
         return sum(1 for v in beyond if not isinstance(v.entry.body, RolledBack))
 
     def line(self, version: VersionId | None = None) -> Iterator[Version]:
-        """Yields the versions from this one (the newest) back to the first: each is computed from the next one that
-        comes.
+        """Yields the versions from `version` (None: the newest) back to the first; each was computed from the one that
+        is yielded next.
         """
         at = self.newest if version is None else version
         while at in self.versions:
@@ -329,7 +335,7 @@ class OuterChain:
             at = found.before
 
     def since(self, version: VersionId) -> list[Version]:
-        """Returns the versions from this one, left out, to the newest, oldest first.
+        """Returns the versions after this one, up to the newest, oldest first.
 
         Raises:
             KeyError: The newest does not come from it.
@@ -344,38 +350,38 @@ class OuterChain:
         return found[::-1]
 
     def stands(self, version: VersionId) -> bool:
-        """Returns whether the newest version comes from this one."""
+        """Returns whether the newest version descends from this one."""
         return any(v.id == version for v in self.line())
 
     def staleness(self, base: VersionId) -> int:
-        """Returns the number of versions that were made since this one: their numbers have no gaps."""
+        """Returns how many versions were made after this one; version numbers have no gaps."""
         return max(0, self.newest.number - base.number)
 
     def held(self, version: VersionId, incarnation: IncarnationId) -> str:
-        """Returns a digest of the pushes of this incarnation that the version holds."""
+        """Returns a digest of this incarnation's pushes that the version contains."""
         return self.bases.get(version, {}).get(incarnation, "")
 
     def progress(self, version: VersionId) -> JobProgress:
-        """Returns the job's progress with this version; none at all with a version that is not known."""
+        """Returns the job's progress at this version; no progress if the version is not known."""
         state = self.states.get(version, BEGINNING)
         return JobProgress(state.counters.samples, state.counters.ticks, state.epoch)
 
     def cut_for(self, names: Sequence[str]) -> bool:
-        """Returns whether as many followers hold shards as these would, and not all of them have other names."""
+        """Returns whether the shards are cut for as many followers as these would hold, and at least one of these holds
+        a shard.
+        """
         agreed = self.agreement
         assert agreed is not None
         blocks = Grid(tuple(tensor.elements for tensor in agreed.tensors), agreed.block).blocks
         return len(self.cut) == min(len(names), blocks) and not {*names[:blocks]}.isdisjoint(self.cut)
 
     def open(self) -> tuple[PushId, ...]:
-        """Returns the next push to be answered of each incarnation that is in; those that come after it are unanswered,
-        too.
-        """
+        """Returns, for each incarnation in the job, its first push that is not answered."""
         return tuple(PushId(who, known.next) for who, known in self.incarnations.items() if not known.over)
 
     def needed(self) -> set[PushId]:
-        """Returns the pushes whose bytes somebody may ask for: accepted, and not held by the second newest durable
-        version (O5).
+        """Returns the pushes whose bytes somebody may still ask for: accepted ones that the second newest durable
+        version does not contain (O5).
         """
         found: set[PushId] = set()
         for version in self.line():
@@ -387,7 +393,7 @@ class OuterChain:
     # ------------------------------------------------------------------ following
 
     def follow(self, entry: Entry) -> None:
-        """Takes the next entry in.
+        """Adds the next entry, and changes the state by it.
 
         Raises:
             ValueError: It does not follow: a bug, or a store that another leader wrote to.
@@ -506,9 +512,7 @@ class OuterChain:
             tally[answer] = tally.get(answer, 0) + more
 
     def _roll_back(self, made: VersionId, entry: Entry, body: RolledBack) -> None:
-        """Takes back the acceptances of the versions that a rollback goes behind; joins, rejections and voids stand
-        (O5a).
-        """
+        """Takes back the acceptances in the versions that a rollback undoes; joins, rejections and voids stay (O5a)."""
         for version in self.since(body.to):
             for push in version.pushes:
                 incarnation = self.incarnations[push.incarnation]
@@ -529,7 +533,7 @@ class OuterChain:
         self.durable = [(v, d) for v, d in self.durable if self._comes_from(made, v)]
 
     def _begin(self, body: Summary) -> None:
-        """Sets the state to that of a summary, from which the chain goes on."""
+        """Sets the state to that of a summary, with which the chain may begin."""
         summed = SummedChain.of(body)
         for name in set(SummedChain.__slots__) - {"leases", "durable", "incarnations", "versions"}:
             setattr(self, name, getattr(summed, name))
@@ -543,5 +547,5 @@ class OuterChain:
 
 
 def with_push(held: str, number: int) -> str:
-    """Returns the digest of the pushes that a version holds, with one more."""
+    """Returns the digest of a version's pushes with one more push added."""
     return hashlib.blake2b(f"{held}/{number}".encode(), digest_size=8).hexdigest()

@@ -1,5 +1,4 @@
-"""A cluster's side of outer sync, as a pure state machine: when it freezes, offers and adopts, and which bytes it
-frees.
+"""State machine of a cluster in outer sync: decides when to freeze, offer and adopt, and which pushes' bytes to free.
 
 Theory of operation. A cluster trains from a *base*, the version that it adopted last. After enough inner steps it
 *freezes* what it gained, offers that as a push, and trains on. One push is open at a time, offered until the chain
@@ -75,7 +74,7 @@ from chaos_lightning.protocol.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """News that inner steps were committed; `covers` are the positions that they used."""
+    """News that inner steps were made; `covers` are the positions of the data that they used."""
 
     samples: int
     covers: tuple[Covered, ...] = ()
@@ -92,14 +91,14 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """News that all ranks hold this version."""
+    """News that the cluster (all its ranks) has fetched this version."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """News that this version cannot be had: a process that held a shard of it serves it no more."""
+    """News that this version cannot be fetched: a follower stopped serving it."""
 
     version: VersionId
 
@@ -111,14 +110,14 @@ class LeaveAsked:
 
 @dataclass(frozen=True, slots=True)
 class LoopOver:
-    """News that the cluster trains nothing more, and would have the job end."""
+    """News that the cluster's training loop has ended, so that it wants the job to end."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class AtRest:
-    """News that the inner training stands between two steps."""
+    """News that training is between two steps."""
 
 
 ClusterEvent = (
@@ -130,8 +129,8 @@ ClusterEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Order to fix this push, the delta to the base (NO_VERSION: the parameters themselves), before anything else is
-    trained. `Frozen` may come later.
+    """Order to fix the content of this push before anything else is trained: the difference to the base, or with
+    NO_VERSION the parameters. The answer is the event `Frozen`.
 
     `Frozen` may come later.
     """
@@ -142,15 +141,15 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class FetchVersion:
-    """Order to get this version from all followers, and then to feed `Got`; a later order takes its place."""
+    """Order to fetch this version from all followers, and then to feed `Got`; a later order replaces this one."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Order to take this version as the base from now on; `outright`: as the parameters, too, and what was trained
-    since is discarded.
+    """Order to take this version as the base; `outright`: also as the parameters, so that all progress since the
+    freezing is discarded.
     """
 
     version: VersionId
@@ -159,7 +158,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Order to have the residual follow the answer to this push (O10)."""
+    """Order to update the residual by the answer to this push."""
 
     push: PushId
     answer: PushAnswer
@@ -167,15 +166,15 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Order to drop the bytes of this push; no follower needs them any more."""
+    """Order to drop the bytes of this push, which no follower needs any more."""
 
     push: PushId
 
 
 @dataclass(frozen=True, slots=True)
 class ReachHolders:
-    """Order to reach these followers, which hold shards now, in shard order: versions are fetched from them, and they
-    fetch pushes.
+    """Order to connect to these followers, in shard order, which hold the shards now: versions are fetched from them,
+    and they fetch pushes.
     """
 
     holders: tuple[Holder, ...]
@@ -183,8 +182,8 @@ class ReachHolders:
 
 @dataclass(frozen=True, slots=True)
 class TakeLast:
-    """Order to take the job's last version as base and parameters, as the job is over; it is the base already or was
-    got.
+    """Order to take the job's last version as base and parameters, since the job has ended; it has been fetched, or is
+    the base already.
 
     Attributes:
         version: Which.
@@ -199,7 +198,7 @@ class TakeLast:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """News that this incarnation is over.
+    """News that this incarnation has ended.
 
     Attributes:
         reason: Why.
@@ -216,7 +215,7 @@ ClusterEffect = Say | Freeze | FetchVersion | Adopt | Settle | Free | ReachHolde
 
 
 class Phase(enum.StrEnum):
-    """Phase of a cluster between its start and its end."""
+    """Phase of a cluster's part in the job."""
 
     WAITING = "waiting"
     TRAINING = "training"
@@ -226,7 +225,7 @@ class Phase(enum.StrEnum):
 
 @dataclass(slots=True)
 class Unpushed:
-    """Training that no push covers yet."""
+    """Samples, inner steps and positions that were trained and that no push covers yet."""
 
     samples: int = 0
     steps: int = 0
@@ -234,7 +233,7 @@ class Unpushed:
     """Positions by epoch, normal."""
 
     def add(self, samples: int, steps: int, covers: Iterable[Covered]) -> None:
-        """Adds samples, steps and positions."""
+        """Adds what was just trained: samples, steps and positions."""
         self.samples += samples
         self.steps += steps
         for each in covers:
@@ -242,12 +241,12 @@ class Unpushed:
 
     @property
     def covers(self) -> tuple[Covered, ...]:
-        """Positions as an offer names them."""
+        """Positions in the form in which an offer lists them."""
         return tuple(Covered(epoch, spans) for epoch, spans in sorted(self.spans.items()))
 
 
 def reckon(job: JobProgress, samples: int, steps: int, usual: int, paced: int) -> JobProgress:
-    """Returns the progress of a job that a cluster has trained on in by itself.
+    """Returns an estimate of the job's progress: that at a cluster's base, and what the cluster has trained since.
 
     Args:
         job: With its base.
@@ -269,7 +268,7 @@ _GIVEN = frozenset({"agreement", "ahead_steps", "_hello", "_out", "_resting"})
 
 
 class ClusterMachine:
-    """State machine of one incarnation of a cluster. The shell feeds a TimePassed per heartbeat.
+    """State machine of one incarnation of a cluster. Its caller must feed a TimePassed for each heartbeat.
 
     Args:
         name: Of the cluster.
@@ -360,11 +359,11 @@ class ClusterMachine:
 
     @property
     def overlap(self) -> bool:
-        """Whether the cluster trains on while a push is under way."""
+        """Whether the cluster trains on while a push travels."""
         return self.ahead_steps is not None
 
     def free_spans(self) -> dict[int, tuple[Span, ...]]:
-        """Returns the positions that the cluster may train next, by epoch."""
+        """Returns the leased positions that the cluster has not trained yet, by epoch."""
         found = {}
         for epoch, spans in self.leased.items():
             left = subtract(spans, self._used(epoch))
@@ -379,7 +378,7 @@ class ClusterMachine:
         return normalise(used)
 
     def hello(self) -> ClusterHello:
-        """Returns the first word on a stream to a leader."""
+        """Returns the first message on a stream to a leader."""
         return replace(
             self._hello,
             term=self.term,
@@ -394,28 +393,30 @@ class ClusterMachine:
 
     @property
     def freezing(self) -> PushId | None:
-        """Push whose content is being fixed; None if there is none."""
+        """Push that is being frozen; None if there is none."""
         return self._freezing
 
     @property
     def fetching(self) -> VersionId:
-        """Version that is to be got; `NO_VERSION` if none is."""
+        """Version that is being fetched; `NO_VERSION` if none is."""
         return self._fetching
 
     def facts(self) -> dict[str, Any]:
-        """Returns everything that a machine with the same arguments needs to go on from here (`restore`): live
-        objects.
+        """Returns the whole state of the machine, for `restore` at a machine with the same arguments: the objects
+        themselves, no copies.
         """
         return {name: value for name, value in vars(self).items() if name not in _GIVEN}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Takes over what `facts` gave at another machine; the objects are this one's from here on."""
+        """Takes over the state that another machine's `facts` returned; its objects belong to this machine from then
+        on.
+        """
         assert facts.keys() == self.facts().keys()
         vars(self).update(facts)
 
     @property
     def was_in(self) -> bool:
-        """Whether the cluster has had a part in the job, as this incarnation or as one before."""
+        """Whether the cluster has taken part in the job, as this incarnation or as an earlier one."""
         return self.incarnation is not None or self.newest != NO_VERSION
 
     @property
@@ -425,7 +426,7 @@ class ClusterMachine:
 
     @property
     def since_base(self) -> tuple[int, int]:
-        """(samples, inner steps) that the cluster has trained since its base, and that no round has accepted."""
+        """(samples, inner steps) that the cluster has trained since its base and no round has accepted."""
         samples = self.unpushed.samples + self._covered.samples
         steps = self.unpushed.steps + self._covered.steps
         if self.open is not None:
@@ -434,7 +435,9 @@ class ClusterMachine:
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """(samples, inner steps) of `since_base`, and of accepted pushes whose version is yet to be adopted."""
+        """(samples, inner steps) that are not in the base: those of `since_base`, and those of accepted pushes whose
+        version is not adopted yet.
+        """
         samples, steps = self.since_base
         for push, offer in self.kept.items():
             if self._in.get(push, self.base) > self.base:
@@ -443,7 +446,9 @@ class ClusterMachine:
 
     @property
     def reckoned(self) -> JobProgress:
-        """Progress of the job by this cluster's own reckoning: its base, and what it has trained since at its pace."""
+        """Progress of the job as this cluster estimates it: that of its base, and what it has trained since, scaled by
+        its pace.
+        """
         return reckon(self.job, *self.ahead, self._usual_steps, self.inner_steps)
 
     @property
@@ -465,23 +470,23 @@ class ClusterMachine:
 
     @property
     def at_risk(self) -> int:
-        """Number of inner steps that no durable version holds."""
+        """Number of this cluster's inner steps that no durable version contains."""
         kept = [offer for push, offer in self.kept.items() if self._in.get(push, self.newest) > self._durable]
         return self.since_base[1] + sum(offer.steps for offer in kept)
 
     @property
     def covering(self) -> Unpushed:
-        """Training that the push covers which is being frozen."""
+        """Samples, steps and positions that the push being frozen covers."""
         return self._covered
 
     @property
     def may_be_ahead(self) -> int:
-        """Number of inner steps that the cluster may train beyond a push before it has the version (O9a)."""
+        """Number of inner steps that the cluster may train beyond an unanswered push (O9a)."""
         return 0 if self.ahead_steps is None else self.ahead_steps or self.inner_steps
 
     @property
     def waits(self) -> bool:
-        """Whether a push is under way, or its version is to be adopted, and no step may be trained before that."""
+        """Whether no step may begin because a push is unanswered or its version not adopted yet."""
         under_way = self._freezing is not None or bool(self._unanswered()) or self._due is not None
         if not under_way or (self.overlap and not self._versions_come):
             return False
@@ -489,21 +494,21 @@ class ClusterMachine:
 
     @property
     def _versions_come(self) -> bool:
-        """Whether leader and followers are there, and no full disk holds up the next version (O5)."""
+        """Whether new versions are possible: leader and followers are connected, and no full disk delays the next
+        version (O5).
+        """
         there = self._stream == _WELCOME and self._whole
         return there and self.newest.number - self._durable.number < AHEAD
 
     @property
     def dry(self) -> bool:
-        """Whether the cluster shares the data, so that it trains only what it is leased, and has no position left to
-        train.
-        """
+        """Whether the cluster trains leased positions of shared data, and has none left."""
         return self.agreement.length > 0 and not self.free_spans()
 
     # ------------------------------------------------------------------ events
 
     def on(self, event: ClusterEvent, *, resting: bool = True) -> list[ClusterEffect]:
-        """Takes one event into the machine; returns the effects in order.
+        """Handles one event; returns the effects in order.
 
         Args:
             event: What happened.
@@ -553,7 +558,7 @@ class ClusterMachine:
 
     @property
     def gone(self) -> bool:
-        """Whether this incarnation is over."""
+        """Whether this incarnation has ended."""
         return self.phase is Phase.GONE
 
     def _say(self, message: FromCluster) -> None:
@@ -666,17 +671,17 @@ class ClusterMachine:
 
     @property
     def _opened(self) -> list[Offer]:
-        """Kept pushes that a rollback opened again."""
+        """Pushes that a rollback has made unanswered again and whose bytes the cluster still has."""
         return [self.kept[p] for p in self._reopened if p in self.kept]
 
     def _unanswered(self) -> list[Offer]:
-        """Returns the unanswered pushes in the order of their numbers: kept ones that a rollback opened again come
-        first.
+        """Returns the unanswered pushes in the order of their numbers, beginning with those that a rollback has
+        reopened.
         """
         return [*self._opened, self.open] if self.open is not None else self._opened
 
     def _offer(self) -> None:
-        """Offers the first unanswered push; again with each heartbeat, as any word may be lost.
+        """Offers the first unanswered push to the leader; repeated with each heartbeat, as a message may get lost.
 
         Nothing is offered while a push is being frozen. The chain could reject the older one meanwhile, which drops the
         residual that the new push takes in. Ranks that come in then would encode the new push without it.
@@ -740,14 +745,14 @@ class ClusterMachine:
         self._fetching, self._here = NO_VERSION, version
 
     def _on_missed(self, version: VersionId) -> None:
-        """Gives up a fetch whose version is gone: the newest one is sought in its place, but the job's last version is
-        served until it is had.
+        """Gives up the fetch of a version that is not served any more; but the job's last version is fetched until it
+        has arrived.
         """
         if version == self._fetching and self._last is None:
             self._fetching = NO_VERSION
 
     def _take_got(self) -> None:
-        """Adopts the version that is here."""
+        """Adopts the version that has been fetched, if that is allowed now."""
         version, self._here = self._here, NO_VERSION
         if version == NO_VERSION:
             return
@@ -776,7 +781,7 @@ class ClusterMachine:
             self._end("it was asked to leave", again=False)
 
     def _turn_idle(self) -> None:
-        """Orders to fetch a version, or to freeze the next push, while no push is under way.
+        """Orders what is due while no push is unanswered: to freeze the next push, or to fetch a version.
 
         A fetch that is under way goes on though newer versions come: where a fetch takes longer than a round, none
         would ever end. What is here waits for the end of an inner step, and is adopted first: heartbeats name one
@@ -802,29 +807,29 @@ class ClusterMachine:
             self._beat()  # so that it is served until it is here
 
     def _serves(self, version: VersionId) -> bool:
-        """Returns whether this version may be adopted next."""
+        """Returns whether this version is new enough to be adopted next."""
         return version > self.base and (self._due is None or version >= self._due)
 
     @property
     def _may_adopt(self) -> bool:
-        """Whether a version may be adopted now. Without overlap one is taken between two rounds alone: one for each
-        push.
+        """Whether a version may be adopted now. Without overlap a cluster adopts only between a push's answer and the
+        next step.
         """
         return self.overlap or self._due is not None or not self.unpushed.steps
 
     @property
     def _settled(self) -> bool:
-        """Whether nothing is left to push, to be answered or to be adopted."""
+        """Whether nothing is left to push, to be answered, or to be adopted."""
         waiting = self._unanswered() or self._freezing is not None or self._due is not None
         return not waiting and not self.unpushed.steps
 
     def _may_go(self) -> bool:
-        """Returns whether all that the cluster pushed is in a durable version, and nothing is left to push (O5b)."""
+        """Returns whether a durable version contains all that the cluster pushed, and nothing is left to push (O5b)."""
         return self._settled and all(version <= self._durable for version in self._in.values())
 
     def anew(self) -> Self:
-        """Returns a new machine for a rejoin of the same process. The old pushes stay available until released (O3b,
-        O5).
+        """Returns a new machine with which the same process joins again. Its old pushes stay available until they are
+        freed (O3b, O5).
         """
         me = self._hello
         found = type(self)(

@@ -1,4 +1,4 @@
-"""Deals samples, for the leader, where clusters share the data: leases for a while ahead (O11)."""
+"""Leases samples of the shared data to clusters, for some minutes ahead; part of the leader (O11)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ one cluster's alone.
 
 
 class Dealer:
-    """Dealer of leases to the clusters that are in.
+    """Part of the leader that leases samples to the clusters in the job.
 
     Args:
         desk: The leader's.
@@ -28,7 +28,8 @@ class Dealer:
         self._attendance = attendance
 
     def next_lease(self) -> Leased | LeftOver | None:
-        """Decides on samples for minutes ahead, to who has few left, but never so many that others find none.
+        """Returns the next lease: samples for some minutes to a cluster that has few left, but never so many that
+        others find none.
 
         They are whole steps of the cluster that gets them. Fewer are dealt once no cluster could make a whole step of
         what is free, and what nobody makes a batch of is set aside.
@@ -54,8 +55,8 @@ class Dealer:
         return next(filter(None, (leases.grant_rest(who, batches, takers) for who, batches in wants)), None)
 
     def _takers(self, free: int) -> tuple[list[IncarnationId], dict[IncarnationId, Batches]]:
-        """Returns the incarnations that may take some of so many positions, now or later; and the batches that those
-        train at once which are here.
+        """Returns the incarnations that may get some of `free` positions now or later, and the batch sizes of those
+        that are connected and train.
         """
         takers: list[IncarnationId] = []
         known: dict[IncarnationId, Batches] = {}
@@ -76,7 +77,7 @@ class Dealer:
         return takers, known
 
     def tell(self, who: IncarnationId) -> None:
-        """Tells an incarnation all positions that it is leased."""
+        """Sends an incarnation all positions that are leased to it."""
         leases = self._desk.chain.leases
         if leases is None:
             return

@@ -1,4 +1,4 @@
-"""Holds events and effects of the machines of outer sync; shells carry effects out in order."""
+"""Events and effects of the state machines of outer sync; the callers of the machines carry effects out in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Agreement, Entry, Inca
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """News that a message came on a stream."""
+    """News that a message has arrived on a stream."""
 
     conn: int
     message: FromCluster | FromFollower
@@ -20,7 +20,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """News that a stream is gone; `proof` means that its process is known to be dead."""
+    """News that a stream has ended; `proof` means that its process is known to be dead."""
 
     conn: int
     proof: bool = False
@@ -28,14 +28,14 @@ class StreamClosed:
 
 @dataclass(frozen=True, slots=True)
 class ProcessDied:
-    """News that the process of a cluster that is away is seen to be dead, on the leader's machine."""
+    """News that the process of an absent cluster on the leader's machine has been found dead."""
 
     incarnation: IncarnationId
 
 
 @dataclass(frozen=True, slots=True)
 class EntryStored:
-    """News that the entry that was to be stored is durable, or was refused.
+    """News that an entry has been stored durably, or was refused.
 
     Attributes:
         ok: It is durable.
@@ -55,7 +55,7 @@ class TimePassed:
 
 @dataclass(frozen=True, slots=True)
 class EndAsked:
-    """News that an operator asks for the job's end."""
+    """News that an operator wants the job to end."""
 
     reason: str
 
@@ -67,8 +67,8 @@ LeaderEvent = Heard | StreamClosed | ProcessDied | EntryStored | TimePassed | En
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """Order to store this entry, compared with term and predecessor; nothing else is decided until it is answered
-    (O1).
+    """Order to store this entry, if term and predecessor are still the store's; nothing else is decided before the
+    answer (O1).
     """
 
     entry: Entry
@@ -76,7 +76,7 @@ class StoreEntry:
 
 @dataclass(frozen=True, slots=True)
 class SendTo:
-    """Order to say this on a stream."""
+    """Order to send this message on a stream."""
 
     conn: int
     message: ToCluster | ToFollower
@@ -84,7 +84,7 @@ class SendTo:
 
 @dataclass(frozen=True, slots=True)
 class OuterNote:
-    """Line for the event log."""
+    """Order to write a line into the event log."""
 
     name: str
     fields: tuple[tuple[str, object], ...]
@@ -92,7 +92,7 @@ class OuterNote:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """News that this leader decides nothing more; `finished` means that the job is over."""
+    """News that this leader has stopped deciding; `finished` means that the job has ended."""
 
     reason: str
     finished: bool
@@ -100,7 +100,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """Order to end this stream, behind what was said on it, and to tell its client why it is refused."""
+    """Order to end this stream after all queued messages, and to tell its client why it is refused."""
 
     conn: int
     reason: str
@@ -113,24 +113,24 @@ LeaderEffect = StoreEntry | SendTo | HangUp | OuterNote | Done
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """News that the leader says something on the stream of this follower or cluster."""
+    """News that a message from the leader has arrived, at a follower or cluster."""
 
     message: ToCluster | ToFollower
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """News that there is a stream to a leader."""
+    """News that a stream to a leader has been opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """News that there is no stream to a leader any more."""
+    """News that the stream to a leader has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """News that the part of this push is here and verified.
+    """News that the follower has this push's piece for its shard, verified.
 
     Attributes:
         push: Which.
@@ -151,7 +151,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """News that the part of this push will be here so many seconds from now."""
+    """News that the follower expects to have this push's piece in so many seconds."""
 
     push: PushId
     left_s: float
@@ -159,14 +159,14 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class NotFetched:
-    """News that the part of this push could not be fetched for now."""
+    """News that this push's piece could not be fetched for now."""
 
     push: PushId
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """News that the state is at this version.
+    """News that the follower's state is at this version.
 
     Attributes:
         version: Which.
@@ -189,16 +189,14 @@ class StateSaved:
 
 @dataclass(frozen=True, slots=True)
 class DiskTrouble:
-    """News why nothing can be saved for now; "" if saving works again."""
+    """News that nothing can be saved for now, and why; "" means that saving works again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """News that the state is this version's, from disk; `ok` False: its file is damaged or gone, and `reason` says
-    how.
-    """
+    """News that a version has been loaded from disk; `ok` False: its file is damaged or gone, and `reason` says how."""
 
     version: VersionId
     ok: bool
@@ -223,14 +221,14 @@ FollowerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Order to send a message to the leader; the cluster's effect, too."""
+    """Order to send a message to the leader; an effect of followers and clusters."""
 
     message: FromCluster | FromFollower
 
 
 @dataclass(frozen=True, slots=True)
 class HoldShard:
-    """Order to hold this shard of the outer state; given before anything is loaded or computed."""
+    """Order to hold this shard of the outer state from now on; precedes any loading or computing."""
 
     agreement: Agreement
     shard: int
@@ -239,44 +237,42 @@ class HoldShard:
 
 @dataclass(frozen=True, slots=True)
 class FetchPush:
-    """Order to get this push's part from its cluster, then to feed `Fetched` or `NotFetched`."""
+    """Order to fetch this push's piece from its cluster, then to feed `Fetched` or `NotFetched`."""
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Order to compute the version that this entry makes, from the state as it stands, then to feed `Computed`."""
+    """Order to compute the version that this entry makes from the present state, then to feed `Computed`."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """Order to drop the state, since this version has no content, as nothing stands any more; then to feed
-    `Computed`.
-    """
+    """Order to drop the state, since a rollback led to a version without content, then to feed `Computed`."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Order to write a copy of the state, which is this version's, then to feed `StateSaved`."""
+    """Order to save a copy of the present state, which is at this version, then to feed `StateSaved`."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class HoldVersion:
-    """Order to serve this version beside the newest one, as long as no other is named (O8c)."""
+    """Order to serve this version beside the newest one, until another version is named (O8c)."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Order to read this version from disk and to compare it with the digest, then to feed `Loaded`."""
+    """Order to load this version from disk and compare it with the digest, then to feed `Loaded`."""
 
     version: VersionId
     digest: str
@@ -284,21 +280,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Order to delete this version's file, which is needed no more."""
+    """Order to delete this version's file."""
 
     version: VersionId
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Order to drop the staged bytes of this push, which are needed no more."""
+    """Order to drop the staged bytes of this push."""
 
     push: PushId
 
 
 @dataclass(frozen=True, slots=True)
 class JobOver:
-    """News that the job has ended with this version; the process may end."""
+    """News that the job has ended with this version, so that the process may end."""
 
     version: VersionId
     reason: str
@@ -306,7 +302,7 @@ class JobOver:
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """News that a leader has no use for this process, and why: the process ends."""
+    """News that a leader has rejected this process, and why, so that the process ends."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Ends a job, for its leader: why, and when (O16).
+"""Decides for a leader when, and for what reason, the job ends (O16).
 
 Theory of operation. The job ends when its epochs are over, when the oldest cluster says so, or when an operator asks.
 From then on nothing is decided but what makes the newest version durable; then the end is stored with that version, and
@@ -16,7 +16,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Ended, VersionId
 
 
 class Ending:
-    """Decision of a leader on the end of its job.
+    """Part of the leader that decides on the job's end.
 
     Args:
         desk: The leader's.
@@ -31,24 +31,22 @@ class Ending:
 
     @property
     def reason(self) -> str:
-        """Reason for which the job is to end once its newest version is durable; "" while it goes on."""
+        """Reason for which the job will end as soon as its newest version is durable; "" while no end is due."""
         return self._asked or self._found
 
     def ask(self, reason: str) -> None:
-        """Notes that an operator ends the job, whatever comes; the first reason stays."""
+        """Notes that an operator wants the job to end; if that was said before, the first reason stays."""
         self._asked = self._asked or reason
 
     def rolled_back(self) -> None:
-        """Forgets which clusters were through: after a rollback they push again, and say anew when they are through
-        (O5a).
-        """
+        """Forgets which clusters' loops have ended: after a rollback these push again, and then say so again (O5a)."""
         self._found, self._since_s = "", 0.0
         for cluster in self._attendance.clusters.values():
             cluster.verdict = ""
 
     def _find(self) -> str:
-        """Returns why the job is over by itself; "" if it is not, or if pushes that were accepted once have no answer
-        (O5a).
+        """Returns the reason for which the job should end by itself; "" if there is none, or if reopened pushes are
+        still unanswered (O5a).
         """
         chain, epochs = self._desk.chain, self._desk.settings.epochs
         oldest = self._attendance.oldest()
@@ -70,9 +68,7 @@ class Ending:
         return Ended(newest, self.reason, tuple(sorted(self._attendance.offers(), key=lambda offer: offer.push)))
 
     def _awaited(self, newest: VersionId) -> bool:
-        """Returns whether a cluster whose loop is over is about to adopt the last version; that is waited for, for a
-        while.
-        """
+        """Returns whether to wait, for a limited time, for a cluster whose loop has ended to adopt the last version."""
         desk = self._desk
         self._since_s = self._since_s or desk.now
         clusters = [self._attendance.clusters[who] for who in self._attendance.living()]
@@ -80,12 +76,14 @@ class Ending:
         return late and desk.now - self._since_s < desk.settings.reconnect_s
 
     def told(self) -> JobFinished | None:
-        """Returns the farewell, once the chain has its end; None before."""
+        """Returns the message that the job is over, once the chain contains its end; else None."""
         ended = self._desk.chain.ended
         return JobFinished(self._desk.term, ended.version, ended.reason) if ended is not None else None
 
     def linger(self) -> None:
-        """Ends this leader, if another one ended the job, once all processes had the time to come and hear it."""
+        """Ends this leader, if an earlier leader ended the job, once all processes have had time to connect and be
+        told.
+        """
         desk = self._desk
         if desk.chain.ended is not None and desk.now - desk.begun_s > desk.settings.reconnect_s:
             desk.end(desk.chain.ended.reason, finished=True)

@@ -1,4 +1,4 @@
-"""Adds floats so that the sum comes out the same in any order and any grouping.
+"""Adds floats exactly, so that the sum is the same for any order and grouping.
 
 Theory of operation. A follower adds up the products of its own blocks, the leader adds what the followers send. Floats
 would round on the way, so that a sum would depend on where the shards are cut. Every finite float is an integer times a
@@ -30,7 +30,7 @@ _ZERO, _NOT_FINITE = "0", "nan"
 
 @dataclass(frozen=True, slots=True)
 class ExactSum:
-    """Exact sum of floats: mantissa 2^exponent.
+    """Exact sum of floats, as mantissa times 2^exponent.
 
     Attributes:
         mantissa: Odd, or 0.
@@ -70,7 +70,7 @@ class ExactSum:
         return ExactSum(mantissa, least)
 
     def __float__(self) -> float:
-        """Returns the nearest float, ties to even; infinite beyond the largest one, NaN if the sum is not finite."""
+        """Returns the nearest float, ties to even; infinity if the sum is too large, NaN if it is not finite."""
         if not self.finite:
             return math.nan
         try:
@@ -82,14 +82,14 @@ class ExactSum:
             return math.copysign(math.inf, self.mantissa)
 
     def encode(self) -> str:
-        """Returns the sum as text, which `decode` reads."""
+        """Returns the sum as text, which `decode` can read."""
         if not self.finite:
             return _NOT_FINITE
         return f"{self.mantissa:x}p{self.exponent}" if self.mantissa else _ZERO
 
     @classmethod
     def decode(cls, text: object) -> ExactSum:
-        """Returns the sum that `encode` wrote as this text.
+        """Returns the sum from the text that `encode` returned.
 
         Args:
             text: What came over the wire.

@@ -1,4 +1,4 @@
-"""A follower's side of outer sync, as a pure state machine: what it obeys, stages, computes, saves and deletes.
+"""State machine of a follower: decides which leader to obey, and what to stage, compute, save and delete.
 
 Theory of operation. A follower holds one shard of the outer state. It computes versions one by one, each from the one
 before, so its state always *stands* at one version of the chain (O1). It holds three kinds of bytes beside that:
@@ -154,17 +154,17 @@ class FollowerMachine:
 
     @property
     def decided(self) -> frozenset[PushId]:
-        """Pushes that the versions since the base hold: in no window any more, unless a rollback opens them again."""
+        """Pushes that versions after the base contain, and that no round can take, unless a rollback reopens them."""
         return frozenset(self._needed())
 
     def marked(self, version: VersionId) -> str:
-        """Returns the digest of this shard of a durable version; "" if the version is not durable."""
+        """Returns the digest of this shard at a durable version; "" if the version is not durable."""
         return next((file.digest for file in self._durable if file.version == version), "")
 
     # ------------------------------------------------------------------ events
 
     def on(self, event: FollowerEvent) -> list[FollowerEffect]:
-        """Takes one event into the machine; returns the effects in order.
+        """Handles one event; returns the effects in order.
 
         Raises:
             StateError: The leader says what no chain can hold.
@@ -207,7 +207,7 @@ class FollowerMachine:
         return self._out
 
     def _hello(self) -> FollowerHello:
-        """Returns the first word on a stream."""
+        """Returns the first message on a stream to a leader."""
         files = tuple(sorted(self.disk, key=lambda file: file.version))
         place, process = self.endpoint, self.process
         return FollowerHello(self.name, self.nonce, self.term, files, self.version, place, process, self.job_id)
@@ -248,8 +248,8 @@ class FollowerMachine:
     # ------------------------------------------------------------------ the leader's word
 
     def _heeds(self, message: ToFollower) -> bool:
-        """Returns whether this leader may speak: it has the highest term so far, and has shown this follower's start
-        (O7).
+        """Returns whether this leader must be obeyed: its term is the highest so far, and it has shown this follower's
+        start in the chain (O7).
         """
         if message.term < self.term:
             self._out.append(OuterNote("late_leader", (("term", message.term), ("known", self.term))))
@@ -312,7 +312,7 @@ class FollowerMachine:
             self._say(Trouble(self.name, self.lost))
 
     def _hold(self, message: Obey) -> None:
-        """Orders to hold the shard that the leader names, before anything is done with it."""
+        """Orders to hold the shard that the leader names, if it is another one than before."""
         place = message.agreement, message.shard, message.shards
         if place == (self.agreement, self.shard, self.shards):
             return
@@ -335,7 +335,7 @@ class FollowerMachine:
                 self._forget(refusal.offer.push)
 
     def _mark(self, durable: tuple[ShardFile, ...], base: VersionId) -> None:
-        """Takes versions as durable; files and pushes that neither they nor later versions need are dropped (O5,
+        """Notes which versions are durable, and drops files and pushes that neither these nor later versions need (O5,
         O6).
         """
         self._durable, self._base = durable, base
@@ -350,11 +350,11 @@ class FollowerMachine:
                 self._forget(push)
 
     def _needed(self) -> set[PushId]:
-        """Returns the pushes that the versions on the way from the base to the newest are computed from."""
+        """Returns the pushes that are needed to compute the newest version from the base."""
         return {offer.push for entry in self._line() for offer in entry.offers}
 
     def _known(self) -> set[PushId]:
-        """Returns the pushes that the follower has, or is to have."""
+        """Returns the pushes that the follower has, or has been told to fetch."""
         return {*self._offers, *self._staged}
 
     def _forget(self, push: PushId) -> None:
@@ -365,7 +365,9 @@ class FollowerMachine:
     # ------------------------------------------------------------------ what comes next
 
     def _line(self) -> list[Entry]:
-        """Returns the entries from the older durable version to the newest, without those that were rolled back."""
+        """Returns the entries that lead from the older durable version to the newest version, without those that were
+        rolled back.
+        """
         found: list[Entry] = []
         limit = None
         for entry in reversed(self._entries):
@@ -394,7 +396,7 @@ class FollowerMachine:
         self._advance()
 
     def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
-        """Returns the place from which the follower goes on.
+        """Returns the version from which the follower can compute the newest one: its present state, or a durable file.
 
         Returns:
             How many entries of the way lie behind it; -1: it has nothing to begin with. The file to load for that;
@@ -411,14 +413,14 @@ class FollowerMachine:
         return place, load, line
 
     def _lacking(self) -> set[PushId]:
-        """Returns the pushes without which the follower cannot get to the newest version, from wherever it can
-        begin.
-        """
+        """Returns the pushes that the follower still needs to compute the newest version."""
         place, _, line = self._start()
         return {o.push for entry in line[max(0, place) :] for o in entry.offers if o.push not in self._staged}
 
     def _give_up(self) -> None:
-        """Reports the shard as lost: neither durable file is whole, and nobody else has this shard (O6)."""
+        """Reports the shard as lost: the files of both durable versions are damaged or gone, and nobody else has this
+        shard (O6).
+        """
         names = " and ".join(str(file.version) for file in self._durable)
         self.lost = (
             f"shard {self.shard} is lost: at {self.name} its files of the durable versions {names} are damaged or "
@@ -428,7 +430,7 @@ class FollowerMachine:
         self._say(Trouble(self.name, self.lost))
 
     def _advance(self) -> None:
-        """Makes one step towards the newest version: the next one is computed, or a durable one loaded."""
+        """Makes one step towards the newest version: orders to compute the next version, or to load a durable one."""
         place, load, line = self._start()
         if place >= 0 and self.lost:  # a mark came that its disk has
             self.lost = ""

@@ -1,4 +1,5 @@
-"""Decides which pushes of a round are let in: one gate for each policy.
+"""Decides which pushes of a round are accepted, with one gate for each policy: a filter on the pushes' length and
+direction.
 
 Theory of operation. A gate sees the finite pushes of one round in the order of their names, and what it has seen of
 earlier ones (`GateState`). It judges all of them by the state from before the round, and only then takes them into the
@@ -77,7 +78,7 @@ Products = Mapping[tuple[PushId, PushId], float]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPush:
-    """Staged push with what the followers measured of it, over all shards.
+    """Staged push with the scalar products that followers measured, summed over all shards.
 
     Attributes:
         offer: As its cluster made it.
@@ -103,19 +104,19 @@ class MeasuredPush:
 
     @property
     def lean(self) -> float:
-        """Cosine of the push with the momentum, times the momentum's norm; 0.0 for an empty push."""
+        """Scalar product of the push with the momentum, divided by the push's norm; 0.0 for an empty push."""
         lean = self.momentum / self.norm if self.norm2 else 0.0
         return lean if math.isfinite(lean) else 0.0
 
     @property
     def usable(self) -> bool:
-        """Whether the push can be judged and averaged."""
+        """Whether the push is finite and not too long to compute with."""
         return self.finite and 0.0 <= self.norm2 < _LONGEST2
 
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """Verdict of a gate on the pushes of a round.
+    """A gate's decision on the pushes of a round.
 
     Attributes:
         rejected: Why, by name.
@@ -131,7 +132,7 @@ class Sifted:
 
 
 class Gate(Protocol):
-    """Function that judges the finite pushes of a round, given in the order of their names."""
+    """Function that decides which of a round's finite pushes to accept; it gets them in the order of their names."""
 
     def __call__(
         self, pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings
@@ -139,12 +140,12 @@ class Gate(Protocol):
 
 
 def dot(ones: Sequence[MeasuredPush], others: Sequence[MeasuredPush], products: Products) -> float:
-    """Returns <sum of ones, sum of others>."""
+    """Returns the scalar product of the sum of `ones` with the sum of `others`."""
     return math.fsum(product(one, other, products) for one in ones for other in others)
 
 
 def product(one: MeasuredPush, other: MeasuredPush, products: Products) -> float:
-    """Returns <D, D'> of two pushes, or the square of a push's norm."""
+    """Returns the scalar product of two pushes; of a push with itself it is the square of its norm."""
     if one.name == other.name:
         return one.norm2
     found = products.get((one.name, other.name), products.get((other.name, one.name)))
@@ -156,7 +157,9 @@ def product(one: MeasuredPush, other: MeasuredPush, products: Products) -> float
 
 
 def careful(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
-    """Refuses pushes that are too long or turned round; shortens those of a cluster that was refused for too long."""
+    """Rejects pushes that are too long or point the wrong way; if a cluster's have been rejected for long, accepts them
+    shortened.
+    """
     over = _too_long(pushes, gate, settings)
     lengths = {
         push.name: math.exp(-over[push.name])
@@ -188,7 +191,9 @@ def careful(pushes: Sequence[MeasuredPush], products: Products, gate: GateState,
 
 
 def _has_waited(push: MeasuredPush, wait: int, over: Collection[PushId], gate: GateState) -> bool:
-    """Returns whether a push is let in, since so many before it were refused, and it has not grown."""
+    """Returns whether to accept a push because enough pushes of its cluster in a row were rejected and they do not
+    grow.
+    """
     row = _row(push, gate)
     return row is not None and row.times >= wait and not _grows(push, row, over, gate)
 
@@ -198,7 +203,7 @@ def _grows(push: MeasuredPush, row: RefusedRow, over: Collection[PushId], gate: 
 
 
 def _patience(push: MeasuredPush, gate: GateState, settings: OuterSettings) -> int:
-    """Returns for how many refusals a push that is too long waits."""
+    """Returns how many pushes of a cluster in a row must be rejected as too long before one is accepted, shortened."""
     return settings.gate_again if _size(push, gate) - gate.mean > FAR else settings.gate_patience
 
 
@@ -209,7 +214,9 @@ def _row(push: MeasuredPush, gate: GateState) -> RefusedRow | None:
 def _rows(
     pushes: Sequence[MeasuredPush], over: Collection[PushId], turned: Collection[PushId], gate: GateState
 ) -> tuple[RefusedRow, ...]:
-    """Goes on with and begins the rows of pushes that did not pass as they are, and ends those of pushes that did."""
+    """Returns the counts of rejections in a row by cluster, updated: counted on for pushes that did not pass as they
+    are, dropped for those that did.
+    """
     rows = {row.cluster: row for row in gate.rows}
     for push in pushes:
         if not push.norm2:
@@ -228,7 +235,7 @@ def _rows(
 
 
 def share(push: MeasuredPush, settings: OuterSettings) -> float:
-    """Returns the weight of a push in its round's average (T_j r_j in judging.py)."""
+    """Returns the weight of a push before weights are scaled to a sum of 1 (T_j r_j in judging.py)."""
     discount = settings.discount_stale and settings.policy != "di_ps"
     return push.offer.samples * ((1 + push.staleness) ** -0.5 if discount else 1.0)
 
@@ -236,8 +243,8 @@ def share(push: MeasuredPush, settings: OuterSettings) -> float:
 def _little(
     turned: Sequence[MeasuredPush], passing: Sequence[MeasuredPush], products: Products, settings: OuterSettings
 ) -> dict[PushId, float]:
-    """Returns the part of its length to which each of these turned pushes is shortened; none where the others say
-    nothing.
+    """Returns the factors by which to shorten these pushes that point the wrong way; none if the accepted pushes cancel
+    out.
     """
     shares = [(push, share(push, settings)) for push in passing]
     said = math.sqrt(max(0.0, math.fsum(v * w * product(a, b, products) for a, v in shares for b, w in shares)))
@@ -253,7 +260,8 @@ def _shortened(push: MeasuredPush, part: float) -> MeasuredPush:
 
 
 def _size(push: MeasuredPush, gate: GateState) -> float:
-    """Returns x: the logarithm of the norm, as if it were of one inner step, and of no fewer samples than usual.
+    """Returns x: the logarithm of a push's norm, scaled to one inner step and to the usual number of samples in a step,
+    if it had fewer.
 
     Steps of fewer samples are noisier: n goes by the root of H / B at most. So a cluster whose ranks have left is no
     outlier. One of more samples is not expected to be shorter, for an inner optimizer may make all steps of one length.
@@ -263,12 +271,12 @@ def _size(push: MeasuredPush, gate: GateState) -> float:
 
 
 def _batch(push: MeasuredPush) -> float:
-    """Returns the logarithm of an inner step's samples."""
+    """Returns the logarithm of the number of samples in an inner step of the push."""
     return math.log(max(1, push.offer.samples) / max(1, push.offer.steps))
 
 
 def _too_long(pushes: Sequence[MeasuredPush], gate: GateState, settings: OuterSettings) -> dict[PushId, float]:
-    """Returns by how much x is above the largest that passes, for pushes that are too long."""
+    """Returns, for pushes that are too long, by how much their x (see `_size`) exceeds the limit."""
     if gate.count < settings.gate_warmup:
         return {}
     most = gate.mean + settings.gate_limit * _std(gate)
@@ -281,7 +289,7 @@ def _std(gate: GateState) -> float:
 
 
 def _words(push: MeasuredPush, gate: GateState, settings: OuterSettings) -> str:
-    """Returns in words why a push that is too long is refused."""
+    """Returns the reason, in words, for which a push is rejected as too long."""
     z = (_size(push, gate) - gate.mean) / _std(gate)
     return (
         f"its norm {push.norm:.4g} over {push.offer.steps} steps is {z:.1f} standard deviations above what is usual "
@@ -313,7 +321,7 @@ def _turned_round(pushes: Sequence[MeasuredPush], products: Products, least: flo
 
 
 def _with_the_others(push: MeasuredPush, standing: Sequence[MeasuredPush], products: Products) -> float:
-    """Returns the cosine of a push with the sum of the others; 1.0 where that sum is 0."""
+    """Returns the cosine between a push and the sum of the others; 1.0 if that sum is 0."""
     others = [other for other in standing if other.name != push.name]
     square = dot(others, others, products)
     # Divided one by one, since the product of two very small norms would be 0; and a cosine is never below -1.
@@ -321,7 +329,7 @@ def _with_the_others(push: MeasuredPush, standing: Sequence[MeasuredPush], produ
 
 
 def _learned(gate: GateState, accepted: Sequence[MeasuredPush]) -> GateState:
-    """Returns the gate's state after these accepted pushes: a plain average at first, later a moving one."""
+    """Returns the gate's statistics after these accepted pushes: plain averages at first, moving ones later."""
     for push in accepted:
         if push.norm2:
             count = gate.count + 1
@@ -341,13 +349,13 @@ def _learned(gate: GateState, accepted: Sequence[MeasuredPush]) -> GateState:
 
 
 def trusting(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
-    """Refuses no push."""
+    """Rejects no push: the gate of policies without one."""
     return Sifted({}, gate)
 
 
 def printed(pushes: Sequence[MeasuredPush], products: Products, gate: GateState, settings: OuterSettings) -> Sifted:
-    """Refuses pushes by the paper's penalty, as it is printed, with the norm over all shards in place of the sum of the
-    shards' norms.
+    """Rejects pushes by the Di-PS paper's penalty, literally, but with the norm over all shards instead of the sum of
+    the shards' norms.
     """
     rejected: dict[PushId, str] = {}
     std, largest, scores = math.sqrt(gate.variance), max(gate.scores, default=math.inf), list(gate.scores)

@@ -1,4 +1,4 @@
-"""Divides the outer state into blocks, whatever the number of followers, and these into shards.
+"""Divides the model's elements into blocks that do not depend on the number of followers, and the blocks into shards.
 
 Theory of operation. The parameters are a list of tensors in a fixed order, laid end to end: the *flat order* of
 elements. Each tensor is divided into *blocks* of `block` elements, counted from its start; its last block may be
@@ -34,7 +34,7 @@ elements.
 
 @dataclass(frozen=True)
 class Grid:
-    """Division of the elements of all tensors into blocks.
+    """Division of all tensors' elements into blocks.
 
     Attributes:
         sizes: Elements of each tensor, in the fixed order; a tensor without elements has no block.
@@ -61,12 +61,14 @@ class Grid:
 
     @cached_property
     def _firsts(self) -> tuple[int, ...]:
-        """Number of each tensor's first block, and last the number of all blocks."""
+        """Number of each tensor's first block, and at the end the number of all blocks."""
         return tuple(accumulate((-(-size // self.block) for size in self.sizes), initial=0))
 
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
-        """Place of each tensor's first element in the flat order, and last the number of all elements."""
+        """Index of each tensor's first element in the flat vector of all elements, and at the end the number of all
+        elements.
+        """
         return tuple(accumulate(self.sizes, initial=0))
 
     @property
@@ -78,8 +80,8 @@ class Grid:
         return self._offsets[-1]
 
     def start(self, block: int) -> int:
-        """Returns the first element of this block in the flat order; for the block after the last one, the number of
-        elements.
+        """Returns the index of this block's first element in the flat vector; for the block after the last one, the
+        number of elements.
 
         Raises:
             ValueError: There is no such block.
@@ -92,18 +94,18 @@ class Grid:
         return self._offsets[tensor] + (block - self._firsts[tensor]) * self.block
 
     def shard(self, first: int, stop: int) -> Shard:
-        """Returns the shard of blocks [first, stop); ValueError if they are none, or not there."""
+        """Returns the shard of blocks [first, stop); ValueError if that range is empty or goes beyond the grid."""
         if not 0 <= first < stop <= self.blocks:
             raise ValueError(f"blocks [{first}, {stop}) are no run of the grid's {self.blocks} blocks")
         return Shard(self, first, stop)
 
     @property
     def whole(self) -> Shard:
-        """Shard of all blocks."""
+        """Shard that contains all blocks."""
         return Shard(self, 0, self.blocks)
 
     def of_tensor(self, tensor: int) -> Shard:
-        """Returns the blocks of one tensor.
+        """Returns a shard with the blocks of one tensor.
 
         Raises:
             ValueError: It has no elements, and so no block.
@@ -111,7 +113,8 @@ class Grid:
         return self.shard(self._firsts[tensor], self._firsts[tensor + 1])
 
     def cut(self, shards: int) -> tuple[Shard, ...]:
-        """Returns so many shards of about equal size, in order; none is larger than an equal part and one block.
+        """Cuts the blocks into this number of shards of about equal size, in order; each exceeds an equal share by at
+        most one block.
 
         Raises:
             ConfigurationError: There are fewer blocks than shards.
@@ -130,7 +133,9 @@ class Grid:
         return tuple(Shard(self, a, b) for a, b in pairwise(borders))
 
     def _nearest(self, position: int, parts: int) -> int:
-        """Returns the block whose start is nearest to the element `position / parts`; of two the earlier one."""
+        """Returns the block that starts nearest to the element `position / parts`; the earlier one if two are equally
+        near.
+        """
         element = position // parts
         tensor = bisect_right(self._offsets, element) - 1
         block = self._firsts[tensor] + (element - self._offsets[tensor]) // self.block
@@ -140,7 +145,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Shard:
-    """Blocks [first, stop) of a grid. Its own blocks are counted from 0, its elements from its start."""
+    """Range [first, stop) of a model's blocks, which one follower holds. Its methods count blocks and elements from the
+    range's start.
+    """
 
     grid: Grid
     first: int
@@ -152,7 +159,7 @@ class Shard:
 
     @cached_property
     def places(self) -> tuple[slice, ...]:
-        """Place of each of the shard's blocks among its elements."""
+        """Range of each of the shard's blocks, as slices of the shard's elements."""
         starts = [self.grid.start(block) for block in range(self.first, self.stop + 1)]
         return tuple(slice(a - starts[0], b - starts[0]) for a, b in pairwise(starts))
 
@@ -167,23 +174,21 @@ class Shard:
 
     @property
     def span(self) -> Span:
-        """Elements of the shard in the flat order: first, and one behind the last."""
+        """Range of the shard's elements in the flat vector: first index, and last index + 1."""
         return self.grid.start(self.first), self.grid.start(self.stop)
 
     def since(self, tensor: int) -> int:
-        """Returns the first of the shard's blocks that belong to this tensor or a later one; the number of its blocks
-        if none does.
+        """Returns the shard's first block that belongs to this tensor or a later one; its number of blocks if there is
+        none.
         """
         return min(max(self.grid._firsts[tensor] - self.first, 0), self.blocks)
 
     def nbytes(self, itemsize: int) -> int:
-        """Returns the bytes of all elements, if each takes `itemsize` bytes."""
+        """Returns how many bytes the shard's elements take, at `itemsize` bytes each."""
         return self.elements * itemsize
 
     def runs(self) -> Iterator[Span]:
-        """Yields, for each tensor of which it has a part, in order, the run of its blocks that belong to that
-        tensor.
-        """
+        """Yields, for each tensor that the shard overlaps, the range of the shard's blocks that belong to it."""
         firsts = self.grid._firsts
         for tensor in range(bisect_right(firsts, self.first) - 1, len(self.grid.sizes)):
             if firsts[tensor] >= self.stop:
@@ -193,7 +198,7 @@ class Shard:
                 yield first - self.first, stop - self.first
 
     def tensors(self) -> Iterator[tuple[int, Span]]:
-        """Yields the tensors that the shard has a part of, and the run of their own elements that this is."""
+        """Yields each tensor that the shard overlaps, with the range of the tensor's elements that are in the shard."""
         start, stop = self.span
         offsets = self.grid._offsets
         for tensor in range(bisect_right(offsets, start) - 1, len(self.grid.sizes)):
@@ -204,7 +209,7 @@ class Shard:
                 yield tensor, part
 
     def content_hash(self, digests: Sequence[bytes], what: str) -> str:
-        """Returns 32 hex digits over the grid, the kind of content, and the blocks' hashes.
+        """Returns a hash, of 32 hex digits, over the division into blocks, the kind of content and the blocks' hashes.
 
         Args:
             digests: Of each of its blocks, in order.

@@ -1,4 +1,4 @@
-"""Judges the pushes of a window: their answers, and the factors by which followers compute the version.
+"""Decides the answers to the pushes of a round, and the factors with which followers compute its version.
 
 Theory of operation. `judge` is a function of its arguments, all of which are metadata: the norms and products of the
 pushes D_j say all that is needed of them. It goes by the pushes' names and never by the order in which they came. First
@@ -38,8 +38,8 @@ from chaos_lightning.outer.rules.types import TICKS, Counters, Factors, GateStat
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Outcome of a judged window: a round without its number and the version before. Pushes are in the order of their
-    names.
+    """Decision on the pushes that were collected for a round, as a round that lacks only its number and predecessor.
+    Pushes are in the order of their names.
 
     Attributes:
         accepted: With their factors, which add up to 1 where the gate has shortened none.
@@ -61,7 +61,7 @@ class Judgement:
 
     @property
     def is_round(self) -> bool:
-        """Whether something was accepted or rejected; with nothing but void pushes there is no round."""
+        """Whether a push was accepted or rejected; void pushes alone make no round."""
         return bool(self.accepted or self.rejected)
 
 
@@ -74,7 +74,7 @@ def judge(
     settings: OuterSettings,
     window_reason: str,
 ) -> Judgement:
-    """Decides on all pushes of a window.
+    """Decides on all pushes that were collected for a round.
 
     Args:
         candidates: At most one push of each incarnation, in any order.
@@ -120,7 +120,7 @@ def judge(
 
 
 def _weights(accepted: Sequence[MeasuredPush], settings: OuterSettings) -> list[float]:
-    """Returns w_j of each push; all 0.0 if no push covers a sample."""
+    """Returns the weight w_j of each push; all are 0.0 if no push covers a sample."""
     shares = [share(push, settings) for push in accepted]
     whole = math.fsum(shares)
     return [each / whole if whole else 0.0 for each in shares]
@@ -129,7 +129,9 @@ def _weights(accepted: Sequence[MeasuredPush], settings: OuterSettings) -> list[
 def _clip(
     accepted: Sequence[MeasuredPush], weights: Sequence[float], products: Products, settings: OuterSettings
 ) -> tuple[float, str]:
-    """Returns the factor that shortens the average, and words about it; (1.0, "") if the average is left as it is."""
+    """Returns the factor that shortens the average to the bound `clip`, with words about it; (1.0, "") if it is short
+    enough.
+    """
     if not settings.clip_used:
         return 1.0, ""
     weighed = list(zip(accepted, weights, strict=True))
@@ -144,7 +146,7 @@ def _clip(
 def _factors(
     accepted: Sequence[MeasuredPush], clusters: int, clip: float, counters: Counters, settings: OuterSettings
 ) -> tuple[Factors, Counters, str]:
-    """Returns factors and counters of the round, and in words its part of a full round."""
+    """Returns the factors and counters of a round, and in words which part of a full round it is."""
     eta, mu = settings.outer_lr, settings.outer_momentum
     full = settings.round_samples * clusters
     covered = sum(push.offer.samples for push in accepted)

@@ -1,4 +1,5 @@
-"""The leader's side of outer sync, as a pure state machine: it decides rounds, stores them, and then tells of them.
+"""State machine of the leader: decides entries of the chain, such as rounds, has each stored, and then tells clusters
+and followers.
 
 Theory of operation. All that must not be forgotten is in the chain (chain.py). Beside it the leader holds what it is
 told: who is connected, which pushes are offered, which of them are *staged* at which shard, which versions followers
@@ -105,7 +106,7 @@ MOST_LENGTH = 1 << 48
 
 
 class LeaderMachine:
-    """State machine of a leader. The shell feeds a TimePassed a few times per heartbeat.
+    """State machine of a leader. Its caller must feed a TimePassed a few times per heartbeat.
 
     Args:
         chain: What the store holds.
@@ -130,7 +131,7 @@ class LeaderMachine:
 
     @property
     def chain(self) -> OuterChain:
-        """Chain of entries of the job, as it is stored."""
+        """State of the job's chain, as it is stored."""
         return self.desk.chain
 
     @property
@@ -140,43 +141,47 @@ class LeaderMachine:
 
     @property
     def settings(self) -> OuterSettings:
-        """Rules of the job, once its first cluster has brought them."""
+        """Rules of the job, which its first cluster has brought."""
         return self.desk.settings
 
     @property
     def clusters(self) -> dict[IncarnationId, ClusterState]:
-        """News of the clusters that are in."""
+        """State of each cluster in the job, as the leader has last heard."""
         return self.attendance.clusters
 
     @property
     def followers(self) -> dict[str, Follower]:
-        """News of the followers."""
+        """State of each follower, as the leader has last heard."""
         return self.shards.followers
 
     @property
     def rounds(self) -> Rounds:
-        """Windows and judgements."""
+        """Part of the leader that collects pushes and decides rounds."""
         return self.pushes.rounds
 
     @property
     def served(self) -> VersionId:
-        """Newest version that all shards serve."""
+        """Newest version that the followers of all shards serve."""
         return self.shards.served
 
     @property
     def ending(self) -> str:
-        """Reason for which the job is to end once its newest version is durable: rounds are over."""
+        """Reason for which the job will end as soon as its newest version is durable, so that no round is decided any
+        more; "" if none.
+        """
         return self.end.reason
 
     def _holds_alone(self, who: IncarnationId) -> bool:
-        """Returns whether a shard lacks, or may lack, a push of this incarnation that the chain needs (O14)."""
+        """Returns whether a shard lacks, or may lack, a push of this incarnation that may still be needed to compute
+        versions (O14).
+        """
         needed = [push for push in self.chain.needed() if push.incarnation == who]
         return bool(needed) and self.shards.lack(needed)
 
     # ------------------------------------------------------------------ events
 
     def on(self, now: float, event: LeaderEvent) -> list[LeaderEffect]:
-        """Takes one event into the machine; returns the effects in the order in which they must happen.
+        """Handles one event; returns the effects in the order in which they must be carried out.
 
         Args:
             now: Seconds by a clock that never goes back.
@@ -284,7 +289,7 @@ class LeaderMachine:
             self.attendance.waits(conn, hello)
 
     def _turn_away(self, conn: int, hello: ClusterHello | FollowerHello, words: str) -> None:
-        """Refuses a process of another job.
+        """Refuses a process that belongs to another job.
 
         A cluster trains on as if its server were away, and asks again: the folder of its own job may be put back here.
         A follower would not heed a lower term than it knows, and its job may have had more leaders.
@@ -297,7 +302,9 @@ class LeaderMachine:
             self.desk.send(conn, Dismissed(max(self.term, hello.term), words, again=False))
 
     def _tell_end(self, conn: int) -> None:
-        """Tells a cluster that comes after the job's end where its last version is, and then that this is the last."""
+        """Tells a cluster that comes after the job's end which followers serve the last version, and that the job is
+        over.
+        """
         told = self.end.told()
         assert told is not None, "the chain has its end"
         self._late.add(conn)
@@ -307,7 +314,7 @@ class LeaderMachine:
         self.desk.send(conn, told)
 
     def farewell(self, conn: int, hello: ClusterHello | FollowerHello) -> list[LeaderEffect]:
-        """Answers a hello that comes after the job's end; nothing if the job has not ended."""
+        """Returns the answer to a hello that comes after the job's end; nothing if the job has not ended."""
         self.desk.out = []
         if (told := self.end.told()) is None:
             return []
@@ -321,7 +328,7 @@ class LeaderMachine:
         return self.desk.out
 
     def _take_over(self, conn: int, who: IncarnationId, hello: ClusterHello) -> None:
-        """Takes over the stream of a known incarnation: all that it may have missed is said again."""
+        """Takes over the stream of an incarnation that is in the job, and repeats all that it may have missed."""
         self.attendance.on_stream(conn, who, hello)
         self._welcome(who)
 
@@ -365,7 +372,8 @@ class LeaderMachine:
             self._serve()
 
     def _serve_last(self, name: str) -> None:
-        """Orders a follower to load the last version of a job that has ended; one that serves it is told of the end.
+        """Orders a follower to load the last version of a job that has ended; a follower that has it is told of the
+        end.
 
         No start is entered: nothing follows the end, and whoever shows it has the newest chain (O7, O16).
         """
@@ -381,7 +389,7 @@ class LeaderMachine:
     # ------------------------------------------------------------------ turning
 
     def _turn(self) -> None:
-        """Decides the next thing, if there is one."""
+        """Decides the next entry, if one is due and none is being stored."""
         if self.chain.ended is not None:
             self.end.linger()
             return
@@ -390,7 +398,7 @@ class LeaderMachine:
             self.desk.persist(body)
 
     def _next(self) -> Body | None:
-        """Returns the entry that is to be stored next; None: nothing is due."""
+        """Returns the entry to store next; None if none is due."""
         ends = bool(self.end.reason)
         return (
             self.shards.next_start(self.attendance.offers())
@@ -410,8 +418,8 @@ class LeaderMachine:
     # ------------------------------------------------------------------ what was stored
 
     def _on_unfit(self, words: str) -> None:
-        """Removes the clusters that brought an entry which fits into no record, so that another entry may be
-        decided.
+        """Removes the clusters whose offers are in an entry that is too large for the store, so that another entry can
+        be decided.
         """
         entry, self.desk.persisting = self.desk.persisting, None
         assert entry is not None, "nothing was to be stored"
@@ -481,11 +489,11 @@ class LeaderMachine:
         return f"{count} cluster{'s' if count != 1 else ''}"
 
     def _news(self, text: str) -> None:
-        """Says a line on the consoles of all clusters."""
+        """Prints a line on the consoles of all clusters."""
         self.attendance.tell_all(News(self.term, text[:MOST_WORDS]))
 
     def _refused(self, cluster: str, reason: str) -> None:
-        """Tells the log and the other clusters of one that is not let in."""
+        """Tells the log and the other clusters that a cluster is not let in."""
         self.desk.note("cluster_refused", of=cluster, reason=reason)
         if (cluster, reason) not in self._told_refused:  # one that is turned away asks again and again
             if len(self._told_refused) >= MOST_REFUSED:
@@ -494,11 +502,11 @@ class LeaderMachine:
             self._news(f"{cluster} is not let in: {reason}")
 
     def _aside(self) -> set[Aside]:
-        """Returns the positions that are not trained any more in their epoch."""
+        """Returns the positions that are set aside: not trained any more in their epoch."""
         return {*self.chain.leases.aside} if self.chain.leases is not None else set()
 
     def _obey_all(self) -> None:
-        """Gives all followers their orders again, since the chain that they are shown has changed."""
+        """Sends all followers their orders again, since the chain that these contain has changed."""
         for name, follower in self.followers.items():
             if follower.obeys:
                 self.shards.obey(name, self.attendance.offers())
@@ -543,7 +551,7 @@ class LeaderMachine:
                 self._welcome(who)
 
     def _serve(self) -> None:
-        """Tells of the newest version that all shards have computed."""
+        """Announces the newest version that all shards have computed, if it is not announced yet."""
         served = self.shards.newly_served()
         if served is not None:
             self.rounds.served(self.desk.now, served)

@@ -1,4 +1,4 @@
-"""Holds the state that all parts of a leader share: the chain, the clock, the entry to store, and the effects of this
+"""State that all parts of a leader share: the chain, the clock, the entry to store, and the effects of the present
 event.
 """
 
@@ -12,7 +12,7 @@ from chaos_lightning.outer.rules.types import Body, Entry, PushId, VersionId
 
 
 class LeaderDesk:
-    """State that all parts of a leader share.
+    """State that all parts of a leader share, such as the chain, the clock and the effects to return.
 
     Args:
         chain: What the store holds.
@@ -40,12 +40,14 @@ class LeaderDesk:
         self.take_settings()
 
     def take_settings(self) -> None:
-        """Takes the job's rules from the agreement that the first cluster brought."""
+        """Sets the job's rules to those in the agreement that the first cluster brought."""
         if self.chain.agreement is not None:
             self.settings = OuterSettings.of_words(self.chain.agreement.settings)
 
     def passed(self, now: float) -> float:
-        """Reads the clock; returns the gap (s) in this process's own time, which is nobody's silence (O14)."""
+        """Sets the clock; returns for how many seconds this process itself did not run, which must not count as silence
+        of others (O14).
+        """
         if not self._begun:
             self._begun, self.begun_s = True, now
         gap_s = now - self.now if self.now else 0.0
@@ -56,7 +58,7 @@ class LeaderDesk:
         return gap_s
 
     def send(self, conn: int | None, message: ToCluster | ToFollower) -> None:
-        """Sends a message on a stream, if there is one."""
+        """Sends a message on a stream, if it is not None."""
         if conn is not None:
             self.out.append(SendTo(conn, message))
 
@@ -65,24 +67,26 @@ class LeaderDesk:
         self.out.append(OuterNote(name, tuple(fields.items())))
 
     def end(self, reason: str, *, finished: bool = False) -> None:
-        """Ends this leader, which decides nothing more."""
+        """Makes this leader stop deciding and end."""
         self.done = reason
         self.out.append(Done(reason, finished))
 
     def doubt(self, who: str, lacking: str) -> None:
-        """Stops deciding, since a peer of this job knows something that the chain lacks (O4)."""
+        """Makes this leader end, since a process of the job knows something that the chain lacks (O4)."""
         self.end(
             f"{who} knows {lacking}, which this chain lacks: it is an older copy, or another leader rules by now. Stop "
             "this server, put the newest one in its place, and start it again: clusters and followers wait for that"
         )
 
     def persist(self, body: Body) -> None:
-        """Orders to store the next entry of the chain; it is told only once it is stored."""
+        """Orders to store the next entry of the chain; nobody is told of it before it is stored."""
         self.persisting = self.chain.entry(self.term, body)
         self.out.append(StoreEntry(self.persisting))
 
     def stranger(self, who: str, job_id: str) -> str:
-        """Returns why a process of that job has no business here; "" if it is of this job, or of none yet."""
+        """Returns why a process of the job `job_id` is refused; "" if that is this job, or if the process is of no job
+        yet.
+        """
         chain = self.chain
         if job_id in ("", chain.job_id):
             return ""
@@ -93,7 +97,7 @@ class LeaderDesk:
         )
 
     def lacks(self, term: int, *versions: VersionId, answered: PushId | None = None) -> str:
-        """Returns in words what a peer knows and this chain lacks; "": nothing.
+        """Returns in words what another process knows and this chain lacks; "" if nothing.
 
         Args:
             term: The highest that it has heard of.

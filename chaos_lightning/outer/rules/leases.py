@@ -1,4 +1,4 @@
-"""Leases an epoch's samples to clusters that share the data (O11).
+"""Leases the samples of an epoch to clusters that share the data (O11).
 
 Theory of operation. An epoch is an order of positions [0, length), as everywhere. A position is *free*, *leased* to one
 incarnation, *spent* by a round that accepted a push that covers it, or *set aside*. The leader leases some minutes'
@@ -61,7 +61,7 @@ _Blame = tuple[IncarnationId, ...]
 
 
 def wanted(rate: float, lease_ahead_s: float, held: int) -> int:
-    """Returns the samples to lease so that a cluster has enough for a while.
+    """Returns how many samples to lease to a cluster so that it has enough for `lease_ahead_s` seconds.
 
     Args:
         rate: What it trains, in samples per second; 0.0 while nothing is measured. Then it gets one step at a time.
@@ -73,7 +73,9 @@ def wanted(rate: float, lease_ahead_s: float, held: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """Positions that are not trained in this epoch any more, and the incarnations that rejected them."""
+    """Positions that are set aside, so not trained any more in this epoch, and the incarnations whose pushes of them
+    were rejected.
+    """
 
     epoch: int
     spans: _Spans
@@ -92,8 +94,8 @@ class Aside:
 
 @dataclass(slots=True)
 class _Epoch:
-    """Positions of one epoch. `spent`, the values of `leased` and those of `aside` are normal and disjoint; all others
-    are free.
+    """State of the positions of one epoch. The spans in `spent`, `leased` and `aside` are sorted and disjoint; all
+    other positions are free.
 
     `rejected` tells of positions that are not set aside, whatever became of them since.
     """
@@ -109,21 +111,21 @@ class _Epoch:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """Positions that an accepted push spent, and its round; or those of a push that a rollback made unanswered."""
+    """Positions of an accepted push, and its round; or positions of a push that a rollback made unanswered."""
 
     round: int
     covers: tuple[Covered, ...]
 
     def of(self, epoch: int) -> _Spans:
-        """Returns its positions in this epoch."""
+        """Returns the push's positions in this epoch."""
         return next((each.spans for each in self.covers if each.epoch == epoch), ())
 
 
 class Leases:
-    """Leases, spent samples and rejections, as the chain's entries have them up to some point."""
+    """Leases, spent positions and rejections, as they result from the chain's entries."""
 
     def __init__(self, length: int) -> None:
-        """Begins with nothing leased.
+        """Makes the leases of a job that has leased nothing yet.
 
         Args:
             length: Positions of an epoch.
@@ -144,27 +146,27 @@ class Leases:
 
     @property
     def living(self) -> tuple[IncarnationId, ...]:
-        """Incarnations that joined and were not removed."""
+        """Incarnations in the job: they joined and were not removed."""
         return tuple(sorted(self._in_a_row))
 
     @property
     def failing(self) -> tuple[IncarnationId, ...]:
-        """Incarnations that were rejected so often in a row that they must end and come in again."""
+        """Incarnations that must end and join again, since so many of their pushes in a row were rejected."""
         return tuple(sorted(who for who, times in self._in_a_row.items() if times >= REJECTIONS))
 
     @property
     def epoch(self) -> int:
-        """First epoch that is not over: the one that is leased."""
+        """First epoch that is not over; its positions are leased."""
         return next(epoch for epoch, state in self._epochs.items() if state.left(self._length))
 
     @property
     def left(self) -> int:
-        """Number of positions of that epoch that are neither spent nor set aside."""
+        """Number of positions of the present epoch that are neither spent nor set aside."""
         return self._epochs[self.epoch].left(self._length)
 
     @property
     def free(self) -> int:
-        """Number of positions of that epoch that may be leased."""
+        """Number of positions of the present epoch that may be leased."""
         return count(self._free(self._epochs[self.epoch]))
 
     @property
@@ -182,13 +184,15 @@ class Leases:
         return epoch < max(self._epochs) if state is None else not state.left(self._length)
 
     def leased(self, incarnation: IncarnationId) -> dict[int, tuple[Span, ...]]:
-        """Returns by epoch the positions that are leased to it, with those of its unanswered pushes."""
+        """Returns, by epoch, the positions that are leased to this incarnation, including those in its unanswered
+        pushes.
+        """
         found = {epoch: state.leased.get(incarnation, ()) for epoch, state in self._epochs.items()}
         return {epoch: spans for epoch, spans in found.items() if spans}
 
     def spent(self, epoch: int) -> tuple[Span, ...]:
-        """Returns the spent positions of an epoch: all of them once the epoch cannot change any more, set aside or
-        not.
+        """Returns the spent positions of an epoch; once the epoch cannot change any more, all its positions, even those
+        set aside.
         """
         state = self._epochs.get(epoch)
         if state is None:
@@ -196,7 +200,7 @@ class Leases:
         return state.spent
 
     def held(self, incarnation: IncarnationId) -> int:
-        """Returns the number of samples that are leased to an incarnation, less those of pushes that a rollback made
+        """Returns how many samples are leased to an incarnation, without those in pushes that a rollback made
         unanswered.
         """
         return sum(
@@ -205,8 +209,8 @@ class Leases:
         )
 
     def objection(self, offer: Offer) -> str:
-        """Returns why a round must reject this push whole, whatever its content; "" if nothing is wrong with the
-        positions that it covers.
+        """Returns why a round must reject this push because of the positions that it covers; "" if they are all
+        right.
         """
         who = offer.push.incarnation
         if who not in self._in_a_row:
@@ -222,7 +226,7 @@ class Leases:
         return ""
 
     def _amiss(self, who: IncarnationId, push: PushId, covered: Covered) -> str:
-        """Returns in words what is wrong with the positions of one epoch; "": nothing."""
+        """Returns in words what is wrong with a push's positions in one epoch; "" if nothing is."""
         state = self._epochs.get(covered.epoch)
         if state is None:
             began = "over" if self.over(covered.epoch) else "not begun"
@@ -243,7 +247,8 @@ class Leases:
         batches: Batches,
         among: Collection[IncarnationId] | None = None,
     ) -> Leased | None:
-        """Returns whole steps of free positions for an incarnation, lowest first; who stores the entry folds it.
+        """Returns a lease of free positions, lowest first and whole steps only, to an incarnation; changes nothing, as
+        `lease` is called once it is stored.
 
         Args:
             incarnation: Whose they are to be.
@@ -263,12 +268,12 @@ class Leases:
     def grant_rest(
         self, incarnation: IncarnationId, batches: Batches, among: Collection[IncarnationId] | None = None
     ) -> Leased | None:
-        """Returns free positions that make no whole step, as `grant` does, which has found none."""
+        """Returns a lease of the free positions if they make no whole step; called when `grant` has found none."""
         spans = self._for(incarnation, among)
         return self._lease(incarnation, spans, batches.rest(count(spans)))
 
     def left_over(self) -> LeftOver | None:
-        """Returns the entry that sets aside all free positions; None if there are none."""
+        """Returns the entry that sets all free positions aside; None if there are none."""
         spans = self._free(self._epochs[self.epoch])
         return LeftOver(self.epoch, spans) if spans else None
 
@@ -291,7 +296,7 @@ class Leases:
     # ------------------------------------------------------------------ entries
 
     def join(self, incarnation: IncarnationId) -> None:
-        """Takes an incarnation in.
+        """Adds an incarnation to those in the job.
 
         Raises:
             ValueError: it is in already.
@@ -301,7 +306,7 @@ class Leases:
         self._in_a_row[incarnation] = 0
 
     def lease(self, body: Leased) -> None:
-        """Leases the positions that the entry names to its incarnation.
+        """Leases the entry's positions to the entry's incarnation.
 
         Raises:
             ValueError: the incarnation is not in the job, the epoch is not the one that is leased, or a position is
@@ -318,7 +323,7 @@ class Leases:
         state.leased[body.incarnation] = normalise((*state.leased.get(body.incarnation, ()), *spans))
 
     def set_aside(self, body: LeftOver) -> None:
-        """Sets aside the positions that the entry names.
+        """Sets the entry's positions aside.
 
         Raises:
             ValueError: The epoch is not the one that is leased, or a position is not free.
@@ -333,7 +338,7 @@ class Leases:
         self._turn()
 
     def accept(self, offer: Offer, round: int) -> None:
-        """Spends the positions of a push that this round accepted.
+        """Marks the positions of a push as spent, since this round accepted it.
 
         Raises:
             ValueError: it covers a position that is not leased to its incarnation; the message names it, and what
@@ -353,7 +358,8 @@ class Leases:
         self._turn()
 
     def reject(self, offer: Offer) -> tuple[Aside, ...]:
-        """Frees what is leased to a rejected push's incarnation; `failing` says whether the incarnation must end.
+        """Frees all positions that are leased to the incarnation of a rejected push; `failing` says whether that
+        incarnation must end.
 
         Returns:
             What is set aside by this.
@@ -373,11 +379,11 @@ class Leases:
         return aside
 
     def void(self, offer: Offer) -> None:
-        """Leaves leases as they are: the next push covers what this void one covers."""
+        """Changes no lease: a void push's positions are covered by the next push."""
         self._unanswered.pop(offer.push, None)
 
     def remove(self, incarnation: IncarnationId) -> None:
-        """Ends an incarnation's leases; its pushes without an answer are void.
+        """Ends an incarnation's leases; its unanswered pushes are void.
 
         Raises:
             ValueError: the incarnation is not in the job.
@@ -390,7 +396,7 @@ class Leases:
             del self._unanswered[push]
 
     def rollback(self, body: RolledBack) -> None:
-        """Takes back what the rounds after a version spent, and nothing else (O5a).
+        """Makes positions unspent again that rounds after a version had spent, and changes nothing else (O5a).
 
         It is leased to the same incarnation as before, which offers the push again. What nobody can offer again is
         free.
@@ -417,7 +423,7 @@ class Leases:
                 self._unanswered[push] = covered
 
     def settle(self, number: int) -> None:
-        """Notes that no rollback goes further back than to this version: the second newest durable one."""
+        """Notes that no rollback will go behind this version, the second newest durable one."""
         self._settled = max(self._settled, number)
         self._accepted = {push: covered for push, covered in self._accepted.items() if covered.round > self._settled}
         self._turn()
@@ -425,7 +431,7 @@ class Leases:
     # ------------------------------------------------------------------ the summary
 
     def encode(self) -> dict[str, Any]:
-        """Returns all leases in values that JSON has, for the chain's summary (O1a). Equal states encode equally."""
+        """Returns all leases as JSON values, for the chain's summary (O1a). Equal states give equal values."""
         return {
             "length": self._length,
             "settled": self._settled,
@@ -446,7 +452,7 @@ class Leases:
 
     @classmethod
     def decode(cls, plain: Mapping[str, Any]) -> Leases:
-        """Returns the leases that were encoded.
+        """Returns the leases that `encode` encoded.
 
         Raises:
             ValueError: a position is in two places.
@@ -472,7 +478,7 @@ class Leases:
     # ------------------------------------------------------------------ parts
 
     def _free(self, state: _Epoch) -> _Spans:
-        """Returns the positions that are neither leased, spent nor set aside.
+        """Returns the positions of an epoch that are neither leased, spent nor set aside.
 
         Raises:
             ValueError: a position is two of these.
@@ -485,7 +491,7 @@ class Leases:
             raise ValueError(f"{incarnation} is not in the job")
 
     def _offered_again(self, incarnation: IncarnationId, epoch: int) -> _Spans:
-        """Returns the positions of its pushes that a rollback made unanswered."""
+        """Returns an incarnation's positions in pushes that a rollback made unanswered."""
         return union(
             span
             for push, covered in self._unanswered.items()
@@ -494,7 +500,7 @@ class Leases:
         )
 
     def _whereabouts(self, epoch: int, amiss: _Spans) -> str:
-        """Returns in words what became of the first of these positions."""
+        """Returns in words the state of the first of these positions, such as who has spent it."""
         state = self._epochs[epoch]
         places = [
             *((f"spent by {push}", won.of(epoch)) for push, won in sorted(self._accepted.items())),
@@ -508,7 +514,7 @@ class Leases:
         return f"positions {in_words(first)} of epoch {epoch} are {words}"
 
     def _blame(self, epoch: int, spans: _Spans, who: IncarnationId) -> tuple[Aside, ...]:
-        """Holds one more rejection against positions.
+        """Counts one more rejection for these positions.
 
         Returns:
             Those that are set aside by it.
@@ -534,13 +540,13 @@ class Leases:
         return tuple(aside)
 
     def _enough(self, blame: _Blame) -> bool:
-        """Returns whether these rejections set a position aside."""
+        """Returns whether these rejections suffice to set a position aside."""
         if len(set(blame)) >= REJECTIONS:
             return True
         return len(blame) >= REJECTIONS and {who.cluster for who in self._in_a_row} <= {who.cluster for who in blame}
 
     def _turn(self) -> None:
-        """Begins the next epoch when the last one is over, and forgets those that cannot change any more."""
+        """Begins the next epoch when the last one is over, and forgets epochs that cannot change any more."""
         last = max(self._epochs)
         if self.over(last):
             self._epochs[last + 1] = _Epoch()
@@ -550,18 +556,20 @@ class Leases:
 
 
 def _may_train(cluster: str, blame: _Blame, clusters: set[str]) -> bool:
-    """Returns whether a cluster, one of those that train, gets positions that these rejected."""
+    """Returns whether a cluster may get positions that were rejected so: clusters that did not fail on them come
+    first.
+    """
     rest = clusters - {who.cluster for who in blame}
     return cluster in rest if rest else cluster != blame[-1].cluster or clusters == {cluster}
 
 
 def _common(one: _Spans, other: _Spans) -> _Spans:
-    """Returns the positions that are in both."""
+    """Returns the positions that are in both lists of spans."""
     return subtract(one, subtract(one, other))
 
 
 def _put(table: dict[_Key, _Spans], key: _Key, spans: _Spans) -> None:
-    """Sets an entry of a table. An entry without spans is deleted, so that equal states look equal."""
+    """Sets a table's value for a key; deletes the key if there are no spans, so that equal states are equal tables."""
     if spans:
         table[key] = spans
     else:

@@ -31,7 +31,7 @@ from chaos_lightning.planning.batches import UNTOLD, Batches
 
 @dataclass(frozen=True, slots=True)
 class ClusterHello:
-    """First word of a cluster on a stream.
+    """First message of a cluster on a stream.
 
     Attributes:
         cluster: Its name.
@@ -66,16 +66,14 @@ class ClusterHello:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Word of a cluster that a push is frozen and its bytes are served: the open one, or a kept one that is unanswered
-    again.
-    """
+    """A cluster says that a push is frozen and served: its newest one, or one that a rollback made unanswered again."""
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Heartbeat of a cluster.
+    """A cluster's heartbeat.
 
     Attributes:
         incarnation: Who.
@@ -102,7 +100,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """Word of a cluster that it leaves, and that nothing of it is needed any more."""
+    """A cluster says that it leaves, and that it has nothing that others still need."""
 
     incarnation: IncarnationId
     reason: str
@@ -110,8 +108,8 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class LoopEnded:
-    """Word of a cluster that its loop is over and all that it trained is answered; said by the oldest cluster this ends
-    the job.
+    """A cluster says that its training loop has ended and all its progress is answered; from the oldest cluster this
+    ends the job.
     """
 
     incarnation: IncarnationId
@@ -125,7 +123,7 @@ FromCluster = ClusterHello | Offered | Beat | Goodbye | LoopEnded
 
 @dataclass(frozen=True, slots=True)
 class Welcomed:
-    """Word of the leader that a cluster is in.
+    """The leader says that a cluster is in.
 
     Attributes:
         term: The leader's.
@@ -148,7 +146,7 @@ class Welcomed:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Follower as a cluster reaches it.
+    """Follower that holds a shard, as a cluster can reach it.
 
     Attributes:
         name: Its name.
@@ -173,7 +171,7 @@ class Holders:
 
 @dataclass(frozen=True, slots=True)
 class Eldest:
-    """Oldest incarnation that is in: its verdict ends the job, and it writes checkpoints and logs."""
+    """Oldest incarnation in the job: the job ends with its loop, and it alone writes checkpoints and logs."""
 
     term: int
     incarnation: IncarnationId
@@ -181,7 +179,7 @@ class Eldest:
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """Number of inner steps that a cluster takes from one push to the next from now on (H_j), and why."""
+    """The leader sets the number of inner steps from one push of a cluster to the next (H_j), and says why."""
 
     term: int
     steps: int
@@ -190,7 +188,7 @@ class Paced:
 
 @dataclass(frozen=True, slots=True)
 class PushAnswered:
-    """Answer of the chain to a push.
+    """The leader tells a cluster the answer to its push.
 
     Attributes:
         term: The leader's.
@@ -209,7 +207,7 @@ class PushAnswered:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Word of the leader that all followers serve this version now; `progress` is the job's progress at it."""
+    """The leader says that all followers serve this version now; `progress` is the job's progress at it."""
 
     term: int
     version: VersionId
@@ -218,7 +216,9 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Accepted pushes of this incarnation that two durable versions hold: nobody asks for their bytes again (O5)."""
+    """Accepted pushes of this incarnation whose bytes nobody needs any more, since two durable versions contain them
+    (O5).
+    """
 
     term: int
     pushes: tuple[PushId, ...]
@@ -226,7 +226,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """Word of the leader that this version is durable: clusters whose pushes it holds may leave (O5b)."""
+    """The leader says that this version is durable, so that clusters whose pushes it contains may leave (O5b)."""
 
     term: int
     version: VersionId
@@ -234,7 +234,7 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class Reopened:
-    """Pushes that are unanswered again after a rollback, to be offered again in order (O5a)."""
+    """Pushes that a rollback made unanswered, which the cluster must offer again in order (O5a)."""
 
     term: int
     version: VersionId
@@ -243,7 +243,7 @@ class Reopened:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """All positions, of all epochs, that an incarnation is leased and no round has spent, in order."""
+    """All positions, of all epochs, that are leased to an incarnation and not spent, in order."""
 
     term: int
     leased: tuple[Covered, ...]
@@ -251,9 +251,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Dismissed:
-    """Word of the leader that this incarnation, or follower, is over; `again`: the cluster may come back as a new
-    one.
-    """
+    """The leader says that this incarnation, or follower, is removed; `again`: the cluster may join as a new one."""
 
     term: int
     reason: str
@@ -262,7 +260,7 @@ class Dismissed:
 
 @dataclass(frozen=True, slots=True)
 class JobFinished:
-    """Word of the leader that the job is over with this version."""
+    """The leader says that the job has ended with this version."""
 
     term: int
     version: VersionId
@@ -271,7 +269,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Line for the consoles of all clusters: who came, left or was refused, or that a version is lost.
+    """Line to print on the consoles of all clusters: who came, left or was refused, or that a version is lost.
 
     It decides nothing, and one that is lost is not said again.
     """
@@ -301,7 +299,7 @@ ToCluster = (
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """File of a shard of this version, as it lies on a disk."""
+    """File of one shard of this version on a follower's disk."""
 
     version: VersionId
     digest: str
@@ -309,7 +307,7 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class PushProduct:
-    """Exact sum (exact.py) over one shard of the product of a push with something else that the reader knows."""
+    """Exact sum (exact.py), over one shard, of the scalar product of a push with another push or with the momentum."""
 
     push: PushId
     sum: str
@@ -317,7 +315,7 @@ class PushProduct:
 
 @dataclass(frozen=True, slots=True)
 class FollowerHello:
-    """First word of a follower on a stream.
+    """First message of a follower on a stream.
 
     Attributes:
         follower: Its name.
@@ -342,7 +340,7 @@ class FollowerHello:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Word of a follower that all bytes of its part of a push are here, verified.
+    """A follower says that it has all bytes of its piece of a push, verified.
 
     Attributes:
         follower: Who says so.
@@ -365,7 +363,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Word of a follower that its shard of this version is computed and served.
+    """A follower says that it has computed its shard of this version and serves it.
 
     Attributes:
         follower: Who says so.
@@ -382,7 +380,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Word of a follower that its shard of this version is on disk: written, synced, renamed, read back (O6)."""
+    """A follower says that its shard of this version is on disk: written, synced, renamed and read back (O6)."""
 
     follower: str
     version: VersionId
@@ -391,7 +389,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Word of a follower that it needs its part of this decided push, and nobody who is up has served it yet."""
+    """A follower says that it needs its piece of this decided push, and that no process has served it so far."""
 
     follower: str
     push: PushId
@@ -399,7 +397,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class OnItsWay:
-    """Word of a follower that it fetches its part of this push, and will have it so many seconds from now."""
+    """A follower says that it is fetching its piece of this push, and expects to have it in so many seconds."""
 
     follower: str
     push: PushId
@@ -408,7 +406,7 @@ class OnItsWay:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Reason why a follower cannot save, such as a full disk; "": it can again."""
+    """A follower says why it cannot save, such as a full disk; "" means that it can again."""
 
     follower: str
     reason: str
@@ -421,7 +419,7 @@ FromFollower = FollowerHello | Staged | Applied | Written | Missing | OnItsWay |
 
 @dataclass(frozen=True, slots=True)
 class Obey:
-    """Word of the leader that a follower's start is in the chain, so that it may obey this leader (O7).
+    """The leader says that a follower's start is in the chain, so that the follower may obey this leader (O7).
 
     Attributes:
         term: The leader's.
@@ -450,7 +448,7 @@ class Obey:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Order to a follower to fetch its part of this push from its cluster."""
+    """Order to a follower to fetch its piece of this push from the push's cluster."""
 
     term: int
     offer: Offer
@@ -458,7 +456,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Order to a follower to compute this version; its entry is in the chain."""
+    """Order to a follower to compute this version, whose entry is in the chain."""
 
     term: int
     entry: Entry
@@ -466,7 +464,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Order to a follower to save this version when its state is at it: all followers save the same ones."""
+    """Order to a follower to save this version once its state is there; all followers save the same versions."""
 
     term: int
     version: VersionId
@@ -474,8 +472,8 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Word of the leader that a cluster is fetching this version: it is served beside the newest one. NO_VERSION:
-    nobody is.
+    """The leader says that a cluster is fetching this version, so that it is served beside the newest one. NO_VERSION:
+    no cluster is.
     """
 
     term: int
@@ -484,7 +482,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Word of the leader which versions are durable, with this shard's digests, oldest first; those before `base` may
+    """The leader says which versions are durable, with this shard's digests, oldest first; versions before `base` may
     be deleted (O6).
     """
 
@@ -495,8 +493,8 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class DropPush:
-    """Word of the leader that no round will ever take this push: its bytes may go; `later`: nor any later one of its
-    incarnation.
+    """The leader says that no round will take this push, so that its bytes may be dropped; `later`: nor any later push
+    of its incarnation.
     """
 
     term: int
@@ -506,7 +504,7 @@ class DropPush:
 
 @dataclass(frozen=True, slots=True)
 class LineKey:
-    """Key that a follower shares with a process of a cluster from now on.
+    """Key for data connections between a follower and a process of a cluster.
 
     Attributes:
         term: The leader's.

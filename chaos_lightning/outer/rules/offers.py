@@ -21,7 +21,7 @@ _COUNTED = 1 << 62
 
 
 def oversize(offer: Offer) -> str:
-    """Returns why an offer cannot be recorded; "" if it can be."""
+    """Returns why an offer is too large for the chain; "" if it is not."""
     spans = sum(len(each.spans) for each in offer.covers)
     if spans > MOST_SPANS or len(offer.covers) > MOST_SPANS:
         return f"its push names {max(spans, len(offer.covers))} spans of positions; at most {MOST_SPANS} are possible"
@@ -31,7 +31,7 @@ def oversize(offer: Offer) -> str:
 
 
 def impossible(offer: Offer, counters: Counters, settings: OuterSettings, *, shared: bool) -> str:
-    """Returns why nobody can have trained what this offer says; "" if somebody can.
+    """Returns why no cluster can have trained what this offer claims; "" if it is possible.
 
     Args:
         offer: What is offered.

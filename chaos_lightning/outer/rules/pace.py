@@ -21,7 +21,7 @@ MOST = 0.25
 def local_steps(
     steps_per_s: Mapping[IncarnationId, float], before: Mapping[IncarnationId, int], inner_steps: int
 ) -> tuple[dict[IncarnationId, int], str]:
-    """Returns the inner steps of each cluster until its next push (H_j), and why.
+    """Returns how many inner steps each cluster shall make from one push to the next (H_j), and why.
 
     Args:
         steps_per_s: Measured inner rate of each cluster that trains; 0.0 where none is known yet, which counts as the
@@ -47,8 +47,6 @@ def local_steps(
 
 
 def _near(wanted: int, before: int) -> int:
-    """Returns the number of steps next to the wanted one that is no more than a quarter, or one, away from the one
-    before.
-    """
+    """Returns the number of steps nearest to `wanted` that differs from `before` by at most a quarter, or by one."""
     change = max(1, math.floor(MOST * before))
     return max(1, before - change, min(wanted, before + change))

@@ -1,5 +1,5 @@
-"""Writes dataclasses as text, and reads them: for the chain's summary (O1a), and for what ranks of an elastic cluster
-say (O8a).
+"""Converts dataclasses to text and back: for the chain's summary (O1a), and for messages between the ranks of an
+elastic cluster (O8a).
 
 Theory of operation. What a value becomes goes by its type's hint alone, so nothing names its own type but the parts of
 a union of dataclasses. A dataclass is the list of its fields, in their order; a dictionary the list of its pairs, in
@@ -33,14 +33,14 @@ def _fields(cls: type) -> list[tuple[str, Any]]:
 
 @functools.cache
 def _choices(hint: Any) -> Mapping[str, Any]:
-    """Returns the parts of a union, by name; none if the hint is no union."""
+    """Returns the members of a union type by name; none if the type is no union."""
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return {}
     return {one.__name__: one for one in typing.get_args(hint)}
 
 
 def plain(hint: Any, value: Any) -> Any:
-    """Returns the value that JSON has for this one.
+    """Converts a value of a known type into plain JSON values.
 
     Args:
         hint: Its type: a dataclass, a union of dataclasses and None, an enum, a tuple of one type or of several, a
@@ -65,13 +65,13 @@ def plain(hint: Any, value: Any) -> Any:
 
 
 def _kinds(hint: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Returns the types of the items of a tuple or list."""
+    """Returns the type of each item of a tuple or list."""
     inner = typing.get_args(hint)
     return inner[:1] * len(values) if inner[-1] is Ellipsis or typing.get_origin(hint) is list else inner
 
 
 def built(hint: Any, given: Any) -> Any:
-    """Returns the value of this type that `plain` made this JSON value of.
+    """Converts plain JSON values, as `plain` made them, back into a value of this type.
 
     Raises:
         ValueError, TypeError, KeyError: It did not.
@@ -112,12 +112,12 @@ def _scalar(hint: Any, given: Any) -> Any:
 
 
 def text_of(hint: Any, value: Any) -> bytes:
-    """Returns a value of this type as text; equal values give equal bytes."""
+    """Converts a value of this type into text; equal values give equal bytes."""
     return json.dumps(plain(hint, value), separators=(",", ":"), allow_nan=False).encode()
 
 
 def read_text(hint: type[T], data: bytes) -> T:
-    """Returns the value that `text_of` wrote.
+    """Returns the value from the text that `text_of` returned.
 
     Raises:
         WireError: It is malformed.

@@ -1,4 +1,4 @@
-"""Keeps the leader's pushes: which are offered, staged everywhere, decided and answered.
+"""Part of the leader that knows which pushes are offered, staged by all shards, decided and answered.
 
 Theory of operation. A push is offered under the next number of its incarnation and counts once all shards have its
 bytes (O2, O3). What was decided on it is in the chain, and only the chain answers. What a version holds is freed once
@@ -38,7 +38,7 @@ KEPT = 16
 
 
 class Pushes:
-    """Pushes as the leader knows them.
+    """Pushes that clusters offer, and what the leader decides on them.
 
     Args:
         desk: The leader's.
@@ -60,7 +60,9 @@ class Pushes:
     # ------------------------------------------------------------------ questions
 
     def staged(self) -> list[Offer]:
-        """Returns the offers that all shards have, and that are next of their incarnation (O2, O3)."""
+        """Returns the offers that all shards have staged and that are the next to be answered of their incarnation (O2,
+        O3).
+        """
         if not self._shards.complete:
             return []
         known = self._desk.chain.incarnations
@@ -68,15 +70,13 @@ class Pushes:
         return sorted((offer for offer in offers if self._shards.have(offer)), key=lambda offer: offer.push)
 
     def reopened(self, who: IncarnationId) -> list[PushId]:
-        """Returns the pushes of an incarnation that were accepted once, rolled back, and are unanswered."""
+        """Returns the pushes of an incarnation that a round accepted and a rollback made unanswered again."""
         return sorted(push for push in self._desk.chain.reopened if push.incarnation == who)
 
     # ------------------------------------------------------------------ hearing
 
     def on_offer(self, offer: Offer) -> bool:
-        """Takes an offer, perhaps one that came before; returns whether its cluster must hear anew what it is
-        leased.
-        """
+        """Handles an offer, which may be a repeated one; returns whether its cluster must be told its leases again."""
         desk, who, number = self._desk, offer.push.incarnation, offer.push.number
         cluster, known = self._attendance.clusters.get(who), desk.chain.incarnations.get(who)
         if cluster is None or known is None or known.over:
@@ -113,8 +113,8 @@ class Pushes:
     # ------------------------------------------------------------------ decisions
 
     def next_rollback(self) -> RolledBack | None:
-        """Returns the rollback that is due: only where a follower that is up lacks its part of a decided push whose
-        incarnation is over (O5a).
+        """Returns the rollback that is due: when a connected follower lacks its piece of a decided push and the push's
+        incarnation has been removed (O5a).
         """
         chain, clusters = self._desk.chain, self._attendance.clusters
         missing = {push for follower in self._shards.up() for push in follower.missing}
@@ -138,7 +138,9 @@ class Pushes:
         return RolledBack(chain.next_number, line[first].before, gone, reason)
 
     def next_founding(self) -> Founded | None:
-        """Returns the entry that founds the job with the first content that all shards have; None if there is none."""
+        """Returns the entry that founds the job with the first content that all shards have staged; None if there is
+        none.
+        """
         if self._desk.chain.founded:
             return None
         for offer in self.staged():
@@ -156,7 +158,7 @@ class Pushes:
         return None
 
     def next_round(self) -> Round | Voided | None:
-        """Returns the next round on staged pushes; None if there is none, or too many versions are ahead of the disk
+        """Returns the next round on staged pushes; None if none is due, or if too many versions are not durable yet
         (O5).
         """
         chain, attendance = self._desk.chain, self._attendance
@@ -188,7 +190,7 @@ class Pushes:
     # ------------------------------------------------------------------ what follows
 
     def answer(self, offer: Offer, answer: PushAnswer, version: VersionId, reason: str) -> None:
-        """Tells a cluster the answer to its push, which is in the chain."""
+        """Tells a cluster the answer to its push, which is in the chain already."""
         cluster = self._attendance.clusters.get(offer.push.incarnation)
         if cluster is None:
             return
@@ -199,8 +201,8 @@ class Pushes:
             self._shards.tell(DropPush(self._desk.term, offer.push))
 
     def rolled_back(self, version: VersionId, lost: Collection[PushId]) -> None:
-        """Tells followers and clusters of a rollback: clusters that live offer the accepted pushes again, in order,
-        before their open push.
+        """Tells followers and clusters of a rollback; clusters must offer reopened pushes again, before their newest
+        one.
         """
         for follower in self._shards.up():
             for push in lost:
@@ -212,13 +214,15 @@ class Pushes:
             follower.missing.clear()
 
     def tell_reopened(self, who: IncarnationId, version: VersionId) -> None:
-        """Tells a cluster which of its pushes are unanswered again."""
+        """Tells a cluster which of its pushes a rollback has made unanswered."""
         opened = tuple(self.reopened(who))
         if opened:
             self._attendance.tell(who, Reopened(self._desk.term, version, opened))
 
     def free(self, whom: Iterable[IncarnationId]) -> None:
-        """Tells incarnations which of their accepted pushes the second newest durable version holds (O5)."""
+        """Tells incarnations which of their accepted pushes the second newest durable version contains, so that their
+        bytes may be freed (O5).
+        """
         chain, needed = self._desk.chain, self._desk.chain.needed()
         for who in whom:
             own = [i for i in chain.incarnations if i.cluster == who.cluster]  # earlier ones' are kept, too (O5)

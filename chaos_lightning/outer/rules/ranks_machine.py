@@ -1,5 +1,4 @@
-"""Holds the state that all ranks of an elastic cluster hold alike, as a pure machine: one commit of their job changes
-it.
+"""State machine that is the same at all ranks of an elastic cluster; each commit of their inner job changes it.
 
 Theory of operation. Each rank holds one `RanksMachine`. A commit hands all ranks the same answers (`RankSays`), so all
 machines change alike: a push counts as frozen once all have encoded it, a version as there once all hold it (O8). What
@@ -26,9 +25,7 @@ from chaos_lightning.protocol.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """News that all ranks have encoded this push: from here on each keeps and serves what it has, which is this
-    content.
-    """
+    """News that all ranks have encoded this push with this hash, so that each must keep and serve its bytes."""
 
     push: PushId
     manifest: str
@@ -42,7 +39,7 @@ RankNews = fx.Told | fx.Connected | fx.Disconnected | fx.TimePassed | cl.Missed
 
 @dataclass(frozen=True, slots=True)
 class RankSays:
-    """Word of one rank in a commit.
+    """Message of one rank in a commit.
 
     Attributes:
         holds: The version that it has got.
@@ -71,7 +68,7 @@ class RankSays:
 
 @dataclass(slots=True)
 class LeasedTape:
-    """Positions that are leased to the cluster, in order, and the places among them that steps have used."""
+    """Positions that are leased to the cluster, as a numbered list, and which entries of the list steps have used."""
 
     tape: Tape = field(default_factory=Tape)
     spent: tuple[Span, ...] = ()
@@ -81,12 +78,14 @@ class LeasedTape:
         return count(self.spent) >= self.tape.length
 
     def cover(self, spent: Sequence[Span]) -> tuple[Covered, ...]:
-        """Returns the positions that a step has used, and notes them; `spent` are places, with those before."""
+        """Returns the positions that a step has used, and marks them as used; `spent` are their numbers in the list,
+        and all earlier ones.
+        """
         new, self.spent = subtract(spent, self.spent), tuple(spent)
         return (Covered(self.tape.epoch, normalise(self.tape.positions(new))),) if new else ()
 
     def grow(self, free: Mapping[int, Sequence[Span]], *, anew: bool) -> None:
-        """Appends the positions that are leased by now.
+        """Appends to the list the positions that have been leased since.
 
         Args:
             free: Leased positions that no push covers, by epoch.
@@ -102,7 +101,7 @@ class LeasedTape:
 
 @dataclass
 class MachineFacts:
-    """Fields of `ClusterMachine.facts`, with the types by which their text is read (plain.py)."""
+    """Fields of `ClusterMachine.facts`, with their types, so that their text can be read (plain.py)."""
 
     job_id: str
     inner_steps: int
@@ -143,7 +142,9 @@ class MachineFacts:
 
 @dataclass(slots=True)
 class RanksFacts:
-    """State that a `RanksMachine` holds between two commits, all of it, for one of another rank: live objects."""
+    """Whole state of a `RanksMachine` between two commits, to be given to another rank: the objects themselves, no
+    copies.
+    """
 
     machine: MachineFacts
     nonce: str
@@ -152,7 +153,7 @@ class RanksFacts:
 
 
 class RanksMachine:
-    """State machine that all ranks of a cluster hold alike.
+    """State machine of a cluster with several ranks; each rank has one, and all are in the same state.
 
     Args:
         machine: Of the cluster.
@@ -172,15 +173,14 @@ class RanksMachine:
         self._unsaid: list[FromCluster] = []
 
     def known(self) -> list[FromCluster]:
-        """Returns what is to be said because of the commit that was taken last, which all ranks know now."""
+        """Returns the messages to the leader that the last commit caused; called once all ranks know that commit."""
         unsaid, self._unsaid = self._unsaid, []
         return unsaid
 
     def commit(
         self, ranks: Sequence[str], said: Sequence[RankSays], steps: int, spent: Sequence[Span]
     ) -> Iterator[RanksEffect]:
-        """Takes a commit of the ranks' job; yields effects, each of which is carried out before the next one is asked
-        for.
+        """Handles a commit of the ranks' job; yields effects, each to be carried out before the next one is asked for.
 
         Args:
             ranks: Who contributed, in rank order.
@@ -251,7 +251,7 @@ class RanksMachine:
         yield from self.machine.on(cl.AtRest())
 
     def _agreed(self, ranks: Sequence[str], said: Sequence[RankSays]) -> Iterator[RanksEffect]:
-        """Takes as done what all ranks have done."""
+        """Counts the push as frozen, and the version as fetched, if all ranks say that they have it."""
         push, wanted = self.machine.freezing, self.machine.fetching
         frozen = [each.frozen for each in said if each.frozen is not None and each.frozen[0] == push]
         if push is not None and len(frozen) == len(said):
@@ -262,7 +262,7 @@ class RanksMachine:
             yield from self.machine.on(cl.Got(wanted))
 
     def _there(self, said: Sequence[RankSays]) -> bool:
-        """Returns whether the version that is wanted counts as here: all ranks hold it."""
+        """Returns whether all ranks have the version that is being fetched."""
         wanted = self.machine.fetching
         return wanted != NO_VERSION and all(each.holds == wanted for each in said)
 
@@ -273,6 +273,8 @@ class RanksMachine:
         return RanksFacts(MachineFacts(**self.machine.facts()), self.machine.nonce, self.over, self.leased)
 
     def restore(self, facts: RanksFacts) -> None:
-        """Takes over what `facts` gave at another rank; the objects are this one's from here on."""
+        """Takes over the state that another rank's `facts` returned; its objects belong to this machine from then
+        on.
+        """
         self.machine.restore(vars(facts.machine))
         self.over, self.leased = facts.over, facts.leased

@@ -1,4 +1,5 @@
-"""Steps, in order, by which a job's shard boundaries are changed (O15): pure.
+"""Steps, in order, by which a job's shards are cut anew for other followers (O15); yields orders, and does no input or
+output itself.
 
 Theory of operation. `recut_steps` is a generator: it yields one step after the other, and is sent what came of each.
 Who drives it does the steps on real files (outer/commands/recut.py), or on simulated ones (lab/outer/starting.py). It
@@ -25,21 +26,21 @@ from chaos_lightning.outer.rules.types import NO_VERSION, Cut, Durable, VersionI
 
 @dataclass(frozen=True, slots=True)
 class ReadChain:
-    """Makes sure that no earlier leader writes any more; its result is the chain as it is then."""
+    """Step that makes sure that no earlier leader can write any more, and then reads the chain; its result is that
+    chain.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """Step that looks for a follower's folder; its result is where the folder should be and is not, "" if it is
-    there.
-    """
+    """Step that looks for a follower's folder; its result is the expected path if the folder is missing, else ""."""
 
     follower: str
 
 
 @dataclass(frozen=True, slots=True)
 class OldShard:
-    """File of a shard as it was cut before, in a follower's folder."""
+    """File in a follower's folder with a shard of the old cut."""
 
     follower: str
     shard: Shard
@@ -49,14 +50,14 @@ class OldShard:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Step that reads a file; its result is what is wrong with the file, "" if it is whole."""
+    """Step that reads a file; its result says what is wrong with it, "" if it is undamaged."""
 
     source: OldShard
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Step that puts a shard of a version together and writes it, durably; its result is the digest.
+    """Step that assembles a shard of a version from old files and writes it durably; its result is the digest.
 
     Attributes:
         follower: In whose folder; beside the files that lie there.
@@ -73,7 +74,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class StoreCut:
-    """Step that stores the new cut; its result is why it was refused, or ""."""
+    """Step that stores the entry with the new cut; its result is "", or why the store refused it."""
 
     cut: Cut
 
@@ -91,21 +92,21 @@ Steps = Generator[Step, Any, str]
 
 
 def must_recut(chain: OuterChain, names: Sequence[str]) -> bool:
-    """Returns whether something is to be done before these followers start."""
+    """Returns whether the shards must be cut anew, or an interrupted cut completed, before these followers start."""
     return bool(chain.cut) and chain.agreement is not None and chain.ended is None and _undone(chain, names)
 
 
 def _undone(chain: OuterChain, names: Sequence[str]) -> bool:
-    """Returns whether the cut is another one; or whether it was just made, and files of the former shards may lie there
-    still.
+    """Returns whether the shards are cut for other followers, or were cut anew just now, so that files of the former
+    cut may be left.
     """
     assert chain.last is not None
     return not chain.cut_for(names) or (isinstance(chain.last.body, Cut) and chain.newest != NO_VERSION)
 
 
 def needless(chain: OuterChain, name: str, newest: int) -> bool:
-    """Returns whether the files of a follower, of versions up to this number, are of no use any more: it has no
-    shard.
+    """Returns whether a follower's files, of versions up to this number, are useless: it has no shard, and no durable
+    version needs them.
     """
     return name not in chain.cut and newest < chain.safe.number
 
@@ -150,7 +151,7 @@ def recut_steps(job: str, names: Sequence[str]) -> Steps:
 def _whole(
     job: str, chain: OuterChain, grid: Grid
 ) -> Generator[Step, Any, list[tuple[VersionId, tuple[OldShard, ...]]]]:
-    """Returns the durable versions whose files are whole, and these, oldest first."""
+    """Returns, oldest first, the durable versions whose files are all undamaged, with these files."""
     old = [*zip(chain.cut, grid.cut(len(chain.cut)), strict=True)]
     for number, (name, _) in enumerate(old):
         if chain.durable and (place := (yield Find(name))):
@@ -173,12 +174,12 @@ def _whole(
 
 
 def _of(sources: Sequence[OldShard], shard: Shard) -> tuple[OldShard, ...]:
-    """Returns the old shards that hold something of this shard."""
+    """Returns the old shards that overlap this shard."""
     return tuple(each for each in sources if each.shard.first < shard.stop and shard.first < each.shard.stop)
 
 
 def _clear(names: Sequence[str], newest: int) -> Generator[Step, Any, None]:
-    """Deletes versions after the cut: they use the old shard boundaries."""
+    """Deletes the files of versions after the cut, which have the old shard boundaries."""
     for name in names:
         if not (yield Find(name)):
             yield DeleteBeyond(name, newest)

@@ -1,4 +1,4 @@
-"""Takes the leader's decision on staged pushes: when a window closes, and what the round says.
+"""Collects staged pushes for the leader, and decides when a round is due and what it says.
 
 Theory of operation. A window is nothing durable: a new leader opens a new one with a full deadline, by the estimates of
 the last round (O12), and what followers have told of pushes is told again. Which pushes count is judging.py's to say,
@@ -33,7 +33,7 @@ Rows = Mapping[PushId, Sequence[Staged]]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Facts of the last round: its version, when it was stored (s), how many pushes it answered."""
+    """Facts of the last round: its version, when it was stored (s), and how many pushes it answered."""
 
     version: VersionId
     at_s: float
@@ -41,7 +41,7 @@ class Answered:
 
 
 class Rounds:
-    """Windows and rounds of one leader.
+    """Part of the leader that collects pushes and decides rounds.
 
     Args:
         chain: Of the job.
@@ -70,7 +70,7 @@ class Rounds:
         again: Collection[PushId],
         settings: OuterSettings,
     ) -> Round | Voided | None:
-        """Returns the decision that is due now, None if there is none.
+        """Returns the round, or another decision on staged pushes, that is due now; None if there is none.
 
         Args:
             now_s: By the leader's clock.
@@ -107,7 +107,7 @@ class Rounds:
         why: str,
         settings: OuterSettings,
     ) -> Round | Voided:
-        """Returns a round on these pushes; those that must be rejected whatever they hold are no candidates."""
+        """Decides a round on these pushes, after sorting out those that must be rejected whatever their content."""
         chain = self._chain
         shared = chain.leases is not None
         refused = [
@@ -147,7 +147,7 @@ class Rounds:
         )
 
     def _objection(self, offer: Offer) -> str:
-        """Returns why a round must reject this push, whatever it holds (O3, O11); "" if nothing is wrong with it."""
+        """Returns why this push must be rejected whatever its content (O3, O11); "" if there is no such reason."""
         chain, who = self._chain, offer.push.incarnation
         if chain.held(offer.base, who) != chain.held(chain.newest, who):
             return f"its base {offer.base} does not hold the pushes of {who} that stand"
@@ -159,15 +159,15 @@ class Rounds:
         self._last = Answered(version, now_s, pushes)
 
     def served(self, now_s: float, version: VersionId) -> None:
-        """Learns about arrivals from the last round, as all shards serve its version."""
+        """Updates the estimates of arrivals from the last round, now that all shards serve its version."""
         last = self._last
         if last is not None and last.version == version and self._before_s:
             self.rates = self.rates.after(last.pushes, last.at_s - self._before_s, now_s - last.at_s)
 
 
 def _product(rows: Rows, one: PushId, other: PushId, leans: Mapping[PushId, ExactSum]) -> float:
-    """Returns the product of two pushes over all shards, told with the later one of the two; 0.0 if one of them is not
-    finite.
+    """Returns the scalar product of two pushes over all shards, which followers reported with the later one; 0.0 if one
+    of them is not finite.
 
     `leans`: L_j of each push, where pushes hold parameters; else empty.
     """
@@ -188,8 +188,8 @@ def _said(staged: Staged, of: PushId) -> str | None:
 
 
 def _lean(rows: Sequence[Staged], newest: VersionId) -> ExactSum:
-    """Returns the product of a push with the newest version's momentum, or L_j; 0 where a shard does not know that
-    yet.
+    """Returns a push's scalar product with the newest version's momentum, or L_j, over all shards; 0 if a shard has not
+    reported it yet.
     """
     whole = ExactSum.of(())
     if any(row.at != newest for row in rows):

@@ -1,4 +1,4 @@
-"""Settings of outer sync, each of them declared once, with its default, help and check (declared.py).
+"""Settings of outer sync, each declared once, with its default, help and check (declared.py).
 
 Two settings follow the policy unless the user says otherwise: the optimizer and the bound of the clip. So `di_ps` is
 the paper to the letter, and `async` the naive way that the paper compares with. The paper says in two ways what a push
@@ -149,13 +149,13 @@ class OuterSettings:
 
     @property
     def words(self) -> tuple[tuple[str, str], ...]:
-        """Settings by name, as an agreement has them."""
+        """Names and values of all settings, as text, for an agreement."""
         return tuple((name, str(getattr(self, name))) for name in declared(OuterSettings))
 
     @classmethod
     def of_words(cls, words: Iterable[tuple[str, str]]) -> Self:
-        """Returns the settings of `words`; those that they do not name have their default, but `di_ps_from`, which once
-        was "base" for all.
+        """Returns the settings from names and values; missing ones have their default, except that `di_ps_from` is
+        "base", as in older releases.
 
         Raises:
             ConfigurationError: An unknown name, or a value that cannot be one.
@@ -168,22 +168,24 @@ class OuterSettings:
 
     @property
     def optimizer_used(self) -> str:
-        """Optimizer that `auto` stands for, or the chosen one."""
+        """Optimizer that the setting chooses; for `auto` the one that fits the policy."""
         if self.optimizer != "auto":
             return self.optimizer
         return "delayed_nesterov" if self.policy in ("robust", "sync") else "nesterov"
 
     @property
     def clip_used(self) -> float:
-        """Bound of the norm of a round's average; 0.0 if there is none."""
+        """Largest norm of a round's average of pushes; 0.0 for no bound."""
         return self.clip or (1.0 if self.policy == "di_ps" else 0.0)
 
     @property
     def pushes_parameters(self) -> bool:
-        """Whether a push holds its cluster's parameters, and each round subtracts them from the version before it."""
+        """Whether a push contains its cluster's parameters, so that a round takes their difference to the version
+        before it.
+        """
         return self.policy == "di_ps" and self.di_ps_from == "now"
 
     @property
     def round_samples(self) -> int:
-        """Number of samples of a usual round of a usual cluster (H B)."""
+        """Number of samples from one push to the next of a cluster with the usual settings (H B)."""
         return self.inner_steps * self.batch

@@ -1,4 +1,5 @@
-"""Keeps the leader's followers: which hold a shard, what is staged, computed and saved there, and what follows (O6).
+"""Part of the leader that knows its followers: which hold a shard, and what each has staged, computed and saved;
+decides what follows from that (O6).
 
 Theory of operation. A follower's word is what it said last; a new leader hears all of it again. A follower that starts
 is entered in the chain first, and is then shown its start and all that it needs (`obey`, rule O7). A version is
@@ -37,7 +38,7 @@ HOLD_S = 3600.0
 
 @dataclass(slots=True)
 class Follower:
-    """News that the leader has of one follower."""
+    """State of one follower, as the leader has last heard."""
 
     conn: int | None
     nonce: str
@@ -52,7 +53,7 @@ class Follower:
 
 
 class Shards:
-    """Followers as the leader knows them.
+    """Followers and shards, as the leader knows them.
 
     Args:
         desk: The leader's.
@@ -79,23 +80,25 @@ class Shards:
     # ------------------------------------------------------------------ questions
 
     def up(self) -> list[Follower]:
-        """Returns the followers that obey, in shard order; those that are away are missing."""
+        """Returns the connected followers that obey this leader, in shard order."""
         found = [self.followers[name] for name in self._desk.chain.cut if name in self.followers]
         return [f for f in found if f.obeys and f.conn is not None]
 
     @property
     def complete(self) -> bool:
-        """Whether each shard's follower is there."""
+        """Whether every shard has a follower that is connected and obeys."""
         return bool(self._desk.chain.cut) and len(self.up()) == len(self._desk.chain.cut)
 
     @property
     def wanted(self) -> int:
-        """Number of followers that are to hold a shard each."""
+        """Number of followers that should hold a shard each."""
         return self._wanted or len(self._desk.chain.cut) or 1
 
     @property
     def unheeded(self) -> str:
-        """Words that say why not so many followers hold a shard as were asked for; "" where they do (O15)."""
+        """Words that say why another number of followers holds shards than was asked for; "" if the numbers agree
+        (O15).
+        """
         cut, wanted = self._desk.chain.cut, self.wanted
         if not cut or wanted == len(cut):
             return ""
@@ -110,30 +113,30 @@ class Shards:
 
     @property
     def _blocks(self) -> int:
-        """Number of blocks of the model, and so the largest number of followers."""
+        """Number of blocks of the model, which is the largest possible number of shards."""
         agreed = self._desk.chain.agreement
         assert agreed is not None
         return Grid(tuple(tensor.elements for tensor in agreed.tensors), agreed.block).blocks
 
     def holders(self) -> Holders:
-        """Returns the followers that clusters dial; one that is away has no endpoint."""
+        """Returns the followers of all shards, for clusters to connect to; a follower that is away has no endpoint."""
         here = {name: f.endpoint for name, f in self.followers.items() if f.conn is not None}
         return Holders(self._desk.term, tuple(Holder(name, here.get(name, "")) for name in self._desk.chain.cut))
 
     def lack(self, pushes: Iterable[PushId]) -> bool:
-        """Returns whether a shard lacks, or may lack, one of these pushes."""
+        """Returns whether a shard lacks one of these pushes, or is away and may lack it."""
         shards = self.up()
         return not self.complete or any(push not in f.staged for f in shards for push in pushes)
 
     def have(self, offer: Offer) -> bool:
-        """Returns whether all shards that are up have the bytes of an offer."""
+        """Returns whether all connected shards have staged this offer's bytes."""
         here = [f.staged.get(offer.push) for f in self.up()]
         return all(s is not None and s.manifest == offer.manifest for s in here)
 
     # ------------------------------------------------------------------ hearing
 
     def on_hello(self, conn: int, hello: FollowerHello) -> None:
-        """Notes a follower by its first word on a stream."""
+        """Notes a follower that has sent its first message."""
         before = self.followers.get(hello.follower)
         if before is not None and before.conn is not None:
             self._conns.pop(before.conn, None)
@@ -142,7 +145,7 @@ class Shards:
         self._conns[conn] = hello.follower
 
     def on_staged(self, staged: Staged) -> None:
-        """Notes that all bytes of a part are at its follower."""
+        """Notes that a follower has all bytes of its piece of a push."""
         follower = self.followers[staged.follower]
         follower.staged[staged.push] = staged
         follower.missing.discard(staged.push)
@@ -156,7 +159,7 @@ class Shards:
                 follower.staged[product.push] = replace(staged, momentum=product.sum, at=applied.version)
 
     def closed(self, conn: int) -> str:
-        """Notes that a stream is gone; returns the follower whose stream it was, "" if it was nobody's."""
+        """Notes that a stream has ended; returns the follower that used it, "" if none did."""
         name = self._conns.pop(conn, "")
         if not name or self.followers[name].conn != conn:
             return ""
@@ -166,8 +169,8 @@ class Shards:
     # ------------------------------------------------------------------ decisions
 
     def next_start(self, offers: Iterable[Offer]) -> Started | None:
-        """Returns a start that is to be entered, so that its follower obeys; a follower whose start is entered already
-        is told so (O7).
+        """Returns the entry for the next follower start that the chain lacks; a follower whose start is in the chain is
+        sent its orders (O7).
 
         Args:
             offers: Open pushes, which it is to stage.
@@ -181,7 +184,7 @@ class Shards:
         return None
 
     def obey(self, name: str, offers: Iterable[Offer]) -> None:
-        """Shows a follower its start, and all that it needs."""
+        """Sends a follower the proof that its start is in the chain, and all that it needs to go on."""
         follower, chain, term = self.followers[name], self._desk.chain, self._desk.term
         shard = chain.cut.index(name) if name in chain.cut else -1
         told = tuple(v.entry for v in chain.since(chain.safe))
@@ -201,7 +204,7 @@ class Shards:
         return tuple(ShardFile(v, digests[shard]) for v, digests in self._desk.chain.durable) if shard >= 0 else ()
 
     def next_cut(self) -> Cut | None:
-        """Returns the entry that cuts the shards, once enough followers are here; else None."""
+        """Returns the entry that cuts the shards, once enough followers are connected; else None."""
         if self._desk.chain.cut or self._desk.chain.agreement is None:
             return None
         here = sorted(name for name, f in self.followers.items() if f.conn is not None and f.obeys)
@@ -209,7 +212,7 @@ class Shards:
         return Cut(tuple(here[:shards])) if len(here) >= shards else None
 
     def unsaved(self) -> str:
-        """Returns in words the followers that have not saved the next durable version yet."""
+        """Returns in words which followers have not saved the next durable version yet."""
         found = []
         for name in self._desk.chain.cut:
             follower = self.followers.get(name)
@@ -220,8 +223,8 @@ class Shards:
         return "; ".join(found) or "the store to take the durable mark"
 
     def next_mark(self) -> Durable | None:
-        """Returns the mark of the newest version that all shards have on disk, if it is newer than the marked one
-        (O6).
+        """Returns the entry that marks a version as durable, if all shards have one on disk that is newer than the last
+        marked one (O6).
         """
         chain, shards = self._desk.chain, self.up()
         if not self.complete:
@@ -238,19 +241,19 @@ class Shards:
     # ------------------------------------------------------------------ what follows
 
     def tell(self, message: ToFollower) -> None:
-        """Sends a message to all followers that hold a shard and are up."""
+        """Sends a message to all connected followers that hold a shard."""
         for follower in self.up():
             self._desk.send(follower.conn, message)
 
     def stage(self, offer: Offer) -> None:
-        """Tells the followers that lack the bytes of this push to fetch them."""
+        """Orders the followers that lack the bytes of this push to fetch them."""
         for follower in self.up():
             staged = follower.staged.get(offer.push)
             if staged is None or staged.manifest != offer.manifest:
                 self._desk.send(follower.conn, Stage(self._desk.term, offer))
 
     def marked(self) -> None:
-        """Tells followers that a durable version is stored: files and bytes that nobody needs may go."""
+        """Tells followers that another version is durable, so that they may drop files and pushes that nobody needs."""
         chain, needed = self._desk.chain, self._desk.chain.needed()
         for shard, name in enumerate(chain.cut):
             follower = self.followers.get(name)
@@ -262,7 +265,7 @@ class Shards:
                 self._desk.send(follower.conn, marked)
 
     def save(self) -> None:
-        """Orders to save the newest version, unless one is being saved already."""
+        """Orders followers to save the newest version, unless they are saving one already."""
         chain = self._desk.chain
         newest = chain.durable[-1][0] if chain.durable else NO_VERSION
         if not self.complete or (self._keep > newest and chain.stands(self._keep)):
@@ -272,7 +275,8 @@ class Shards:
             self.tell(Keep(self._desk.term, self._keep))
 
     def hold(self, fetched: Sequence[VersionId]) -> None:
-        """Orders to serve a version that is being fetched until it is there, for no longer than `HOLD_S` (O8c).
+        """Orders followers to serve a version that a cluster is fetching, until it is fetched, but for at most `HOLD_S`
+        (O8c).
 
         Args:
             fetched: Such versions; the first is the most urgent one.
@@ -287,7 +291,7 @@ class Shards:
             self.tell(Hold(self._desk.term, new))
 
     def newly_served(self) -> VersionId | None:
-        """Returns the newest version that all shards have computed, if it is news."""
+        """Returns the newest version that all shards have computed, unless it was returned before."""
         shards = self.up()
         if not self._desk.chain.founded:  # or not any more
             self.served = NO_VERSION
@@ -301,8 +305,8 @@ class Shards:
         return served.id
 
     def _has(self, follower: Follower, version: Version) -> bool:
-        """Returns whether a follower serves this version: its newest, or the one before, unless an older one has that
-        place.
+        """Returns whether a follower serves this version: it serves its newest, and beside it an older one that is held
+        for a fetch, else the one before.
         """
         newest = [v.id for v in islice(self._desk.chain.line(follower.version), 2)]
         free = self._held in (None, NO_VERSION, *newest)

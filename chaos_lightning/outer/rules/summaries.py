@@ -1,4 +1,4 @@
-"""Makes the chain's summary: what is left of its entries once the store has been cut behind them (O1a).
+"""Makes summaries of the chain: an entry that replaces all entries before it, which the store then drops (O1a).
 
 Theory of operation. A chain grows with the job, and who takes over must read all of it. So from time to time the leader
 appends a `Summary`: what the entries fold to, in place of them. The store drops them in the same moment
@@ -40,7 +40,7 @@ MOST_CHARACTERS = 700_000
 
 
 def summary_of(chain: OuterChain, bases: Collection[VersionId], versions: int = VERSIONS) -> Summary:
-    """Returns the summary of this chain.
+    """Returns a summary entry for this chain.
 
     Args:
         chain: It has a second newest durable version, and has not ended.
@@ -88,7 +88,7 @@ def summary_of(chain: OuterChain, bases: Collection[VersionId], versions: int = 
 
 
 def _cut(known: Incarnation, needed: Collection[PushId]) -> Incarnation:
-    """Returns an incarnation with those answers alone that may be asked for."""
+    """Returns an incarnation with only those answers to its pushes that somebody may still ask for."""
     own = [push.number for push in needed if push.incarnation == known.id]
     forgotten = max(known.forgotten, min([known.next - ANSWERS, *own]))
     answers = {number: given for number, given in known.answers.items() if number >= forgotten}
@@ -96,7 +96,7 @@ def _cut(known: Incarnation, needed: Collection[PushId]) -> Incarnation:
 
 
 class Summaries:
-    """Maker of summaries when they are due.
+    """Part of the leader that makes a summary of the chain now and then.
 
     Args:
         desk: The leader's.
@@ -115,7 +115,9 @@ class Summaries:
         self.versions = VERSIONS
 
     def next_summary(self) -> Summary | None:
-        """Returns a summary if it is due, there is something to cut, and all who live have said what their base is."""
+        """Returns a summary if one is due, the chain can be shortened, and all clusters in the job have told what their
+        base is.
+        """
         chain, clusters = self._desk.chain, self._attendance.clusters
         if chain.position < max(chain.summed + self.every, self._not_before) or chain.safe == NO_VERSION:
             return None

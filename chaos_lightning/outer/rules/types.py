@@ -1,4 +1,4 @@
-"""The words of outer sync: incarnations, pushes, versions, and what a leader writes into its chain.
+"""Data types of outer sync: incarnations, pushes, versions, and the entries that a leader writes into its chain.
 
 Theory of operation. A *cluster* trains by itself from a *base* version and now and then *freezes* what it gained: a
 *push*, its pseudo-gradient. The leader decides *rounds* on pushes; each makes a new *version* of the outer state, whose
@@ -26,7 +26,7 @@ AHEAD = 3
 
 @dataclass(frozen=True, slots=True, order=True)
 class IncarnationId:
-    """Name of one start of a cluster (O3b). Numbers come from the chain and are never reused."""
+    """Name of one start of a cluster (O3b). Its number comes from the chain and is never reused."""
 
     cluster: str
     number: int
@@ -37,7 +37,7 @@ class IncarnationId:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Place where a process runs, so that processes on its machine can see that it is gone."""
+    """Place where a process runs, by which other processes on the same machine can find out that it is gone."""
 
     host: str = ""
     pid: int = 0
@@ -49,7 +49,7 @@ NO_PROCESS = ProcessPlace()
 
 @dataclass(frozen=True, slots=True, order=True)
 class PushId:
-    """Name of a push. Its order is the order in which pushes of a round are summed, whatever order they came in."""
+    """Name of a push. The pushes of a round are summed in the order of their names, not of their arrival."""
 
     incarnation: IncarnationId
     number: int
@@ -60,7 +60,9 @@ class PushId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class VersionId:
-    """Name of the outer state after a founding, a round or a rollback: its number and the hash of that entry."""
+    """Name of a state of the model in outer sync: its number, and the hash of the chain entry (founding, round or
+    rollback) that made it.
+    """
 
     number: int = 0
     hash: str = ""
@@ -73,7 +75,7 @@ NO_VERSION = VersionId()
 
 
 class PushAnswer(enum.StrEnum):
-    """Fate of a push; the chain alone decides it (O3)."""
+    """Answer to a push; only the chain gives it (O3)."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
@@ -82,7 +84,7 @@ class PushAnswer(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """Positions of one epoch; `spans` are normal."""
+    """Positions of one epoch, as sorted, disjoint spans."""
 
     epoch: int
     spans: tuple[Span, ...]
@@ -90,7 +92,7 @@ class Covered:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Push as its cluster offers it.
+    """Push as its cluster offers it to the leader.
 
     Attributes:
         push: Its name; it stands for one content.
@@ -111,7 +113,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """Accepted push in a round: `factor` is w_j, its part of the average, with `part` in it.
+    """Accepted push in a round: `factor` is its weight w_j, which includes `part`.
 
     `part` is the part of its length to which the gate has shortened it; 1.0: it is taken as it is.
     """
@@ -124,7 +126,7 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Push that a round rejected, and why."""
+    """Push that a round rejected, with the reason."""
 
     offer: Offer
     reason: str
@@ -132,7 +134,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Numbers that a follower needs beside the pushes to compute a version, decided once.
+    """Factors of a round, with which all followers compute its version from the pushes.
 
     Attributes:
         rate: eta p times the clip factor: theta <- theta - rate delta.
@@ -170,7 +172,7 @@ TICKS = 720720
 
 @dataclass(frozen=True, slots=True)
 class RefusedRow:
-    """Pushes of one cluster that were too long or turned round, one after another.
+    """Count of a cluster's pushes in a row that the gate found too long or pointing the wrong way.
 
     Attributes:
         cluster: Whose, under any of its incarnations.
@@ -185,7 +187,7 @@ class RefusedRow:
 
 @dataclass(frozen=True, slots=True)
 class GateState:
-    """Statistics of the gate about accepted pushes: x_j (gates.py).
+    """Statistics of the gate on accepted pushes: on x_j, the logarithm of their length (gates.py).
 
     Attributes:
         count: How many since it began to warm up.
@@ -208,7 +210,7 @@ class GateState:
 
 @dataclass(frozen=True, slots=True)
 class PacedCluster:
-    """Pace of a cluster: how fast it is, and how many steps are asked of it.
+    """Pace of a cluster: its measured speed, and the number of inner steps that it shall make for each push.
 
     Attributes:
         incarnation: Who.
@@ -225,7 +227,7 @@ class PacedCluster:
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """Progress of a job with a version.
+    """Progress of a job at a version.
 
     Attributes:
         samples: Of all accepted pushes.
@@ -239,13 +241,13 @@ class JobProgress:
 
     @property
     def steps(self) -> int:
-        """Step number of a synchronous job of the same data."""
+        """Number of steps that a synchronous job would have made with the same data."""
         return self.ticks // TICKS
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Tensor of the outer state, as all clusters must have it."""
+    """Name, type and shape of a tensor of the outer state, which must be equal in all clusters."""
 
     name: str
     dtype: str
@@ -267,7 +269,7 @@ TIED = "tied tensors"
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Model and settings that all clusters of a job have in common; those of the first one are the job's.
+    """Model and settings that all clusters of a job must have in common; the first cluster's are the job's.
 
     Attributes:
         tensors: Parameters, then reduced buffers, in the fixed order.
@@ -288,7 +290,9 @@ class Agreement:
     words: tuple[tuple[str, str], ...] = ()
 
     def difference(self, other: Agreement) -> str:
-        """Returns the first thing in which the other agreement, a newcomer's, differs; "" if nothing does."""
+        """Returns in words the first difference between this agreement, the job's, and a newcomer's; "" if there is
+        none.
+        """
         if (mine := len(self.tensors)) != (theirs := len(other.tensors)):
             return f"its model has {theirs} tensors, the job's has {mine}"
         for one, two in zip(self.tensors, other.tensors, strict=True):
@@ -323,7 +327,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class JobOpened:
-    """Entry: the job's first cluster has said what it is about. This entry's hash names the job.
+    """Entry: the job's first cluster has brought the agreement. This entry's hash names the job.
 
     Attributes:
         agreement: What all clusters have in common.
@@ -338,7 +342,7 @@ class JobOpened:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Entry: a follower has started, under a number that it drew: from now on it obeys (O7)."""
+    """Entry: a follower has started, and has drawn this number; it obeys leaders that show it this entry (O7)."""
 
     follower: str
     nonce: str
@@ -346,7 +350,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Entry: followers and their shards, in shard order; the grid says where the boundaries are (O15).
+    """Entry: followers that hold the shards, in shard order; the shards' boundaries follow from their number (O15).
 
     Attributes:
         followers: In shard order.
@@ -360,7 +364,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Entry: a cluster has come.
+    """Entry: a cluster has joined as a new incarnation.
 
     Attributes:
         incarnation: Its name.
@@ -377,7 +381,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Founded:
-    """Entry: the job's first version is the content of this push."""
+    """Entry: the content of this push is the job's first version."""
 
     number: int
     offer: Offer
@@ -385,7 +389,7 @@ class Founded:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Entry: these positions of the epoch are this incarnation's to train (O11)."""
+    """Entry: these positions of the epoch are leased to this incarnation (O11)."""
 
     incarnation: IncarnationId
     epoch: int
@@ -394,7 +398,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class LeftOver:
-    """Entry: these positions are not trained in this epoch, as no cluster makes a batch of so few (O11)."""
+    """Entry: these positions are not trained in this epoch, as they are too few for a batch of any cluster (O11)."""
 
     epoch: int
     spans: tuple[Span, ...]
@@ -402,7 +406,7 @@ class LeftOver:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Entry: an incarnation is over: it left, was silent, or another one took its place. Its leases end."""
+    """Entry: an incarnation has ended: it left, was silent, or was replaced. Its leases end."""
 
     incarnation: IncarnationId
     reason: str
@@ -410,8 +414,8 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Voided:
-    """Entry: a push is answered by no round: its base and its cluster's residual stand, the next one covers its
-    progress.
+    """Entry: a push is void, so that no round answers it: its cluster keeps base and residual, and its next push covers
+    the progress.
     """
 
     offer: Offer
@@ -420,7 +424,7 @@ class Voided:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Entry: a decision on pushes; it makes a version.
+    """Entry: a decision on pushes, which makes a version.
 
     Attributes:
         number: Of the version.
@@ -449,7 +453,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """Entry: all shards of this version are on disk, with these digests in shard order (O6)."""
+    """Entry: this version is durable: all shards have it on disk, with these digests in shard order (O6)."""
 
     version: VersionId
     digests: tuple[str, ...]
@@ -457,7 +461,7 @@ class Durable:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """Entry: a version with the content of an older one, since part of a decided push is gone for good (O5a).
+    """Entry: a new version with the content of an older one, since a piece of a decided push is lost (O5a).
 
     Attributes:
         number: Of the version.
@@ -474,7 +478,7 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Entry: the job is over with this version, which is durable, and so is each incarnation (O16).
+    """Entry: the job has ended with this version, which is durable, and with it all incarnations (O16).
 
     Attributes:
         version: The last one.
@@ -521,7 +525,7 @@ MAKES_VERSION = (Founded, Round, RolledBack)
 
 @dataclass(frozen=True)
 class Entry:
-    """Entry of the chain.
+    """Entry of the chain, with its position, its term and the hash of its predecessor.
 
     Attributes:
         position: From 1 on.
@@ -537,12 +541,12 @@ class Entry:
 
     @cached_property
     def hash(self) -> str:
-        """Hash of the entry, and so of all entries before."""
+        """Hash of the entry, which covers all entries before it, too."""
         words = [self.position, self.term, type(self.body).__name__, asdict(self.body), self.before]
         return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
 
     def fields(self) -> dict[str, object]:
-        """Returns the fields of the event `entry`, which tells all of it."""
+        """Returns the fields of a log event named `entry`, which contain the whole entry."""
         return {
             "position": self.position,
             "term": self.term,
@@ -555,7 +559,7 @@ class Entry:
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        """Pushes that the entry's version adds to the one before, in order: their bytes are needed to compute it."""
+        """Pushes, in order, from which this entry's version is computed."""
         match self.body:
             case Founded(_, offer):
                 return (offer,)
@@ -571,7 +575,7 @@ class Entry:
 
 
 def named_offers(body: Body) -> tuple[Offer, ...]:
-    """Returns all offers that an entry names, whatever it says of them."""
+    """Returns all offers that an entry contains: founding, accepted, rejected or void."""
     match body:
         case Founded(_, offer) | Voided(offer):
             return (offer,)

@@ -1,4 +1,4 @@
-"""Decides when the pushes that are staged become a round, and how long it pays to wait for more.
+"""Decides when the staged pushes become a round: how long it pays to wait for another push.
 
 Theory of operation. A window opens with the first staged push, and its deadline is fixed then: a `Window` is immutable,
 so no later arrival can put the deadline off (reset by each arrival, it could be put off for ever). It closes when
@@ -34,7 +34,7 @@ _NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Decision whether a window closes.
+    """Decision whether to stop collecting pushes and make a round of them.
 
     Attributes:
         closes: Now.
@@ -49,7 +49,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Window in which pushes are collected, from its opening on. A new leader opens a new one (O12).
+    """Time in which pushes for one round are collected. A new leader begins a new one (O12).
 
     Attributes:
         opened_s: When, by the leader's own clock.
@@ -67,7 +67,7 @@ class Window:
     def opened(
         cls, now_s: float, training: Collection[IncarnationId], rates: ArrivalRates, settings: OuterSettings
     ) -> Window:
-        """Returns the window that the first staged push opens.
+        """Returns a window that begins now, with the first staged push.
 
         Args:
             now_s: By the leader's clock.
@@ -99,7 +99,7 @@ class Window:
         staged: Set[IncarnationId],
         in_s: Mapping[IncarnationId, float],
     ) -> Due:
-        """Returns whether the window closes now, and why.
+        """Returns whether to stop collecting pushes now, and why.
 
         Args:
             now_s: By the leader's clock.

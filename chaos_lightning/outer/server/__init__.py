@@ -1,1 +1,1 @@
-"""Outer sync: the leader's service, its store and its streams."""
+"""Outer sync: the leader's process, with its service, its store and its streams."""

@@ -1,4 +1,4 @@
-"""Keeps the chain of a leader in its store: written in a thread of its own, with patience, and read back at the start.
+"""Writes a leader's chain to its store, in a thread of its own that retries for a while, and reads it at the start.
 
 Theory of operation. A record of the store is an entry: its kind is the name of what the entry says, its body that in
 the bytes of outer/exchange/vocabulary.py. Position and term are the same; what an entry names as its predecessor is the
@@ -31,7 +31,7 @@ _AGAIN_S = 0.2
 
 
 def load_chain(store: Store, after: OuterChain | None = None) -> OuterChain:
-    """Reads the chain that the store holds.
+    """Returns the state of the chain that the store contains.
 
     Args:
         store: Of outer sync's chain.
@@ -53,7 +53,7 @@ def load_chain(store: Store, after: OuterChain | None = None) -> OuterChain:
 
 
 class ChainStore:
-    """Store of a leader's chain. Methods belong to one asyncio loop.
+    """Store of a leader's chain. Methods may only be called in one asyncio loop.
 
     Args:
         open_store: Opens the store; called once, in its thread.
@@ -69,14 +69,14 @@ class ChainStore:
 
     @property
     def place(self) -> str:
-        """Location of the chain, for people; "" before it was opened."""
+        """Where the chain is stored, in words; "" before the store is opened."""
         return self._store.place if self._store is not None else ""
 
     async def _in_thread(self, work: Callable[..., T], *given: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
 
     async def take(self) -> tuple[OuterChain, int]:
-        """Outranks every other leader; returns the chain, and the term that this leader has now.
+        """Makes this the only leader that may write; returns the chain and this leader's term.
 
         Raises:
             StoreError: The store cannot be used, or holds something else.
@@ -90,7 +90,7 @@ class ChainStore:
         return load_chain(self._store), self._store.term
 
     async def append(self, entry: Entry) -> Appended:
-        """Appends an entry by compare-and-set: it is durable when this returns ok.
+        """Appends an entry by compare-and-set; if this returns ok, the entry is durable.
 
         Raises:
             OversizeError: The store takes no record of this size.
@@ -126,7 +126,7 @@ class ChainStore:
         return outcome
 
     async def close(self) -> None:
-        """Closes the store, after a write that may be under way."""
+        """Closes the store, once a write under way is done."""
         if self._store is not None:
             await self._in_thread(self._store.close)
         self._disk.shutdown(wait=False)

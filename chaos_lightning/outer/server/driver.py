@@ -1,4 +1,4 @@
-"""Feeds the leader's machine, one event at a time, and carries its effects out, in their order.
+"""Runs the leader's state machine: feeds it one event at a time, and carries out its effects in order.
 
 Theory of operation. Everything that happens - a client says something, a stream ends, time passes, an operator's wish -
 becomes an event in one queue, and one task feeds the machine from it. An entry is in the store before the effects
@@ -35,7 +35,7 @@ from chaos_lightning.outer.server.streams import ClientStreams
 
 
 class OuterDriver:
-    """Driver of a leader's machine. Methods belong to one asyncio loop.
+    """Driver of a leader's state machine. Methods may only be called in one asyncio loop.
 
     Args:
         store: Where entries go.
@@ -55,7 +55,7 @@ class OuterDriver:
         self._time_waits = False
 
     def feed(self, event: LeaderEvent) -> None:
-        """Queues an event for the machine; passing time does not pile up."""
+        """Queues an event for the machine; of TimePassed events at most one waits in the queue."""
         if isinstance(event, TimePassed):
             if self._time_waits:
                 return
@@ -63,7 +63,7 @@ class OuterDriver:
         self._inbox.put_nowait(event)
 
     async def drive(self, streams: ClientStreams, done: Callable[[Done], None]) -> None:
-        """Runs the machine and carries out its effects, until it is cancelled.
+        """Feeds events to the machine and carries out its effects, until it is cancelled.
 
         Args:
             streams: Take the messages that the machine sends.

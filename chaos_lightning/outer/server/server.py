@@ -1,4 +1,4 @@
-"""Runs a leader's process: takes its port, leads at once or once it is elected, serves, and knows when to end.
+"""Runs a leader's process: listens on its port, leads at once or when it is elected, serves, and ends after the job.
 
 Theory of operation. It is put together of parts: the streams of clusters and followers (streams.py), the driver of the
 state machine (driver.py), the chain in its store (chain_store.py), the calls (service.py) and what stands before them
@@ -58,7 +58,7 @@ _END_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderConfig:
-    """Settings of a leader's process; the job's rules are in its chain.
+    """Settings of a leader's process, without the job's rules, which are in its chain.
 
     Attributes:
         options: Its options, as the user gave them.
@@ -74,7 +74,7 @@ class LeaderConfig:
 
 
 class OuterServer:
-    """Process of one leader. `start` and `stop` belong to one asyncio loop.
+    """Process of one leader. `start` and `stop` may only be called in one asyncio loop.
 
     Args:
         config: How to behave.
@@ -109,7 +109,8 @@ class OuterServer:
     # ------------------------------------------------------------------ life
 
     async def start(self) -> int:
-        """Takes the port, then the chain (as a candidate: once it is elected), then lets others in; returns the port.
+        """Listens on the port, takes over the chain (a candidate: once it is elected), and then lets others in; returns
+        the port.
 
         Raises:
             ConfigurationError: The port is taken, or the address may not be listened on.
@@ -142,7 +143,7 @@ class OuterServer:
 
     @property
     def endpoint(self) -> str:
-        """Address at which others reach the leader."""
+        """Address at which other processes reach the leader."""
         return self._options.advertise or join_endpoint(self.config.host, self.port)
 
     @property
@@ -151,8 +152,8 @@ class OuterServer:
         return self._driver.done is not None and self._driver.done.finished
 
     def asked_to_end(self, reason: str) -> None:
-        """Ends this leader at the request of its supervisor, which got a signal that clusters beside it may have got,
-        too: it stays for these.
+        """Ends this leader at its supervisor's request, but only once clusters that are leaving are done: they may have
+        got the same signal as the supervisor.
         """
         self.life.asked(reason, self._leaving)
 
@@ -163,7 +164,7 @@ class OuterServer:
         return [machine.attendance.clusters[who].leaving for who in machine.attendance.living()]
 
     async def stop(self) -> None:
-        """Closes streams and port; clusters train on without a leader."""
+        """Closes streams and port; clusters train on without this leader."""
         await self.life.stop()
         loop = asyncio.get_running_loop()
         resigned = loop.run_in_executor(None, self._standing.close) if self._standing is not None else None
@@ -195,7 +196,7 @@ class OuterServer:
             self.life.end(f"{CANNOT_LEAD}: {words}", failed=True)
 
     async def _lead(self) -> None:
-        """Takes the chain; from then on clusters and followers are let in."""
+        """Takes over the chain; from then on clusters and followers are let in."""
         chain, term = await self._store.take()
         self._events.emit(
             "outer_leader_started",
@@ -229,7 +230,7 @@ class OuterServer:
             self.life.end(done.reason, failed=True)
 
     async def _linger(self, reason: str) -> None:
-        """Ends the leader once all clusters have heard of the end and left; followers leave with the leader."""
+        """Ends the leader after the job's end, once all clusters have been told and have disconnected."""
         assert self._driver.machine is not None
         away = untold(self._driver.machine)
         seen, deadline = time.monotonic(), time.monotonic() + _LINGER_S
@@ -240,8 +241,8 @@ class OuterServer:
         self.life.end(f"the job has ended: {reason}")
 
     async def _end_job(self, reason: str) -> tuple[bool, str]:
-        """Ends the job for an operator, once its newest version is durable; returns whether the chain has the end, and
-        words.
+        """Ends the job for an operator, once its newest version is durable; returns whether the chain contains the end,
+        and words for the operator.
         """
         assert self._driver.machine is not None
         self._driver.feed(EndAsked(reason))
@@ -265,9 +266,7 @@ class OuterServer:
             self._look_for_idleness()
 
     async def _look_for_dead(self) -> None:
-        """Looks for clusters of this machine that are away, and whose process is gone: these are not waited for
-        (O14).
-        """
+        """Looks for absent clusters on this machine whose process is dead, so that they are not waited for (O14)."""
         here = host_identity()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -294,7 +293,9 @@ class OuterServer:
         return self._standing.waits() if self._standing is not None else ("this leader has not begun yet", "")
 
     def _ended_folders(self) -> list[EndedFolder]:
-        """Returns the folders of ended jobs; looks again after a while only, for that reads all their chains."""
+        """Returns the folders of ended jobs; remembers them for a while, since finding them means reading all their
+        chains.
+        """
         now = time.monotonic()
         chain = self._options.store_path
         if chain is not None and now >= self._ended_at:
@@ -302,7 +303,7 @@ class OuterServer:
         return self._ended
 
     async def facts(self) -> dict[str, Any]:
-        """Returns facts of this process, of its candidacy, and of the job if it leads (outer/follower/snapshot.py)."""
+        """Returns facts about this process, its candidacy and, if it leads, the job (outer/follower/snapshot.py)."""
         machine, standing = self._driver.machine, self._standing
         led: dict[str, Any] = {}
         if standing is not None:
@@ -329,7 +330,7 @@ async def serve(
     on_started: Callable[[OuterServer], None] = lambda server: None,
     standing: OuterCandidacy | None = None,
 ) -> tuple[str, bool]:
-    """Runs a leader until it ends; returns why, and whether that is a failure."""
+    """Runs a leader until it ends; returns the reason, and whether that is a failure."""
     server = OuterServer(config, open_store, events, standing)
     try:
         await server.start()

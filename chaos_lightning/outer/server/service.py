@@ -1,4 +1,4 @@
-"""Answers the leader's calls (outer/exchange/outer.proto), and says who may make them.
+"""gRPC service of the leader (outer/exchange/outer.proto); rejects callers that may not make a call.
 
 Theory of operation. Who may call was asked before (control/auth_interceptor.py, by RIGHTS). A process that waits to
 lead answers *Facts* for itself; to all others it says who leads.
@@ -51,7 +51,7 @@ class OuterService(ParameterServerServicer):  # type: ignore[misc]
     peer: Callable[[Any], str]
 
     async def _send_on(self, context: Any) -> None:
-        """Aborts the call while another process leads, and says which."""
+        """Aborts the call while another process leads, and names that process."""
         if (waits := self.waits()) is not None:
             words, leader = waits
             await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
@@ -70,7 +70,7 @@ class OuterService(ParameterServerServicer):  # type: ignore[misc]
         return outer_pb2.FactsReply(json=json.dumps(await self.facts()))
 
     async def End(self, request: Any, context: Any) -> Any:
-        """Ends the job for an operator; answered once it is over."""
+        """Ends the job for an operator; returns once the job has ended."""
         await self._send_on(context)
         accepted, text = await self.end_job(request.reason or f"asked by {self.peer(context)}")
         return outer_pb2.EndReply(accepted=accepted, text=text)

@@ -1,4 +1,4 @@
-"""Runs a leader's candidacy among several that have their chain in etcd: it waits until it is elected.
+"""Lets a leader whose chain is in etcd stand by for others, until it is elected.
 
 Theory of operation. A leader with its chain in a file leads from its start; the file's lock and terms keep others out.
 One with etcd listens at once, says to whoever comes who leads, and takes the chain when it is elected
@@ -24,7 +24,7 @@ SERVICES = "outer"
 
 
 def open_outer_store(address: str, job: str) -> Store:
-    """Opens a job's chain in etcd, to be read.
+    """Opens a job's chain in etcd for reading.
 
     Raises:
         ConfigurationError: The address is none, or a file of it cannot be read.
@@ -34,7 +34,7 @@ def open_outer_store(address: str, job: str) -> Store:
 
 
 class OuterCandidacy:
-    """Candidacy of one leader by way of etcd. Methods may be called from any thread.
+    """Candidacy of one leader in an election by etcd. Methods may be called from any thread.
 
     Args:
         address: Where etcd is (etcd://...).
@@ -56,7 +56,7 @@ class OuterCandidacy:
     def stand(
         self, endpoint: str, on_elected: Callable[[], None], on_lost: Callable[[str], None], note: Callable[..., None]
     ) -> None:
-        """Takes part in the election; callbacks come in its thread.
+        """Takes part in the election; callbacks are called in its thread.
 
         Args:
             endpoint: Where others reach this candidate.
@@ -76,7 +76,8 @@ class OuterCandidacy:
         self._election.start()
 
     def open_store(self) -> Store:
-        """Opens the chain, for the leader; that of a job that has ended is emptied first, unless it is to be kept.
+        """Opens the chain for the elected leader; if its job has ended, empties it first, unless `keep_finished` is
+        set.
 
         Whoever waited while another one led tells what that one has ended.
         """
@@ -88,18 +89,18 @@ class OuterCandidacy:
         return store
 
     def waits(self) -> tuple[str, str]:
-        """Returns why this process does not lead, and where the leader listens; "" if nobody leads."""
+        """Returns words that say why this process does not lead, and the endpoint of the leader; "" if nobody leads."""
         leader = self._election.leader if self._election is not None else None
         trouble = self._election.trouble if self._election is not None else ""
         place = leader.endpoint if leader is not None else ""
         return f"this leader waits to lead; now {place or 'nobody'} does. {trouble}".rstrip(". "), place
 
     def facts(self) -> dict[str, Any]:
-        """Returns who leads, since when and why, who stands by, and for what this candidate waits."""
+        """Returns who leads, since when and why, who stands by, and what this candidate waits for."""
         return self._election.facts() if self._election is not None else {}
 
     def close(self) -> None:
-        """Gives the candidacy up; another candidate leads at once. Idempotent."""
+        """Withdraws from the election, so that another candidate leads at once. Idempotent."""
         if self._election is not None:
             self._election.resign()
         self._client.close()

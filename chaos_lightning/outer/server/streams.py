@@ -1,4 +1,4 @@
-"""Holds the streams of clusters and followers at a leader: who speaks on each, and what waits to be sent.
+"""Open streams of clusters and followers at a leader: who speaks on each, and the messages that wait to be sent.
 
 Theory of operation. A stream's first message says who speaks; whatever speaks for somebody else is no message of ours.
 gRPC does not tell whether a stream was closed, or ended with its process or with the network. Of a process on this
@@ -41,7 +41,7 @@ _CALLS = {
 
 
 class ClientStream:
-    """Stream of one client, while it stands.
+    """Open stream of one client.
 
     Args:
         conn: By which the machine knows it.
@@ -63,7 +63,7 @@ class ClientStream:
         self.from_client, self.to_client, self.pulse = _CALLS[call]
 
     def check(self, message: Any) -> None:
-        """Learns who speaks from the stream's first message, and holds the later ones to that.
+        """Learns from a stream's first message who speaks, and rejects later messages that speak for someone else.
 
         Raises:
             WireError: It speaks for somebody else, or does not say who it is.
@@ -82,15 +82,15 @@ class ClientStream:
             )
 
     def process_state(self) -> str:
-        """Returns "gone", "stopped" or "runs" for a process on this machine; "" for one elsewhere, or hidden from
-        us.
+        """Returns "gone", "stopped" or "runs" for a client process on this machine; "" for one on another machine, or
+        one that cannot be seen.
         """
         here = self.process.pid and self.process.host == host_identity()
         return process_state(self.process.pid, self.process.pid_start) if here else ""
 
 
 class ClientStreams:
-    """All streams that stand. Methods belong to one asyncio loop.
+    """All open streams. Methods may only be called in one asyncio loop.
 
     Args:
         feed: Takes what happens on them, for the machine.
@@ -116,11 +116,11 @@ class ClientStreams:
         self._ending: set[asyncio.Task[None]] = set()
 
     def count(self, call: str) -> int:
-        """Returns the number of streams that stand of clusters ("Attend") or followers ("Follow")."""
+        """Returns the number of open streams of clusters ("Attend") or followers ("Follow")."""
         return sum(1 for stream in self._standing.values() if stream.call == call)
 
     def send(self, conn: int, message: Any) -> None:
-        """Queues a message; a client that reads nothing is cut off."""
+        """Queues a message; the stream is cut if its client reads nothing and the queue gets too long."""
         if (stream := self._standing.get(conn)) is None:
             return
         if stream.outbox.qsize() < _MAX_OUTBOX:
@@ -130,12 +130,12 @@ class ClientStreams:
             stream.cut.set()
 
     def end_all(self, reason: str) -> None:
-        """Ends all streams behind what is queued, with the reason why nobody leads here any more."""
+        """Ends all streams after their queued messages, and tells the clients why nobody leads here any more."""
         for stream in self._standing.values():
             self._hang_up(stream, ENDED, reason)
 
     def hang_up(self, conn: int, reason: str) -> None:
-        """Ends one stream behind what is queued: its client is refused, for this reason."""
+        """Ends one stream after its queued messages, and tells its client that it is refused and why."""
         if (stream := self._standing.get(conn)) is not None:
             self._hang_up(stream, grpc.StatusCode.NOT_FOUND, reason)
 
@@ -145,9 +145,7 @@ class ClientStreams:
         stream.outbox.put_nowait(None)
 
     def pulse(self) -> None:
-        """Sends an empty message on each idle stream: clients leave a leader that says nothing, for another may be
-        elected by then.
-        """
+        """Sends an empty message on each idle stream, since clients leave a leader that is silent."""
         for stream in self._standing.values():
             if stream.outbox.empty():
                 stream.outbox.put_nowait(stream.pulse)
@@ -155,7 +153,7 @@ class ClientStreams:
     # ------------------------------------------------------------------ one stream
 
     async def attend(self, context: Any, call: str, peer: str) -> None:
-        """Serves one client's stream, from its hello to its end."""
+        """Serves the stream of one client, from its hello to its end."""
         self._count += 1
         stream = ClientStream(self._count, call, peer)
         stream.outbox.put_nowait(stream.pulse)  # says that this one leads
@@ -182,7 +180,7 @@ class ClientStreams:
             ending.add_done_callback(self._ending.discard)
 
     async def _end(self, stream: ClientStream) -> None:
-        """Tells the machine of a stream's end, if possible with the proof that its process is dead."""
+        """Tells the machine that a stream has ended, after a short wait for proof that the client's process is dead."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + _PROOF_S
         while (state := stream.process_state()) not in ("", "gone") and clock() < deadline:
@@ -194,13 +192,13 @@ class ClientStreams:
         self._emit(event, of=stream.name, peer=stream.peer, up=up)
 
     def _expect_hello(self, stream: ClientStream) -> None:
-        """Closes a stream that has not sent a hello in time; it uses up a slot."""
+        """Closes a stream on which no hello has come in time, as it uses up a slot."""
         if not stream.name:
             self._refused(stream.peer, f"no hello within {self._hello_timeout_s:g} s ({stream.call})")
             stream.cut.set()
 
     async def _read(self, stream: ClientStream, context: Any) -> None:
-        """Feeds the machine with the client's messages, until the client has said all."""
+        """Feeds the client's messages to the machine, until the client has sent its last one."""
         while True:
             envelope = await context.read()
             if envelope is END_OF_STREAM:
@@ -213,6 +211,6 @@ class ClientStreams:
             self._feed(Heard(stream.conn, message))
 
     async def _write(self, stream: ClientStream, context: Any) -> None:
-        """Sends until the stream is closed from here."""
+        """Sends queued messages until this side closes the stream."""
         while (envelope := await stream.outbox.get()) is not None:
             await context.write(envelope)

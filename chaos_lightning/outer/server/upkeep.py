@@ -1,4 +1,4 @@
-"""Removes the folders of outer jobs that have ended, and says beforehand when each goes.
+"""Removes the folders of outer jobs that have ended, and says beforehand when each will be removed.
 
 Theory of operation. A whole server looks when it starts. A folder goes once its job has ended and nothing in it was
 written for a month. One stays if its server runs, if its chain cannot be read, or if there is something in it that no
@@ -44,13 +44,13 @@ class EndedFolder:
 
     @property
     def words(self) -> str:
-        """Description of the folder, for people."""
+        """Sentence about the folder: its job has ended, and when it will be removed."""
         day = time.strftime("%Y-%m-%d", time.localtime(self.goes_at))
         return f"{self.path} ({self.nbytes / 1e6:.1f} MB) of a job that has ended is removed on {day}, or later"
 
 
 def ended_folders(folder: Path) -> list[EndedFolder]:
-    """Returns the folders beside a server's own whose jobs have ended, and that are removed one day.
+    """Returns the folders, beside a server's own, whose jobs have ended and that will be removed one day.
 
     Args:
         folder: The server's own.
@@ -64,7 +64,7 @@ def ended_folders(folder: Path) -> list[EndedFolder]:
 
 
 def clean_up(folder: Path, now: float) -> list[EndedFolder]:
-    """Removes the folders whose time has come; returns them.
+    """Removes the folders that are due for it, and returns them.
 
     Args:
         folder: The server's own, which stays.
@@ -86,7 +86,9 @@ def clean_up(folder: Path, now: float) -> list[EndedFolder]:
 
 
 def _beside(folder: Path) -> Iterator[Path]:
-    """Yields the folders that this server has put away, and those of other servers in the state folder of this user."""
+    """Yields the folders that this server moved away after a job, and those of this user's other servers in the default
+    place.
+    """
     try:
         from_default = folder.parent.name == "chaos-lightning" and folder.name.startswith("outer-")
         places = sorted(folder.parent.glob("outer-*" if from_default else f"{folder.name}{ENDED}*"))
@@ -96,7 +98,7 @@ def _beside(folder: Path) -> Iterator[Path]:
 
 
 def _judged(path: Path) -> EndedFolder | None:
-    """Returns the facts of a folder that is to be removed one day; None for one that stays."""
+    """Returns the facts of a folder that will be removed one day; None for one that must stay."""
     store = path / CHAIN
     if not store.is_file():
         return None
@@ -111,14 +113,14 @@ def _judged(path: Path) -> EndedFolder | None:
 
 
 def _is_needed(chain: OuterChain) -> bool:
-    """Returns whether a process lives on this machine that was in the job, and may not have its last version."""
+    """Returns whether a process of the job still runs on this machine, which may not have the last version yet."""
     places = [known.process for known in chain.incarnations.values() if known.process is not None]
     here = [place for place in places if place.host == host_identity()]
     return any(process_state(place.pid, place.pid_start) not in ("", "gone") for place in here)
 
 
 def _only_ours(path: Path, chain: OuterChain) -> bool:
-    """Returns whether there is nothing in the folder but the chain and the shards of its followers."""
+    """Returns whether the folder contains nothing but the chain and the followers' shards."""
     for each in path.iterdir():
         if each.name.startswith(CHAIN):
             continue
