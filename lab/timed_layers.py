@@ -1,4 +1,4 @@
-"""Layers that take a given time: real tensors, little arithmetic, and sleep until a deadline.
+"""Model of layers whose passes take a given time: real tensors, little arithmetic, and sleep until a deadline.
 
 Theory of operation. A benchmark of pipelines needs as many devices as there are stages. Processes that compute share
 the cores of this machine; processes that sleep do not. So a `TimedLayer` has real weights, outputs and gradients, and a
@@ -25,7 +25,7 @@ PARAMETERS = 3
 
 
 class TimedModel(LightningModule):  # type: ignore[misc]
-    """Chain of timed layers, all alike, with AdamW.
+    """Model of equal timed layers in a row, trained with AdamW.
 
     Args:
         layers: Their number.
@@ -57,7 +57,7 @@ class TimedModel(LightningModule):  # type: ignore[misc]
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
     def job(self, *, micro_batches: int, samples: int, owned: float) -> TrainingJob:
-        """Returns the planner's description of the model; see `alike`."""
+        """Returns the description of the model for the planner, with its layers' times and sizes; see `alike`."""
         numbers, wide = self.width * (self.width + 1) + 1, 4 * samples * self.width
         layer = Layer(
             name="layers",
@@ -73,7 +73,7 @@ class TimedModel(LightningModule):  # type: ignore[misc]
 
 
 def alike(layer: Layer, count: int, *, micro_batches: int, samples: int, owned: float) -> TrainingJob:
-    """Returns a job of layers that are all alike.
+    """Returns the planner's description of a job whose layers are all equal to the given one.
 
     Args:
         layer: One of them.
