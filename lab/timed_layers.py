@@ -28,7 +28,7 @@ class TimedModel(LightningModule):  # type: ignore[misc]
     """Model of equal timed layers in a row, trained with AdamW.
 
     Args:
-        layers: Their number.
+        layers: Number of layers.
         width: Features; a layer has width * (width + 1) + 1 numbers.
         forward_s: Seconds of a layer's forward pass of one micro-batch.
         backward_s: Seconds of its backward pass.
@@ -76,8 +76,8 @@ def alike(layer: Layer, count: int, *, micro_batches: int, samples: int, owned: 
     """Returns the planner's description of a job whose layers are all equal to the given one.
 
     Args:
-        layer: One of them.
-        count: Their number.
+        layer: Any one of the layers.
+        count: Number of layers.
         micro_batches: Micro-batches of a step.
         samples: Samples in a micro-batch.
         owned: Number of layers that fit on a device, with two micro-batches in flight.

@@ -42,7 +42,7 @@ Ends = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """State that a joiner pulled: after which header, and its hash."""
+    """Pull of the state by a joiner: the header after which the state was taken, and the state's hash."""
 
     member: str
     head: str

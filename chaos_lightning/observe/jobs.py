@@ -238,7 +238,7 @@ class _Part:
     Attributes:
         jobs: Job of each stretch of a member.
         begins: Time of each job's first event.
-        ends: Time at which each was done.
+        ends: Time at which each job was done.
     """
 
     jobs: dict[_Key, int]
@@ -276,7 +276,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _Sorter:
-    """Finds the jobs in a folder's events, and then to which of them each event belongs.
+    """Sorter of a folder's events by job: takes in all events, finds the jobs, then says to which ones each event
+    belongs.
 
     Attributes:
         apart: Whether outer jobs are told from jobs of members.

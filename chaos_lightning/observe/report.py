@@ -288,7 +288,7 @@ def _image(name: str, png: bytes) -> str:
 
 
 def at(t: float | None, facts: Begun) -> str:
-    """Returns a wall time as seconds since the job's origin, in words; "-" for None."""
+    """Returns a wall time as text, in seconds since the job's origin; "-" for None."""
     return "-" if t is None else f"{t - facts.origin:.2f} s"
 
 

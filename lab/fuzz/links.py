@@ -354,7 +354,7 @@ _LENGTH_NBYTES = 4
 
 
 class Fate(enum.IntEnum):
-    """What happens to a record on its way (one kind of tampering)."""
+    """Fate of a sealed record on its way: it arrives unharmed, or is tampered with in one of several ways."""
 
     WELL = 0
     FLIPPED = 1

@@ -163,10 +163,10 @@ def said(words: Words, rng: Random, cls: type | None = None, *, accepted: bool =
     """Returns an encoded random message of the given class, or of any class of the codec.
 
     Args:
-        words: Codec by which it travels.
+        words: Codec of the message.
         rng: Source of randomness.
         cls: One of the classes of `words`.
-        accepted: Whether it is one that its reader accepts.
+        accepted: Whether the codec must be able to decode the message.
     """
     for _ in range(_DRAWS):
         with contextlib.suppress(WireError, StoreError):

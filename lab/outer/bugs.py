@@ -50,9 +50,9 @@ class Bug:
     Attributes:
         rule: Number of the rule in docs/outer.md.
         what: Broken behaviour in words.
-        machines: Machines that behave so.
-        family: Family of plans in which it must show.
-        control: Machines with only the guard off that would mask it; None: nothing masks it.
+        machines: Machines with the bug.
+        family: Family of plans under which the simulator must find the bug.
+        control: Machines without the bug and without the safeguard that would mask it; None: nothing masks the bug.
     """
 
     rule: str

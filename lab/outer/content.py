@@ -48,11 +48,11 @@ class Content:
 
     Attributes:
         lossy: Whether the codec has a residual.
-        residual_at: Moment at which that changes: "answered", "sent", or "kept": not after a rejection.
+        residual_at: Moment at which the residual changes: "answered", "sent", or "kept": not after a rejection.
         base: Version that was adopted last.
         live: Inner steps since the last freezing.
         residual: Inner steps that the codec left out.
-        pushes: Open and kept ones.
+        pushes: Open pushes, and answered ones that are still kept.
     """
 
     lossy: bool

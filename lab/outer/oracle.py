@@ -50,9 +50,9 @@ def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
     """Returns a shard's state after an entry that makes a version.
 
     Args:
-        content: State of the shard before; "": it holds none.
+        content: State of the shard before the entry; "": none.
         entry: A founding, a round or a rollback.
-        parts: The bytes of its pushes for this shard, in order.
+        parts: Bytes of the entry's pushes for this shard, in order.
 
     Raises:
         Violation: There is no state that this could be computed from.

@@ -67,7 +67,9 @@ class Plan:
 
     @property
     def sums(self) -> tuple[int, int]:
-        """Pair (entries between two summaries of the chain, versions in a summary); see outer/rules/summaries.py."""
+        """Number of chain entries from one summary to the next, and number of versions in a summary
+        (outer/rules/summaries.py).
+        """
         return 20 + self.seed % 31, 2 + self.seed % 7
 
 

@@ -592,7 +592,7 @@ class VersionFetch:
     _until: float = 0.0
 
     def ask(self, version: VersionId) -> tuple[Sequence[str] | None, bool]:
-        """Asks all followers for their parts of a version; to be repeated until the fetch's time is over.
+        """Asks all followers for their parts of a version; the caller repeats this until the fetch's time is over.
 
         Returns:
             Their contents when it is all here, and whether a follower serves it no more.

@@ -75,9 +75,9 @@ class RankPart:
         machines: Machines, with what is broken on purpose.
 
     Attributes:
-        attends: Whether it talks to the leader.
-        fetched: Version that it has got.
-        news: Events that the machines are to hear, if it attends.
+        attends: Whether this rank talks to the leader.
+        fetched: Version that this rank has fetched.
+        news: Events for all ranks' machines, which the rank that talks to the leader sends with the next commit.
         gone: Inner steps that the last commit threw away.
         given_up: Inner steps of pushes that ended with their incarnation.
     """
@@ -105,14 +105,14 @@ class RankPart:
     def commit(
         self, me: str, ranks: Sequence[str], answers: Sequence[bytes], step: int = 0, spent: Sequence[Span] = ()
     ) -> None:
-        """Takes in a commit that this rank knows.
+        """Takes in a commit once this rank has learned of it.
 
         Args:
-            me: This rank.
+            me: Name of this rank.
             ranks: Ranks that contributed.
             answers: Message of each of these ranks; empty where no rank said anything.
-            step: The number of the inner step that it is; 0: it is none.
-            spent: Places on the tape that it uses.
+            step: Number of the commit's inner step; 0: it has none.
+            spent: Positions on the cluster's tape of leased samples that the step uses.
         """
         self.gone, self.given_up = [], []
         self.hello = self.state.machine.hello()

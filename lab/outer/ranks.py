@@ -113,7 +113,7 @@ class Rank(Client):
         return self.part.says(samples, (4 / pace_s, 1 / pace_s), ranks.reason, leaves=ranks.leaves)
 
     def take(self, commit: Commit) -> None:
-        """Takes in a commit that this rank knows."""
+        """Takes in a commit once this rank has learned of it."""
         if self.taken is commit or not self.alive:
             return
         self.taken = commit

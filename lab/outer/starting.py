@@ -94,7 +94,9 @@ class ServerStart(Process):
             self._end("")
 
     def _go_on(self, came: Any) -> None:
-        """Passes the result of a step on, and begins the next step."""
+        """Hands the result of a step to the procedure that cuts the shards anew, and begins the next step that it asks
+        for.
+        """
         assert self._steps is not None
         try:
             step = self._steps.send(came)

@@ -55,7 +55,7 @@ class LeaseBook:
         return sum(size(spans) for (owner, _), spans in self.leased.items() if owner == who)
 
     def lease(self, body: Leased) -> list[Complaint]:
-        """Takes in an entry that leases positions; returns contradictions to earlier entries."""
+        """Takes in an entry that leases positions; returns what contradicts earlier entries."""
         who, epoch, spans = body.incarnation, body.epoch, merge(body.spans)
         found: list[Complaint] = []
         if twice := intersect(spans, self.spent.get(epoch, ())):
@@ -76,7 +76,7 @@ class LeaseBook:
         return found
 
     def set_aside(self, body: LeftOver) -> list[Complaint]:
-        """Takes in an entry that sets aside positions too few for a batch; returns contradictions to earlier entries."""
+        """Takes in an entry that sets aside positions too few for a batch; returns what contradicts earlier entries."""
         epoch, spans = body.epoch, merge(body.spans)
         found: list[Complaint] = []
         if twice := intersect(spans, self.spent.get(epoch, ())):
@@ -88,7 +88,7 @@ class LeaseBook:
         return found
 
     def answer(self, offer: Offer, answer: PushAnswer, position: int) -> list[Complaint]:
-        """Takes in the chain's answer to a push; returns contradictions to earlier entries."""
+        """Takes in the chain's answer to a push; returns what contradicts earlier entries."""
         self._reopened.pop(offer.push, None)
         if not self.length or answer is PushAnswer.VOID:
             return []
@@ -131,8 +131,8 @@ class LeaseBook:
         self._reopened = {push: each for push, each in self._reopened.items() if push.incarnation != who}
 
     def roll_back(self, taken: Iterable[Offer], lost: Iterable[PushId]) -> None:
-        """Takes in a rollback: taken-back positions are unused again, and leased as before if their push can be offered
-        again.
+        """Takes in a rollback: positions that it takes back are unused again, and leased as before if their push can be
+        offered again.
         """
         gone = set(lost)
         for offer in taken:
