@@ -170,7 +170,9 @@ _ENDS = {
 
 
 def draw_members(ax: Any, timeline: Timeline) -> None:
-    """Draws one row per node: when the node was starting, pulling, training, frozen; how each of its lives ended."""
+    """Draws one row per node: when it was starting, pulling the state, training or frozen, and how each of its lives
+    ended.
+    """
     matplotlib = matplotlib_module()
     nodes = timeline.nodes()
     style(ax, "Members")

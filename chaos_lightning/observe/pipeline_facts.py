@@ -54,7 +54,7 @@ class PipelinesFact:
 
 @dataclass(frozen=True, slots=True)
 class PartPullFact:
-    """Part of the state that a member got from others."""
+    """Pull of a part of the state by one member."""
 
     t: float
     member: str
@@ -108,7 +108,9 @@ class PipelinePeriod:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Cells of a table row: pipelines, way, steps, estimated and measured step, bubbles, moved, reruns."""
+        """Cells of a table row: pipelines, way to go on, steps, estimated and measured step time, idle share, bytes
+        moved, repeated steps.
+        """
         chosen, moved = self.chosen, ""
         if self.pulled_nbytes:
             moved = f"{amount(self.pulled_nbytes)} in {duration(self.pulled_s)}"

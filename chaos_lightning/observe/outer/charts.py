@@ -130,7 +130,7 @@ def draw_versions(ax: Any, facts: OuterFacts) -> None:
 
 
 def draw_loss(ax: Any, facts: OuterFacts) -> None:
-    """Draws the loss of inner steps, by cluster."""
+    """Draws the loss of the inner steps, one line per cluster."""
     charts.style(ax, "Loss of inner steps", grid="both")
     colours = {name: DONORS[i % len(DONORS)] for i, name in enumerate(_names(facts))}
     shown: set[str] = set()
