@@ -320,7 +320,9 @@ def _file_seeds() -> list[bytes]:
 
 
 def _read_file(data: bytes) -> None:
-    """Reads the input as a version's file in a follower's folder: it must be complete, or the error name the file."""
+    """Reads the input as a version's file in a follower's folder; either the file is complete, or an error must name
+    it.
+    """
     version = ty.VersionId(3, "0" * 32)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job" / f"v{version.number:08d}-{version.hash}.safetensors"

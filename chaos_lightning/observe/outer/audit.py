@@ -373,7 +373,7 @@ def _few(lines: Sequence[str]) -> list[str]:
 
 
 def _once(told: Sequence[Happening]) -> list[Happening]:
-    """Returns the events without repeated answers: a push that is offered again is answered again."""
+    """Returns the events without answers that only repeat an earlier one, as after a push was offered again."""
     heard: set[tuple[str, str, str]] = set()
     found: list[Happening] = []
     for one in told:
