@@ -1,1 +1,1 @@
-"""Tools with which developers break the product: simulated jobs, planted bugs, hostile bytes. They are in no wheel."""
+"""Developers' tools to break the product: simulated jobs, planted bugs, hostile bytes; not part of the wheel."""

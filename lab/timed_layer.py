@@ -1,4 +1,4 @@
-"""Layer that takes a given time: real tensors, little arithmetic, and sleep until a deadline.
+"""Layer whose passes take a given time: real tensors, little arithmetic, and sleep until a deadline.
 
 It needs torch alone, so that other programs may train the same layers as ours; see `timed_layers.py`.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class _Deadline:
-    """End of a backward pass, by the monotonic clock, in seconds."""
+    """Time at which a forward or backward pass may end (monotonic clock, s)."""
 
     at_s = 0.0
 
@@ -22,7 +22,7 @@ class _Deadline:
 
 
 class _Leaving(torch.autograd.Function):
-    """Last operation of a layer; its backward pass comes first, and sets the deadline."""
+    """Last operation of a layer; in the backward pass it runs first and sets the deadline."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, deadline: _Deadline, backward_s: float) -> Tensor:
@@ -36,7 +36,7 @@ class _Leaving(torch.autograd.Function):
 
 
 class _Entering(torch.autograd.Function):
-    """First operation of a layer; its backward pass comes last, and sleeps until the deadline.
+    """First operation of a layer; in the backward pass it runs last and sleeps until the deadline.
 
     The layer's `anchor` has it run where no gradient of the input is wanted. It gets the gradient of an offset of the
     input: with none its optimizer state would stay zero, and pulls leave out bytes that the receiver has already.
@@ -54,7 +54,7 @@ class _Entering(torch.autograd.Function):
 
 
 class TimedLayer(nn.Module):
-    """Residual layer that takes a given time.
+    """Residual layer whose forward and backward passes take a given time.
 
     Args:
         width: Features.

@@ -1,4 +1,4 @@
-"""Layers that take a given time: real tensors, little arithmetic, and sleep until a deadline.
+"""Model of layers whose passes take a given time: real tensors, little arithmetic, and sleep until a deadline.
 
 Theory of operation. A benchmark of pipelines needs as many devices as there are stages. Processes that compute share
 the cores of this machine; processes that sleep do not. So a `TimedLayer` has real weights, outputs and gradients, and a
@@ -25,10 +25,10 @@ PARAMETERS = 3
 
 
 class TimedModel(LightningModule):  # type: ignore[misc]
-    """Chain of timed layers, all alike, with AdamW.
+    """Model of equal timed layers in a row, trained with AdamW.
 
     Args:
-        layers: Their number.
+        layers: Number of layers.
         width: Features; a layer has width * (width + 1) + 1 numbers.
         forward_s: Seconds of a layer's forward pass of one micro-batch.
         backward_s: Seconds of its backward pass.
@@ -57,7 +57,7 @@ class TimedModel(LightningModule):  # type: ignore[misc]
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
     def job(self, *, micro_batches: int, samples: int, owned: float) -> TrainingJob:
-        """Returns the planner's description of the model; see `alike`."""
+        """Returns the description of the model for the planner, with its layers' times and sizes; see `alike`."""
         numbers, wide = self.width * (self.width + 1) + 1, 4 * samples * self.width
         layer = Layer(
             name="layers",
@@ -73,11 +73,11 @@ class TimedModel(LightningModule):  # type: ignore[misc]
 
 
 def alike(layer: Layer, count: int, *, micro_batches: int, samples: int, owned: float) -> TrainingJob:
-    """Returns a job of layers that are all alike.
+    """Returns the planner's description of a job whose layers are all equal to the given one.
 
     Args:
-        layer: One of them.
-        count: Their number.
+        layer: Any one of the layers.
+        count: Number of layers.
         micro_batches: Micro-batches of a step.
         samples: Samples in a micro-batch.
         owned: Number of layers that fit on a device, with two micro-batches in flight.

@@ -103,15 +103,15 @@ def judge(
     expected_deaths: Collection[str] | None = None,
     silence_s: float = 0.35,
 ) -> list[Finding]:
-    """Judges one job; see `audit`."""
+    """Judges the events of one job; see `audit`."""
     facts.epochs |= dict(lengths or {})
     one = _Judge(facts, expected_deaths, silence_s)
     return [one.agreement(), one.order(), one.samples(), one.joins(), one.survival()]
 
 
 def together(each: Sequence[list[Finding]]) -> list[Finding]:
-    """Returns one finding per point over several jobs: the worst verdict there is, "not shown" only if no job shows
-    it.
+    """Merges the findings of several jobs into one per point: the worst verdict, or "not shown" if no job shows the
+    point.
     """
     if len(each) == 1:
         return each[0]
@@ -133,7 +133,7 @@ def violations(findings: Collection[Finding]) -> list[str]:
 
 
 def verdict(findings: Collection[Finding]) -> str:
-    """Returns all findings as lines for a terminal, with a last line that sums up."""
+    """Returns all findings as lines for a terminal; the last line sums them up."""
     bad = sum(f.verdict == VIOLATED for f in findings)
     dark = sum(f.verdict == NOT_SHOWN for f in findings)
     held = len(findings) - bad - dark
@@ -163,8 +163,8 @@ class _Judge:
         return Finding(point, OK if shown and whole else NOT_SHOWN, text, (*(remarks or ()), *missing))
 
     def _proven(self, problems: Iterable[history.Problem], remarks: list[str]) -> list[history.Problem]:
-        """Returns the problems that contradict the contract. A problem that missing logs may explain becomes a
-        remark.
+        """Returns the problems that contradict the contract; moves those that missing log lines may explain to the
+        remarks.
         """
         found = []
         for problem in problems:
@@ -180,7 +180,7 @@ class _Judge:
     # ---------------------------------------------------------------------------------------------- 1 and 4
 
     def agreement(self) -> Finding:
-        """Judges point 1 of the contract: all contributors hold the same state."""
+        """Judges point 1 of the contract: all contributors to a slot have the same state."""
         compared, problems = history.check_hashes([*self.facts.hashes, *self.facts.pulled_hashes])
         slots = sum(len(run.chain) for run in self.runs)
         text = f"state hashes compared at {compared} of {slots} committed slots"
@@ -230,7 +230,7 @@ class _Judge:
         return self._finding(4, (matched > 0 or parts > 0) and matched == total, "; ".join(said), bad, remarks)
 
     def _compared(self) -> set[str]:
-        """Returns members whose state or part was compared with another's; where they differ, contract 1 says so."""
+        """Returns the members whose state, or a part of it, was compared with another member's, whatever the result."""
         by_head: dict[str, set[str]] = {}
         for head, who, _ in [*self.facts.hashes, *self.facts.pulled_hashes]:
             by_head.setdefault(head, set()).add(who)
@@ -294,7 +294,9 @@ class _Judge:
         return self._finding(3, shown, text, bad, remarks)
 
     def _resumed(self, index: int) -> dict[Stream, Spans] | None:
-        """Returns the ledger that a run says it began with; None: the first header tells it."""
+        """Returns the used samples with which a run says it began; None if it does not say so: its first header shows
+        them.
+        """
         run = self.runs[index]
         before = self.runs[index - 1].ended if index else 0.0
         said = [ledger for t, ledger in self.facts.resumed if before <= t <= run.began]
@@ -303,8 +305,8 @@ class _Judge:
     # ---------------------------------------------------------------------------------------------- 5
 
     def survival(self) -> Finding:
-        """Judges point 5 of the contract: a death or freeze loses no committed step and no sample; no live member is
-        fenced.
+        """Judges point 5 of the contract: a death or freeze loses no committed step and no sample, and no live member
+        is excluded.
         """
         bad: list[str] = []
         remarks: list[str] = []

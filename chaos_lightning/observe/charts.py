@@ -45,14 +45,14 @@ BAND_FROM = 3000
 
 
 def missing() -> str:
-    """Returns why there can be no pictures, and what to do; "" if there can be."""
+    """Returns why pictures cannot be drawn, with the command that installs what is missing; "" if they can."""
     if find_spec("matplotlib") is not None:
         return ""
     return 'pictures need matplotlib, which is not installed; run: pip install "chaos-lightning[report]"'
 
 
 def matplotlib_module() -> Any:
-    """Returns matplotlib, with the submodules that pictures need."""
+    """Imports matplotlib with the submodules that the pictures use, and returns it."""
     import matplotlib
     import matplotlib.figure
     import matplotlib.ticker
@@ -61,19 +61,19 @@ def matplotlib_module() -> Any:
 
 
 def figure(width: float, height: float) -> Any:
-    """Returns an empty sheet, size in inches, without any global state of matplotlib."""
+    """Returns an empty matplotlib figure, size in inches, without touching matplotlib's global state (pyplot)."""
     return matplotlib_module().figure.Figure(figsize=(width, height), facecolor="white", layout="constrained")
 
 
 def png(sheet: Any, dpi: int = 144) -> bytes:
-    """Returns the sheet as PNG bytes."""
+    """Returns a figure as PNG bytes."""
     buffer = io.BytesIO()
     sheet.savefig(buffer, format="png", dpi=dpi, facecolor="white")
     return buffer.getvalue()
 
 
 def style(ax: Any, title: str, *, grid: str = "x") -> None:
-    """Sets a picture's title and style, with lines of a grid along these axes."""
+    """Sets a picture's title and style, with grid lines for the given axis ("x", "y" or "both")."""
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
     ax.set_axisbelow(True)
     ax.grid(axis=grid, color=GRID, linewidth=0.8)
@@ -84,7 +84,7 @@ def style(ax: Any, title: str, *, grid: str = "x") -> None:
 
 
 def legend(ax: Any, columns: int, handles: list[Any] | None = None) -> None:
-    """Puts a legend above the picture, at the right."""
+    """Puts a legend above the right end of the picture."""
     legend = ax.legend(
         **({"handles": handles} if handles else {}),
         loc="lower right",
@@ -103,7 +103,7 @@ def legend(ax: Any, columns: int, handles: list[Any] | None = None) -> None:
 
 
 def name_rows(ax: Any, names: Sequence[str]) -> None:
-    """Makes one row per name, the first at the top."""
+    """Labels the y axis with one row per name, the first at the top."""
     ax.set_yticks(range(len(names)), printable(list(names)), parse_math=False)
     ax.tick_params(axis="y", labelcolor=INK, labelsize=9.5)
     ax.set_ylim(len(names) - 0.45, -0.65)
@@ -114,9 +114,7 @@ def _time_axis(ax: Any, timeline: Timeline) -> float:
 
 
 def time_axis(ax: Any, seconds: float, begin: str) -> float:
-    """Makes an axis of the seconds since something began, from left to right; returns the seconds in one unit of the
-    axis.
-    """
+    """Labels the x axis as the time since an event; returns the length of the axis's unit in seconds."""
     scale, unit = time_unit(seconds)
     ax.set_xlim(0, max(seconds / scale, 1e-9))
     ax.set_xlabel(f"time since {begin} ({unit})", fontsize=9, color=MUTED)
@@ -136,7 +134,7 @@ def empty(ax: Any, text: str) -> None:
 
 
 def _segments(life: Life, timeline: Timeline) -> list[tuple[float, float, str]]:
-    """Returns (start, end, state) of the pieces of one life, in order; later ones are drawn over earlier ones."""
+    """Returns a member's life as pieces (start, end, state) in drawing order: later pieces cover earlier ones."""
     stop = timeline.stop
     end = life.ended if life.ended is not None else stop
     pieces: list[tuple[float, float, str]] = []
@@ -172,7 +170,9 @@ _ENDS = {
 
 
 def draw_members(ax: Any, timeline: Timeline) -> None:
-    """Draws one row per node: when the node was starting, pulling, training, frozen; how each of its lives ended."""
+    """Draws one row per node: when it was starting, pulling the state, training or frozen, and how each of its lives
+    ended.
+    """
     matplotlib = matplotlib_module()
     nodes = timeline.nodes()
     style(ax, "Members")
@@ -228,7 +228,7 @@ def draw_members(ax: Any, timeline: Timeline) -> None:
 
 
 def mark_handle(lines: Any, shape: str, colour: str, word: str) -> Any:
-    """Returns a mark for a legend."""
+    """Returns the legend entry of a marker."""
     return lines.Line2D([], [], marker=shape, color=colour, linestyle="none", markersize=7, mec="white", label=word)
 
 
@@ -236,7 +236,7 @@ def mark_handle(lines: Any, shape: str, colour: str, word: str) -> Any:
 
 
 def draw_steps(ax: Any, timeline: Timeline) -> None:
-    """Draws the times from commit to commit, coloured by the cause that each was booked on."""
+    """Draws the time from each commit to the next, coloured by its cause (step, join, recovery or waiting)."""
     matplotlib = matplotlib_module()
     cut = folds.intervals(timeline)
     style(ax, "Time between commits", grid="both")
@@ -296,7 +296,7 @@ def _band(ax: Any, timeline: Timeline, clean: Sequence[folds.Interval], scale: f
 
 
 def draw_loss(ax: Any, timeline: Timeline) -> None:
-    """Draws the mean losses of steps, as members told them."""
+    """Draws the mean loss of each step, as members logged it."""
     style(ax, "Loss of the training steps", grid="both")
     curve = folds.losses(timeline)
     if not curve:
@@ -314,7 +314,7 @@ def draw_loss(ax: Any, timeline: Timeline) -> None:
 
 
 def draw_joins(ax: Any, timeline: Timeline) -> None:
-    """Draws for each newcomer the bytes by donor, and the bytes that it held already."""
+    """Draws for each newcomer how many bytes of the state came from which donor, and how many it had already."""
     rows = [j for j in folds.joins(timeline) if j.pull_done is not None]
     style(ax, "Joins: state by source")
     if not rows:
@@ -357,7 +357,7 @@ def draw_joins(ax: Any, timeline: Timeline) -> None:
 
 
 def draw_recoveries(ax: Any, timeline: Timeline) -> None:
-    """Draws for each death or freeze the time to notice, to decide, and to the next slot on all survivors."""
+    """Draws for each death or freeze the time until it was noticed, a new view decided, and the next slot committed."""
     rows = [r for r in folds.recoveries(timeline) if r.seconds is not None]
     style(ax, "Recovery: from the blow to the next commit on all survivors")
     if not rows:
@@ -398,7 +398,7 @@ def draw_recoveries(ax: Any, timeline: Timeline) -> None:
 
 
 def draw_goodput(ax: Any, timeline: Timeline) -> None:
-    """Draws one bar: the share of the job's time that was useful, and the causes of the rest."""
+    """Draws one bar: the useful share of the job's time, and the causes of the rest."""
     good = folds.goodput(timeline)
     style(ax, f"Goodput {good.share:.1%}")
     if not good.total:
@@ -428,7 +428,7 @@ def draw_goodput(ax: Any, timeline: Timeline) -> None:
 
 
 def heights(timeline: Timeline) -> dict[str, float]:
-    """Returns the height of each picture in inches: rows need room."""
+    """Returns the height of each picture in inches, which depends on its number of rows."""
     joins = min(12, sum(j.pull_done is not None for j in folds.joins(timeline)))
     recoveries = min(12, len(folds.recoveries(timeline)))
     return {
@@ -459,14 +459,14 @@ def picture(name: str, timeline: Timeline, *, width: float = 11.0) -> bytes:
 
 
 def overview(timeline: Timeline, *, width: float = 12.0) -> bytes:
-    """Returns all pictures on one sheet, as PNG bytes."""
+    """Returns all pictures below each other in one PNG image, as bytes."""
     return one_sheet(timeline, heights(timeline), DRAWERS, width)
 
 
 def one_sheet(
     facts: Facts, rows: Mapping[str, float], drawers: Mapping[str, Callable[[Any, Facts], None]], width: float
 ) -> bytes:
-    """Returns pictures of these facts below each other, as PNG bytes; `rows` has their heights in inches."""
+    """Returns one PNG image with pictures below each other; `rows` maps each picture's name to its height in inches."""
     sheet = figure(width, sum(rows.values()))
     sheet.get_layout_engine().set(h_pad=0.12, w_pad=0.12)
     axes = sheet.subplots(len(rows), 1, gridspec_kw={"height_ratios": list(rows.values())})

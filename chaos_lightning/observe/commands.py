@@ -40,8 +40,7 @@ Logs = Annotated[
 
 
 def latest_logs(given: Path | None) -> Path:
-    """Returns the folder that was named, or else the one in which a job of this machine logged last without being told
-    where.
+    """Returns the given log folder, or else the default folder into which a job on this machine wrote last.
 
     Raises:
         ConfigurationError: No job did, or this user has no home.
@@ -58,7 +57,9 @@ def latest_logs(given: Path | None) -> Path:
 
 
 def follow(logs: Path, since: float = 0.0) -> Callable[[], Dashboard]:
-    """Returns a function that returns the board of this log directory as of now; the directory may appear later."""
+    """Returns a function that reads new events of a log directory and returns the board as of now; the directory may
+    appear later.
+    """
     tail, latest, outer = Tail(logs, since), Latest(), OuterBoard()
 
     def board() -> Dashboard:
@@ -78,7 +79,7 @@ def follow(logs: Path, since: float = 0.0) -> Callable[[], Dashboard]:
 def ask(
     endpoint: str, token_file: str = "", timeout_s: float = 2.0, *, keys_dir: str = "", must_answer: bool = False
 ) -> Callable[[], Dashboard]:
-    """Returns a function that returns the board of what this scheduler answers.
+    """Returns a function that asks a scheduler for its status and returns it as a board.
 
     The board also shows what members of this machine log in the default folder. An unreachable scheduler is a line on
     the board, or an error if it `must_answer`.
@@ -107,7 +108,7 @@ def ask(
 
 
 def watch(board: Callable[[], Dashboard], *, interval_s: float, stop: threading.Event | None = None) -> None:
-    """Redraws the board until `stop` is set or Ctrl+C; on something that is no terminal, prints it once."""
+    """Redraws the board until `stop` is set or Ctrl+C; prints it only once if stdout is not a terminal."""
     from rich.console import Console
     from rich.live import Live
 
@@ -220,7 +221,7 @@ def audit(
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
-    """Returns a finding as a value for JSON."""
+    """Returns a finding as a dictionary for JSON."""
     from chaos_lightning.observe.audit import POINTS
 
     return {**asdict(finding), "promise": POINTS[finding.point]}

@@ -1,4 +1,5 @@
-"""Judges jobs whose layers lie at several members: what sums held, and which member got which parts of the state.
+"""Judges jobs whose layers are spread over members: which micro-batches each layer's sums contain, and who got which
+parts of the state.
 
 Theory of operation (protocol.md P2, P3, P8). Each member says at a commit which micro-batches the slot had, and which
 of them its sums held, by layers. Over all members these are disjoint, and together all micro-batches in each layer. It
@@ -18,14 +19,14 @@ from chaos_lightning.observe.spans import Spans, merge, overlaps, size, subtract
 
 
 def covered(run: JobRun) -> tuple[int, int]:
-    """Returns the number of slots of a run whose members tell what their sums held, and of layers."""
+    """Returns how many slots of a run have logs of the micro-batches summed per layer, and the number of layers."""
     told = [c for c in run.commits if c.micro_batches]
     layers = max((end for c in told for _, end, _ in c.coverage), default=0)
     return len({c.header for c in told} & set(run.chain)), layers
 
 
 def check_coverage(run: JobRun) -> Iterator[Problem]:
-    """Checks that each micro-batch of a slot is in the sums of each layer once."""
+    """Checks that the gradient sums of each layer contain each micro-batch of a slot exactly once."""
     layers = covered(run)[1]
     own: dict[str, list[Commit]] = defaultdict(list)
     for commit in run.commits:
@@ -61,7 +62,9 @@ def _check_slot(told: Sequence[Commit], layers: int, *, whole: bool) -> Iterator
 
 @dataclass(slots=True)
 class PartsTold:
-    """Claims of one member about parts of the state, in the order of its log."""
+    """Parts of the state that one member logged as owned, pulled from others or read from a file, in the order of its
+    log.
+    """
 
     member: str
     founder: bool = False
@@ -75,21 +78,21 @@ class PartsTold:
     _held: Spans | None = None
 
     def enters(self, view: tuple[int, int], owns: Spans) -> None:
-        """Notes a view in which the member stands, and the parts that it owns there."""
+        """Notes a view to which the member belongs, and the parts that it owns in that view."""
         self._owned[view] = owns
 
     def gets(self, part: int) -> None:
-        """Notes a part that the member has got from others."""
+        """Notes a part that the member pulled from others."""
         self.pulled += 1
         self.reads(((part, part + 1),))
 
     def reads(self, parts: Spans) -> None:
-        """Notes parts that the member has from a file."""
+        """Notes parts that the member read from a file."""
         self._held = merge([*(self._held or ()), *parts])
 
     def steps(self, view: tuple[int, int], seq: int) -> None:
-        """Notes a committed step to which the member contributed in a view; it is a problem if the member lacked a part
-        that it owned.
+        """Notes a committed step to which the member contributed; reports a problem if it lacked a part that it owned
+        in that view.
         """
         owns = self._owned.get(view)
         if owns is None:

@@ -1,4 +1,4 @@
-"""Gathers what the logs testify, for the audit: commits, views, hashes, pulls, faults, deaths, exclusions.
+"""Collects from the logs what the audit needs as evidence: commits, views, hashes, pulls, faults, deaths, exclusions.
 
 Theory of operation. One pass over the events sorts them by what they can prove. Nothing is judged: where a member
 went missing the pass collects what was said about it (a declared fault, a leave, a closed file), and the audit
@@ -42,7 +42,7 @@ Ends = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """State that a joiner took over."""
+    """Pull of the state by a joiner: the header after which the state was taken, and the state's hash."""
 
     member: str
     head: str
@@ -51,7 +51,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Loss of a member: it was killed or frozen (declared), or found dead (observed)."""
+    """Member that was killed or frozen (an injected fault) or found dead by others."""
 
     t: float
     member: str
@@ -62,7 +62,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Exclusion of a member: it was in one decided view and not in the next."""
+    """Exclusion of a member: it was in one view and not in the next."""
 
     member: str
     view: tuple[int, int]
@@ -76,7 +76,7 @@ class Exclusion:
 
 @dataclass(slots=True)
 class Testimony:
-    """All testimony of one log directory."""
+    """All evidence from one log directory."""
 
     commits: list[Commit] = field(default_factory=list)
     views: list[tuple[float, Views]] = field(default_factory=list)
@@ -111,13 +111,13 @@ class Testimony:
     """Claims of each member about parts of the state, where layers lie at several members."""
 
     def views_at(self, t: float) -> Views:
-        """Returns the views of the run that was under way at time t (s)."""
+        """Returns the views (members by view number) of the run that was under way at time t (s)."""
         return next((views for start, views in reversed(self.views) if start <= t), {})
 
 
 @dataclass(slots=True)
 class _Witness:
-    """Events that one member id wrote itself."""
+    """Events that one member wrote itself."""
 
     node: str
     source: str
@@ -132,13 +132,13 @@ class _Witness:
     """Slot at which the member took the state over; it did not commit that slot itself."""
 
     def came_in_after(self, t: float) -> bool:
-        """Returns whether the member was in no view yet at t; what became of it later says nothing of that."""
+        """Returns whether the member joined only after time t."""
         return self.joined is not None and self.joined > t and (self.fenced is None or self.fenced > self.joined)
 
 
 @dataclass(slots=True)
 class EvidenceFold:
-    """Sorts the events of one job by what they prove. `take` each in order of time, then `conclude`."""
+    """Collects the evidence in the events of one job: call `take` with each event in order of time, then `conclude`."""
 
     facts: Testimony = field(default_factory=Testimony)
     who: dict[str, _Witness] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class EvidenceFold:
         self._own(r, witness)
 
     def _told(self, r: Record) -> None:
-        """Takes in what counts whoever writes it."""
+        """Takes in an event whose meaning does not depend on which process wrote it."""
         facts = self.facts
         if r.name == "opened":
             self.roles[r.source] = str(r.get("role", "member"))
@@ -209,7 +209,7 @@ class EvidenceFold:
             facts.left_job.append((f"checkpoint {r.get('path', '')}", str(r["head"])))
 
     def _link(self, r: Record, ends: Ends) -> None:
-        """Takes in a declared fault of a link, or its end."""
+        """Takes in an injected fault of a link, or the end of such a fault."""
         kind = str(r.get("kind", ""))
         if kind in _BREAKS:
             self.broken.append((r.t, float("inf"), ends))
@@ -267,7 +267,7 @@ class EvidenceFold:
             witness.ends.append((r.t, r.name))
 
     def _commit(self, r: Record) -> Commit:
-        """Reads a commit; what many commits have alike is kept once."""
+        """Reads a `committed` event; equal values of many commits share one object, to save memory."""
         get, same = r.fields.get, self._values.setdefault
         told, contributors = self._contributors.get(r.source, (None, ()))
         if told is not get("contributors"):
@@ -301,7 +301,7 @@ class EvidenceFold:
     # ---------------------------------------------------------------------------------------------- conclusions
 
     def conclude(self) -> Testimony:
-        """Draws the conclusions for which all events must have been seen."""
+        """Draws the conclusions that need all events, and returns the evidence."""
         self._exclusions()
         excluded = {e.member: e for e in self.facts.excluded}
         for t, kind, node, seconds in self.faults:
@@ -335,7 +335,7 @@ class EvidenceFold:
         return self.facts
 
     def _missing(self) -> None:
-        """Notes which parts of the logs are missing."""
+        """Notes which parts of the logs are missing: lost lines, and members whose log is absent or ends too early."""
         facts = self.facts
         for (source, gone), count in self.lost.items():
             facts.missing.append(f"{count} log lines were lost{' from' if gone else ' to a full disk,'} {source}")
@@ -368,22 +368,20 @@ class EvidenceFold:
             facts.untold.add(member)
 
     def _at(self, node: str, t: float) -> str | None:
-        """Returns the member id of this node that was current at t; None if there was none."""
+        """Returns the newest member id of a node at time t; None if the node had none."""
         mine = [(w.times[0], m) for m, w in self.who.items() if w.node == node and w.times[0] <= t]
         return max(mine)[1] if mine else None
 
     def _fault_on(self, node: str, t: float) -> str:
-        """Returns the kind of a declared fault on this node's process up to t (with its duration and half a minute for
-        detection); "" for none.
-        """
+        """Returns the kind of an injected fault that may still have affected a node's process at t; "" for none."""
         for at, kind, victim, seconds in reversed(self.faults):
             if victim == node and at <= t <= at + seconds + _DETECTION_S:
                 return kind
         return ""
 
     def _parted(self, member: str, t: float) -> bool:
-        """Returns whether links that were declared broken at t, or shortly before, cut a member off from at least half
-        of all.
+        """Returns whether broken links (injected faults) cut a member off from at least half of all members at t or
+        shortly before.
 
         At least one of the members that went on must be among those that it was cut off from.
         """
@@ -403,7 +401,7 @@ class EvidenceFold:
         return any(stayed - side and 2 * len(side) <= len(able) for side in sides)
 
     def _reached(self, member: str, able: set[str], links: Collection[Ends], t: float) -> set[str]:
-        """Returns the members to which a member had a way over links that were not broken at t."""
+        """Returns the members that a member could reach, directly or through others, over links not broken at t."""
         bad = {ends for begin, end, ends in self.broken if begin <= t <= end + _MENDING_S}
         # Faults name members, or nodes of members that are called NODE-RANK.
         names = {m: {self._node(m), re.sub(r"-\d+$", "", self._node(m))} for m in able}
@@ -434,8 +432,8 @@ class EvidenceFold:
                     self.facts.excluded.append(Exclusion(member, after, t, why, silent_s, later))
 
     def _why_out(self, member: str, t: float) -> str:
-        """Returns the reason in the logs, but for its death, why a view decided at t is without a member; "" for
-        none.
+        """Returns why a view decided at t is without a member (other than its death), as far as logs say; "" if they do
+        not.
         """
         witness = self.who.get(member)
         if member in self.leaves:
@@ -453,8 +451,8 @@ class EvidenceFold:
         return ""
 
     def _awake(self, member: str, node: str, t: float, seconds: float, out: Exclusion | None) -> None:
-        """Checks a frozen member that was excluded: after its thaw it must notice, and come back unless the job was
-        over.
+        """Checks a frozen member that was excluded: once thawed it must notice its exclusion, and join again unless the
+        job was over.
         """
         if out is None:
             return
@@ -481,7 +479,7 @@ class EvidenceFold:
 
 
 def gather(records: Iterable[Record]) -> Testimony:
-    """Sorts the events of one log directory (in time order) by what they prove."""
+    """Collects the evidence in the events of one log directory, given in order of time."""
     one = EvidenceFold()
     for record in records:
         one.take(record)

@@ -53,7 +53,7 @@ JOB_LABEL = "chaos_job"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric; counters end in `_total`, and a name says its unit."""
+    """Declaration of one metric; its name contains the unit, and a counter's name ends in `_total`."""
 
     name: str
     kind: str
@@ -91,7 +91,7 @@ Labels = tuple[str, ...]
 
 
 def _zero() -> dict[str, dict[Labels, float]]:
-    """Returns counters without labels at 0: a rate needs the 0 that a counter rises from."""
+    """Returns all counters without labels at 0, since a rate can only be computed from a counter that started at 0."""
     found: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
     for short, metric in _BY_NAME.items():
         if metric.kind == COUNTER and not metric.labels:
@@ -101,7 +101,7 @@ def _zero() -> dict[str, dict[Labels, float]]:
 
 @dataclass(slots=True)
 class RunTotals:
-    """Numbers of the latest job that was logged into one folder; takes events in order."""
+    """Metrics of the latest job that logged into a folder, computed from events in order."""
 
     job: str = ""
     """Name of the job; "" until a member or leader has told it."""
@@ -153,7 +153,7 @@ class RunTotals:
             self._links(r)
 
     def _begin(self) -> None:
-        """Forgets the job before."""
+        """Resets all metrics, since another job begins."""
         self.values, self.job, self._committed = _zero(), "", 0.0
         self._dead, self._joined, self._round = set(), set(), 0
 
@@ -178,7 +178,7 @@ class RunTotals:
             self._finish()
 
     def _finish(self) -> None:
-        """Notes that the job is done: no member is in it, and no next slot will come."""
+        """Notes that the job is over: no members are left, and no next commit is awaited."""
         self._committed = 0.0
         self.values["world_size"][()] = 0
         self.values.pop("last_commit_age_seconds", None)
@@ -205,7 +205,7 @@ class RunTotals:
             self._add("outer_pushes_total", len(body.rejected), "rejected")
 
     def _book(self, timeline: Timeline) -> None:
-        """Books the time of intervals that are over."""
+        """Counts the pauses (joins, recoveries, waiting) in the intervals that ended since the last call."""
         for interval in folds.intervals(timeline)[:-1]:
             if interval.stop > self._booked:
                 self._booked = interval.stop
@@ -214,7 +214,7 @@ class RunTotals:
                     self._add("pause_seconds_total", interval.lost, interval.cause)
 
     def shown(self, now: float) -> Shown:
-        """Returns all values as of now, wall time in s."""
+        """Returns all metrics as of now (wall time, s)."""
         self._book(self._latest.timeline)
         self.values["up"][()] = 1
         if self._committed:
@@ -224,7 +224,7 @@ class RunTotals:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """All values of a job at one time.
+    """Values of all metrics at one time.
 
     Attributes:
         job: Name of the job; "" if it is not known.
@@ -241,7 +241,7 @@ Source = Callable[[], Shown]
 
 
 def follow_logs(logs: Path, since: float = 0.0) -> Source:
-    """Returns a source for a log directory, which may appear later: until then it says that nothing is up."""
+    """Returns a source of metrics that follows a log directory; until the directory appears, its metric `up` is 0."""
     tail, totals, lock = Tail(logs, since), RunTotals(), threading.Lock()
 
     def now() -> Shown:
@@ -256,7 +256,7 @@ def follow_logs(logs: Path, since: float = 0.0) -> Source:
 
 
 def ask_scheduler(endpoint: str, token_file: str = "", keys_dir: str = "", timeout_s: float = 2.0) -> Source:
-    """Returns a source for the answers of a scheduler: its members and its step; all else comes from logs on this
+    """Returns a source of metrics that asks a scheduler for members and step, and takes the rest from logs on this
     machine.
     """
     from chaos_lightning.security.credentials import Credentials
@@ -291,7 +291,7 @@ def ask_scheduler(endpoint: str, token_file: str = "", keys_dir: str = "", timeo
 
 
 class Scraped:
-    """Collector of metrics, as prometheus_client expects it."""
+    """Collector with the interface that prometheus_client expects."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -312,7 +312,7 @@ class Scraped:
 
 @contextlib.contextmanager
 def served(source: Source, listen: str) -> Iterator[int]:
-    """Serves `/metrics` at HOST:PORT; gives the port, which 0 leaves to the system.
+    """Serves `/metrics` at HOST:PORT; yields the port (port 0: the system chooses a free one).
 
     Raises:
         ConfigurationError: The address cannot be listened on.
@@ -336,7 +336,8 @@ def served(source: Source, listen: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def pushed(source: Source, otlp: str, interval_s: float) -> Iterator[None]:
-    """Pushes all metrics to an OpenTelemetry collector (OTLP over gRPC, http:// or https://) every so many seconds.
+    """Pushes all metrics to an OpenTelemetry collector (OTLP over gRPC, http:// or https://) every `interval_s`
+    seconds.
 
     Raises:
         ConfigurationError: The address is none, or the interval is no positive number.

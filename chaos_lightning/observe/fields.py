@@ -1,4 +1,4 @@
-"""Reads event fields as values: restores in one place the types that a JSON line lost.
+"""Reads event fields as typed values, because JSON keeps no tuples, view numbers or spans.
 
 Theory of operation. Writers hand dataclasses, tuples and ids to `EventLog.emit`; a line holds objects, lists and
 strings. Each function here takes what a line holds and gives the value the folds work with, and an empty value for
@@ -17,7 +17,7 @@ Stream = tuple[str, int]
 
 
 def number(value: Any, default: float = 0.0) -> float:
-    """Returns a float; `default` for None and for anything that is no number."""
+    """Returns a field as a float; `default` if it is None or not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -25,7 +25,7 @@ def number(value: Any, default: float = 0.0) -> float:
 
 
 def integer(value: Any, default: int = 0) -> int:
-    """Returns an int; `default` for None and for anything that is no number."""
+    """Returns a field as an int; `default` if it is None or not a number."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):
@@ -33,22 +33,22 @@ def integer(value: Any, default: int = 0) -> int:
 
 
 def rows(value: Any) -> Sequence[Any]:
-    """Returns a list; empty for anything that is none."""
+    """Returns a field that is a list; an empty list for any other value."""
     return value if isinstance(value, (list, tuple)) else ()
 
 
 def ids(value: Any) -> tuple[str, ...]:
-    """Returns member ids."""
+    """Returns a field as a tuple of member ids."""
     return tuple(str(item) for item in rows(value))
 
 
 def shares(value: Any) -> tuple[tuple[str, float], ...]:
-    """Returns contributors as (member id, weight)."""
+    """Returns a list of contributors as (member id, weight) pairs."""
     return tuple((str(row[0]), number(row[1])) for row in rows(value) if len(rows(row)) == 2)
 
 
 def spent(value: Any) -> dict[Stream, Spans]:
-    """Returns spent positions by (stream, epoch)."""
+    """Returns the used sample positions by (stream, epoch)."""
     found: dict[Stream, Spans] = {}
     for item in rows(value):
         if isinstance(item, Mapping):
@@ -59,29 +59,29 @@ def spent(value: Any) -> dict[Stream, Spans]:
 
 
 def amounts(value: Any) -> tuple[tuple[str, int], ...]:
-    """Returns (name, bytes) from an object of bytes by name, most bytes first."""
+    """Returns (name, bytes) pairs from an object that maps names to bytes, most bytes first."""
     found = [(str(k), integer(v)) for k, v in value.items()] if isinstance(value, Mapping) else []
     return tuple(sorted(found, key=lambda x: (-x[1], x[0])))
 
 
 def spans(value: Any) -> Spans:
-    """Returns spans from a list of pairs."""
+    """Returns half-open intervals from a list of pairs."""
     return tuple((integer(pair[0]), integer(pair[1])) for pair in rows(value) if len(rows(pair)) == 2)
 
 
 def coverage(value: Any) -> tuple[tuple[int, int, Spans], ...]:
-    """Returns (first layer, layer behind the last one, micro-batches) of each row."""
+    """Returns each row as (first layer, layer after the last one, micro-batches summed in these layers)."""
     return tuple((integer(row[0]), integer(row[1]), spans(row[2])) for row in rows(value) if len(rows(row)) == 3)
 
 
 def view_number(value: Any) -> tuple[int, int]:
-    """Returns (term, number) of a view, from "term.number"; (0, 0) for none."""
+    """Returns a view's id "term.number" as (term, number); (0, 0) if there is none."""
     term, _, count = str(value or "").partition(".")
     return integer(term), integer(count)
 
 
 def view_name(value: Any) -> str:
-    """Returns a view's id as "term.number"; empty for none."""
+    """Returns a view's id as the text "term.number"; "" if there is none."""
     term, count = view_number(value)
     return f"{term}.{count}" if (term, count) != (0, 0) else ""
 

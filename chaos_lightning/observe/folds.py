@@ -1,4 +1,4 @@
-"""Computes step times, joins, recoveries, goodput and samples from a timeline. Pure functions (folds).
+"""Computes step times, joins, recoveries, goodput and samples from a timeline, in pure functions (folds).
 
 Theory of operation. The job advances from commit to commit, so the time between two neighbouring commits is the unit
 that everything is booked on. An interval in which nothing happened is a *clean* step; the median of the clean ones
@@ -35,7 +35,7 @@ STEP, COLLECTIVE, JOIN, RECOVERY, WAITING = "step", "collective", "join", "recov
 
 @dataclass(slots=True)
 class Interval:
-    """Time from one committed slot to the next."""
+    """Time from one committed slot to the next, with its cause."""
 
     slot: SlotFact
     """Slot that ended the interval."""
@@ -52,7 +52,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Join of one newcomer. Wall times in s; None for what has not happened so far."""
+    """Join of one newcomer; wall times in s, None for what has not happened yet."""
 
     member: str
     node: str
@@ -89,7 +89,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryTimes:
-    """Recovery from a death or freeze, until the next slot was committed by all survivors. Wall times in s."""
+    """Recovery from a death or freeze, until all survivors have committed the next slot; wall times in s."""
 
     member: str
     node: str
@@ -115,13 +115,13 @@ class RecoveryTimes:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the blow to the next slot on all survivors."""
+        """Seconds from the death or freeze until all survivors had committed the next slot."""
         return None if self.recovered is None else self.recovered - self.at
 
 
 @dataclass(frozen=True, slots=True)
 class GoodputAccount:
-    """Use of the job's time, in seconds."""
+    """Account of the job's time in seconds: the useful part, and what joins, recoveries and waiting cost."""
 
     total: float
     useful: float
@@ -140,7 +140,7 @@ class GoodputAccount:
 
 @dataclass(slots=True)
 class SampleUse:
-    """Use of one stream in one epoch."""
+    """Samples used of one stream in one epoch."""
 
     used: int = 0
     """Number of positions, counted as often as they were used."""
@@ -151,12 +151,14 @@ class SampleUse:
 
     @property
     def complete(self) -> bool | None:
-        """Whether every sample was used; None if the epoch's length is not in the log."""
+        """Whether every sample of the epoch was used; None if the epoch's length is not in the log."""
         return None if self.length is None else self.distinct == self.length
 
 
 def _once(fold: Callable[[Timeline], T]) -> Callable[[Timeline], T]:
-    """Keeps the result of a fold until the timeline takes another event in: a page asks for it again and again."""
+    """Caches a fold's result until the timeline takes in another event, since a report page asks for it again and
+    again.
+    """
 
     @functools.wraps(fold)
     def kept(timeline: Timeline) -> T:
@@ -172,7 +174,9 @@ def _once(fold: Callable[[Timeline], T]) -> Callable[[Timeline], T]:
 
 
 def _between(before: SlotFact, after: SlotFact) -> float:
-    """Returns the seconds from one slot to the next, by the clocks of members that committed both."""
+    """Returns the seconds from one slot's commit to the next, as the median over members that committed both (monotonic
+    clocks).
+    """
     both = [after.commits[m].mono - before.commits[m].mono for m in after.commits if m in before.commits]
     both = [x for x in both if x >= 0]
     return statistics.median(both) if both else max(0.0, after.first - before.first)
@@ -180,7 +184,7 @@ def _between(before: SlotFact, after: SlotFact) -> float:
 
 @_once
 def intervals(timeline: Timeline) -> list[Interval]:
-    """Returns the run cut at its commits, each piece booked on a cause."""
+    """Cuts the run at its commits and returns the intervals, each with its cause (step, join, recovery, waiting)."""
     chain = timeline.chain()
     pulls = [
         (p.started, p.done)
@@ -210,8 +214,8 @@ def intervals(timeline: Timeline) -> list[Interval]:
 
 
 def _book_losses(cut: Sequence[Interval]) -> None:
-    """Books as lost the time beyond the usual step of as many contributors; with few clean steps, beyond the usual step
-    of all.
+    """Sets `lost` of joins, recoveries and waits: the time beyond the usual step with as many contributors, or else
+    beyond the usual step.
     """
     clean: dict[int, list[float]] = defaultdict(list)
     for interval in cut:
@@ -227,7 +231,7 @@ def _book_losses(cut: Sequence[Interval]) -> None:
 
 
 def _waits(timeline: Timeline) -> list[tuple[float, float]]:
-    """Returns the windows in which at least one member was told to wait below the minimum."""
+    """Returns the times (from, to) at which at least one member had to wait because there were fewer than min_nodes."""
     windows: list[tuple[float, float]] = []
     waiting: dict[str, float] = {}
     commits = sorted(s.first for s in timeline.slots.values())
@@ -246,8 +250,8 @@ def _waits(timeline: Timeline) -> list[tuple[float, float]]:
 
 @_once
 def joins(timeline: Timeline) -> list[Join]:
-    """Returns the joins of all that came into the running job by pulling the state, in order of birth; founders are not
-    among them.
+    """Returns the joins of all members that pulled the state from the running job, in order of their start; founders do
+    not count.
     """
     first: dict[str, float] = {}
     for slot in timeline.chain():
@@ -300,7 +304,7 @@ def joins(timeline: Timeline) -> list[Join]:
 
 @_once
 def recoveries(timeline: Timeline) -> list[RecoveryTimes]:
-    """Returns every injected kill or freeze of a member and every death that was seen, in order of time."""
+    """Returns the recovery from each injected kill or freeze and from each observed death, in order of time."""
     chain = timeline.chain()
     found: list[RecoveryTimes] = []
     explained: set[str] = set()
@@ -323,13 +327,15 @@ def recoveries(timeline: Timeline) -> list[RecoveryTimes]:
 
 
 def _noticed(timeline: Timeline, member: str, death: float) -> float:
-    """Returns when the suspicion began that ended in a member's death (wall time, s); earlier ones were cleared."""
+    """Returns when the suspicion began (wall time, s) that led to declaring the member dead; cleared suspicions do not
+    count.
+    """
     alive = max((s.commits[member].t for s in timeline.slots.values() if member in s.commits), default=0.0)
     return max((t for t in timeline.suspects.get(member, ()) if alive < t <= death), default=death)
 
 
 def _overlap(windows: Sequence[tuple[float, float]], start: float, stop: float | None) -> float:
-    """Returns the seconds from start to stop that lie in at least one window; 0 without a stop."""
+    """Returns how many seconds from start to stop lie in at least one of the given periods; 0 if stop is None."""
     total, at = 0.0, start
     for begin, end in sorted(windows):
         end = min(end, start if stop is None else stop)
@@ -383,7 +389,7 @@ def _recovery(
 
 @_once
 def goodput(timeline: Timeline) -> GoodputAccount:
-    """Accounts for the time between the first and the last commit."""
+    """Divides the time between the first and the last commit into useful and lost time."""
     cut = intervals(timeline)
     lost = {JOIN: 0.0, RECOVERY: 0.0, WAITING: 0.0}
     for interval in cut:
@@ -404,7 +410,7 @@ def goodput(timeline: Timeline) -> GoodputAccount:
 
 @_once
 def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
-    """Returns the positions of each stream and epoch that the committed steps used.
+    """Returns the sample positions of each stream and epoch that the committed steps used.
 
     What members say they used themselves counts; where a contributor died before it could say so, the growth of the
     header's ledger tells its part. A job that went on from a checkpoint takes back what came after it.
@@ -429,8 +435,8 @@ def samples(timeline: Timeline) -> dict[Stream, SampleUse]:
 
 
 def losses(timeline: Timeline, bins: int = 200) -> list[tuple[float, float]]:
-    """Returns (step, mean loss) as members told it, weighed by samples, in at most `bins` bins of steps; a diverged
-    loss is NaN.
+    """Returns (step, mean loss) pairs from members' logs, weighted by samples, averaged to at most `bins` points; NaN
+    for a diverged loss.
 
     A job that went on from a checkpoint takes back what came after it, so the later word on a step counts.
     """
@@ -452,9 +458,7 @@ def losses(timeline: Timeline, bins: int = 200) -> list[tuple[float, float]]:
 
 
 def latest_loss(timeline: Timeline) -> float | None:
-    """Returns the mean of the losses that members told last, weighed by samples; None if no member has told one
-    lately.
-    """
+    """Returns the mean of the members' latest losses, weighted by samples; None if no member has logged one lately."""
     last = {fact.member: fact for fact in timeline.losses[-LOSSES_READ:]}
     if not last:
         return None
@@ -473,14 +477,14 @@ def _mean_loss(facts: Sequence[LossFact]) -> float:
 
 
 def samples_since_first(slots: Sequence[SlotFact]) -> int:
-    """Returns the number of samples that these slots, which follow each other, used in all but the first of them."""
+    """Returns the number of samples that consecutive slots used, without those of the first slot."""
     pairs = itertools.pairwise(slots)
     return sum(size(merge(spans)) for before, slot in pairs for spans in _used(slot, before.ledger).values())
 
 
 def _used(slot: SlotFact, before: Mapping[Stream, Spans]) -> dict[Stream, list[Span]]:
-    """Returns the positions that a slot used, by what members say; for silent members, by what the ledger grew beyond
-    `before`.
+    """Returns the positions that a slot used: what members logged, and for silent members what the header's ledger has
+    beyond `before`.
     """
     said: dict[Stream, list[Span]] = defaultdict(list)
     for commit in slot.commits.values():
@@ -493,7 +497,9 @@ def _used(slot: SlotFact, before: Mapping[Stream, Spans]) -> dict[Stream, list[S
 
 
 def _resumed_at(first: SlotFact) -> dict[Stream, Spans]:
-    """Returns the ledger that a run began with: its first header's without what its first slot used."""
+    """Returns the ledger of used samples with which a run began: that of its first header without what its first slot
+    used.
+    """
     own: dict[Stream, Spans] = defaultdict(tuple)
     for commit in first.commits.values():
         for key, spans in commit.spent.items():

@@ -1,4 +1,4 @@
-"""Follows the job that runs now, for `top` and `metrics`: its events, and the answers of its scheduler."""
+"""Follows the job that is running, for `top` and `metrics`: its event logs, and its scheduler's answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 def outer_job(endpoint: str, secret: Secret, timeout_s: float) -> dict[str, Any] | None:
-    """Returns what the leader of this machine's outer job says, where the user has named no scheduler.
+    """Returns the status of this machine's outer job from its leader; None if the user named a scheduler or no leader
+    answers.
 
     Args:
         endpoint: Endpoint at which no scheduler answered.
@@ -49,7 +50,7 @@ KEPT_SLOTS = 1000
 
 @dataclass(slots=True)
 class Latest:
-    """Timeline of the latest job of those that are logged into one folder; takes events in order.
+    """Timeline of the latest of the jobs that log into one folder; takes events in order.
 
     Attributes:
         forgets: Function that is called with the timeline before old slots, or those of the job before, are dropped.
@@ -60,7 +61,7 @@ class Latest:
     _jobs: Live = field(default_factory=Live)
 
     def take(self, r: Record) -> bool:
-        """Takes in one more event; returns whether another job begins with it."""
+        """Takes in one more event; returns whether it begins another job."""
         begins = self._jobs.begins(r)
         if begins:
             self.forgets(self.timeline)
@@ -74,7 +75,8 @@ class Latest:
 
 @dataclass(slots=True)
 class AskedJob(Generic[T]):
-    """Answers of a scheduler, and what members of this machine log in the default folder.
+    """Status of a job from its scheduler, and from the logs that its members on this machine write to the default
+    folder.
 
     Attributes:
         follow: Function of that folder, and of the time (s) since when something was written, that returns a function;
@@ -91,7 +93,7 @@ class AskedJob(Generic[T]):
     _outer: Callable[[], T] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Returns the scheduler's answer; raises as `fetch_status` does."""
+        """Returns the scheduler's answer; raises the errors of `fetch_status`."""
         from chaos_lightning.control.channel import fetch_status
 
         facts = fetch_status(self.endpoint, self.secret, self.timeout_s)
@@ -102,7 +104,9 @@ class AskedJob(Generic[T]):
         return facts
 
     def outer(self) -> T | None:
-        """Returns what the processes of this machine's outer job log, where no scheduler answers; None for no job."""
+        """Returns the facts logged by this machine's outer job, for when no scheduler answers; None if there is no such
+        job.
+        """
         facts = outer_job(self.endpoint, self.secret, self.timeout_s)
         if facts is None:
             return None

@@ -1,4 +1,4 @@
-"""Checks a job's history, that is, which member committed what: training did not fork, regress, repeat or drop samples.
+"""Checks which member committed what in a job: training must not fork, regress, repeat or drop samples.
 
 Theory of operation. A *history* is what the members claim to have committed, nothing else: no view of the engine's
 inner state, no code shared with it. Headers name their predecessor's hash, so the claims form a tree; the longest
@@ -24,7 +24,7 @@ Stream = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Claim of one member to have committed one slot; claims are in the order in which its log has them."""
+    """Log entry of one member that it committed a slot; lists of commits keep the order of each member's log."""
 
     member: str
     seq: int
@@ -47,7 +47,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Contradiction between claims, or to a rule. `rule` is a word to group by."""
+    """Contradiction between log entries of members, or violation of a rule; `rule` is a word to group problems by."""
 
     rule: str
     text: str
@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(slots=True)
 class JobRun:
-    """Run of a job: a tree of headers from one first slot, and its longest branch."""
+    """One run of a job: the tree of headers that grew from one first slot, and its longest branch (the chain)."""
 
     headers: dict[str, Commit]
     """One of the claims about each header, by hash."""
@@ -77,7 +77,7 @@ class JobRun:
 
     @property
     def lost_branches(self) -> list[str]:
-        """Headers that are not on the chain."""
+        """Hashes of the headers that are not on the chain."""
         kept = set(self.chain)
         return [h for h in self.headers if h not in kept]
 
@@ -88,7 +88,7 @@ class JobRun:
 
 
 def runs(commits: Sequence[Commit]) -> list[JobRun]:
-    """Splits claims into runs, oldest first.
+    """Divides commits into runs, oldest first.
 
     A run starts at a header whose predecessor nobody committed. First headers that overlap in time belong to one run
     (they are rivals for its first slot), later ones to a job that went on from a checkpoint.
@@ -175,7 +175,7 @@ def check_chain(run: JobRun, *, genesis: str = "") -> Iterator[Problem]:
 
 
 def check_forks(run: JobRun) -> Iterator[Problem]:
-    """Checks that no member that knew a header beside the chain went on after it."""
+    """Checks that a member that committed a header beside the chain committed nothing after it."""
     by_member: dict[str, list[Commit]] = defaultdict(list)
     for commit in run.commits:
         by_member[commit.member].append(commit)
@@ -212,7 +212,7 @@ def check_forks(run: JobRun) -> Iterator[Problem]:
 
 
 def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Checks that each member's own commits follow each other without gap or repeat.
+    """Checks that each member's own commits are consecutive, without gap or repetition.
 
     Args:
         run: The run.
@@ -246,8 +246,8 @@ def check_members(run: JobRun, entries: Mapping[str, str] | None = None) -> Iter
 
 
 def check_contributors(run: JobRun, views: Mapping[tuple[int, int], Collection[str]]) -> Iterator[Problem]:
-    """Checks that one attempt has one set of contributors, all members of its view, and only contributors commit
-    (protocol.md 1).
+    """Checks that a slot's contributors are exactly the members of its view, the same in all logs, and that nobody else
+    commits it (protocol.md 1).
 
     Args:
         run: The run.
@@ -278,7 +278,7 @@ def check_contributors(run: JobRun, views: Mapping[tuple[int, int], Collection[s
 
 
 def check_commits_of_all(run: JobRun, gone: Collection[str]) -> Iterator[Problem]:
-    """Checks that each contributor to a slot committed it, too, unless something ended it there.
+    """Checks that each contributor to a slot also committed it, unless the member ended at that slot.
 
     A member cannot contribute to slot s+1 without having committed s, so its end excuses one slot: its last.
 
@@ -316,7 +316,7 @@ class Usage:
     count: int = 0
 
     def add(self, said: Spans | list[Span], grown: Spans | None, silent: bool) -> Iterator[tuple[str, str]]:
-        """Takes in one more slot; yields what is wrong with it, as (rule, words).
+        """Takes in one more slot; yields its problems as (rule, text).
 
         Args:
             said: Positions that its members say they used.
@@ -342,8 +342,8 @@ class Usage:
 def check_samples(
     run: JobRun, *, start: Mapping[Stream, Spans] | None = None
 ) -> tuple[dict[Stream, Usage], list[Problem]]:
-    """Checks that every position was used at most once per epoch, and that the ledger says exactly what was used
-    (protocol.md 25).
+    """Checks that every position was used at most once per epoch, and that the headers' ledger lists exactly the used
+    positions (protocol.md 25).
 
     Args:
         run: The run.
@@ -385,7 +385,7 @@ def check_samples(
 
 
 def check_complete(usage: Mapping[Stream, Usage], lengths: Mapping[Stream, int]) -> Iterator[Problem]:
-    """Checks that an epoch that another one of the same stream followed has no hole, and ends where its length says."""
+    """Checks that each epoch that has a successor in its stream has no holes and the announced length."""
     for (stream, epoch), use in usage.items():
         if not any(s == stream and e > epoch for s, e in usage):
             continue
@@ -402,7 +402,7 @@ def check_complete(usage: Mapping[Stream, Usage], lengths: Mapping[Stream, int])
 
 
 def check_hashes(claims: Iterable[tuple[str, str, str]]) -> tuple[int, list[Problem]]:
-    """Checks that members at one header hold one state.
+    """Checks that all members had the same state after the same header.
 
     Args:
         claims: Claims as (header, member, state hash).
@@ -425,7 +425,7 @@ def check_hashes(claims: Iterable[tuple[str, str, str]]) -> tuple[int, list[Prob
 
 
 def check_stable(run: JobRun, left: Iterable[tuple[str, str]]) -> Iterator[Problem]:
-    """Checks that only stable steps leave the job (protocol.md 4): their header has a successor, or is the closing one.
+    """Checks that nothing written for the outside (such as a checkpoint) holds a slot that was redone (protocol.md 4).
 
     Args:
         run: The run.

@@ -1,4 +1,4 @@
-"""Tells apart the jobs whose events lie in one folder, and gives the events of each job to a fold of its own.
+"""Separates the jobs whose events are in one folder, and passes the events of each job to a fold of its own.
 
 Theory of operation. Which job an event is of may depend on what comes later, so the events are read twice: `_Sorter`
 keeps a few facts of each process, concludes, and then names the jobs of each event. A fold of all events is made in the
@@ -54,7 +54,7 @@ _OUTER_AFTERWARDS = SERVER_GOES | {"cluster_over"}
 
 
 class Fold(Protocol):
-    """Fold over the events of one job, which are taken one after the other, in order of time."""
+    """Fold over the events of one job, given one by one in order of time."""
 
     def take(self, r: Record, /) -> object:
         """Takes the next event in."""
@@ -66,7 +66,7 @@ Outer = TypeVar("Outer", bound=Fold)
 
 @dataclass(frozen=True, slots=True)
 class FoldedJobs(Generic[Members, Outer]):
-    """One fold for each job of a folder.
+    """Results for a folder: one fold for each of its jobs.
 
     Attributes:
         outer: Folds of the outer jobs, oldest first.
@@ -80,7 +80,7 @@ class FoldedJobs(Generic[Members, Outer]):
 def fold_jobs(
     logs: Logs | Sequence[Record], members: Callable[[], Members], outer: Callable[[], Outer] | None = None
 ) -> FoldedJobs[Members, Outer]:
-    """Folds the events of each job.
+    """Divides a folder's events by job, and folds the events of each job.
 
     Args:
         logs: All events of a folder, in order of time.
@@ -115,7 +115,7 @@ def fold_jobs(
 
 @dataclass(slots=True)
 class _Stretch:
-    """Events of one process in one job."""
+    """Events of one process from one `opened` event to the next."""
 
     first: float
     role: str = "member"
@@ -128,7 +128,9 @@ class _Stretch:
     finished: bool = False
 
     def take(self, r: Record) -> bool:
-        """Takes in one more event of the process; returns whether it is its first welcome as a member."""
+        """Takes in one more event of the process; returns whether it is the first that welcomes the process as a
+        member.
+        """
         if r.name in _OVER and self.over is None:
             self.over = r.t
         self.finished |= r.name == "finished" or (r.name == "committed" and r.get("kind") == "closing")
@@ -149,7 +151,7 @@ class _Stretch:
 
 @dataclass(slots=True)
 class _Account:
-    """Events of one process about an outer job from one `opened` to the next."""
+    """Events about an outer job that one process wrote from one `opened` event to the next."""
 
     first: float
     ended: float
@@ -171,7 +173,7 @@ class _Account:
 
 @dataclass(slots=True)
 class _File:
-    """Facts of one file about jobs of members."""
+    """Facts that one event file tells about jobs of members."""
 
     opened: int = 0
     """Number of `opened` events so far."""
@@ -209,7 +211,7 @@ class _File:
 
 @dataclass(slots=True)
 class _Party:
-    """Members that stood on one chain, or on several chains that one of them stood on."""
+    """Members of one chain, or of several chains that have a member in common."""
 
     chains: set[str]
     sources: set[str]
@@ -218,7 +220,7 @@ class _Party:
     last: float = 0.0
 
     def beside(self, other: _Party) -> bool:
-        """Returns whether `other` is surely another job, which ran at the same time."""
+        """Returns whether `other` is certainly another job that ran at the same time."""
         apart = self.places and other.places and not self.places & other.places
         return bool(apart and self.first and self.first <= other.last and other.first <= self.last)
 
@@ -231,12 +233,12 @@ _Key = tuple[str, int]
 
 @dataclass(slots=True)
 class _Part:
-    """Jobs that were logged one after the other.
+    """Jobs whose members logged one after the other.
 
     Attributes:
         jobs: Job of each stretch of a member.
         begins: Time of each job's first event.
-        ends: Time at which each was done.
+        ends: Time at which each job was done.
     """
 
     jobs: dict[_Key, int]
@@ -244,7 +246,9 @@ class _Part:
     ends: list[float]
 
     def job_of(self, key: _Key, first: float, t: float) -> int:
-        """Returns the job of an event at time t, written by a stretch that began at time first (s)."""
+        """Returns the number of the job to which an event at time t belongs, written by a process that began at `first`
+        (s).
+        """
         if len(self.begins) == 1:
             return 0
         if (job := self.jobs.get(key)) is not None:
@@ -256,7 +260,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Group:
-    """Jobs of one elastic cluster, or all jobs of members where there is no outer job.
+    """Jobs of one elastic cluster; without an outer job, all jobs of members.
 
     Attributes:
         sources: Files of the cluster's processes; None: all.
@@ -272,7 +276,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _Sorter:
-    """Tells of which jobs each event is, once it has taken all of them in.
+    """Sorter of a folder's events by job: takes in all events, finds the jobs, then says to which ones each event
+    belongs.
 
     Attributes:
         apart: Whether outer jobs are told from jobs of members.
@@ -323,7 +328,9 @@ class _Sorter:
         return file, (r.source, file.opened)
 
     def conclude(self) -> None:
-        """Finds the jobs; from now on `jobs_of` names those of each event, of which the first one comes next."""
+        """Finds the jobs after all events were taken in; `jobs_of` then expects the same events again from the first
+        on.
+        """
         self.groups = self._clusters() if self.accounts else [_Group("", None)]
         self._begins = self._outer_jobs() if self.accounts else []
         self.outer = len(self._begins)
@@ -334,7 +341,7 @@ class _Sorter:
             file.opened = 0
 
     def jobs_of(self, r: Record) -> Iterator[int]:
-        """Yields the numbers of the jobs that an event belongs to: those of outer jobs come first."""
+        """Yields the numbers of the jobs to which an event belongs, outer jobs first."""
         file, key = self._where(r)
         at = self.outer
         if self.accounts:
@@ -358,7 +365,7 @@ class _Sorter:
     # ------------------------------------------------------------------ jobs of members
 
     def _clusters(self) -> list[_Group]:
-        """Returns elastic clusters, told apart by their chains: a process that is of two of them makes them one."""
+        """Returns one group per elastic cluster: processes whose logs name a common chain are of one cluster."""
         inner = {source: file for source, file in self._files.items() if file.inner}
         groups: list[tuple[set[str], set[str]]] = []
         for source in sorted(inner, key=lambda one: (not inner[one].chains, one)):
@@ -377,7 +384,7 @@ class _Sorter:
         return found
 
     def _divide(self, group: _Group) -> None:
-        """Finds the jobs of a group."""
+        """Divides a group into its jobs."""
         sources = self._files.keys() if group.sources is None else group.sources
         parties = self._parties(sources)
         welcomed = [key for key in self._welcomed if key[0] in sources]
@@ -425,7 +432,7 @@ class _Sorter:
     # ------------------------------------------------------------------ outer jobs
 
     def _outer_jobs(self) -> list[float]:
-        """Gives each account its job; returns when each job begins."""
+        """Assigns each account to an outer job; returns when each job begins (s)."""
         groups: list[list[_Account]] = [[]]
         for one in sorted(self.accounts.values(), key=lambda each: each.first):
             groups[-1].append(one)
@@ -439,9 +446,7 @@ class _Sorter:
 
 
 def _cut(group: Sequence[_Stretch]) -> int:
-    """Returns the index of the first stretch of another job, which the newest stretch shows to have begun; 0: there
-    is none.
-    """
+    """Returns the index of the first stretch of a new job if the newest stretch shows that one has begun; 0 if not."""
     newest = group[-1].ids
     if not any(s.finished or s.ids & newest for s in group[:-1]):
         return 0
@@ -453,7 +458,9 @@ def _cut(group: Sequence[_Stretch]) -> int:
 
 
 def _outer_cut(group: Sequence[_Account]) -> int:
-    """Returns the index at which the job of the leader that began last begins; 0: it is the same job."""
+    """Returns the index of the first account of a new job if the newest leader began one; 0 if it went on with the old
+    job.
+    """
     for at in range(len(group) - 1, 0, -1):
         before = group[:at]
         if any(one.entries for one in before) and all(one.ended <= group[at].first for one in before):
@@ -462,9 +469,7 @@ def _outer_cut(group: Sequence[_Account]) -> int:
 
 
 def _by_chain(group: Sequence[_Account]) -> list[list[_Account]]:
-    """Sets apart processes of another job, on whose folder a server was started; a process that names no job belongs to
-    the first.
-    """
+    """Divides accounts by the chain that they name; those that name none go with the first chain."""
     first = next((one.chain for one in group if one.chain), "")
     found: dict[str, list[_Account]] = {first: []}
     for one in group:
@@ -477,8 +482,8 @@ def _by_chain(group: Sequence[_Account]) -> list[list[_Account]]:
 
 @dataclass(slots=True)
 class Live:
-    """Detector of the next job: tells from one event after the other when another job begins. It sees no future, so it
-    is for showing only.
+    """Detector of a new job for the live view: decides at each event, without knowing later ones, whether another job
+    begins.
     """
 
     _stretches: dict[str, _Stretch] = field(default_factory=dict)
@@ -486,7 +491,7 @@ class Live:
     _group: list[_Stretch] = field(default_factory=list)
 
     def begins(self, r: Record) -> bool:
-        """Takes one event in; returns whether it is the first welcome of another job than what came before."""
+        """Takes in one event; returns whether it is the first welcome of a member in a new job."""
         one = self._stretches.get(r.source)
         if one is None or r.name == "opened":
             one = self._stretches[r.source] = _Stretch(r.t, str(r.get("role", "member")))

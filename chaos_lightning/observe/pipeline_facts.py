@@ -1,4 +1,4 @@
-"""Reads the pipelines of a job from event logs: what was chosen, which member runs which layers, and what became of it.
+"""Reads from event logs which pipelines a job chose, which member runs which layers, and how fast the pipelines were.
 
 Theory of operation. The scheduler notes each choice with the plan, estimates and bytes that are to move. Members note
 the parts that they got. Measured steps are those between one choice and the next. What members say they own and have
@@ -18,7 +18,7 @@ from chaos_lightning.observe.spans import Span, merge
 
 @dataclass(frozen=True, slots=True)
 class PipelinesFact:
-    """Pipelines of a view as the scheduler chose them; seconds and shares are its estimates."""
+    """Pipelines that the scheduler chose for a view; seconds and shares are its estimates."""
 
     t: float
     view: str
@@ -41,11 +41,11 @@ class PipelinesFact:
 
     @property
     def bubbles(self) -> float | None:
-        """Mean share of a step in which members that run layers do not compute; None: not known."""
+        """Mean share of a step in which members that run layers sit idle; None if unknown."""
         return 1 - sum(self.busy.values()) / len(self.busy) if self.busy else None
 
     def runs(self, member: str) -> str:
-        """Returns in words what a member runs."""
+        """Returns in words which layers a member runs."""
         mine = self.layers.get(member)
         if not mine:
             return "stands by"
@@ -54,7 +54,7 @@ class PipelinesFact:
 
 @dataclass(frozen=True, slots=True)
 class PartPullFact:
-    """Part of the state that a member got from others."""
+    """Pull of a part of the state by one member."""
 
     t: float
     member: str
@@ -70,7 +70,7 @@ class PartPullFact:
 
 
 def pipelines_of(record: Record) -> PipelinesFact | None:
-    """Reads a `pipelines` event; None if no pipelines were chosen, or it does not tell their plan."""
+    """Reads a `pipelines` event; returns None if no pipelines were chosen or the event lacks their plan."""
     owned, chosen, busy = record.get("layers"), record.get("chosen"), record.get("busy")
     if not isinstance(owned, Mapping) or not record.get("view"):
         return None
@@ -108,7 +108,9 @@ class PipelinePeriod:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Cells of a table row: pipelines, way, steps, estimated and measured step, bubbles, moved, reruns."""
+        """Cells of a table row: pipelines, way to go on, steps, estimated and measured step time, idle share, bytes
+        moved, repeated steps.
+        """
         chosen, moved = self.chosen, ""
         if self.pulled_nbytes:
             moved = f"{amount(self.pulled_nbytes)} in {duration(self.pulled_s)}"
@@ -132,7 +134,7 @@ def periods(
     reruns: Sequence[float],
     pulls: Sequence[PartPullFact],
 ) -> list[PipelinePeriod]:
-    """Returns what became of each choice.
+    """Returns the period of each choice of pipelines, with its steps, reruns and moved parts.
 
     Args:
         chosen: Chosen pipelines in order of time.

@@ -1,4 +1,4 @@
-"""Draws the live view with rich, for `top` and `LiveView`: a board of the members and of what the job is doing.
+"""Draws the live view with rich, for `top` and `LiveView`: a board with the members and what the job is doing.
 
 Theory of operation. A board is a pure function of facts and the present time. `Dashboard` holds the facts in one shape,
 whether they come from event logs (everything, joins with progress, step times, what links carry just now) or from a
@@ -84,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:
-    """Row of one link on the board; `there` is from a to b. Rates in bits per second, None where not known."""
+    """Row of the link between members a and b on the board; "there" is from a to b; rates in bit/s, None if unknown."""
 
     a: str
     b: str
@@ -100,7 +100,7 @@ class LinkRow:
 
 @dataclass(slots=True)
 class Dashboard:
-    """Everything that a board shows."""
+    """Content of a board."""
 
     title: str
     view: str = ""
@@ -119,7 +119,7 @@ class Dashboard:
 
 
 def from_timeline(timeline: Timeline, now: float, *, title: str = "chaos-lightning", lines: int = 8) -> Dashboard:
-    """Returns the board of a run as far as its event logs tell, at wall time `now` (s)."""
+    """Returns the board of a run at wall time `now` (s), from its event logs."""
     current = max((v for v in timeline.views.values() if v.members), key=lambda v: v.number, default=None)
     chain = timeline.recent(200)
     board = Dashboard(title, view=current.id if current else "", reason=current.reason if current else "")
@@ -168,7 +168,7 @@ def _row(life: Life, ranks: Mapping[str, int], recent: Sequence[SlotFact], now: 
 
 
 def _links(timeline: Timeline, members: Sequence[str], since: float) -> list[LinkRow]:
-    """Returns the links among these members whose traffic either end has told since a wall time (s)."""
+    """Returns the rows of links whose traffic either of its two members logged since a wall time (s)."""
     rows = []
     fresh = {(a, b): flow for a, flows in timeline.flows.items() for b, flow in flows.items() if flow.t >= since}
     for a, b in itertools.combinations(members, 2):
@@ -217,9 +217,7 @@ def _figures(timeline: Timeline, chain: Sequence[SlotFact], now: float) -> list[
 
 
 def _pipeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
-    """Returns figures of the pipelines: their shape, the estimated step and its bubbles, and steps that were begun
-    anew.
-    """
+    """Returns figures of the pipelines: shape, estimated step time and idle share, and number of repeated steps."""
     chosen = timeline.pipelines[-1]
     figures = [("pipelines", chosen.shape)]
     if chosen.step_s:
@@ -235,7 +233,7 @@ def _pipeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
 
 
 def from_status(facts: Mapping[str, Any]) -> Dashboard:
-    """Returns the board of a scheduler's status (`chaos-lightning status --json`)."""
+    """Returns the board for a scheduler's status (`chaos-lightning status --json`)."""
     machine = facts.get("machine", {}) or {}
     members = [m for m in machine.get("members", ()) if isinstance(m, Mapping)]
     others = [m for m in machine.get("others", ()) if isinstance(m, Mapping)]
@@ -304,9 +302,7 @@ def _status_row(member: Mapping[str, Any], rank: int | None) -> Row:
 
 
 def with_logs(board: Dashboard, logged: Dashboard) -> Dashboard:
-    """Returns a scheduler's board with what event logs of the same view tell more; they may be of some of the members
-    only.
-    """
+    """Returns a scheduler's board, completed with what event logs know of the same view (or only of some members)."""
     if not board.view or logged.view != board.view:
         return board
     known = {row.name: row for row in logged.rows}
@@ -324,7 +320,7 @@ def with_logs(board: Dashboard, logged: Dashboard) -> Dashboard:
 
 
 def draw(board: Dashboard) -> RenderableType:
-    """Returns the board as something to print on a terminal."""
+    """Returns the board as a rich renderable for a terminal."""
     board = printable(board)  # names and reasons are words of others
     parts: list[RenderableType] = []
     head = Text(board.title, style="bold")
@@ -405,7 +401,7 @@ def _link_table(links: Sequence[LinkRow]) -> RenderableType:
 
 
 def _progress(pulls: Sequence[tuple[str, ProgressFact]]) -> RenderableType:
-    """Returns the transfers under way, on lines of their own: beside the members' numbers is no room in 80 columns."""
+    """Returns the transfers under way, each on lines of its own, since member rows have no room left in 80 columns."""
     longest = sorted(pulls, key=lambda x: -(x[1].remaining_s if x[1].remaining_s is not None else float("inf")))
     shown = [x for x in pulls if x in longest[:PULLS_SHOWN]]
     parts: list[RenderableType] = []

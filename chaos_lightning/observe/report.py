@@ -1,4 +1,4 @@
-"""Writes one page about one run: an HTML file that needs nothing else, and its overview as a PNG.
+"""Writes a report about one run: a self-contained HTML page, and its overview picture as a PNG.
 
 Theory of operation. The page is folds in tables and charts in base64, set in plain HTML without scripts, fonts or
 anything from a network, so that it can be mailed, archived or opened on a machine without internet. The audit's
@@ -63,7 +63,7 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space:
 
 
 class Begun(Protocol):
-    """Facts of a job whose pictures and tables begin at a wall time, s."""
+    """Facts of a job that know at which wall time (s) the pictures and tables begin."""
 
     @property
     def origin(self) -> float:
@@ -77,7 +77,7 @@ MAX_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class WrittenReport:
-    """Paths of a written report, and its summary; `picture` is None where none could be drawn."""
+    """Paths of a written report, and its summary; `picture` is None if none could be drawn."""
 
     page: Path
     picture: Path | None
@@ -87,7 +87,7 @@ class WrittenReport:
 
 @dataclass(slots=True)
 class JobFacts:
-    """Folds of a job of members: what a page shows, and what an audit judges."""
+    """Folds over a job of members: the timeline for the page, and the evidence for the audit."""
 
     timeline: Timeline = field(default_factory=Timeline)
     evidence: EvidenceFold = field(default_factory=EvidenceFold)
@@ -102,7 +102,7 @@ class JobFacts:
 
 
 def write_job(found: list[JobFacts], target: Path, *, title: str, job: int = 0, stem: str = "report") -> WrittenReport:
-    """Writes a page and a picture about one of these jobs to files of this stem.
+    """Writes the page and the picture of one of a folder's jobs to files named by `stem`.
 
     Empties the list: pictures of a large job need the memory that its evidence has.
 
@@ -149,7 +149,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def _counts(timeline: Timeline) -> tuple[int, int, folds.RecoveryTimes | None]:
-    """Returns the number of joins, that of deaths and freezes, and the slowest recovery."""
+    """Returns the number of joins, the number of deaths and freezes, and the slowest recovery."""
     joins = sum(j.pull_done is not None for j in folds.joins(timeline))
     recoveries = folds.recoveries(timeline)
     ended = [r for r in recoveries if r.seconds is not None]
@@ -189,7 +189,7 @@ def render(timeline: Timeline, findings: Sequence[auditing.Finding], *, title: s
 
 
 def page_of(title: str, short: str, parts: Sequence[str]) -> str:
-    """Returns a page with this headline, the line below it and these pieces of HTML."""
+    """Returns an HTML page with a headline (`title`), a line below it (`short`) and the given pieces of HTML."""
     body = "\n".join([f"<h1>{escaped(title)}</h1>", f'<p class="sub">{escaped(short)}</p>', *parts])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -203,12 +203,12 @@ def page_of(title: str, short: str, parts: Sequence[str]) -> str:
 
 
 def escaped(text: object) -> str:
-    """Returns a text of unknown origin so that neither the page nor a terminal that shows its source obeys it."""
+    """Returns untrusted text with HTML and terminal control characters made harmless."""
     return html.escape(printable(" ".join(str(text).splitlines())))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), empty: str) -> str:
-    """Returns a table; cells are HTML already, columns in `numbers` are right-aligned."""
+    """Returns an HTML table; cells are HTML already, the columns in `numbers` are right-aligned."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(f"<{tag}{' class=n' if i in numbers else ''}>{c}</{tag}>" for i, c in enumerate(row))
@@ -241,7 +241,7 @@ def _cards(timeline: Timeline) -> str:
 
 
 def card_row(cards: Iterable[tuple[str, str]]) -> str:
-    """Returns cards as HTML, from (value, what it is)."""
+    """Returns an HTML row of cards, from (value, label) pairs."""
     inner = "".join(
         f'<div class="card"><b>{escaped(value)}</b><span>{escaped(what)}</span></div>' for value, what in cards
     )
@@ -249,7 +249,7 @@ def card_row(cards: Iterable[tuple[str, str]]) -> str:
 
 
 def contract(findings: Sequence[auditing.Finding]) -> str:
-    """Returns the verdicts as a table."""
+    """Returns the audit's verdicts as an HTML table."""
     rows = []
     for f in findings:
         details = "".join(f"<li>{escaped(line)}</li>" for line in f.details[:20])
@@ -268,7 +268,7 @@ def contract(findings: Sequence[auditing.Finding]) -> str:
 
 
 def overview_at(path: Path, draw: Callable[[], bytes]) -> Path | None:
-    """Writes the overview to a path; returns the path, or None if there can be no pictures."""
+    """Writes the overview picture to a path; returns the path, or None if pictures cannot be drawn."""
     if charts.missing():
         return None
     path.write_bytes(draw())
@@ -276,7 +276,7 @@ def overview_at(path: Path, draw: Callable[[], bytes]) -> Path | None:
 
 
 def pictures(names: Iterable[str], draw: Callable[[str], bytes]) -> Iterable[str]:
-    """Returns pictures within the page, or a line that says why there are none."""
+    """Returns the pictures as HTML to embed in the page, or a line that says why there are none."""
     if why := charts.missing():
         return [f'<p class="small">{escaped(why)}</p>']
     return (_image(name, draw(name)) for name in names)
@@ -288,7 +288,7 @@ def _image(name: str, png: bytes) -> str:
 
 
 def at(t: float | None, facts: Begun) -> str:
-    """Returns when something was, from the origin on; "-" for never."""
+    """Returns a wall time as text, in seconds since the job's origin; "-" for None."""
     return "-" if t is None else f"{t - facts.origin:.2f} s"
 
 
@@ -378,8 +378,8 @@ def _recoveries(timeline: Timeline) -> str:
 
 
 def _pipelines(timeline: Timeline) -> list[str]:
-    """Returns tables of the pipelines that there were, and of which member runs what in the last ones; empty for a job
-    without pipelines.
+    """Returns HTML tables of all pipelines of the job, and of the layers that members run in the last ones; none for a
+    job without pipelines.
     """
     if not timeline.pipelines:
         return []
@@ -436,6 +436,6 @@ def _views(timeline: Timeline) -> str:
 
 
 def notes(told: Iterable[NoteFact], facts: Begun) -> str:
-    """Returns events in words as a table."""
+    """Returns events with their texts as an HTML table."""
     rows = [(at(n.t, facts), escaped(n.member or "-"), escaped(n.name), escaped(n.text)) for n in told]
     return table(("at", "who", "event", "words"), rows, numbers=(0,), empty="nothing was said")

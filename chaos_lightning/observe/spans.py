@@ -1,4 +1,4 @@
-"""Arithmetic on half-open intervals, for folds and checkers only.
+"""Arithmetic on half-open intervals (spans) of positions, for folds and checkers only.
 
 Theory of operation. The engine has its own ledger arithmetic in `planning/`; what judges the engine must not share
 it, or a mistake there would judge itself innocent. Inputs need no order unless said otherwise; results are sorted.
@@ -27,7 +27,7 @@ def merge(spans: Iterable[Span]) -> Spans:
 
 
 def overlaps(spans: Iterable[Span]) -> Spans:
-    """Returns the positions that more than one of these spans holds."""
+    """Returns the positions that are in more than one of the spans."""
     out: list[Span] = []
     reach: int | None = None
     for a, b in sorted(s for s in spans if s[1] > s[0]):
@@ -38,12 +38,12 @@ def overlaps(spans: Iterable[Span]) -> Spans:
 
 
 def intersect(one: Iterable[Span], two: Spans) -> Spans:
-    """Returns the positions that are in both."""
+    """Returns the positions that are in both lists of spans."""
     return merge((max(a, c), min(b, d)) for a, b in one for c, d in two)
 
 
 def subtract(one: Iterable[Span], two: Spans) -> Spans:
-    """Returns the positions of the first that are not in the second (merged)."""
+    """Returns the positions in the first spans that are not in the second; the second must be merged."""
     out: list[Span] = []
     for a, b in one:
         at = a
@@ -58,11 +58,11 @@ def subtract(one: Iterable[Span], two: Spans) -> Spans:
 
 
 def size(spans: Iterable[Span]) -> int:
-    """Returns the number of positions, overlaps counted as often as they occur."""
+    """Returns the number of positions in the spans; a position in several spans counts several times."""
     return sum(b - a for a, b in spans)
 
 
 def words(spans: Spans, limit: int = 4) -> str:
-    """Returns the spans in words for messages: "[0, 4), [8, 12) and 3 more"."""
+    """Returns the spans as text for messages, such as "[0, 4), [8, 12) and 3 more"."""
     text = ", ".join(f"[{a}, {b})" for a, b in spans[:limit])
     return text + (f" and {len(spans) - limit} more" if len(spans) > limit else "")

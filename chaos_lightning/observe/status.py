@@ -1,4 +1,6 @@
-"""Shows what a scheduler, or else this machine's parameter server, says of its job (`chaos-lightning status`)."""
+"""Shows a job's status as its scheduler, or else this machine's parameter server, reports it (`chaos-lightning
+status`).
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def counted(machine: dict[str, Any]) -> str:
-    """Returns a large job's members, newcomers and links in numbers."""
+    """Returns in one line how many members, newcomers and links a large job has."""
     counts = machine["counts"]
     words = [f"{counts['members']} members, {counts['members'] - counts['connected']} of them not connected"]
     words += [f"{number} {standing}" for standing, number in counts["others"].items()]
@@ -130,7 +132,9 @@ def _show_rows(console: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _show_candidacy(console: Any, facts: dict[str, Any]) -> None:
-    """Prints which of several schedulers leads, since when and why, which stand by, and what this one waits for."""
+    """Prints which of several schedulers leads, since when and why, which ones stand by, and what the asked one waits
+    for.
+    """
     if "leader" not in facts:
         return
     leader = facts["leader"]
@@ -155,7 +159,7 @@ def _chain_of(machine: dict[str, Any]) -> str:
 
 
 def _steps_of(machine: dict[str, Any]) -> str:
-    """Returns in words how long a step of pipelines takes, as it was estimated and as members measure it."""
+    """Returns in words how long a step with pipelines takes: as estimated, and as members measured it."""
     measured = [row["step_time_s"] for row in machine.get("members", ()) if row.get("step_time_s")]
     words = [f"estimated at {duration(machine['estimated_step_s'])}"] if machine.get("estimated_step_s") else []
     words += [f"measured {duration(max(measured))}"] if measured else []
@@ -163,7 +167,7 @@ def _steps_of(machine: dict[str, Any]) -> str:
 
 
 def _show_links(console: Any, machine: dict[str, Any]) -> None:
-    """Prints the plan, and a line for each link that is not simply there or was measured."""
+    """Prints the reduction plan, and each link that was measured or is not in normal use."""
     from chaos_lightning.machine.tables import FittingTable
 
     plan, links = machine.get("plan") or {}, machine.get("links") or ()

@@ -1,5 +1,4 @@
-"""Builds the run as it can be drawn: which members lived when, which views ruled, who committed which slots, what
-moved.
+"""Builds a run's timeline from events: members' lives, views, committed slots, faults and transfers.
 
 Theory of operation. `Timeline` is a fold: `take` takes one event after the other, in any process's file order, and
 only ever adds facts, so the same class serves a finished run (report), a running one (live view) and a test. Nothing
@@ -34,7 +33,7 @@ UNKNOWN_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ProgressFact:
-    """Progress of a transfer when its newcomer told last."""
+    """Progress of a state transfer, as the newcomer logged it last."""
 
     nbytes: int = 0
     """Bytes so far, those that were there before included."""
@@ -67,7 +66,7 @@ class PullFact:
 
 @dataclass(slots=True)
 class Life:
-    """Life of one member id from the process's first word (or its rejoin) to its end."""
+    """Life of one member id, from the process's first event (or its rejoin) to its end."""
 
     member: str
     node: str
@@ -98,7 +97,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class ViewFact:
-    """View as the first event about it told it."""
+    """View, as the first event about it describes it."""
 
     id: str
     members: tuple[str, ...]
@@ -142,20 +141,20 @@ class SlotFact:
     """Wall time (s) of the slot's last commit."""
 
     def commit(self, member: str, fact: CommitFact) -> None:
-        """Takes a commit in; of several by one member the first counts."""
+        """Takes in a member's commit; if a member logged several, the first counts."""
         if member not in self.commits:
             self.commits[member] = fact
             self.first, self.complete = min(self.first, fact.t), max(self.complete, fact.t)
 
     @property
     def who(self) -> tuple[str, ...]:
-        """Ids of the contributors, in rank order."""
+        """Member ids of the contributors, in rank order."""
         return tuple(member for member, _ in self.contributors)
 
 
 @dataclass(frozen=True, slots=True)
 class FaultFact:
-    """Injected fault, written down before it struck."""
+    """Injected fault; its event was written before the fault struck."""
 
     t: float
     kind: str
@@ -178,7 +177,7 @@ class LossFact:
 
 @dataclass(frozen=True, slots=True)
 class FlowFact:
-    """Traffic of one member's link to another, and the rate that it can carry."""
+    """Traffic of one member on its link to another, and the link's measured rate."""
 
     t: float
     sent_bps: float
@@ -200,7 +199,7 @@ class NoteFact:
 
 @dataclass(slots=True)
 class Timeline:
-    """Fold of all events of one run."""
+    """Fold over all events of one run."""
 
     start: float = 0.0
     stop: float = 0.0
@@ -243,8 +242,8 @@ class Timeline:
         return timeline
 
     def next_job(self) -> Timeline:
-        """Returns an empty timeline for the job that begins in the same log directory; it knows which process writes
-        which file.
+        """Returns an empty timeline for the next job in the same log directory; it remembers which process writes which
+        file.
         """
         return Timeline(_opened=self._opened, _roles=self._roles)
 
@@ -378,8 +377,8 @@ class Timeline:
             self._part_arrives(record, life)
 
     def _part_arrives(self, record: Record, life: Life) -> None:
-        """Takes in a part of the state: parts before a newcomer joins are its pull of the state, later ones move
-        between members.
+        """Takes in the pull of a part of the state; before the member has joined, the part counts as its pull of the
+        state.
         """
         if life.joined is not None:
             return
@@ -496,12 +495,13 @@ class Timeline:
     # ------------------------------------------------------------------------------------------------ reading
 
     def living(self, node: str, t: float) -> Life | None:
-        """Returns the life of this node at time t (s): the latest born by then; None if it ended before."""
+        """Returns the newest life of a node that had begun by time t (s); None if it had ended by then."""
         mine = [x for x in self.lives.values() if x.node == node and x.born <= t and (x.ended is None or x.ended >= t)]
         return max(mine, key=lambda x: x.born, default=None)
 
     def chain(self) -> list[SlotFact]:
-        """Returns the slots that stayed: from the last committed one back along the predecessors' hashes, oldest first.
+        """Returns the slots that stayed in the job's history, oldest first: from the last commit back along the
+        predecessors' hashes.
 
         A slot that only its dead committer knew is in `slots` but not here. Where the chain begins anew (a job that
         went on from a checkpoint) the earlier part is put before it.
@@ -521,7 +521,7 @@ class Timeline:
 
     @property
     def origin(self) -> float:
-        """Time at which pictures begin: the first member's birth (a scheduler may have waited for hours before)."""
+        """Time at which pictures begin: the first member's start (the scheduler may have waited for hours before)."""
         return min((life.born for life in self.lives.values()), default=self.start)
 
     def recent(self, count: int) -> list[SlotFact]:
@@ -534,7 +534,7 @@ class Timeline:
         return found[::-1]
 
     def prune(self, keep: int) -> None:
-        """Drops all but the newest `keep` slots: for a view of a run that goes on for days."""
+        """Drops all but the newest `keep` slots, to bound memory in runs that go on for days."""
         self.folded.clear()
         for header in list(self.slots)[: max(0, len(self.slots) - keep)]:
             del self.slots[header]
@@ -542,7 +542,7 @@ class Timeline:
         del self.losses[: max(0, len(self.losses) - keep)]
 
     def nodes(self) -> list[str]:
-        """Returns node names in the order they appeared."""
+        """Returns the node names in the order in which they appeared."""
         return list(dict.fromkeys(x.node for x in sorted(self.lives.values(), key=lambda x: x.born)))
 
 

@@ -1,1 +1,1 @@
-"""Sends hostile bytes to all that reads bytes of others: `python -m lab.fuzz` (docs/fuzzing.md)."""
+"""Fuzzes everything that reads bytes from other processes: `python -m lab.fuzz` (docs/fuzzing.md)."""

@@ -1,4 +1,4 @@
-"""Runs `python -m lab.fuzz` (docs/fuzzing.md)."""
+"""Runs the fuzzer: `python -m lab.fuzz` (docs/fuzzing.md)."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _one(args: argparse.Namespace) -> int:
-    """Runs one target under one driver, in this process (atheris: in a child); prints the outcome, returns the exit
-    code.
+    """Runs one target under one driver in this process (the driver atheris: in a child process); prints the outcome,
+    returns the exit code.
     """
     target, seconds = TARGETS[args.target], args.minutes * 60
     if args.driver == "atheris":

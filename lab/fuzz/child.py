@@ -1,4 +1,4 @@
-"""Runs atheris on one target in a process of its own: `python -m lab.fuzz.child TARGET ...`."""
+"""Runs the fuzzer atheris on one target in a process of its own: `python -m lab.fuzz.child TARGET ...`."""
 
 from __future__ import annotations
 

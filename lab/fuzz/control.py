@@ -1,4 +1,4 @@
-"""Fuzzes the control plane with a hostile peer at the other end: a scheduler's server, the TLS proxy before it, an
+"""Fuzzes the control plane with a hostile peer: a scheduler's server, the TLS proxy in front of it, and a member's
 agent.
 
 Theory of operation. Each is started once per process, with a bystander that must not be hurt: another member's stream
@@ -66,7 +66,7 @@ ORDERLY = ("deposed: ", "the job is finished")
 
 
 class _Server:
-    """Scheduler in this process, and one member that is well."""
+    """Scheduler in this process, with a well-behaved member connected to it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -87,8 +87,8 @@ class _Server:
         self._over = asyncio.run_coroutine_threadsafe(self.server.life.ended(), self.loop)
 
     def check(self) -> bool:
-        """Checks that the scheduler goes on; returns whether it does. A member may make it end in two ways, in good
-        order: it was the last of a job and has finished, or it says that there is a later term (protocol.md 7).
+        """Checks that the scheduler works or has ended in good order; returns whether it works. A member may end it in
+        two ways: as the last of a job, by finishing, or by naming a later term (protocol.md 7).
         """
         try:
             facts = json.loads(self._status(b"", timeout=PATIENCE_S).json)
@@ -145,7 +145,7 @@ def _server_seeds() -> list[bytes]:
 
 
 class _Hostile:
-    """Scheduler that says what it is told to say."""
+    """Scheduler that sends given bytes to whoever connects."""
 
     def __init__(self) -> None:
         from concurrent import futures
@@ -171,8 +171,8 @@ def _hostile() -> _Hostile:
 
 
 def _feed_agent(data: bytes) -> None:
-    """Tells this to an agent and the machine behind it; afterwards the agent must still come back, or have a reason not
-    to.
+    """Sends the input's parts to an agent as a scheduler's messages; afterwards the agent must reconnect, or have a
+    reason not to.
     """
     from chaos_lightning.membership import effects as fx
     from chaos_lightning.membership.member import MemberMachine
@@ -228,7 +228,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
 
 
 class Deed(enum.IntEnum):
-    """Kind of hostile input on a connection."""
+    """Kind of attack that a connection to the TLS proxy makes."""
 
     SAY = 0
     """Say the bytes, and no more."""
@@ -249,7 +249,7 @@ class Deed(enum.IntEnum):
 
 
 class _Proxied:
-    """TLS proxy, a scheduler behind it, and a member that is well."""
+    """TLS proxy with a scheduler behind it, and a well-behaved member that is connected through it."""
 
     def __init__(self) -> None:
         from chaos_lightning.control.tls_proxy import TlsProxy
@@ -291,7 +291,7 @@ class _Proxied:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def check(self) -> None:
-        """Checks that only the member's connection is left and stands, and that a new one is let in."""
+        """Checks that the proxy has closed all connections except the member's, and that it lets in a new one."""
         deadline = time.monotonic() + PATIENCE_S
         while self.tls_proxy.visits > 1:
             if time.monotonic() > deadline:
@@ -304,7 +304,7 @@ class _Proxied:
                 raise FindingError(words)
 
     def _outside(self) -> str:
-        """Returns what keeps a member from coming in, or from being answered; "" if nothing does."""
+        """Returns why a member cannot connect through the TLS proxy or gets no answer; "" if it can."""
         try:
             self._status(b"", timeout=PATIENCE_S)
             with self.connect() as sock, self.shown[0].wrap_socket(sock) as tls:
@@ -331,7 +331,9 @@ def _tls_proxy() -> _Proxied:
 
 
 class _Caller:
-    """Hostile connection. A handshake is made in memory, so that each flight of it can be changed."""
+    """Hostile connection to the TLS proxy; makes its TLS handshake in memory, so that each message of it can be
+    changed.
+    """
 
     def __init__(self, tls_proxy: _Proxied, deed: Deed, context: ssl.SSLContext, said: bytes) -> None:
         self.deed = deed
@@ -341,7 +343,7 @@ class _Caller:
         self._tls = context.wrap_bio(self._in, self._out)
 
     def act(self) -> None:
-        """Says on the connection what its deed asks for."""
+        """Carries out the connection's attack."""
         with contextlib.suppress(OSError):  # ssl.SSLError is one: the TLS proxy may have shut it meanwhile
             match self.deed:
                 case Deed.SAY_AND_WAIT:
@@ -375,7 +377,7 @@ class _Caller:
         return self._out.read()
 
     def _answer(self) -> bytes:
-        """Returns the answer to the scheduler's part of the handshake, as far as that goes."""
+        """Returns the client's next handshake message, after it has read the server's part (as far as that arrives)."""
         while not self._out.pending and (piece := self._sock.recv(1 << 16)):
             self._in.write(piece)
             try:
@@ -393,7 +395,7 @@ class _Caller:
         return flight[:at] + self._said[1:] + flight[at + taken :]
 
     def close(self) -> None:
-        """Waits until the TLS proxy has shut the connection."""
+        """Waits until the TLS proxy has closed the connection."""
         with self._sock, contextlib.suppress(ConnectionError):
             try:
                 while self._sock.fileno() >= 0 and self._sock.recv(1 << 16):
@@ -403,7 +405,7 @@ class _Caller:
 
 
 def _feed_proxy(data: bytes) -> None:
-    """Carries out the deeds of an input at the TLS proxy, and checks the bystander (see the module)."""
+    """Makes the input's attacks on the TLS proxy, and checks that the member connected through it is unharmed."""
     tls_proxy, callers = _tls_proxy(), list[_Caller]()
     try:
         for tag, said in mutate.split(data)[:_MOST_AT_ONCE]:
@@ -420,7 +422,7 @@ def _feed_proxy(data: bytes) -> None:
 
 
 def _proxy_seeds() -> list[bytes]:
-    """Returns inputs with one or several of each deed, with every certificate."""
+    """Returns inputs with one or several attacks of each kind, with every certificate."""
     words = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x02\0" + bytes(40),
@@ -438,7 +440,7 @@ def _proxy_seeds() -> list[bytes]:
 
 
 def _mutate_proxy(data: bytes, rng: Random) -> bytes:
-    """Returns a nearly valid input; deeds that take long are rare."""
+    """Returns a changed, nearly valid input; attacks that take long are rare."""
     tags = [deed + len(Deed) * who for deed in Deed for who in range(5) if deed < Deed.FLOOD]
     changed = mutate.parts_of(data, rng, lambda tag, part, r: mutate.bytes_of(part, r), tags)
     parts = mutate.split(changed)

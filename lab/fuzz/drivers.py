@@ -1,4 +1,5 @@
-"""Drives targets in two ways: hypothesis, which shrinks what it finds, and atheris, which follows the code it reaches.
+"""Runs targets with one of two drivers: hypothesis, which shrinks findings, or atheris, which is guided by code
+coverage.
 
 Theory of operation. Both change valid inputs by the target's own `mutate`. hypothesis supplies the random choices, so
 that a failing input is made small by choosing less. atheris (libFuzzer) keeps every input that reached a new branch,
@@ -62,19 +63,19 @@ def saved(folder: Path, target: Target, data: bytes) -> Path:
 
 
 def replay(path: Path, target: Target) -> None:
-    """Runs the target on a file; raises what it finds."""
+    """Runs the target on a saved input; raises what it finds."""
     warm(target)
     guarded(target, path.read_bytes())
 
 
 def warm(target: Target) -> None:
-    """Imports and starts what a target needs, so that it counts for no input's memory."""
+    """Runs a target on its seeds once, so that imports and caches do not count as an input's memory."""
     for seed in target.seeds():
         target.run(seed)
 
 
 def told(error: BaseException) -> str:
-    """Returns an error and where it came from, in a line."""
+    """Returns an error and the places that raised it, in one line."""
     places = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-3:]]
     return f"{type(error).__name__}: {str(error)[:300]} ({' > '.join(places)})"
 
@@ -83,7 +84,7 @@ def told(error: BaseException) -> str:
 
 
 def with_hypothesis(target: Target, seconds: float, folder: Path, *, examples: int = 0) -> Outcome:
-    """Runs a target by hypothesis for so long, or for so many examples; ends with the first finding, made small."""
+    """Runs a target under hypothesis for a time or a number of examples; shrinks the first finding and ends."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
 
@@ -133,7 +134,7 @@ def atheris_missing() -> str:
 
 
 def with_atheris(target: Target, seconds: float, folder: Path, *, memory_mib: int = MEMORY_MIB) -> Outcome:
-    """Runs a target by atheris for so long, in a process of its own; ends with the first finding.
+    """Runs a target under atheris for a time, in a child process; ends at the first finding.
 
     Raises:
         ConfigurationError: atheris is not installed.

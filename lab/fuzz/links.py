@@ -1,4 +1,4 @@
-"""Fuzzes links between members with a hostile peer at the other end or on the way: frames, handshakes, sealed records.
+"""Fuzzes links between members with a hostile peer, or one on the way between them: frames, handshakes, sealed records.
 
 Theory of operation. *Frames* are said to a live link, beside which another link of the same loop must go on working.
 *Handshakes* are answered by either end; inputs whose second byte is P prove what they say, so that changes of what is
@@ -44,7 +44,7 @@ from lab.fuzz.target import LARGE_NBYTES, PATIENCE_S, FindingError, Target
 
 
 class _End:
-    """Owner of a link that reads what comes as a member does."""
+    """One end of a link, with an owner that receives frames as a member does."""
 
     def __init__(self, loop: IoLoop, sock: socket.socket, peer: str) -> None:
         self.over = threading.Event()
@@ -72,7 +72,7 @@ class _End:
 
 
 class _Links:
-    """Loop, and two links of it that must go on working."""
+    """Event loop with a link between two well-behaved ends, which must go on working."""
 
     def __init__(self) -> None:
         self.crashes: list[BaseException] = []
@@ -102,7 +102,7 @@ def _links() -> _Links:
 
 
 def _read_link(ours: socket.socket, theirs: socket.socket, said: bytes) -> list[bytes]:
-    """Returns what a link of ours delivers of bytes sent at the other end; both ends are closed afterwards."""
+    """Returns the payloads that a link delivers when its other end sends `said` and closes."""
     links = _links()
     made: list[_End] = []
     with theirs:
@@ -122,7 +122,7 @@ def _feed_link(data: bytes) -> None:
 
 
 def _frames(data: bytes) -> list[tuple[Frame, bytes]]:
-    """Returns the frames that these bytes begin with, with their payloads."""
+    """Returns the frames at the beginning of the data, with their payloads."""
     found: list[tuple[Frame, bytes]] = []
     at = 0
     while len(data) - at >= HEADER_NBYTES and len(found) < mutate.MAX_ITEMS:
@@ -171,7 +171,7 @@ def _frame(kind: FrameType, payload: bytes, rng: Random) -> bytes:
 
 
 def _link_seeds() -> list[bytes]:
-    """Returns some frames of each type, and each message of a member."""
+    """Returns some frames of each type, and one frame for each message between members."""
     rng = Random(4)
     payloads = [(kind, _payload(kind, rng)) for kind in FrameType for _ in range(3)]
     payloads += [(FrameType.MESSAGE, message) for message in each(PEER, rng)]
@@ -208,7 +208,7 @@ _KEY = ("key 1", b"of this very pair")
 
 
 class _Keys:
-    """Keys of a pair that shares one; `find` and `known` as control/link_keys.py has them."""
+    """Key lookup of a pair of members that share one key, with the interface of control/link_keys.py."""
 
     def level(self, *, local: bool) -> Level:
         return Level.CHECKSUM
@@ -226,7 +226,7 @@ def _received(sock: socket.socket) -> bytes:
 
 
 def _proofs(role: bytes, *parts: bytes) -> dict[str, str]:
-    """Returns the proofs by the name of the key: without keys, and with this pair's."""
+    """Returns a handshake's proofs by key name: without a key (""), and with the pair's key."""
     proofs = {}
     for name, key in (("", b""), _KEY):
         mac = hmac.new(mixed(b"", key), role, hashlib.sha256)
@@ -237,7 +237,7 @@ def _proofs(role: bytes, *parts: bytes) -> dict[str, str]:
 
 
 def _answer(sock: socket.socket, data: bytes, *, dialled: bool) -> None:
-    """Plays the hostile end of a handshake. Inputs that begin with P prove what they say, as a peer can that knows
+    """Plays the hostile end of a handshake; an input that begins with P gets valid proofs, as from a peer that has
     token and key.
     """
     with contextlib.suppress(OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, RecursionError):
@@ -259,7 +259,7 @@ def _answer(sock: socket.socket, data: bytes, *, dialled: bool) -> None:
 
 
 def shaken(data: bytes) -> str:
-    """Returns why the speaker of this input is not let in, in the words that it is told; "" if it is let in.
+    """Makes a handshake with a hostile peer; returns the refusal that the peer is told, or "" if it is let in.
 
     The first byte says which end it is (1: the listening one), and whether this pair has a key (2).
     """
@@ -297,7 +297,7 @@ def shaken(data: bytes) -> str:
 
 
 def _feed_handshake(data: bytes) -> None:
-    """Makes a handshake with this input; any exception that is not an announced refusal is a finding."""
+    """Makes a handshake with a hostile peer; any exception other than a refusal is a finding."""
     shaken(data)
 
 
@@ -307,7 +307,7 @@ def _lengthy(fields: dict[str, Any]) -> bytes:
 
 
 def welcome_handshakes() -> list[bytes]:
-    """Returns handshakes of peers that know what they must, at either end, with a key and without."""
+    """Returns inputs that must be let in, for the dialling and the listening end, with a key and without."""
     found = []
     for flag, key in ((0, ""), (2, _KEY[0])):
         for level in Level if key else (Level.CHECKSUM,):
@@ -331,7 +331,7 @@ def _handshake_seeds() -> list[bytes]:
 
 
 def _mutate_handshake(data: bytes, rng: Random) -> bytes:
-    """Returns a nearly valid handshake."""
+    """Returns a changed, nearly valid handshake."""
     if data[1:2] == b"P" and rng.randint(0, 5):
         return data[:2] + mutate.json_of(data[2:], rng)
     parts, at = [], 1
@@ -354,7 +354,7 @@ _LENGTH_NBYTES = 4
 
 
 class Fate(enum.IntEnum):
-    """Fate of a record on its way."""
+    """Fate of a sealed record on its way: it arrives unharmed, or is tampered with in one of several ways."""
 
     WELL = 0
     FLIPPED = 1
@@ -374,7 +374,7 @@ class Fate(enum.IntEnum):
 
 
 def a_session(level: Level, *, dialled: bool) -> SealedSession:
-    """Returns one end of a connection whose keys both ends know."""
+    """Returns one end of a sealed connection with a fixed key."""
     return SealedSession(level, b"a secret of this fuzzer", b"a transcript", dialled=dialled)
 
 
@@ -383,7 +383,7 @@ def fate_of(tag: int) -> Fate:
 
 
 def _records(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) -> list[tuple[Fate, int, bytes, bytes]]:
-    """Returns each record as (fate, place within it, as sealed, in the clear)."""
+    """Returns each sealed record as (fate, position to tamper with, sealed bytes, plain bytes)."""
     session = a_session(level, dialled=True)
     found: list[tuple[Fate, int, bytes, bytes]] = []
     room = _MOST_SEALED_NBYTES
@@ -406,7 +406,7 @@ def _records(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) -> 
 
 
 def travelled(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) -> tuple[bytes, bytes]:
-    """Returns the bytes that arrive, and the bytes that may be believed of them."""
+    """Tampers with sealed records; returns the bytes that arrive, and the plain bytes that the receiver may accept."""
     records = _records(level, sealed, stream=stream)
     arrives: list[bytes] = []
     held = b""
@@ -444,7 +444,7 @@ def travelled(level: Level, sealed: list[tuple[int, bytes]], *, stream: bool) ->
 
 
 def read_stream(level: Level, arrives: bytes) -> bytes:
-    """Returns what a bulk connection believes of it, before an error or the end."""
+    """Returns the plain bytes that a bulk connection accepts of the arriving ones, before an error or the end."""
     ours, theirs = socket.socketpair()
     session, got = a_session(level, dialled=False), bytearray()
 
@@ -495,7 +495,7 @@ def _feed_sealed(data: bytes) -> None:
 
 
 def _sealed_seeds() -> list[bytes]:
-    """Returns inputs with each fate, at each level, for a link and for a stream."""
+    """Returns inputs with each kind of tampering at each protection level, for a link and for a bulk connection."""
     frames = _link_seeds()
     seeds = []
     for mode in range(4):

@@ -1,4 +1,4 @@
-"""Messages of all vocabularies: makes values from their types, changes their bytes, and reads them by the codecs.
+"""Makes and mutates messages of all protocols from their types, and fuzzes the codecs that read them.
 
 Theory of operation. `Words` is one way in which dataclasses become bytes: an envelope of a vocabulary, or a `Record` of
 one dataclass by itself. Values are made from the types of fields, mostly within the limits that the codec has for them
@@ -41,7 +41,7 @@ _DRAWS = 500
 
 
 def value_of(hint: Any, rng: Random) -> Any:
-    """Returns a plausible value of a field's type: small numbers, ids that exist."""
+    """Returns a plausible random value of a field's type, mostly small numbers and ids that exist."""
     if hint is int:
         return rng.choice((0, 1, 2, 3, 4, 7, 1000)) if rng.randint(0, 9) else rng.choice(mutate.NUMBERS)
     if hint is float:
@@ -74,13 +74,13 @@ def value_of(hint: Any, rng: Random) -> Any:
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
-    """Returns the types of a dataclass's fields."""
+    """Returns the field types of a dataclass."""
     found = typing.get_type_hints(cls)
     return {field.name: found[field.name] for field in dataclasses.fields(cls)}
 
 
 def _dataclass_of(cls: Any, rng: Random) -> Any:
-    """Draws again, a few times, what the class itself calls flawed."""
+    """Returns a random value of a dataclass, drawn again up to five times while its `flaw` objects."""
     flaw: Callable[[Any], str] = getattr(cls, "flaw", lambda value: "")
     for _ in range(5):
         fields = {name: _within(cls.__name__, name, value_of(hint, rng), rng) for name, hint in hints(cls).items()}
@@ -91,7 +91,7 @@ def _dataclass_of(cls: Any, rng: Random) -> Any:
 
 
 def _within(message: str, field: str, value: Any, rng: Random) -> Any:
-    """Cuts most values down to the limits of a field of this message."""
+    """Returns the value, mostly cut down to the limits of its message field."""
     if rng.randint(0, 30) == 0:
         return value
     if isinstance(value, tuple):
@@ -105,7 +105,9 @@ def _within(message: str, field: str, value: Any, rng: Random) -> Any:
 
 
 def _distinct(view: View, rng: Random) -> View:
-    """Leaves out members that are there twice or have no id, of which no view is made, and most texts for pipelines."""
+    """Returns the view without duplicate members and members without id, which no decoder accepts, and mostly without
+    pipelines.
+    """
     members = {member.id: member for member in view.members if member.id}
     leaving = {member.id: member for member in view.leaving if member.id and member.id not in members}
     return dataclasses.replace(
@@ -117,7 +119,7 @@ def _distinct(view: View, rng: Random) -> View:
 
 
 def field_of(frame: Any, rng: Random, **odd: Sequence[Any]) -> Any:
-    """Returns the header of a frame with another value in one field: one of `odd`, or any of its type."""
+    """Returns a frame header with one random field changed, to a value from `odd` or else any of the field's type."""
     name, hint = rng.choice(list(hints(frame.__class__).items()))
     value = rng.choice(odd.get(name, UNSIGNED)) if name in odd or hint is int else value_of(hint, rng)
     return dataclasses.replace(frame, **{name: value})
@@ -128,7 +130,7 @@ def field_of(frame: Any, rng: Random, **odd: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One dataclass in bytes of its own, as stores keep it; by the names of an `Envelope`.
+    """Codec of a single dataclass, as stores use it; attributes are named as in an `Envelope`.
 
     Attributes:
         message: Class of the protobuf message; None if the bytes are JSON.
@@ -147,24 +149,24 @@ Words = Envelope | Record
 
 
 def record(vocabulary: Vocabulary, cls: type) -> Record:
-    """Returns how a dataclass of a vocabulary travels by itself."""
+    """Returns the codec of a dataclass by itself, outside of any envelope."""
     return Record(vocabulary.stub(cls), (cls,), vocabulary.encode, lambda data: vocabulary.decode(cls, data))
 
 
 def words_of(vocabulary: Vocabulary) -> list[Words]:
-    """Returns all envelopes of a vocabulary, and each of its dataclasses by itself."""
+    """Returns the codecs of all envelopes of a vocabulary, and of each of its dataclasses by itself."""
     alone = sorted(vocabulary.classes, key=lambda cls: cls.__name__)
     return [*vocabulary.envelopes, *(record(vocabulary, cls) for cls in alone)]
 
 
 def said(words: Words, rng: Random, cls: type | None = None, *, accepted: bool = False) -> bytes:
-    """Returns a message of this class, or of any, as it travels.
+    """Returns an encoded random message of the given class, or of any class of the codec.
 
     Args:
-        words: Codec by which it travels.
+        words: Codec of the message.
         rng: Source of randomness.
         cls: One of the classes of `words`.
-        accepted: Whether it is one that its reader accepts.
+        accepted: Whether the codec must be able to decode the message.
     """
     for _ in range(_DRAWS):
         with contextlib.suppress(WireError, StoreError):
@@ -177,12 +179,12 @@ def said(words: Words, rng: Random, cls: type | None = None, *, accepted: bool =
 
 
 def each(words: Words, rng: Random) -> list[bytes]:
-    """Returns one message of each class that its reader accepts, as it travels."""
+    """Returns an encoded, acceptable message for each class of the codec."""
     return [said(words, rng, cls, accepted=True) for cls in words.classes]
 
 
 def other(words: Words, data: bytes, rng: Random) -> bytes:
-    """Returns the same message with other fields, or another message."""
+    """Returns a mutation of an encoded message, or another random message."""
     if not data or rng.randint(0, 3) == 0:
         return said(words, rng)
     if words.message is None:
@@ -200,7 +202,7 @@ def other(words: Words, data: bytes, rng: Random) -> bytes:
 
 
 def mutation(pick: Callable[[int], Words | None], tags: Sequence[int]) -> Callable[[bytes, Random], bytes]:
-    """Returns `Target.mutate` for inputs whose parts are messages.
+    """Returns a mutator (`Target.mutate`) for inputs whose parts are messages.
 
     Args:
         pick: Function of a part's number that returns the codec of its message; None: the part is no message.
@@ -218,7 +220,7 @@ def mutation(pick: Callable[[int], Words | None], tags: Sequence[int]) -> Callab
 
 
 def reading(name: str, about: str, *words: Words) -> Target:
-    """Returns the target that reads inputs by each of these; a part's number says by which."""
+    """Returns a target that decodes each part of an input with one of the codecs, chosen by the part's number."""
 
     def read(data: bytes) -> None:
         for tag, part in mutate.split(data):
@@ -238,7 +240,7 @@ def reading(name: str, about: str, *words: Words) -> Target:
 
 
 def _bodies() -> Iterable[Record]:
-    """Yields each kind of entry as it lies in the store of an outer job's leader."""
+    """Yields the codec of each kind of chain entry as an outer leader's store keeps it."""
     for cls in typing.get_args(Body):
 
         def decode(data: bytes, kind: str = cls.__name__) -> Body:

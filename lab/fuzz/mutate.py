@@ -1,4 +1,4 @@
-"""Makes hostile values: valid messages with a few fields changed, since random bytes fail the first check.
+"""Makes hostile inputs: valid ones with a few changes, since random bytes already fail a reader's first check.
 
 Theory of operation. Each function takes something valid and a source of randomness, and returns something that is
 nearly valid. The randomness is Python's `Random` interface, so that hypothesis can stand behind it (it then knows which
@@ -25,7 +25,7 @@ MAX_ITEMS = 64
 
 
 def bytes_of(data: bytes, rng: Random) -> bytes:
-    """Returns the bytes with a few of them flipped, put in, taken out or repeated."""
+    """Returns the bytes with a few of them flipped, inserted, removed or repeated."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randint(0, max(0, len(changed) - 1))
@@ -44,12 +44,12 @@ def bytes_of(data: bytes, rng: Random) -> bytes:
 
 
 def joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """Returns an input made of parts, each with a number that says what it is for."""
+    """Returns an input made of numbered parts; the target decides what a part's number means."""
     return b"".join(bytes([tag & 255]) + len(part).to_bytes(3, "little") + part for tag, part in parts)
 
 
 def split(data: bytes) -> list[tuple[int, bytes]]:
-    """Returns the parts that `joined` has put together; any bytes are some list of parts."""
+    """Returns an input's parts as (number, bytes), the inverse of `joined`; any bytes can be split."""
     parts: list[tuple[int, bytes]] = []
     at = 0
     while at < len(data) and len(parts) < MAX_ITEMS:
@@ -60,7 +60,7 @@ def split(data: bytes) -> list[tuple[int, bytes]]:
 
 
 def parts_of(data: bytes, rng: Random, change: Callable[[int, bytes, Random], bytes], tags: Sequence[int]) -> bytes:
-    """Returns an input whose parts are changed, left out, repeated, moved, or given another number."""
+    """Returns an input with a few parts changed, removed, repeated, moved or renumbered."""
     parts = split(data)
     for _ in range(rng.randint(1, 3)):
         at = rng.randint(0, max(0, len(parts) - 1))
@@ -84,7 +84,7 @@ def parts_of(data: bytes, rng: Random, change: Callable[[int, bytes, Random], by
 
 
 def text_of(text: str, rng: Random, alphabet: str) -> str:
-    """Returns a text with something of this alphabet in it, or without a part."""
+    """Returns a text with characters or odd words inserted, removed or repeated."""
     for _ in range(rng.randint(1, 3)):
         at = rng.randint(0, len(text))
         what = rng.randint(0, 3)
@@ -103,7 +103,7 @@ def text_of(text: str, rng: Random, alphabet: str) -> str:
 
 
 def json_of(data: bytes, rng: Random) -> bytes:
-    """Returns a JSON document with another value somewhere, more of the same, or less."""
+    """Returns a JSON document with some value replaced, repeated or removed."""
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):
@@ -151,7 +151,7 @@ def _json_changed(tree: Any, rng: Random) -> Any:
 
 
 def proto_of(message: Any, rng: Random, depth: int = 0) -> None:
-    """Changes one field of a protobuf message, or of one within it."""
+    """Changes one field of a protobuf message in place, or of a message nested in it."""
     fields = list(message.DESCRIPTOR.fields)
     if not fields:
         return

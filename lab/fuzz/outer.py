@@ -1,4 +1,4 @@
-"""Fuzzes targets of outer sync: its machines and what they hear, summaries in a leader's store, and a follower's
+"""Fuzzes outer sync: its state machines and the messages they read, summaries in a leader's store, and a follower's
 files.
 """
 
@@ -48,7 +48,7 @@ from lab.fuzz.target import EndedError, FindingError, Target, settle
 
 
 def agreement(length: int = 64) -> ty.Agreement:
-    """Returns the agreement of a small job."""
+    """Returns the agreement (tensors, codec, settings) of a small job."""
     return ty.Agreement(
         (ty.TensorSpec("w", "float32", (256,)),), block=64, length=length, settings=OuterSettings().words
     )
@@ -72,7 +72,7 @@ def _leader_seeds() -> list[bytes]:
 
 
 def _feed_leader(data: bytes) -> None:
-    """Tells this, by streams, to a leader whose store takes everything."""
+    """Feeds the input's messages to a leader machine, whose store accepts every write."""
     machine = LeaderMachine(OuterChain(), 1, 1)
     now = 1.0
 
@@ -116,7 +116,7 @@ def _cluster_seeds() -> list[bytes]:
 
 
 def _feed_cluster(data: bytes) -> None:
-    """Tells this, as a leader would, to a cluster that trains on."""
+    """Feeds the input to a training cluster's machine, as messages from its leader."""
     machine = ClusterMachine("a", "here", "n1", agreement())
     machine.on(fx.Connected())
     for _, part in mutate.split(data):
@@ -180,7 +180,9 @@ def _spoken(tag: int) -> Record:
 
 
 def _feed_ranks(data: bytes) -> None:
-    """Tells this in commits of two ranks, or lets a newcomer begin with it."""
+    """Feeds the input to an elastic cluster's machine, as contributions of two ranks to commits or as state for a
+    newcomer.
+    """
     ranks, spent = _ranks(), 0
     for tag, part in mutate.split(data):
         words = _spoken(tag)
@@ -243,9 +245,7 @@ def _follower_seeds() -> list[bytes]:
 
 
 def _answered(effect: fx.FollowerEffect, late: list[fx.FollowerEvent], *, ill: bool) -> fx.FollowerEvent | None:
-    """Returns what a follower's process answers at once to an effect; `late` gets what it tells before the next
-    word.
-    """
+    """Returns the event with which a follower's process answers an effect at once; appends later events to `late`."""
     match effect:
         case fx.JobOver() | fx.TurnedAway():
             raise EndedError
@@ -265,7 +265,7 @@ def _answered(effect: fx.FollowerEffect, late: list[fx.FollowerEvent], *, ill: b
 
 
 def _feed_follower(data: bytes) -> None:
-    """Tells this, as a leader would, to a follower."""
+    """Feeds the input to a follower machine, as messages from its leader."""
     machine = FollowerMachine("f0", "n0", (ms.ShardFile(ty.VersionId(1, "0" * 32), "d"),))
     machine.on(fx.Connected())
     late: list[fx.FollowerEvent] = []
@@ -296,7 +296,7 @@ def _summary_seeds() -> list[bytes]:
 
 
 def _read_summary(data: bytes) -> None:
-    """Reads a store's summary: a chain goes on from it, or the store is refused."""
+    """Reads the input as the summary in a leader's store; either the chain loads, or the store is refused."""
     body = ty.Summary("0" * 32, base64.b64encode(zlib.compress(data)).decode())
     with contextlib.suppress(ValueError):
         SummedChain.of(body)
@@ -320,7 +320,7 @@ def _file_seeds() -> list[bytes]:
 
 
 def _read_file(data: bytes) -> None:
-    """Reads these bytes as a version's file in a follower's folder: either they are the whole file, or the error names
+    """Reads the input as a version's file in a follower's folder; either the file is complete, or an error must name
     it.
     """
     version = ty.VersionId(3, "0" * 32)

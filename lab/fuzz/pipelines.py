@@ -1,5 +1,4 @@
-"""Pipelines with somebody hostile in them: border tensors as an executor takes them, the plan that a view carries, and
-what members say beside a step.
+"""Fuzzes pipelines: border tensors that a member receives, the plan in a view, and what members say in a commit.
 
 Theory of operation. *Borders*: an input's parts are payloads of frames; a part's number says whose border it is and in
 which attempt. They are given to a member's exchange as its link gives them, until it refuses one. What it then has must

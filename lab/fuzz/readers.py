@@ -1,4 +1,4 @@
-"""Fuzzes targets that read bytes without a peer at the other end: machines, a state's manifests, stores, texts."""
+"""Fuzzes readers that need no connection: state machines, manifests of states, stores, and texts such as options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from lab.fuzz.target import FindingError, Target, settle
 
 
 def hello(name: str, number: int) -> Hello:
-    """Returns the hello of a process that fits the job."""
+    """Returns the `Hello` message of a process that fits the job."""
     place = ("host", "127.0.0.1", 1000 + number, number, 1)
     return Hello("default", name, *place, quota=1, accumulate=1, package="1", fingerprint=())
 
@@ -79,7 +79,7 @@ def _scheduler_seeds() -> list[bytes]:
 
 
 def _feed_scheduler(data: bytes) -> None:
-    """Tells this, by streams 0 to 7, to a scheduler; stores and process table answer as they do."""
+    """Feeds the input to a scheduler machine, as messages on streams 0 to 7; stores accept every write."""
     machine = SchedulerMachine(Settings(min_nodes=1), fx.Chain(1, NO_VIEW))
     streams: set[int] = set()
     now = 1.0
@@ -210,7 +210,7 @@ def _store_seeds() -> list[bytes]:
 
 
 class _Keys:
-    """Client of etcd as a store sees it, with these values in it."""
+    """Fake etcd client that returns the given values to a store."""
 
     def __init__(self, tip: bytes, entries: list[bytes]) -> None:
         self.address = SimpleNamespace(prefix="p")
@@ -258,7 +258,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _read_row(part: bytes) -> None:
-    """Reads a row of an embedded chain with these values, as SQLite takes them."""
+    """Writes a row with the given values into a chain's SQLite file, and reads it as a store does."""
     from chaos_lightning.control.chain import JobChain
     from chaos_lightning.control.sqlite_store import SqliteStore
 
@@ -307,7 +307,7 @@ def _read_texts(data: bytes) -> None:
 
 @contextlib.contextmanager
 def _silenced(logger: logging.Logger) -> Iterator[None]:
-    """Silences a logger for a while: it would warn thousands of times."""
+    """Silences a logger during the block, since it would warn thousands of times."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -345,9 +345,7 @@ def _each_text(data: bytes) -> None:
 
 
 def _options(read: Any, given: dict[str, str]) -> None:
-    """Reads options of --rdzv-conf; only errors of this package may come out. ValueError is the base of
-    ConfigurationError, so the two are told apart here.
-    """
+    """Reads --rdzv-conf options; any error but ConfigurationError is a finding, even its base class ValueError."""
     try:
         read(endpoint="127.0.0.1:29400", run_id="job", nodes=(1, 2), given=given, environ={})
     except ConfigurationError:
@@ -357,7 +355,7 @@ def _options(read: Any, given: dict[str, str]) -> None:
 
 
 def _harmless(name: str, value: str) -> bool:
-    """Returns whether an option reads no file and looks up no name."""
+    """Returns whether reading an option neither opens a file nor looks up a host name."""
     return not (name == "plan" and (value.startswith("file:") or "." in value)) and name not in ("bind", "token_file")
 
 

@@ -1,4 +1,4 @@
-"""Targets of the fuzzer, and its findings: an unannounced exception, a wait, or memory beyond the limits.
+"""Defines the fuzzer's targets and findings: an unexpected exception, a hang, or memory use above the limit.
 
 Theory of operation. A target reads one input and returns; what its readers refuse by their own errors it swallows.
 `guarded` runs it under an alarm, and with Python's allocations traced: an input of a few bytes that makes a reader
@@ -32,16 +32,16 @@ MOST_EFFECTS = 20_000
 
 
 class FindingError(AssertionError):
-    """Error that a reader did what it must not."""
+    """Error that reports a finding: a reader did what it must not do."""
 
 
 class EndedError(Exception):
-    """Event that a machine has ended in good order, so that the rest of an input is not read."""
+    """Signal that a machine has ended in good order, so the rest of the input is not read."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Target of the fuzzer: one kind of reader.
+    """Target of the fuzzer: one kind of reader, with seeds, a mutator and memory limits.
 
     Attributes:
         name: Name on the command line.
@@ -63,7 +63,7 @@ class Target:
 
 
 def guarded(target: Target, data: bytes, *, traced: bool = True) -> None:
-    """Runs the target on this input.
+    """Runs a target on an input, within limits on time and memory.
 
     Raises:
         FindingError: The target took too long or too much memory.
@@ -87,7 +87,7 @@ def guarded(target: Target, data: bytes, *, traced: bool = True) -> None:
 
 
 def settle(on: Callable[[Any], Iterable[Any]], event: Any, answer: Callable[[Any], Any] = lambda effect: None) -> None:
-    """Hands an event to a machine, and then whatever its effects are answered with.
+    """Feeds an event to a machine, then the answers to its effects, until no answer is left.
 
     Args:
         on: The machine; returns its effects.
@@ -105,9 +105,7 @@ def settle(on: Callable[[Any], Iterable[Any]], event: Any, answer: Callable[[Any
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raises an error in the main thread if the block takes too long; another timer that was running goes on
-    afterwards.
-    """
+    """Raises an error in the main thread if the block takes too long; an outer timer goes on after it."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise FindingError(f"still busy after {seconds:g} s")
@@ -124,7 +122,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def limit_memory(more_nbytes: int) -> None:
-    """Limits this process to so many bytes beyond what it has by now; beyond that Python raises MemoryError."""
+    """Limits this process to `more_nbytes` beyond its present memory; further allocations raise MemoryError."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

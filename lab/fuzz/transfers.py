@@ -1,4 +1,4 @@
-"""Fuzzes bulk connections: a hostile peer asks a donor, or answers a joiner.
+"""Fuzzes bulk connections (state transfers): a hostile peer asks a donor, or answers a joiner.
 
 Theory of operation. An input's first byte says which end is hostile (1: the donor), whether the connection is sealed
 by a key that the hostile end knows, too (2), and whether the joiner has replayed (4); frames follow, with checksums
@@ -35,7 +35,7 @@ _ATTACHED_NBYTES = 1 << 20
 
 
 class _State:
-    """StateAccess of two tensors and some values."""
+    """Small state to transfer, with the interface of `StateAccess`."""
 
     def __init__(self, value: float) -> None:
         import torch
@@ -50,14 +50,14 @@ class _State:
         return self.values
 
     def prepare(self, manifest: Mapping[str, Any], table: Any) -> None:
-        """Ignores the call: nothing has to be made."""
+        """Does nothing, since the state's tensors exist already."""
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
         self.values = dict(manifest)
 
 
 class _Donor:
-    """Donor that has everything: a state, reduced bytes, and a neighbour that it relays to."""
+    """Donor that can answer every request: it has a state, a reduced result, and a neighbour to forward to."""
 
     def __init__(self) -> None:
         import torch
@@ -83,7 +83,7 @@ class _Donor:
         return near
 
     def check(self) -> None:
-        """Checks that an honest joiner is answered."""
+        """Checks that the donor still answers an honest joiner."""
         near, far = socket.socketpair()
         served = threading.Thread(target=self.server.serve, args=(far, "well"), daemon=True)
         served.start()
@@ -109,7 +109,7 @@ def _donor() -> _Donor:
 
 @contextlib.contextmanager
 def _hostile(said: bytes, *, sealed: bool) -> Iterator[Callable[[], socket.socket]]:
-    """Makes connections whose hostile other end says this, says no more, and reads."""
+    """Yields a function that makes connections whose other end sends `said`, falls silent and reads on."""
     speakers: list[threading.Thread] = []
     kept_open: list[BaseException] = []
 
@@ -140,12 +140,14 @@ def _hostile(said: bytes, *, sealed: bool) -> Iterator[Callable[[], socket.socke
 
 
 def _feed_bulk(data: bytes) -> None:
-    """Exchanges an input over a bulk connection (see the module)."""
+    """Plays the input as the hostile end of a bulk connection."""
     exchanged(data)
 
 
 def exchanged(data: bytes) -> str:
-    """Returns the result of an exchange: "pulled", why a pull failed, or why the donor's connection ended."""
+    """Plays the input as the hostile end of a bulk connection; returns "pulled", or why the pull or the donor's
+    connection ended.
+    """
     mode, said = data[0] if data else 0, data[1:]
     with _hostile(said, sealed=bool(mode & SEALED)) as connect:
         if mode & DONOR_HOSTILE:
@@ -187,7 +189,7 @@ def _pull(connect: Callable[[], socket.socket], *, replayed: bool) -> str:
 
 
 def _split(data: bytes) -> list[tuple[BulkFrame, bytes]]:
-    """Returns the frames that these bytes begin with, and their payloads."""
+    """Returns the frames at the beginning of the data, with their payloads."""
     found: list[tuple[BulkFrame, bytes]] = []
     at = 0
     while len(data) - at >= bulk.HEADER_NBYTES and len(found) < mutate.MAX_ITEMS:
@@ -203,7 +205,7 @@ def _split(data: bytes) -> list[tuple[BulkFrame, bytes]]:
 
 
 def _joined(frames: list[tuple[BulkFrame, bytes]]) -> bytes:
-    """Returns frames and payloads as bytes; checksums are made good."""
+    """Returns frames and payloads as bytes, with correct checksums."""
     said = []
     for frame, payload in frames:
         checksum = bulk.checksum_of([payload]) if payload and not frame.flags else frame.checksum
@@ -213,7 +215,7 @@ def _joined(frames: list[tuple[BulkFrame, bytes]]) -> bytes:
 
 @functools.cache
 def bulk_seeds() -> list[bytes]:
-    """Returns requests of every type; a route and what follows it; and what a donor answers to a whole pull."""
+    """Returns requests of every type, a routed request, and a donor's answers to a whole pull."""
     asked = [BulkFrame(kind, HEAD, SEQ, 0, 512 if kind in bulk.RANGES else 0) for kind in Type if kind < Type.ROUTE]
     way = (BulkFrame(Type.ROUTE, HEAD, SEQ, 0, 7), b'["b~2"]')
     seeds = [_joined([(frame, b"")]) for frame in asked]
@@ -224,7 +226,7 @@ def bulk_seeds() -> list[bytes]:
 
 
 def _answers() -> bytes:
-    """Returns what an honest donor sends in a pull of all."""
+    """Returns the bytes that an honest donor sends when the whole state is pulled."""
     heard = bytearray()
     finished: list[threading.Thread] = []
 
@@ -262,7 +264,7 @@ _HEADS = (HEAD, "0" * 16, "f" * 16)
 
 
 def _mutate_bulk(data: bytes, rng: Random) -> bytes:
-    """Returns a nearly valid input."""
+    """Returns a changed, nearly valid input."""
     mode, said = data[:1] or b"\0", data[1:]
     frames = _split(said)
     if not frames or rng.randint(0, 9) == 0:

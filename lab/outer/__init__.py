@@ -1,1 +1,1 @@
-"""Simulates outer jobs: the real machines of leader, followers and clusters, and a fault plan (docs/outer.md)."""
+"""Simulates outer jobs: real state machines of leader, followers and clusters, and a plan of faults (docs/outer.md)."""

@@ -1,4 +1,4 @@
-"""Runs `python -m lab.outer`: simulated outer jobs, from seeds (docs/outer.md)."""
+"""Runs simulated outer jobs from seeds: `python -m lab.outer` (docs/outer.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Breaks rules of docs/outer.md on purpose: the simulator must find every one of these bugs.
+"""Lists planted bugs, each a broken rule of docs/outer.md; the simulator must find every one of them.
 
 Theory of operation. A bug is a part of a machine, or of the shell around one, that breaks one rule (planted.py), and a
 family of plans in which that shows. Where another rule's guard would mask it, the guard is off, too; then `control` has
@@ -19,7 +19,7 @@ from lab.outer.store import SAVING
 
 
 def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:
-    """Returns a maker of leaders with these parts in place of their own."""
+    """Returns a function that makes leaders in which some parts are replaced by broken classes."""
 
     def made(chain: OuterChain, term: int, followers: int) -> LeaderMachine:
         machine = LeaderMachine(chain, term, followers)
@@ -31,13 +31,13 @@ def _with(**parts: type) -> Callable[[OuterChain, int, int], LeaderMachine]:
 
 
 def _new_gate(chain: OuterChain, term: int, followers: int) -> LeaderMachine:
-    """Makes a leader whose gate has forgotten what it has seen."""
+    """Planted bug: a new leader starts with an empty gate and ignores what earlier rounds taught it."""
     chain.gate = GateState()
     return LeaderMachine(chain, term, followers)
 
 
 def _reported(before: str) -> tuple[str, ...]:
-    """Returns the steps of saving a file in which the report comes before this step."""
+    """Returns the steps of saving a file with the report moved (too early) to before the given step."""
     steps = [step for step in SAVING if step != "report"]
     at = steps.index(before)
     return (*steps[:at], "report", *steps[at:])
@@ -45,14 +45,14 @@ def _reported(before: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """Planted bug: a rule of docs/outer.md, broken.
+    """Planted bug: a broken rule of docs/outer.md.
 
     Attributes:
         rule: Number of the rule in docs/outer.md.
         what: Broken behaviour in words.
-        machines: Machines that behave so.
-        family: Family of plans in which it must show.
-        control: Machines with only the guard off that would mask it; None: nothing masks it.
+        machines: Machines with the bug.
+        family: Family of plans under which the simulator must find the bug.
+        control: Machines without the bug and without the safeguard that would mask it; None: nothing masks the bug.
     """
 
     rule: str

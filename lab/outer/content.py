@@ -1,4 +1,5 @@
-"""Models the outer state at a simulated rank of a cluster: sets in place of the tensors of outer/cluster/content.py.
+"""Models the outer state of a simulated rank with sets of inner steps instead of the tensors of
+outer/cluster/content.py.
 
 Theory of operation. Each inner step has a number. What was trained is a list of these, what a push holds is a set of
 them, and a codec with a residual leaves some out.
@@ -16,7 +17,7 @@ from chaos_lightning.outer.rules.types import NO_VERSION, PushAnswer, PushId, Ve
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """Content of a push; equal manifests mean equal contents."""
+    """Content of a push; contents with equal manifests are equal."""
 
     base: VersionId
     steps: tuple[int, ...]
@@ -25,8 +26,8 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """Push that was frozen last, until it is answered: the inner steps that it takes in, and those of them that the
-    codec left out.
+    """The push that was frozen last, until it is answered: which inner steps it takes in, and which of them the codec
+    left out.
 
     Attributes:
         lone: Inner steps of the push whose residual the rejection of an older push dropped since; lost if this one is
@@ -43,15 +44,15 @@ class _Last:
 
 @dataclass(slots=True)
 class Content:
-    """Outer state at a rank (see the module). Methods that throw inner steps away return them.
+    """Outer state of a simulated rank; methods that discard inner steps return them.
 
     Attributes:
         lossy: Whether the codec has a residual.
-        residual_at: Moment at which that changes: "answered", "sent", or "kept": not after a rejection.
+        residual_at: Moment at which the residual changes: "answered", "sent", or "kept": not after a rejection.
         base: Version that was adopted last.
         live: Inner steps since the last freezing.
         residual: Inner steps that the codec left out.
-        pushes: Open and kept ones.
+        pushes: Open pushes, and answered ones that are still kept.
     """
 
     lossy: bool
@@ -63,7 +64,7 @@ class Content:
     pushes: dict[PushId, Pushed] = field(default_factory=dict)
 
     def freeze(self, push: PushId) -> None:
-        """Fixes the content of a push; `encoded` returns it. A push that founds a job holds no progress."""
+        """Fixes the content of a push, which `encoded` then returns; a push that founds a job has no inner steps."""
         founds = self.base == NO_VERSION
         steps = () if founds else (*self.live, *self.residual)
         left = tuple(s for s in steps if self.lossy and Random(f"{push} {s}").random() < 0.3)
@@ -82,7 +83,7 @@ class Content:
         return Pushed(last.base, last.sent, f"{last.push}:{last.base}:{len(last.sent)}:{steps}")
 
     def settle(self, push: PushId, answer: PushAnswer) -> list[int]:
-        """Lets progress and residual follow the answer to a push (O10)."""
+        """Updates progress and residual after the answer to a push (O10); returns the discarded inner steps."""
         last, steps = self.last, self.pushes[push].steps
         own = last if last is not None and last.push == push else None
         if own is not None:
@@ -108,13 +109,15 @@ class Content:
         return gone
 
     def adopt(self, version: VersionId, *, outright: bool) -> list[int]:
-        """Takes a version as the new base."""
+        """Makes a version the new base; returns the inner steps that an outright adoption discards."""
         gone, self.live = (self.live, []) if outright else ([], self.live)
         self.base = version
         return gone
 
     def forget(self) -> list[int]:
-        """Begins a new incarnation, which has no base; kept pushes stay."""
+        """Resets the state for a new incarnation, which has no base; keeps the pushes, and returns the discarded inner
+        steps.
+        """
         residual = self.residual if self.last is None else []  # what was left out before is in that push
         gone = [*self.live, *residual, *self._last_steps]
         self.base, self.live, self.residual, self.last = NO_VERSION, [], [], None
@@ -122,13 +125,13 @@ class Content:
 
     @property
     def held(self) -> set[int]:
-        """All inner steps that the rank knows of."""
+        """All inner steps in the rank's pushes, progress and residual."""
         pushed = {s for pushed in self.pushes.values() for s in pushed.steps}
         return pushed | {*self.live, *self.residual, *self._last_steps}
 
     @property
     def _last_steps(self) -> tuple[int, ...]:
-        """Inner steps of the push that was frozen last which `pushes` do not have."""
+        """Inner steps of the push that was frozen last, as far as `pushes` lacks them."""
         if self.last is None:
             return ()
         return self.last.left if self.last.push in self.pushes else (*self.last.sent, *self.last.left)

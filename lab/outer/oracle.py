@@ -1,4 +1,4 @@
-"""Checks the rules that must hold in a simulated outer job, whatever goes wrong (docs/outer.md).
+"""Checks the rules that every simulated outer job must obey, whatever fails (docs/outer.md).
 
 Theory of operation. The state of a block is a symbol: a digest of the entries and of the bytes that it was computed
 from, which anybody can compute again from the chain. A shard is a run of these, so that its content is compared
@@ -43,16 +43,16 @@ from lab.outer.store import Disk, digest_of
 
 
 class Violation(AssertionError):
-    """Error that a rule was broken."""
+    """Error: a simulated job broke a rule."""
 
 
 def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
-    """Returns a shard's state after this entry.
+    """Returns a shard's state after an entry that makes a version.
 
     Args:
-        content: State of the shard before; "": it holds none.
+        content: State of the shard before the entry; "": none.
         entry: A founding, a round or a rollback.
-        parts: The bytes of its pushes for this shard, in order.
+        parts: Bytes of the entry's pushes for this shard, in order.
 
     Raises:
         Violation: There is no state that this could be computed from.
@@ -72,7 +72,7 @@ def computed(content: str, entry: Entry, parts: Sequence[str]) -> str:
 
 
 class Oracle:
-    """Oracle of a simulated outer job (see the module).
+    """Checker of a simulated outer job's rules, with what it has seen of the job.
 
     Attributes:
         pushes: Numbers of the inner steps that each push covers.
@@ -102,7 +102,9 @@ class Oracle:
         """Inner steps that the newest version holds."""
 
     def frozen(self, push: PushId, content: Pushed, now: float) -> None:
-        """Checks a push whose content a cluster, or a rank of one, has fixed."""
+        """Checks a push when a cluster, or one of its ranks, fixes its content: one content per push, and no inner step
+        twice.
+        """
         if self.manifests.setdefault(push, content.manifest) != content.manifest:
             raise Violation(f"push {push} stands for two contents (O3)")
         if len(set(content.steps)) < len(content.steps):
@@ -111,7 +113,7 @@ class Oracle:
         self.frozen_at.setdefault(push, now)
 
     def stored(self, chain: OuterChain, entry: Entry, disks: Mapping[str, Disk]) -> None:
-        """Checks an entry that is durable; `chain` has followed it."""
+        """Checks an entry that the store has made durable; `chain` already includes it."""
         self._answered(entry)
         if isinstance(entry.body, Durable | Cut):
             for mark in chain.durable[-1:] if isinstance(entry.body, Durable) else chain.durable:
@@ -139,8 +141,7 @@ class Oracle:
             self._counts(chain)
 
     def leased(self, chain: OuterChain, body: Leased, known: Mapping[str, Batches]) -> None:
-        """Checks that a cluster is leased whole steps, but for positions of which no cluster could make a whole step
-        (O11).
+        """Checks that a lease consists of whole steps, except for remainders of which no cluster could make one (O11).
 
         Args:
             chain: Chain that has the entry.
@@ -158,8 +159,8 @@ class Oracle:
             raise Violation(f"{body.incarnation} is leased {size} positions, no whole steps of {batches.step} (O11)")
 
     def ordered(self, chain: OuterChain, entry: Entry) -> None:
-        """Checks that a push is taken after all before it, and that its base holds all pushes of its cluster that stand
-        (O3); called before it counts.
+        """Checks, before a push counts, that all earlier pushes of its cluster are answered and that its base holds
+        those accepted (O3).
         """
         standing = {push for version in chain.line() for push in version.pushes}
         for offer in entry.offers:
@@ -173,7 +174,7 @@ class Oracle:
                 raise Violation(f"{push} is accepted, and its base and what stands do not both hold {other[0]} (O3)")
 
     def _answered(self, entry: Entry) -> None:
-        """Checks the answers to pushes in an entry of the chain."""
+        """Records the answers to pushes in an entry of the chain, and the inner steps that a rollback lost."""
         body = entry.body
         self.made.add(entry.version)
         self.ended = self.ended or isinstance(body, Ended)
@@ -186,14 +187,14 @@ class Oracle:
             self.answers.update((refusal.offer.push, PushAnswer.REJECTED) for refusal in body.rejected)
 
     def ends(self, body: Ended, reopened: Collection[PushId]) -> None:
-        """Checks that only an operator ends a job before pushes that a rollback made unanswered are answered anew (O5a,
-        O16).
-        """
+        """Checks that only an operator ends a job while pushes reopened by a rollback have no new answer (O5a, O16)."""
         if reopened and "operator" not in body.reason:
             raise Violation(f"the job ends ({body.reason}), and {min(reopened)} was accepted once (O5a)")
 
     def judged(self, before: GateState, body: Round, settings: OuterSettings) -> None:
-        """Checks the gate's counts after a round, with its state from before the round (O12)."""
+        """Checks that the gate has learned from exactly the pushes that a round accepted unchanged (O12; policy
+        `robust`).
+        """
         if settings.policy != "robust":
             return
         whole = sum(weighed.part == 1.0 for weighed in body.accepted)
@@ -206,7 +207,7 @@ class Oracle:
             )
 
     def refused(self, body: Round, most: int) -> None:
-        """Checks that no cluster is shut out: a limited number of its pushes in a row are rejected at most (O12)."""
+        """Checks that rounds reject no more than `most` pushes of one cluster in a row (O12)."""
         for weighed in body.accepted:
             self.in_a_row[weighed.offer.push.incarnation.cluster] = 0
         for refusal in body.rejected:
@@ -216,9 +217,7 @@ class Oracle:
                 raise Violation(f"round {body.number} rejects more than {most} pushes of {cluster} in a row (O12)")
 
     def _sums(self, chain: OuterChain, entry: Entry) -> None:
-        """Checks that a summary holds all that a chain of the entries before it holds, as far as a leader needs it
-        (O1a).
-        """
+        """Checks that a summary contains everything a leader needs from the entries that it replaces (O1a)."""
         said = OuterChain()
         said.follow(entry)
         for name in (
@@ -244,7 +243,9 @@ class Oracle:
                 raise Violation(f"the summary at {entry.position} lacks what {base} holds of those who live (O1a)")
 
     def _on_disk(self, chain: OuterChain, mark: tuple[VersionId, tuple[str, ...]], disks: Mapping[str, Disk]) -> None:
-        """Checks that durable files are there, unless damaged since (O6), and of the present shard boundaries (O15)."""
+        """Checks that the files of a durable mark are safe on the disks (O6), and hold the shards that the chain names
+        (O15).
+        """
         version, digests = mark
         assert chain.agreement is not None
         shards = grid_of(chain.agreement).cut(len(chain.cut))
@@ -256,7 +257,7 @@ class Oracle:
                 raise Violation(f"{version} is marked durable and is not on the disk of {name} (O6)")
 
     def told(self, message: PushAnswered) -> None:
-        """Checks an answer that a cluster hears to its push."""
+        """Checks that the answer a cluster hears to its push is one that the chain gave."""
         if message.version not in self.made:
             raise Violation(f"{message.push} is told {message.version}, which is not stored (O1)")
         voided = self.ended and message.answer is PushAnswer.VOID  # by the end, which names no push
@@ -264,8 +265,8 @@ class Oracle:
             raise Violation(f"{message.push} is told to be {message.answer}, which no entry says (O3)")
 
     def _counts(self, chain: OuterChain) -> None:
-        """Checks that each push and each inner step is in at most one round that stands, and no discarded one among
-        them.
+        """Checks that each push, inner step and sample counts at most once in the standing versions, and discarded
+        inner steps never.
         """
         seen: dict[int, PushId] = {}
         counted: set[PushId] = set()
@@ -290,13 +291,13 @@ class Oracle:
             raise Violation(f"inner step {min(wrong)} was discarded and counts in {seen[min(wrong)]} (O10)")
 
     def stands(self, version: VersionId, shard: Shard, content: str) -> None:
-        """Checks a follower's shard that is at this version."""
+        """Checks that a follower's shard of a version has the content that every other computation of it has."""
         for block, symbol in enumerate(blocks_of(content), shard.first):
             if self.versions.setdefault((version, block), symbol) != symbol:
                 raise Violation(f"block {block} of {version} was computed twice with two contents (O1)")
 
     def adopted(self, version: VersionId, contents: Sequence[str]) -> None:
-        """Checks a version that a cluster has taken over from all shards."""
+        """Checks that the version a cluster fetched from all shards is what the followers computed."""
         symbols = [symbol for content in contents for symbol in blocks_of(content)]
         known = [self.versions.get((version, block)) for block in range(len(symbols))]
         if symbols != known or (version, len(symbols)) in self.versions:

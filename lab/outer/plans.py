@@ -1,6 +1,4 @@
-"""Draws plans of simulated outer jobs, each from a seed: their processes, how fast these are, and the faults that
-strike them.
-"""
+"""Draws plans of simulated outer jobs from seeds: processes, their speeds, and the faults that strike them."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ AWAY_LIMIT_S = 2000.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault that strikes at a time (virtual s)."""
+    """Fault that strikes at a given time (virtual s)."""
 
     at: float
     action: str
@@ -69,14 +67,14 @@ class Plan:
 
     @property
     def sums(self) -> tuple[int, int]:
-        """Number of entries between two summaries of the chain, and of versions in a summary
+        """Number of chain entries from one summary to the next, and number of versions in a summary
         (outer/rules/summaries.py).
         """
         return 20 + self.seed % 31, 2 + self.seed % 7
 
 
 def any_plan(seed: int) -> Plan:
-    """Plans any job, with any faults, by this seed."""
+    """Plans a job with random settings and random faults."""
     random = Random(seed)
     settings = OuterSettings(
         policy=random.choice(("robust", "robust", "sync", "async", "di_ps")),
@@ -117,7 +115,7 @@ def _fault(random: Random, action: str, clusters: Sequence[ClusterSpec], followe
 
 
 def fragile_plan(seed: int) -> Plan:
-    """Plans that clusters die in the middle of pushes, and followers with them."""
+    """Plans a job in which clusters die in the middle of pushes, and followers die too."""
     random = Random(seed)
     plan = any_plan(seed)
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.05)) for i in range(4))
@@ -127,7 +125,7 @@ def fragile_plan(seed: int) -> Plan:
 
 
 def rolled_plan(seed: int) -> Plan:
-    """Plans that clusters die with a follower, and others are away while that is rolled back."""
+    """Plans a job in which clusters die together with a follower, and other followers die during the rollback."""
     random, plan = Random(seed), fragile_plan(seed)
     faults = []
     for spec in plan.clusters[1:]:
@@ -138,7 +136,7 @@ def rolled_plan(seed: int) -> Plan:
 
 
 def frozen_plan(seed: int) -> Plan:
-    """Plans that leaders stand still, others take over, and they wake; followers are started again meanwhile."""
+    """Plans a job in which leaders freeze, others take over, and the frozen ones wake; followers restart in between."""
     random = Random(seed)
     at, faults = 0.5, []
     for _ in range(3):
@@ -152,7 +150,7 @@ def frozen_plan(seed: int) -> Plan:
 
 
 def unheard_plan(seed: int) -> Plan:
-    """Plans that leaders die again and again after they stored an answer and before they tell it."""
+    """Plans a job whose leaders die again and again between storing an answer and sending it."""
     random, plan = Random(seed), any_plan(seed)
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.04)) for i in range(2))
     faults = tuple(Fault(0.5 + 0.7 * turn + random.uniform(0.0, 0.5), "leader-effect") for turn in range(12))
@@ -160,9 +158,7 @@ def unheard_plan(seed: int) -> Plan:
 
 
 def batches_plan(seed: int) -> Plan:
-    """Plans that clusters train unlike batches, of which none may be a single sample, or all must be whole; epochs do
-    not fit.
-    """
+    """Plans a job whose clusters differ in batch size and least batch, with epochs that are no multiple of them."""
     random, plan = Random(seed), any_plan(seed)
     clusters = []
     for spec in plan.clusters:
@@ -173,12 +169,12 @@ def batches_plan(seed: int) -> Plan:
 
 
 def poisoned_plan(seed: int) -> Plan:
-    """Plans that many pushes are not finite."""
+    """Plans a job in which a quarter of the pushes contain non-finite values."""
     return replace(any_plan(seed), poison=0.25)
 
 
 def own_plan(seed: int) -> Plan:
-    """Plans that each cluster has its own data: the oldest one's verdict ends the job, or an operator does."""
+    """Plans a job whose clusters have data of their own; it ends when the oldest cluster, or an operator, says so."""
     random, plan = Random(seed), any_plan(seed)
     clusters = tuple(replace(spec, loop=random.randint(60, 160)) for spec in plan.clusters)
     faults = plan.faults
@@ -188,7 +184,7 @@ def own_plan(seed: int) -> Plan:
 
 
 def strange_plan(seed: int) -> Plan:
-    """Plans that clusters of another job try to join."""
+    """Plans a job that clusters with another model try to join."""
     random, plan = Random(seed), any_plan(seed)
     starts = [random.choice((0.0, random.uniform(0.0, 6.0))) for _ in range(2)]  # one may be the first of all
     strangers = [ClusterSpec(f"x{i}", start, 0.05, strange=True) for i, start in enumerate(starts)]
@@ -196,7 +192,7 @@ def strange_plan(seed: int) -> Plan:
 
 
 def damaged_plan(seed: int) -> Plan:
-    """Plans that disks fill, and files are damaged while followers are away."""
+    """Plans a job in which disks fill up, and files are damaged while their followers are down."""
     random, plan = Random(seed), any_plan(seed)
     actions = ["full", "damage", "damage", "damage", "server"]
     faults = [_fault(random, random.choice(actions), plan.clusters, plan.followers) for _ in range(5)]
@@ -206,7 +202,7 @@ def damaged_plan(seed: int) -> Plan:
 
 
 def recut_plan(seed: int) -> Plan:
-    """Plans that the server is stopped and started with other followers; a start may be killed. Disks fill, files get
+    """Plans a job whose server is restarted with other followers; a start may be killed, disks fill up, files get
     damaged.
     """
     random, plan = Random(seed), any_plan(seed)
@@ -225,7 +221,7 @@ def recut_plan(seed: int) -> Plan:
 
 
 def passed_plan(seed: int) -> Plan:
-    """Plans that followers die again and again, also after they wrote a file and before they report it."""
+    """Plans a job whose followers die again and again, also between writing a file and reporting it."""
     random, plan = Random(seed), any_plan(seed)
     faults = []
     for _ in range(10):
@@ -235,7 +231,7 @@ def passed_plan(seed: int) -> Plan:
 
 
 def thawed_plan(seed: int) -> Plan:
-    """Plans that clusters stand still for so long that they are removed, and wake."""
+    """Plans a job whose clusters freeze long enough to be removed, and wake later."""
     random, plan = Random(seed), any_plan(seed)
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(3))
     faults = [
@@ -247,7 +243,7 @@ def thawed_plan(seed: int) -> Plan:
 
 
 def holders_plan(seed: int) -> Plan:
-    """Plans that clusters stand still while followers lose the bytes that they had of the clusters' pushes."""
+    """Plans a job in which clusters freeze while followers lose their copies of these clusters' pushes."""
     random, plan = Random(seed), any_plan(seed)
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2))
     faults = []
@@ -259,21 +255,19 @@ def holders_plan(seed: int) -> Plan:
 
 
 def fickle_plan(seed: int) -> Plan:
-    """Plans that clusters offer other bytes under their numbers, too."""
+    """Plans a job whose clusters sometimes offer other bytes under a push number already used."""
     plan = any_plan(seed)
     return replace(plan, clusters=tuple(replace(spec, fickle=True) for spec in plan.clusters))
 
 
 def older_plan(seed: int) -> Plan:
-    """Plans that an older copy of the store takes its place."""
+    """Plans a job in which an older copy of the leader's store replaces the store."""
     random, plan = Random(seed), any_plan(seed)
     return replace(plan, faults=(Fault(random.uniform(2.0, 5.0), "older"),))
 
 
 def away_plan(seed: int) -> Plan:
-    """Plans that the whole server is away for ten minutes; a cluster may die, come again, stand still or leave
-    meanwhile.
-    """
+    """Plans a job whose whole server is down for ten minutes, while a cluster may die, restart, freeze or leave."""
     random, plan = Random(seed), any_plan(seed)
     at, shared = random.uniform(6.0, 12.0), random.random() < 0.5
     loop = 0 if shared else random.randint(900, 1300)
@@ -288,9 +282,7 @@ def away_plan(seed: int) -> Plan:
 
 
 def elastic_plan(seed: int) -> Plan:
-    """Plans that a cluster is an elastic job itself, whose ranks die, stand still and come, and whose commits are taken
-    back.
-    """
+    """Plans a job with an elastic cluster whose ranks die, freeze and join, and whose commits are taken back."""
     random, plan = Random(seed), any_plan(seed)
     clusters = (
         ClusterSpec("c0", 0.0, random.uniform(0.02, 0.06)),
@@ -308,7 +300,7 @@ def elastic_plan(seed: int) -> Plan:
 
 
 def newcomers_plan(seed: int) -> Plan:
-    """Plans that nothing goes wrong, all wait for all, and newcomers take long to fetch their first version."""
+    """Plans a job without faults under policy `sync`, whose newcomers take seconds to fetch their first version."""
     random = Random(seed)
     settings = replace(any_plan(seed).settings, policy="sync", staleness_cap=0)
     old = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2)]
@@ -317,9 +309,7 @@ def newcomers_plan(seed: int) -> Plan:
 
 
 def far_plan(seed: int) -> Plan:
-    """Plans that nothing goes wrong, and some clusters take longer to fetch a version than many rounds of the others
-    take.
-    """
+    """Plans a job without faults in which some clusters need several rounds of the others to fetch one version."""
     random = Random(seed)
     fast = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.06)) for i in range(2)]
     far = [ClusterSpec(f"n{i}", random.uniform(0.0, 1.0), 0.05, fetch_s=random.uniform(1.0, 2.0)) for i in range(2)]
@@ -331,9 +321,7 @@ def far_plan(seed: int) -> Plan:
 
 
 def slow_plan(seed: int) -> Plan:
-    """Plans that a cluster is a hundred times slower than the others, so the chain is cut beyond its base while it
-    trains.
-    """
+    """Plans a job with a cluster so slow (a hundredfold) that summaries drop its base while it trains one push."""
     random = Random(seed)
     fast = [ClusterSpec(f"c{i}", 0.0, random.uniform(0.02, 0.03)) for i in range(2)]
     slow = ClusterSpec("s0", random.uniform(0.0, 0.5), random.uniform(2.0, 3.0), random.random() < 0.8)
@@ -346,7 +334,7 @@ def slow_plan(seed: int) -> Plan:
 
 
 def windows_plan(seed: int) -> Plan:
-    """Plans many clusters of unequal speed, whose pushes come one after the other."""
+    """Plans a job with five clusters of unequal speed, whose pushes arrive one after the other."""
     random = Random(seed)
     settings = replace(any_plan(seed).settings, policy=random.choice(("robust", "di_ps")))
     clusters = tuple(ClusterSpec(f"c{i}", 0.0, random.choice((0.02, 0.04, 0.08))) for i in range(5))
@@ -354,7 +342,7 @@ def windows_plan(seed: int) -> Plan:
 
 
 def turned_plan(seed: int) -> Plan:
-    """Plans that all pushes of one cluster are contrary to the others and the momentum, while leaders take over."""
+    """Plans a job in which one cluster's pushes always oppose all others and the momentum, while leaders take over."""
     random = Random(seed)
     settings = replace(any_plan(seed).settings, policy="robust", gate_again=random.choice((2, 4)), gate_limit=99.0)
     names = ("c0", "c1", "c2", TURNED)
@@ -364,7 +352,7 @@ def turned_plan(seed: int) -> Plan:
 
 
 def all_plan(seed: int) -> Plan:
-    """Returns a plan for this seed; families of plans take turns."""
+    """Plans a job from one of the families of plans, which take turns by seed."""
     names = [name for name in FAMILIES if name != "all"]
     return FAMILIES[names[seed % len(names)]](seed)
 

@@ -1,4 +1,6 @@
-"""Machines of outer sync and parts of them, each with one rule of docs/outer.md broken; bugs.py plants them."""
+"""Classes of outer sync with planted bugs: each breaks one rule of docs/outer.md; bugs.py puts them into simulated
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ from lab.outer.store import ChainStore
 
 
 class EarlyLeader(LeaderMachine):
-    """Leader that tells answers before they are stored."""
+    """Planted bug: the leader tells clusters that pushes are accepted before it has stored the round."""
 
     def _turn(self) -> None:
         super()._turn()
@@ -62,7 +64,7 @@ class EarlyLeader(LeaderMachine):
 
 
 class OneShardPushes(Pushes):
-    """Pushes of a leader that treats a push as staged everywhere once one shard has it."""
+    """Planted bug: the leader treats a push as staged at all shards once one shard has it."""
 
     def staged(self) -> list[Offer]:
         if not self._desk.chain.founded:
@@ -79,7 +81,7 @@ class OneShardPushes(Pushes):
 
 
 class FreeingPushes(Pushes):
-    """Pushes of a leader that lets clusters delete a push as soon as a round has it."""
+    """Planted bug: the leader lets clusters delete a push as soon as a round has accepted it."""
 
     def free(self, whom: Iterable[IncarnationId]) -> None:
         for who in whom:
@@ -89,14 +91,14 @@ class FreeingPushes(Pushes):
 
 
 class HastyAttendance(Attendance):
-    """Attendance that waits for no cluster after a takeover."""
+    """Planted bug: after a takeover the leader waits for no cluster to come back."""
 
     def _patience_s(self, who: IncarnationId) -> float:
         return 0.0
 
 
 class ForgetfulCluster(ClusterMachine):
-    """Cluster that gives its open push up when its stream breaks."""
+    """Planted bug: a cluster gives up its open push when it connects to the leader anew."""
 
     def on(self, event: ClusterEvent, *, resting: bool = True) -> list[ClusterEffect]:
         if isinstance(event, Connected):
@@ -105,7 +107,7 @@ class ForgetfulCluster(ClusterMachine):
 
 
 class HomegoingCluster(ClusterMachine):
-    """Cluster that comes in anew after the job's end and ends without fetching the last version."""
+    """Planted bug: a cluster that joins after the job's end leaves without fetching the last version."""
 
     def _on_finished(self, version: VersionId, reason: str) -> None:
         if self.base == NO_VERSION:
@@ -115,7 +117,7 @@ class HomegoingCluster(ClusterMachine):
 
 
 class EarlyEnding(Ending):
-    """End of a job that does not wait for the disks."""
+    """Planted bug: the job ends before its last version is durable on all disks."""
 
     def next_end(self) -> Ended | None:
         super().next_end()
@@ -123,37 +125,35 @@ class EarlyEnding(Ending):
 
 
 class OpenAttendance(Attendance):
-    """Attendance that lets in clusters that waited before the job was opened without comparing their models with
-    its own.
-    """
+    """Planted bug: clusters that waited for the job to open are let in without a check of their model."""
 
     def again(self) -> list[tuple[int, ClusterHello]]:
         return []
 
 
 class WaitingLeader(LeaderMachine):
-    """Leader whose records wait for the disk as its rounds do."""
+    """Planted bug: all of the leader's entries, not only rounds, wait for the followers' disks."""
 
     def _next(self) -> Body | None:
         return None if self.chain.ahead >= AHEAD else super()._next()
 
 
 class ImpatientLeader(LeaderMachine):
-    """Leader that waits for no cluster, whatever that one alone holds."""
+    """Planted bug: the leader removes a silent cluster early although only it has a push that a shard lacks."""
 
     def _holds_alone(self, who: IncarnationId) -> bool:
         return False
 
 
 class TrustingDesk(LeaderDesk):
-    """Outbox of a leader that goes on though another process knows more than its chain."""
+    """Planted bug: a leader goes on although another process knows entries that its own chain lacks."""
 
     def lacks(self, term: int, *versions: VersionId, answered: PushId | None = None) -> str:
         return ""
 
 
 class UnshownShards(Shards):
-    """Shards whose followers obey the leader before their start is stored in the chain."""
+    """Planted bug: followers may obey the leader before the chain has stored that they started."""
 
     def next_start(self, offers: Iterable[Offer]) -> Started | None:
         for name, follower in self.followers.items():
@@ -163,7 +163,7 @@ class UnshownShards(Shards):
 
 
 class LaxShards(Shards):
-    """Shards that count a push as there if anything is staged under its name, whether or not it is what was offered."""
+    """Planted bug: shards count as having a push if anything is staged under its name, even other bytes."""
 
     def have(self, offer: Offer) -> bool:
         return all(offer.push in follower.staged for follower in self.up())
@@ -173,7 +173,7 @@ class LaxShards(Shards):
 
 
 class RepeatingPushes(Pushes):
-    """Pushes of a leader that takes an answered push for a new one."""
+    """Planted bug: the leader treats a push that was already answered as a new one."""
 
     def on_offer(self, offer: Offer) -> bool:
         cluster = self._attendance.clusters.get(offer.push.incarnation)
@@ -194,7 +194,7 @@ class RepeatingPushes(Pushes):
 
 
 class ForgetfulPushes(RepeatingPushes):
-    """Pushes of a leader that takes a push for a new one if another leader accepted it."""
+    """Planted bug: the leader treats a push that an earlier leader accepted as a new one."""
 
     def _forgotten(self, push: PushId) -> bool:
         given = self._desk.chain.incarnations[push.incarnation].answers.get(push.number)
@@ -203,7 +203,7 @@ class ForgetfulPushes(RepeatingPushes):
 
 
 class JumpingPushes(RepeatingPushes):
-    """Pushes of a leader that takes them in any order."""
+    """Planted bug: the leader takes a cluster's pushes in any order."""
 
     def _forgotten(self, push: PushId) -> bool:
         known = self._desk.chain.incarnations[push.incarnation]
@@ -211,7 +211,7 @@ class JumpingPushes(RepeatingPushes):
 
 
 class ChangingPushes(Pushes):
-    """Pushes of a leader at which other bytes under a number that is offered take the place of the first ones."""
+    """Planted bug: other bytes under the number of an open push replace the bytes offered first."""
 
     def on_offer(self, offer: Offer) -> bool:
         cluster = self._attendance.clusters.get(offer.push.incarnation)
@@ -221,7 +221,7 @@ class ChangingPushes(Pushes):
 
 
 class UnrecordedPushes(Pushes):
-    """Pushes of a leader that answers a void push without storing that."""
+    """Planted bug: the leader answers that a push is void without storing that in the chain."""
 
     def next_round(self) -> Round | Voided | None:
         decided = super().next_round()
@@ -232,7 +232,7 @@ class UnrecordedPushes(Pushes):
 
 
 class LatePushes(Pushes):
-    """Pushes of a leader that also takes pushes of removed clusters."""
+    """Planted bug: the leader also takes pushes of removed clusters."""
 
     def on_offer(self, offer: Offer) -> bool:
         cluster = self._attendance.clusters.get(offer.push.incarnation)
@@ -245,7 +245,7 @@ class LatePushes(Pushes):
 
 
 class LateAttendance(Attendance):
-    """Attendance that keeps removed clusters in, and does not tell them."""
+    """Planted bug: removed clusters still count as living, and are not told of their removal."""
 
     def living(self) -> list[IncarnationId]:
         return [*self.clusters]
@@ -262,7 +262,7 @@ class LateAttendance(Attendance):
 
 
 class LaxRounds(Rounds):
-    """Rounds that let in pushes of clusters that are not in the job."""
+    """Planted bug: rounds accept pushes of clusters that are not in the job."""
 
     def _objection(self, offer: Offer) -> str:
         words = super()._objection(offer)
@@ -270,21 +270,21 @@ class LaxRounds(Rounds):
 
 
 class UnbasedRounds(Rounds):
-    """Rounds that do not check which pushes of its cluster a push's base holds."""
+    """Planted bug: rounds do not check which pushes of its cluster a push's base holds."""
 
     def _objection(self, offer: Offer) -> str:
         return self._chain.leases.objection(offer) if self._chain.leases is not None else ""
 
 
 class UncheckedRounds(Rounds):
-    """Rounds that check neither a push's base nor the samples that it covers."""
+    """Planted bug: rounds check neither a push's base nor the samples that it covers."""
 
     def _objection(self, offer: Offer) -> str:
         return ""
 
 
 class UnleasedRounds(Rounds):
-    """Rounds that do not check which samples a push covers."""
+    """Planted bug: rounds do not check which samples a push covers."""
 
     def _objection(self, offer: Offer) -> str:
         words = super()._objection(offer)
@@ -292,22 +292,22 @@ class UnleasedRounds(Rounds):
 
 
 class RefusingRounds(Rounds):
-    """Rounds that reject pushes that a rollback opened again."""
+    """Planted bug: rounds reject pushes that a rollback reopened."""
 
     def _objection(self, offer: Offer) -> str:
         return "it was taken before" if offer.push in self._chain.reopened else super()._objection(offer)
 
 
 class RefusingUnleasedRounds(RefusingRounds, UnleasedRounds):
-    """Rounds that reject pushes that a rollback opened again, and do not check which samples a push covers."""
+    """Planted bug: rounds reject pushes that a rollback reopened, and do not check which samples a push covers."""
 
 
 class RefusingUncheckedRounds(RefusingRounds, UncheckedRounds):
-    """Rounds that reject pushes that a rollback opened again, and check neither a push's base nor its samples."""
+    """Planted bug: rounds reject pushes that a rollback reopened, and check neither a push's base nor its samples."""
 
 
 class LearningRounds(Rounds):
-    """Rounds whose gate learns from pushes that it rejects."""
+    """Planted bug: the gate also learns from the pushes that it rejects."""
 
     def _decide(
         self,
@@ -325,7 +325,7 @@ class LearningRounds(Rounds):
 
 
 class ShuttingRounds(Rounds):
-    """Rounds whose gate forgets which clusters it has refused."""
+    """Planted bug: the gate forgets how often it has rejected each cluster, and so may shut a cluster out."""
 
     def _decide(
         self,
@@ -341,7 +341,7 @@ class ShuttingRounds(Rounds):
 
 
 class WindingRounds(Rounds):
-    """Rounds whose deadline moves to a later time with each arriving push."""
+    """Planted bug: each arriving push moves the deadline of the open round to a later time."""
 
     def next(
         self,
@@ -360,7 +360,7 @@ class WindingRounds(Rounds):
 
 
 class WaitingAttendance(Attendance):
-    """Attendance that waits for newcomers that have no version yet."""
+    """Planted bug: rounds also wait for newcomers that have no version yet."""
 
     def training(self) -> set[IncarnationId]:
         return super().training() | {who for who in self.living() if self.clusters[who].base == NO_VERSION}
@@ -370,7 +370,7 @@ class WaitingAttendance(Attendance):
 
 
 class GreedyLeases(Leases):
-    """Leases that take leased positions for free ones."""
+    """Planted bug: positions that one cluster has leased are leased to another one, too."""
 
     def _free(self, state: object) -> tuple[tuple[int, int], ...]:
         leased, state.leased = state.leased, {}  # type: ignore[attr-defined]
@@ -380,7 +380,7 @@ class GreedyLeases(Leases):
 
 
 class PartLeases(Leases):
-    """Leases of parts of steps."""
+    """Planted bug: leases may contain parts of steps."""
 
     def grant(
         self,
@@ -393,7 +393,7 @@ class PartLeases(Leases):
 
 
 class GivingLeases(Leases):
-    """Leases with which a rollback frees the positions of all pushes that it takes back, also of those that are offered
+    """Planted bug: a rollback frees the positions of all pushes that it takes back, even of those that will be offered
     again.
     """
 
@@ -402,7 +402,7 @@ class GivingLeases(Leases):
 
 
 def chain_with(leases: type[Leases]) -> type[OuterChain]:
-    """Returns a class of chains whose leases are of this class."""
+    """Returns a class of chains that use the given (broken) class of leases."""
 
     class Planted(OuterChain):
         def follow(self, entry: Entry) -> None:
@@ -414,7 +414,7 @@ def chain_with(leases: type[Leases]) -> type[OuterChain]:
 
 
 class ForgettingChain(OuterChain):
-    """Chain in which a rollback takes joins back, and their leases."""
+    """Planted bug: a rollback also takes back joins, and the leases of those clusters."""
 
     def _roll_back(self, made: VersionId, entry: Entry, body: RolledBack) -> None:
         super()._roll_back(made, entry, body)
@@ -425,7 +425,7 @@ class ForgettingChain(OuterChain):
 
 
 class SilentChain(OuterChain):
-    """Chain in which a rollback makes no version."""
+    """Planted bug: a rollback makes no version, so the newest version is an old one."""
 
     def _version(self, entry: Entry, body: Founded | Round | RolledBack) -> None:
         super()._version(entry, body)
@@ -434,7 +434,7 @@ class SilentChain(OuterChain):
 
 
 class OpenStore(ChainStore):
-    """Store that does not compare writes by their terms."""
+    """Planted bug: the store accepts writes of leaders whose term is over."""
 
     def append(self, entry: Entry) -> str:
         term, self.term = self.term, entry.term
@@ -447,7 +447,7 @@ class OpenStore(ChainStore):
 
 
 class HoardingFollower(FollowerMachine):
-    """Follower that keeps pushes that no round will ever take."""
+    """Planted bug: a follower keeps pushes that no round will ever take."""
 
     def _hear(self, message: ToFollower) -> None:
         if not isinstance(message, DropPush):
@@ -455,7 +455,7 @@ class HoardingFollower(FollowerMachine):
 
 
 class PassedFollower(FollowerMachine):
-    """Follower that computes on from its own version when the durable mark passes that version."""
+    """Planted bug: a follower computes on from its own version after the durable mark has passed that version."""
 
     def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()
@@ -463,7 +463,7 @@ class PassedFollower(FollowerMachine):
 
 
 class NewestFileFollower(FollowerMachine):
-    """Follower that starts from its own newest file."""
+    """Planted bug: a follower starts from its own newest file instead of the durable version."""
 
     def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()
@@ -475,7 +475,7 @@ class NewestFileFollower(FollowerMachine):
 
 
 class NumberedFollower(NewestFileFollower):
-    """Follower that starts from its own newest file, and tells versions apart by their numbers alone."""
+    """Planted bug: a follower starts from its own newest file, and compares versions by their numbers alone."""
 
     def _start(self) -> tuple[int, ShardFile | None, list[Entry]]:
         place, load, line = super()._start()
@@ -488,7 +488,7 @@ class NumberedFollower(NewestFileFollower):
 
 
 class ChasingCluster(ClusterMachine):
-    """Cluster that begins another fetch with each newer version."""
+    """Planted bug: a cluster abandons a fetch and begins another with each newer version."""
 
     def _turn_idle(self) -> None:
         if self._fetching < self._served:
@@ -497,7 +497,7 @@ class ChasingCluster(ClusterMachine):
 
 
 class BoundlessCluster(ClusterMachine):
-    """Cluster that trains on, however long a version takes."""
+    """Planted bug: a cluster trains on without limit while it waits for a version."""
 
     @property
     def waits(self) -> bool:
@@ -505,7 +505,7 @@ class BoundlessCluster(ClusterMachine):
 
 
 class NewestBaseCluster(ClusterMachine):
-    """Cluster whose pushes are deltas to the newest version."""
+    """Planted bug: a cluster declares its push a delta to the newest version instead of its own base."""
 
     def _on_frozen(self, push: PushId, manifest: str) -> None:
         base = self.base
@@ -515,14 +515,14 @@ class NewestBaseCluster(ClusterMachine):
 
 
 class UnorderedCluster(ClusterMachine):
-    """Cluster that after a rollback offers its open push before those that are open again."""
+    """Planted bug: after a rollback a cluster offers its open push before the older ones that the rollback reopened."""
 
     def _unanswered(self) -> list[Offer]:
         return super()._unanswered()[::-1]
 
 
 class ForgetfulSummaries(Summaries):
-    """Summaries that have the newest versions alone, whatever clusters have for their base."""
+    """Planted bug: summaries keep only the newest version, although clusters still have older ones as their base."""
 
     def next_summary(self) -> Summary | None:
         found = super().next_summary()
@@ -533,7 +533,9 @@ class ForgetfulSummaries(Summaries):
 
 
 def hasty_steps(job: str, names: Sequence[str]) -> Steps:
-    """Yields steps in which files of followers that lose their shard go before the record."""
+    """Planted bug: when shards are cut anew, files of dropped followers are deleted before the chain records the new
+    shards.
+    """
     steps, came, held = recut_steps(job, names), None, set()
     while True:
         try:
@@ -548,7 +550,9 @@ def hasty_steps(job: str, names: Sequence[str]) -> Steps:
 
 
 def leaving_steps(job: str, names: Sequence[str]) -> Steps:
-    """Yields steps that leave files of versions that the record does not name."""
+    """Planted bug: when shards are cut anew, old files that the record does not name stay on the disks and may be taken
+    for new ones.
+    """
     steps, came = recut_steps(job, names), None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Simulates the processes of an outer job: leader, followers, clusters, each a shell around its real machine."""
+"""Simulates the processes of an outer job: leader, followers, clusters, each a shell around its real state machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SILENT_S = 1.2
 
 
 class Cluster(Protocol):
-    """Cluster of a simulated job, as processes see it."""
+    """Cluster of a simulated job, as far as other processes see it."""
 
     @property
     def bytes(self) -> dict[PushId, str]: ...
@@ -68,7 +68,7 @@ class Cluster(Protocol):
 
 
 class Job(Protocol):
-    """Simulated job, as processes see it."""
+    """Simulated job, as far as its processes see it."""
 
     kernel: Kernel
     store: ChainStore
@@ -108,7 +108,7 @@ TURNED = "turned"
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Classes of the machines, and the behaviour of their shells in one point each; planted bugs replace them."""
+    """State machines of a simulated job, and details of the processes around them; planted bugs replace some."""
 
     leader: Callable[[OuterChain, int, int], LeaderMachine] = LeaderMachine
     chain: type[OuterChain] = OuterChain
@@ -149,7 +149,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """Cluster of a plan, with its speed and its batches.
+    """Plan of one cluster: its speed, its batches and its oddities.
 
     Attributes:
         name: Name of the cluster.
@@ -179,25 +179,23 @@ class ClusterSpec:
 
 
 def agreement(settings: OuterSettings, length: int, codec: str = "bf16", prefix: str = "") -> Agreement:
-    """Returns the agreement of a job whose epochs have so many positions."""
+    """Returns the agreement of a job with epochs of `length` positions; a prefix renames its tensor (another model)."""
     tensors = (TensorSpec(f"{prefix}w", "float32", (4 * 64,)),)
     return Agreement(tensors, block=64, codec=codec, length=length, settings=settings.words)
 
 
 def said(words: str) -> float:
-    """Returns a number from 0 to 1 that depends on these words alone, so that all shards compute the same."""
+    """Returns a pseudo-random number from 0 to 1 that depends on `words` only, so that all shards compute the same."""
     return Random(words).random()
 
 
 def turned(push: PushId) -> bool:
-    """Returns whether a push is of a cluster whose pushes are contrary to those of all others (plans.py)."""
+    """Returns whether a push is from a cluster whose pushes oppose those of all others (plans.py)."""
     return push.incarnation.cluster.startswith(TURNED)
 
 
 def product(one: PushId, other: PushId) -> str:
-    """Returns the product of two pushes, as one shard has it; of a push with itself it is larger than with any
-    other.
-    """
+    """Returns a made-up inner product of two pushes in one shard; largest for a push with itself."""
     if one == other:
         return ExactSum.of([1.0 + 0.2 * said(f"{one}")]).encode()
     sign = 1 if turned(one) == turned(other) else -1
@@ -205,13 +203,13 @@ def product(one: PushId, other: PushId) -> str:
 
 
 def lean(push: PushId, version: VersionId) -> str:
-    """Returns the product of a push with a version's momentum."""
+    """Returns a made-up inner product of a push with a version's momentum."""
     size = said(f"{push} {version}")
     return ExactSum.of([-size if turned(push) else size - 0.5]).encode()
 
 
 class Stream:
-    """Connection to one life of the leader: two directions, each in order."""
+    """Connection of a client to a leader process, with an ordered pipe in each direction."""
 
     def __init__(self, job: Job, client: Client, leader: LeaderProcess) -> None:
         self.conn, self.since = job.number(), job.kernel.now
@@ -222,7 +220,7 @@ class Stream:
         self.down = Pipe(job.kernel, 0.0005, 0.02)
 
     def cut(self, *, proof: bool = False) -> None:
-        """Cuts the stream: both ends learn that it is gone, each after a while; messages on the way may be lost."""
+        """Cuts the stream: each end notices it after a while, and messages on their way may be lost."""
         kernel = self.client.kernel
         # The client may be back before its leader knows that the stream is gone, or has heard all that it said there.
         noticed_s = kernel.between(0.02, 0.3)
@@ -233,7 +231,7 @@ class Stream:
 
 
 class LeaderProcess(Process):
-    """Process of a leader, from its start to its death."""
+    """Simulated leader process, from its start to its death."""
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job.kernel, name)
@@ -254,8 +252,8 @@ class LeaderProcess(Process):
         self.timer(TICK_S, self._tick)
 
     def feed(self, event: fx.LeaderEvent) -> None:
-        """Feeds one event to the machine, and carries out its effects in order. Peers that come after the job's end are
-        told of it.
+        """Feeds an event to the machine and carries out its effects in order; clients that come after the job's end are
+        told so.
         """
         hello = event.message if isinstance(event, fx.Heard) else None
         if self.machine.desk.done and isinstance(hello, ClusterHello | FollowerHello):
@@ -285,7 +283,7 @@ class LeaderProcess(Process):
         self._watch_window()
 
     def _watch_window(self) -> None:
-        """Checks that the deadline of a window that is open does not change (O13)."""
+        """Checks that the deadline of an open round never moves (O13)."""
         window = self.machine.rounds._window
         deadline_s = window.deadline_s if window is not None else 0.0
         if self._deadline_s and deadline_s and deadline_s != self._deadline_s:
@@ -300,7 +298,7 @@ class LeaderProcess(Process):
                 stream.down.send(message, lambda m: client.deliver(lambda: client.told(stream, m)))
 
     def _write(self, entry: Entry) -> None:
-        """Writes an entry, which may be on its way while its leader dies."""
+        """Writes an entry to the store; if the leader has died in the meantime, the write may still arrive."""
         store, again = self.job.store, self.job.store.holds(entry)
         if not self.alive and (store.down or self.kernel.random.random() < 0.5):
             return
@@ -328,7 +326,9 @@ class LeaderProcess(Process):
 
 
 class Client(Process):
-    """Process of a follower or a cluster, which looks for the leader, and repeats all its facts on each new stream."""
+    """Simulated process of a follower or cluster, which looks for the leader and repeats all its facts on each new
+    stream.
+    """
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job.kernel, name)
@@ -338,7 +338,7 @@ class Client(Process):
         self.die_at_effect = -1
 
     def connect(self) -> None:
-        """Connects to the present leader; tries again until it works."""
+        """Connects to the current leader; tries again until it works."""
         leader = self.job.leader
         if self.stream is not None or not self.alive:
             return
@@ -372,7 +372,7 @@ class Client(Process):
             self.hear(message)
 
     def listen(self) -> None:
-        """Leaves a leader that says nothing for long, for another may lead."""
+        """Cuts the stream to a leader that has been silent for long, since another may lead by now."""
         stream = self.stream
         if stream is not None and stream.leader.frozen and self.kernel.now - stream.leader.frozen_since > SILENT_S:
             stream.cut()
@@ -402,19 +402,19 @@ class Client(Process):
             self.killed()
 
     def killed(self) -> None:
-        """Takes note of the death; the process may be started again."""
+        """Reacts to the process's death, for example by starting it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
-    """Bytes of a push for one shard, and the manifest of the whole push."""
+    """Bytes of a push for one shard, with the manifest of the whole push."""
 
     manifest: str
     blocks: str
 
 
 class FollowerProcess(Client):
-    """Life of a follower's process, on its disk."""
+    """Simulated follower process, from one start to its death; its disk outlives it."""
 
     def __init__(self, job: Job, name: str) -> None:
         super().__init__(job, name)
@@ -492,13 +492,13 @@ class FollowerProcess(Client):
                 pass
 
     def _hold(self, shard: Shard) -> None:
-        """Holds this shard; the process begins anew if it held another one."""
+        """Sets the follower's shard; the process kills itself if it held another shard, to start anew."""
         if self.held is not None and self.held != shard:
             self.kill()
         self.held = shard
 
     def _fetch(self, offer: Offer) -> None:
-        """Fetches a push; some fetches take long, and are heard of meanwhile."""
+        """Fetches a push from its cluster; slow fetches report their progress to the machine."""
         if self.kernel.random.random() < 0.2:
             left_s = self.kernel.between(0.1, 1.0)
             self.feed(fx.Progressed(offer.push, left_s))
@@ -520,7 +520,7 @@ class FollowerProcess(Client):
         self.feed(fx.Fetched(push, self.parts[push].manifest, products, finite, lean(push, at), at))
 
     def _part(self, push: PushId, manifest: str) -> StagedPart:
-        """Returns the bytes that a cluster sent for the shard as it is held."""
+        """Returns the bytes of a push for the follower's shard, as the cluster sent them."""
         assert self.held is not None
         blocks, spool = part_of(manifest, self.held), self.job.machines.spool
         if spool:
@@ -548,7 +548,7 @@ class FollowerProcess(Client):
         self.job.oracle.stands(version, self.held, content)
 
     def _save(self, version: VersionId, content: str, steps: Sequence[str]) -> None:
-        """Runs the first of these steps, after a while, and then the others; a crash may come between any two."""
+        """Runs the remaining steps of saving a file, each after a while; a crash may come between any two."""
         if steps:
             self.timer(self.kernel.between(0.003, 0.06), lambda: self._save_on(version, content, steps))
 
@@ -579,7 +579,7 @@ class FollowerProcess(Client):
 
 @dataclass(slots=True)
 class VersionFetch:
-    """Fetch of a version from all followers at once, as `getting.VersionGetter` makes it.
+    """Fetch of a version from all followers at once, like that of `getting.VersionGetter`.
 
     Args:
         job: Job of the version.
@@ -592,7 +592,7 @@ class VersionFetch:
     _until: float = 0.0
 
     def ask(self, version: VersionId) -> tuple[Sequence[str] | None, bool]:
-        """Asks all followers for a part of the version, and for the rest of it once the time is over.
+        """Asks all followers for their parts of a version; the caller repeats this until the fetch's time is over.
 
         Returns:
             Their contents when it is all here, and whether a follower serves it no more.
@@ -613,7 +613,7 @@ class VersionFetch:
 
 
 class ClusterProcess(Client):
-    """Process of a cluster: it trains, pushes and adopts."""
+    """Simulated process of a cluster, which trains, pushes and adopts versions."""
 
     def __init__(self, job: Job, name: str, spec: ClusterSpec) -> None:
         super().__init__(job, name)
@@ -648,7 +648,7 @@ class ClusterProcess(Client):
         self.connect()
 
     def serves(self, push: PushId) -> bool:
-        """Returns whether a push's bytes can be had here now."""
+        """Returns whether the cluster can serve a push's bytes now."""
         return self.alive and not self.frozen and push in self.content.pushes
 
     @property
@@ -707,7 +707,7 @@ class ClusterProcess(Client):
                 self._carry_out(effect)
 
     def _carry_out(self, effect: cl.ClusterEffect) -> None:
-        """Carries out an effect between two inner steps."""
+        """Carries out an effect that must not fall into an inner step."""
         match effect:
             case cl.Freeze(push, _):
                 self._freeze(push)
@@ -774,17 +774,19 @@ class ClusterProcess(Client):
         self._train(self._life)
 
     def unaccounted(self) -> set[int]:
-        """Returns the inner steps of which the cluster knows nothing any more, though it has not thrown them away."""
+        """Returns trained inner steps that are in none of the cluster's records and were not discarded: the cluster
+        lost them.
+        """
         return self.trained - self.content.held - self.given_up - self.job.oracle.discarded
 
     def leave(self) -> None:
-        """Asks the cluster to leave, as Ctrl+C does."""
+        """Makes the cluster leave, as Ctrl+C does."""
         self.feed(cl.LeaveAsked())
 
     # ------------------------------------------------------------------ training
 
     def _train(self, life: int) -> None:
-        """Begins an inner step, if one may begin; messages that come meanwhile touch nothing."""
+        """Begins an inner step if one may begin; nothing changes the parameters before the step ends."""
         machine, pace_s = self.machine, self.spec.pace_s * self.kernel.between(0.7, 1.3)
         spans = self._share()
         if machine.phase is Phase.TRAINING and machine.may_train and spans is not None:

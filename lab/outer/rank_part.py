@@ -1,4 +1,4 @@
-"""Simulates one rank of an elastic cluster: the real `RanksMachine`, and the meaning of its effects.
+"""Simulates one rank of an elastic cluster: carries out the effects of the real `RanksMachine`.
 
 Theory of operation. This is to the simulators what outer/cluster/elastic.py is to a process. What a rank says in a
 commit, and what it does when one is known, is here; who commits what when, and the way to the leader, are its *home's*:
@@ -27,21 +27,21 @@ from lab.outer.processes import Machines
 
 @dataclass(slots=True)
 class Held:
-    """State of a rank that a newcomer gets."""
+    """State that a newcomer gets from another rank."""
 
     state: RanksFacts
     content: Content
 
 
 class RankHome(Protocol):
-    """Process of a rank, as its part sees it."""
+    """Process of a rank, as far as its `RankPart` uses it."""
 
     def dies(self) -> bool:
         """Returns whether the process is killed before the next effect."""
         ...
 
     def attend(self) -> None:
-        """Lets the rank talk to the leader from here on."""
+        """Lets the rank talk to the leader from now on."""
         ...
 
     def tell_leader(self, message: object) -> None:
@@ -49,26 +49,24 @@ class RankHome(Protocol):
         ...
 
     def to_encode(self) -> None:
-        """Calls `RankPart.encode` after a while, since a push was frozen."""
+        """Calls `RankPart.encode` after a while, because a push was frozen."""
         ...
 
     def sealed(self, push: PushId, pushed: Pushed) -> None:
-        """Notes that all ranks know what the push holds."""
+        """Notes that all ranks know the content of a push."""
         ...
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
-        """Sets the parameters to this version's, with the training since then on top if the adoption is not
-        outright.
-        """
+        """Sets the parameters to a version; keeps the training since then on top unless the adoption is outright."""
         ...
 
     def again(self) -> None:
-        """Begins the next incarnation after the last one is over."""
+        """Begins a new incarnation after the previous one has ended."""
         ...
 
 
 class RankPart:
-    """Outer state of one rank, and the machine that rules it (see the module).
+    """Outer state of one simulated rank, with the machine that decides about it.
 
     Args:
         home: Process of this rank.
@@ -77,9 +75,9 @@ class RankPart:
         machines: Machines, with what is broken on purpose.
 
     Attributes:
-        attends: Whether it talks to the leader.
-        fetched: Version that it has got.
-        news: Events that the machines are to hear, if it attends.
+        attends: Whether this rank talks to the leader.
+        fetched: Version that this rank has fetched.
+        news: Events for all ranks' machines, which the rank that talks to the leader sends with the next commit.
         gone: Inner steps that the last commit threw away.
         given_up: Inner steps of pushes that ended with their incarnation.
     """
@@ -99,7 +97,7 @@ class RankPart:
     # ------------------------------------------------------------------ commits
 
     def says(self, samples: int, rates: tuple[float, float], over: str, *, leaves: bool = False) -> bytes:
-        """Returns the rank's contribution to a commit."""
+        """Returns this rank's contribution to the next commit."""
         events = tuple(self.news) if self.attends else ()
         self._sent = len(events)
         return text_of(RankSays, RankSays(self.fetched, self.encoded, samples, rates, over, leaves, "", events))
@@ -107,14 +105,14 @@ class RankPart:
     def commit(
         self, me: str, ranks: Sequence[str], answers: Sequence[bytes], step: int = 0, spent: Sequence[Span] = ()
     ) -> None:
-        """Takes in a commit that is known here.
+        """Takes in a commit once this rank has learned of it.
 
         Args:
-            me: This rank.
+            me: Name of this rank.
             ranks: Ranks that contributed.
             answers: Message of each of these ranks; empty where no rank said anything.
-            step: The number of the inner step that it is; 0: it is none.
-            spent: Places on the tape that it uses.
+            step: Number of the commit's inner step; 0: it has none.
+            spent: Positions on the cluster's tape of leased samples that the step uses.
         """
         self.gone, self.given_up = [], []
         self.hello = self.state.machine.hello()
@@ -144,7 +142,7 @@ class RankPart:
         self.home.attend()
 
     def tell_known(self) -> None:
-        """Tells the leader the messages that the former commit brought."""
+        """Sends the leader the messages that resulted from the previous commit, which all ranks know by now."""
         for message in self.state.known():
             self._tell(message)
 
@@ -191,9 +189,7 @@ class RankPart:
         self.home.sealed(push, pushed)
 
     def _offer_early(self, push: PushId) -> None:
-        """Offers a push early (a planted bug): it counts as frozen at once, and is offered before another commit is
-        known.
-        """
+        """Planted bug: offers a push at once, before a further commit has shown that all ranks know its content."""
         self._seal(push, self.content.encoded().manifest)
         for effect in self.state.machine.on(cl.Frozen(push, self.content.pushes[push].manifest)):
             if isinstance(effect, fx.Say):
@@ -213,11 +209,11 @@ class RankPart:
     # ------------------------------------------------------------------ newcomers
 
     def facts(self) -> bytes:
-        """Returns the state that all ranks hold alike, as it travels."""
+        """Returns the state that all ranks share, as bytes for a newcomer."""
         return text_of(Held, Held(self.state.facts(), self.content))
 
     def restore(self, facts: bytes) -> None:
-        """Takes over the state of another rank."""
+        """Takes over the state of another rank, without the part that a planted bug leaves out."""
         held, lacks = read_text(Held, facts), self._machines.joiner_lacks
         self.state.restore(held.state)
         self.content = held.content

@@ -1,4 +1,4 @@
-"""Simulates a cluster that is an elastic job itself: ranks that hold the real `RanksMachine` each, and their commits.
+"""Simulates a cluster that is itself an elastic job: ranks with a real `RanksMachine` each, and their commits.
 
 Theory of operation. The inner job is as simple as it can be: ranks contribute, a header goes out to each of them after
 a while, and the next commit begins when all that are left have it. Ranks die or stand still at any moment. A rank that
@@ -44,7 +44,7 @@ PUT_OUT_S = 0.3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Commit:
-    """Header of a commit; `step` numbers the inner step that it is, 0: it is none."""
+    """Header of a commit; `step` is the number of its inner step, or 0 if it has none."""
 
     ranks: tuple[str, ...]
     said: tuple[bytes, ...]
@@ -53,7 +53,7 @@ class Commit:
 
 
 class Rank(Client):
-    """Process of one rank of an elastic cluster."""
+    """Simulated process of one rank of an elastic cluster."""
 
     def __init__(self, job: Job, ranks: RanksJob, name: str) -> None:
         super().__init__(job, name)
@@ -68,7 +68,7 @@ class Rank(Client):
     # ------------------------------------------------------------------ the stream
 
     def attend(self) -> None:
-        """Lets the rank talk to the leader from here on."""
+        """Lets the rank talk to the leader from now on."""
         self.connect()
 
     def connect(self) -> None:
@@ -99,7 +99,7 @@ class Rank(Client):
         self.say(message)
 
     def kill(self) -> None:
-        """Kills the rank by SIGKILL, which proves nothing, since no process stands for the cluster."""
+        """Kills the rank by SIGKILL; the leader does not take that as proof that the cluster is dead."""
         if self.alive:
             self.die()
             if self.stream is not None:
@@ -108,12 +108,12 @@ class Rank(Client):
     # ------------------------------------------------------------------ commits
 
     def says(self, samples: int) -> bytes:
-        """Returns the rank's contribution to a commit."""
+        """Returns this rank's contribution to the next commit."""
         pace_s, ranks = self.ranks.spec.pace_s, self.ranks
         return self.part.says(samples, (4 / pace_s, 1 / pace_s), ranks.reason, leaves=ranks.leaves)
 
     def take(self, commit: Commit) -> None:
-        """Takes a commit that is known here."""
+        """Takes in a commit once this rank has learned of it."""
         if self.taken is commit or not self.alive:
             return
         self.taken = commit
@@ -146,7 +146,7 @@ class Rank(Client):
     # ------------------------------------------------------------------ versions
 
     def _fetch(self) -> None:
-        """Looks for the version that is wanted, again and again: at ranks that have it, or at the followers."""
+        """Tries again and again to get the wanted version, from ranks that have it or else from the followers."""
         self.timer(self.kernel.between(0.01, 0.08), self._fetch)
         part = self.part
         wanted = part.state.machine.fetching
@@ -166,7 +166,7 @@ class Rank(Client):
 
 
 class RanksJob(Process):
-    """Elastic cluster, as the rest of the simulated job sees it."""
+    """Simulated elastic cluster, as the rest of the simulated job sees it."""
 
     def __init__(self, job: Job, name: str, spec: ClusterSpec) -> None:
         super().__init__(job.kernel, name)
@@ -192,7 +192,7 @@ class RanksJob(Process):
         return Rank(self.job, self, f"{self.name}:{self._count}")
 
     def made(self) -> RanksMachine:
-        """Returns the machine of a new rank."""
+        """Returns the state machine of a new rank."""
         agreed = agreement(self.job.settings, self.job.length, self.job.codec)
         machine = ClusterMachine(self.name, self.name, self._nonce, agreed, overlap=self.spec.overlap)
         return RanksMachine(machine)
@@ -201,35 +201,37 @@ class RanksJob(Process):
 
     @property
     def machine(self) -> ClusterMachine:
-        """Machine of the oldest rank."""
+        """State machine of the first rank."""
         return self.ranks[0].part.state.machine
 
     @property
     def stream(self) -> Stream | None:
-        """Stream of the first rank, if there is one."""
+        """First rank's stream to the leader, if it has one."""
         return self.ranks[0].stream
 
     @property
     def cut_at(self) -> float:
-        """Moment at which one of the ranks' streams was lost last."""
+        """Last time at which any of the ranks lost its stream (virtual s)."""
         return max(rank.cut_at for rank in [*self.ranks, *self._out])
 
     def up(self) -> list[Rank]:
-        """Returns the ranks that are in, live and run."""
+        """Returns the current ranks that are alive and not frozen."""
         return [rank for rank in self.ranks if rank.alive and not rank.frozen]
 
     @property
     def bytes(self) -> dict[PushId, str]:
-        """Manifests of pushes that can be had here; ranks that were put out may serve them, too."""
+        """Manifests of the pushes that running ranks hold, excluded ranks among them."""
         here = [*self.up(), *(rank for rank in self._out if rank.alive and not rank.frozen)]
         return {push: pushed.manifest for rank in here for push, pushed in rank.part.content.pushes.items()}
 
     def serves(self, push: PushId) -> bool:
-        """Returns whether a push's bytes can be had here now."""
+        """Returns whether a running rank can serve a push's bytes now."""
         return push in self.bytes
 
     def unaccounted(self) -> set[int]:
-        """Returns the inner steps of which the cluster knows nothing any more, though it has not thrown them away."""
+        """Returns trained inner steps that are in none of the cluster's records and were not discarded: the cluster
+        lost them.
+        """
         part = self.ranks[0].part
         last = {*part.gone, *part.given_up}  # the whole cluster may have died on a commit that it knew alone
         return self.trained - part.content.held - self.given_up - last - self.job.oracle.discarded
@@ -243,8 +245,8 @@ class RanksJob(Process):
             rank.kill()
 
     def strike(self, action: str, lasts: float) -> None:
-        """Strikes the cluster: one rank is killed, between two effects, or stands still; one comes; a header is taken
-        back.
+        """Applies a fault: kills a rank (perhaps between two effects), freezes one, adds one, cuts the stream or takes
+        a header back.
         """
         first, one = self.ranks[0], self.kernel.random.choice(self.ranks)
         match action:
@@ -263,7 +265,7 @@ class RanksJob(Process):
                 first.stream.cut()
 
     def leave(self) -> None:
-        """Asks the cluster to leave, as Ctrl+C does."""
+        """Makes the cluster leave, as Ctrl+C does."""
         self.leaves = True
 
     # ------------------------------------------------------------------ commits
@@ -289,9 +291,7 @@ class RanksJob(Process):
         self._cycle()
 
     def _put_out(self) -> bool:
-        """Puts out ranks that do not run; returns whether there were any, or all stand still: then there is more to
-        wait for.
-        """
+        """Excludes ranks that do not run; returns whether some rank does not run, so that the commit must wait."""
         up = self.up()
         if len(up) == len(self.ranks):
             return False
@@ -334,7 +334,7 @@ class RanksJob(Process):
         self.kernel.after(0.06, lambda: self._closed(commit))
 
     def _closed(self, commit: Commit) -> None:
-        """Ends a commit: either all remaining ranks have it, or none has."""
+        """Ends a commit: if one running rank has it, all get it, otherwise none."""
         if not self.alive:
             return
         if not self.up():
@@ -370,7 +370,7 @@ class RanksJob(Process):
 
 
 def _difference(one: Rank, other: Rank) -> str | None:
-    """Returns in words how two ranks differ that must be equal; None: they do not differ."""
+    """Returns in words how two ranks differ that must be equal; None if they are equal."""
     mine, others = one.part, other.part
     if mine.content != others.content:
         return f"what they hold: {mine.content}, {others.content}"

@@ -1,4 +1,4 @@
-"""Simulates a start of a whole server, whose shards are cut anew first if need be (O15).
+"""Simulates the start of a whole server, which cuts the shards anew first if the followers changed (O15).
 
 Theory of operation. What is done in which order is decided by outer/rules/recut_steps.py, as in a process; here it is
 done to simulated disks and the store, a moment apart. The start may be killed before each step, and between the steps
@@ -24,7 +24,7 @@ _MOST_STEPS = 100
 
 
 class ServerStart(Process):
-    """Start of a whole server (see the module).
+    """Simulated start of a whole server.
 
     Args:
         job: Job of the server.
@@ -57,7 +57,7 @@ class ServerStart(Process):
         self.timer(self.kernel.between(0.001, 0.01), lambda: self._alive(action))
 
     def _alive(self, action: Action) -> None:
-        """Runs an action, unless the start is killed first; checks at each instant that durable files are safe."""
+        """Runs an action, unless the start is killed before it; checks afterwards that durable files are safe."""
         if self._left:
             self._left -= 1
             action()
@@ -66,7 +66,7 @@ class ServerStart(Process):
             self.kill()
 
     def kill(self) -> None:
-        """Kills the start by SIGKILL; power may be lost, too."""
+        """Kills the starting server by SIGKILL; power may be lost, too."""
         if not self.alive:
             return
         if self.kernel.random.random() < 0.5:
@@ -79,7 +79,7 @@ class ServerStart(Process):
         self._over(trouble)
 
     def _begin(self) -> None:
-        """Begins as outer/commands/server_main.py does."""
+        """Decides whether shards must be cut anew, as outer/commands/server_main.py does, and begins that."""
         chain = self._chain
         if not chain.cut or chain.ended is not None:
             self._end("")
@@ -94,7 +94,9 @@ class ServerStart(Process):
             self._end("")
 
     def _go_on(self, came: Any) -> None:
-        """Goes on to the next step, with the result of the one before."""
+        """Hands the result of a step to the procedure that cuts the shards anew, and begins the next step that it asks
+        for.
+        """
         assert self._steps is not None
         try:
             step = self._steps.send(came)
@@ -137,7 +139,7 @@ class ServerStart(Process):
             self._go_on(refused)
 
     def _content(self, source: todo.OldShard) -> str | None:
-        """Returns the content of a file; None: it is gone, or damaged."""
+        """Returns the content of an old shard's file; None if it is missing or damaged."""
         content = self._job.disks[source.follower].read(source.version, source.digest)
         return content if content is not None and digest_of(content) == source.digest else None
 
@@ -151,7 +153,7 @@ class ServerStart(Process):
             self._save(write, put_together(write.shard, whole), self._job.machines.cutting)
 
     def _save(self, write: todo.Write, content: str, steps: Sequence[str]) -> None:
-        """Runs the first of these steps, and then the others."""
+        """Runs the remaining steps of saving a new shard's file."""
         machines, disk = self._job.machines, self._job.disks[write.follower]
         if steps and steps[0] == "report":
             if steps[1:]:

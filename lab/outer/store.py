@@ -1,4 +1,4 @@
-"""Simulates a leader's store, and a follower's disk that forgets bytes that were not synced."""
+"""Simulates a leader's store, and a follower's disk, which may lose bytes that were not synced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from chaos_lightning.outer.rules.types import Entry, Summary, VersionId
 
 @dataclass(slots=True)
 class ChainStore:
-    """Chain as it is durable; compares term and predecessor (O1). A summary takes the place of all before (O1a)."""
+    """Durable chain; refuses entries of an old term or with a wrong predecessor (O1), and a summary replaces all before
+    it (O1a).
+    """
 
     term: int = 0
     entries: list[Entry] = field(default_factory=list)
@@ -21,13 +23,13 @@ class ChainStore:
     """Whether each write is stored, and its answer is lost once."""
 
     def take_term(self) -> int:
-        """Takes a term for a leader that begins: no older leader writes any more."""
+        """Returns a new term for a leader that begins; from then on older leaders cannot write."""
         self.term += 1
         return self.term
 
     def append(self, entry: Entry) -> str:
-        """Appends an entry; returns why it is refused, "" if it is durable now, or was before: the answer may have been
-        lost.
+        """Appends an entry; returns why it is refused, or "" if it is durable, also if an earlier write of it had
+        succeeded.
         """
         if entry.term != self.term:
             return f"term {entry.term} is over, {self.term} rules"
@@ -42,13 +44,11 @@ class ChainStore:
         return ""
 
     def holds(self, entry: Entry) -> bool:
-        """Returns whether this entry is the last one that was stored."""
+        """Returns whether an entry is the last one stored."""
         return bool(self.entries) and self.entries[-1] == entry
 
     def go_back(self, entries: Sequence[Entry]) -> None:
-        """Puts an older copy in the store's place, with these of all entries that it ever took; the last one's term
-        rules.
-        """
+        """Replaces the store's content by an older copy with these entries, and its term by the last entry's."""
         sums = [at for at, entry in enumerate(entries) if isinstance(entry.body, Summary)]
         self.entries = [*entries[sums[-1] if sums else 0 :]]
         self.term = entries[-1].term if entries else 0
@@ -56,7 +56,7 @@ class ChainStore:
 
 @dataclass(slots=True)
 class _File:
-    """File of one version: `digest` is of the written content, `content` is the present one."""
+    """File of one version: `digest` is of the content as written, `content` is what it holds now."""
 
     content: str
     digest: str
@@ -71,8 +71,7 @@ Name = tuple[VersionId, str]
 
 
 class Disk:
-    """Disk of a follower with its files. After a crash all that was not synced may be gone: bytes, new names, and
-    removals.
+    """Simulated disk of a follower: after a power loss, bytes, new names and removals that were not synced may be gone.
 
     Args:
         synced_first: Whether a follower that starts syncs its folder before it tells what lies there.
@@ -92,7 +91,7 @@ class Disk:
         """Files in the folder as it was when it was synced."""
 
     def step(self, what: str, version: VersionId, content: str, *, beside: bool = False) -> None:
-        """Runs one step of saving; another file's removal may have come between."""
+        """Runs one step of saving a file, which may have been removed between two steps."""
         name = version, digest_of(content) if beside else ""
         if what == "write":
             self._parts[name] = _File(content, digest_of(content))
@@ -107,20 +106,20 @@ class Disk:
         self._kept = dict(self._files)
 
     def delete(self, version: VersionId) -> None:
-        """Deletes a version's files, which are gone unless power is lost before the folder is synced."""
+        """Deletes a version's files; a power loss before the next sync of the folder may bring them back."""
         self._files = {name: file for name, file in self._files.items() if name[0] != version}
 
     def delete_beyond(self, number: int) -> None:
-        """Deletes all versions above this number, durably."""
+        """Deletes all versions above a number, durably."""
         self._files = {name: file for name, file in self._files.items() if name[0].number <= number}
         self._sync_folder()
 
     def clear(self) -> None:
-        """Deletes all files, which are gone unless power is lost before the folder is synced."""
+        """Deletes all files; a power loss before the next sync of the folder may bring them back."""
         self._files = {}
 
     def lose_power(self, random: Random) -> None:
-        """Loses some of the bytes and names that were not synced, by chance."""
+        """Simulates a power loss: bytes and names that were not synced are lost at random."""
         files = {}
         for name in sorted({*self._files, *self._kept}):
             now, kept = self._files.get(name), self._kept.get(name)
@@ -132,16 +131,16 @@ class Disk:
         self._parts, self._files, self._kept = {}, files, dict(files)
 
     def _at(self, version: VersionId, digest: str) -> _File | None:
-        """Returns the file that is taken for the one with this digest."""
+        """Returns the file that a reader of this version and digest would open."""
         return self._files.get((version, digest), self._files.get((version, "")))
 
     def read(self, version: VersionId, digest: str) -> str | None:
-        """Returns the content of the file; None: there is no file."""
+        """Returns a file's content; None if there is no file."""
         file = self._at(version, digest)
         return None if file is None else file.content
 
     def safe(self, version: VersionId, digest: str) -> bool:
-        """Returns whether the content written under this digest would be there if power were lost now."""
+        """Returns whether a version's file with this digest would survive a power loss now."""
 
         def good(file: _File | None) -> bool:
             return file is not None and file.synced and file.digest == digest
@@ -151,22 +150,22 @@ class Disk:
         return kept and good(self._at(version, digest))
 
     def damage(self, version: VersionId, digest: str) -> None:
-        """Damages a file by a bit that flips at rest; no process knows before it is read."""
+        """Flips a bit of a file at rest; no process notices before it reads the file."""
         if (file := self._at(version, digest)) is not None:
             file.content += "?"
 
     def damaged(self, marks: Iterable[tuple[VersionId, str]]) -> bool:
-        """Returns whether the files of all these marks are damaged."""
+        """Returns whether all of the files with these versions and digests are damaged."""
         files = [self._at(*mark) for mark in marks]
         return all(file is not None and digest_of(file.content) != file.digest for file in files)
 
     @property
     def newest(self) -> int:
-        """Highest number of a version on the disk; 0: there is none."""
+        """Highest version number on the disk; 0 if it is empty."""
         return max((version.number for version, _ in self._files), default=0)
 
     def found(self) -> tuple[ShardFile, ...]:
-        """Returns the files that a follower finds when it starts; it does not read all of them."""
+        """Returns the files that a follower lists when it starts, without reading their content."""
         self._parts = {}
         if self._synced_first:
             self._sync_folder()

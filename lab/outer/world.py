@@ -62,7 +62,7 @@ class Outcome:
 
 
 class World:
-    """Simulated outer job with all its processes (see the module)."""
+    """Simulated outer job with all its processes."""
 
     def __init__(self, plan: Plan, machines: Machines | None = None) -> None:
         self.plan = plan
@@ -105,11 +105,11 @@ class World:
             self.kernel.at(fault.at, lambda f=fault: self._strike(f))  # type: ignore[misc]
 
     def poisoned(self, push: PushId) -> bool:
-        """Returns whether this push holds values that are not finite: a function of its name, so all shards agree."""
+        """Returns whether a push contains non-finite values; depends on its name only, so that all shards agree."""
         return push.number > 1 and Random(f"{self.plan.seed} {push}").random() < self.plan.poison
 
     def number(self) -> int:
-        """Returns a number that no other caller got."""
+        """Returns a number that no earlier call returned."""
         self._number += 1
         return self._number
 
@@ -117,7 +117,7 @@ class World:
         self.log.append(f"{self.kernel.now:8.3f} {words}")
 
     def stored(self, entry: Entry) -> None:
-        """Takes an entry that is durable, and checks the rules about it."""
+        """Takes in an entry that the store has made durable, and checks the rules about it."""
         if entry.term != self.store.term:
             raise Violation(f"entry {entry.position} of term {entry.term} is written in term {self.store.term} (O7)")
         gate, reopened = self.chain.gate, {*self.chain.reopened}
@@ -150,7 +150,9 @@ class World:
             raise Violation(f"{body.incarnation} is in, and has another model")
 
     def _check_copy(self) -> None:
-        """Checks that a leader on an older copy of the store decides nothing once it has been told more (O4)."""
+        """Checks that a leader with an older copy of the store decides nothing once a cluster has told it of a newer
+        version (O4).
+        """
         if not self.went_back:
             return
         for name, cluster in self.clusters.items():
@@ -160,7 +162,7 @@ class World:
                 raise Violation(f"a round is decided on an older copy of the store, and {name} knows {known} (O4)")
 
     def _check_waits(self) -> None:
-        """Checks that, where that is promised, each push is answered within moments (O13)."""
+        """Checks that each push is answered within the time that the plan promises, if it does (O13)."""
         for name, cluster in self.clusters.items():
             offer = cluster.machine.open
             if self.plan.answer_s and offer is not None:
@@ -169,8 +171,8 @@ class World:
                     raise Violation(f"{name} has waited {waited_s:.1f} s for an answer to {offer.push} (O13)")
 
     def _check_adoptions(self) -> None:
-        """Checks that, where that is promised, clusters that want a newer version adopt one, however fast others come
-        (O8c).
+        """Checks that a cluster that wants a newer version adopts one within the time that the plan promises, if it
+        does (O8c).
         """
         for name, cluster in self.clusters.items():
             waited_s = self.kernel.now - cluster.seeks_since if isinstance(cluster, ClusterProcess) else 0.0
@@ -178,14 +180,16 @@ class World:
                 raise Violation(f"{name} has wanted a newer version for {waited_s:.1f} s (O8c)")
 
     def _check_forgotten(self, body: Voided) -> None:
-        """Checks that a summary forgets no base of which its cluster has told lately (O1a)."""
+        """Checks that no push is void because a summary dropped its base, if the push's cluster had contact with the
+        leader (O1a).
+        """
         cluster = self.clusters[body.offer.push.incarnation.cluster]
         calm_s = self.kernel.now - max(cluster.thawed_at, cluster.cut_at, self._struck_at)
         if cluster.alive and not cluster.frozen and calm_s > CALM_S:
             raise Violation(f"{body.offer.push} is void, for a summary has forgotten {body.offer.base} (O1a)")
 
     def _check_removal(self, body: Removed) -> None:
-        """Checks that a cluster that lives and is heard is removed only if it asked, or must come in anew (O14)."""
+        """Checks that a cluster that is alive and connected is not removed for silence (O14)."""
         who = body.incarnation
         cluster = self.clusters.get(who.cluster)
         silent = "heard" in body.reason or "come back" in body.reason
@@ -200,7 +204,9 @@ class World:
             raise Violation(f"{who} lives, and is removed: {body.reason} (O14)")
 
     def _check_holder(self, cluster: ClusterProcess | RanksJob, who: IncarnationId) -> None:
-        """Checks that the only holder of what a shard lacks is not removed for its silence before long (O14)."""
+        """Checks that a silent cluster that alone holds a push some shard lacks is not removed before
+        `last_holder_timeout_s` (O14).
+        """
         for push in sorted(self.chain.needed()):
             if push.incarnation != who or push not in cluster.bytes:
                 continue
@@ -211,7 +217,7 @@ class World:
                     raise Violation(f"{who} is removed, and {name} lacks {push}, which nobody else holds (O14)")
 
     def led(self, leader: LeaderProcess, reason: str, *, finished: bool) -> None:
-        """Takes the end of a leader; another one begins, unless the job is over."""
+        """Handles a leader's end; another leader begins unless the job is over."""
         self.say(f"leader {leader.term}: {reason}")
         if finished or (self.went_back and "an older copy" in reason):
             self.finished = reason
@@ -246,7 +252,7 @@ class World:
             self.clusters[spec.name] = (RanksJob if spec.ranks else ClusterProcess)(self, spec.name, spec)
 
     def follower_died(self, name: str) -> None:
-        """Starts a follower that died again after a while."""
+        """Starts a dead follower again after a while."""
         self.kernel.after(self.kernel.between(0.1, 1.5), lambda: self._follow(name))
 
     # ------------------------------------------------------------------ faults
@@ -325,7 +331,7 @@ class World:
             self._lead()
 
     def _notice(self, leader: LeaderProcess) -> None:
-        """Ends a leader that has woken and sees that its lease has ended."""
+        """Ends a leader that wakes from a freeze after its lease has ended."""
         if self.leader is not leader:
             leader.crash()
 
@@ -337,14 +343,12 @@ class World:
             follower.kill()
 
     def _start_server(self, called: str) -> None:
-        """Starts the whole server, one start at a time; a new start ends the one before, as a lock would."""
+        """Starts the whole server; a start that is still under way is abandoned, as a lock would enforce."""
         start = ServerStart(self, called, lambda trouble: self._started(start, called, trouble))
         self.start = start
 
     def _started(self, start: ServerStart, called: str, trouble: str) -> None:
-        """Takes the end of a start; one that failed is tried again, perhaps with the old number of followers, or yet
-        another one.
-        """
+        """Handles the end of a server start; a failed one is repeated, perhaps with another number of followers."""
         self.say(f"a start with {called or 'what there is'}: {trouble or start.names}")
         if self.start is not start:
             return
@@ -364,16 +368,14 @@ class World:
             self._start_server(called)
 
     def check_safe(self) -> None:
-        """Checks that durable versions would be there if power went now, by the ruling shard boundaries (O15)."""
+        """Checks that the durable versions, cut at the current shard boundaries, would survive a power loss (O15)."""
         for version, digests in self.chain.durable:
             for name, digest in zip(self.chain.cut, digests, strict=True):
                 if not self.disks[name].safe(version, digest):
                     raise Violation(f"{version} is durable, and is not on the disk of {name} any more (O15)")
 
     def _damage(self, fault: Fault) -> None:
-        """Damages a follower's durable files while no process reads them; the follower is started again, and so it
-        reads them.
-        """
+        """Damages a follower's durable files, and restarts the follower so that it reads them."""
         marks = self._marks_of(fault.name)
         for mark in marks if fault.action == "damage-both" else marks[-1:]:
             self.disks[fault.name].damage(*mark)
@@ -381,7 +383,7 @@ class World:
             self.followers[fault.name].kill()
 
     def _marks_of(self, name: str) -> list[tuple[VersionId, str]]:
-        """Returns the marks of a follower's shard of the durable versions."""
+        """Returns (version, digest) of a follower's shard for each durable version."""
         cut = self.chain.cut
         return [(version, digests[cut.index(name)]) for version, digests in self.chain.durable if name in cut]
 
@@ -392,7 +394,7 @@ class World:
         self.store.down = self.store.doubtful = False
 
     def _go_back(self) -> None:
-        """Puts an older copy in the store's place, and lets another leader read it."""
+        """Replaces the store by an older copy, and makes a new leader read it."""
         self.entries = self.entries[: self.kernel.random.randrange(1 + len(self.entries))]
         self.went_back = True
         self.store.go_back(self.entries)
@@ -405,7 +407,7 @@ class World:
     # ------------------------------------------------------------------ the run
 
     def _over(self) -> bool:
-        """Returns whether the job has ended and all know; also true if a shard is lost for good, and its follower has
+        """Returns whether the job has ended and all clusters know, or a shard is lost for good and its follower has
         said so.
         """
         if self._todo > 0:
@@ -437,7 +439,7 @@ class World:
                 raise Violation(f"{name} trained inner step {min(missing)}, which is in no push (O9)")
 
     def _check_held(self) -> None:
-        """Checks that no follower keeps a push that no round will ever take (O5)."""
+        """Checks that followers drop pushes of ended incarnations, which no round will ever take (O5)."""
         needed, now = self.chain.needed(), self.kernel.now
         for name, follower in self.followers.items():
             stream = follower.stream
@@ -450,7 +452,7 @@ class World:
                     raise Violation(f"{name} holds {push}, whose incarnation is over for {gone_s:.1f} s (O5)")
 
     def run(self) -> Outcome:
-        """Runs the plan to its end and returns the verdict."""
+        """Runs the plan to its end and returns the outcome."""
         violation = ""
         try:
             if not self.kernel.run(self.plan.limit_s, self._over):

@@ -1,1 +1,1 @@
-"""Shows jobs of outer sync: folds over their event logs and chain, drawn as the plain ones are."""
+"""Shows jobs of outer sync: folds over their event logs and chain, and the board, pictures and pages made of them."""

@@ -46,14 +46,16 @@ SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class JudgedJobs:
-    """Verdicts on one outer job or cluster: `title` says which; "" where the folder holds but one job of members."""
+    """Verdicts on an outer job or on one elastic cluster, named by `title`; "" if the folder has a single job of
+    members.
+    """
 
     title: str
     findings: list[Finding]
 
 
 def audit_folder(where: str | os.PathLike[str], *, expected_deaths: Collection[str] | None = None) -> list[JudgedJobs]:
-    """Judges the event logs in a directory, whatever jobs wrote them.
+    """Judges all jobs in a directory of event logs.
 
     Args:
         where: Log directory.
@@ -115,8 +117,8 @@ class _OuterJudge:
         ]
 
     def _foreign(self, version: str) -> str:
-        """Returns what is wrong with a version that a process names; "" if the chain has it, or may have it in a
-        gap.
+        """Returns what is wrong with a version that a process names; "" if the chain has it or may have it in a gap of
+        the logs.
         """
         known = self.numbers.get(_number(version))
         if version in self.names or known is None:
@@ -245,8 +247,8 @@ class _OuterJudge:
         return self._finding(9, matched > 0 and not missing, text, bad, remarks)
 
     def _unstaged(self) -> list[str]:
-        """Returns versions that were decided before a shard had their pushes, in words; told where leader and follower
-        have one clock.
+        """Returns, in words, versions decided before a shard had their pushes; only for a follower on the leader's host
+        (one clock).
         """
         bad: list[str] = []
         for name, made in self.names.items():
@@ -262,8 +264,8 @@ class _OuterJudge:
         return bad
 
     def _computed(self, follower: FollowerLog) -> list[str]:
-        """Returns what is wrong with a follower's versions: each must be computed from the one before, by pushes that
-        were staged.
+        """Returns what is wrong with a follower's versions: each must be computed from its predecessor, with staged
+        pushes only.
         """
         bad: list[str] = []
         at, begun, source = "", 0.0, ""
@@ -288,7 +290,7 @@ class _OuterJudge:
     # ------------------------------------------------------------------ clusters
 
     def _told(self, kind: type[_Kind]) -> list[tuple[ClusterLog, str, _Kind]]:
-        """Returns (cluster, file, event) of all events of this kind."""
+        """Returns all events of one kind that clusters logged, as (cluster, file, event)."""
         return [
             (cluster, source, one)
             for cluster in self.run.clusters.values()
@@ -320,7 +322,7 @@ class _OuterJudge:
         return self._finding(10, bool(versions) and not unknown, text, bad, _few(remarks))
 
     def progress(self) -> Finding:
-        """Judges point 11 of the contract: the progress of each inner step is in one push."""
+        """Judges point 11 of the contract: each inner step's progress is in exactly one push."""
         bad: list[str] = []
         remarks: list[str] = []
         compared = steps = discarded = 0
@@ -343,7 +345,9 @@ class _OuterJudge:
 
 
 def discarded_steps(cluster: ClusterLog) -> int:
-    """Returns the number of inner steps in no push that rejections discarded, as far as the cluster's own log tells."""
+    """Returns how many inner steps rejections discarded before any push contained them, according to the cluster's own
+    log.
+    """
     return _counted(_once(cluster.history)).discarded
 
 
@@ -357,7 +361,7 @@ def _of(content: tuple[str, int, int]) -> str:
 
 
 def _number(version: str) -> int:
-    """Returns the number of a version as it is written; 0 for none."""
+    """Returns the number in a version's name such as "v12-..."; 0 if it has none."""
     digits = version.removeprefix("v").partition("-")[0]
     return int(digits) if digits.isdecimal() else 0
 
@@ -369,7 +373,7 @@ def _few(lines: Sequence[str]) -> list[str]:
 
 
 def _once(told: Sequence[Happening]) -> list[Happening]:
-    """Returns the events without answers that were heard before: a push that is offered again is answered again."""
+    """Returns the events without answers that only repeat an earlier one, as after a push was offered again."""
     heard: set[tuple[str, str, str]] = set()
     found: list[Happening] = []
     for one in told:
@@ -382,7 +386,9 @@ def _once(told: Sequence[Happening]) -> list[Happening]:
 
 
 def _sequence(told: Sequence[Happening]) -> list[str]:
-    """Returns what is wrong with the order in which one process adopted, froze and heard answers (O8, O10)."""
+    """Returns what is wrong with the order in which one process adopted versions, froze pushes and heard answers (O8,
+    O10).
+    """
     bad: list[str] = []
     base: str | None = None
     answered = 0
@@ -416,7 +422,7 @@ def _sequence(told: Sequence[Happening]) -> list[str]:
 
 @dataclass(slots=True)
 class _Counted:
-    """Counts of what one process's pushes cover, and of what it trained.
+    """Inner steps that one process trained, compared with those that its pushes cover.
 
     Attributes:
         compared: Pushes that could be compared.
@@ -434,8 +440,8 @@ class _Counted:
 
 
 def _counted(told: Sequence[Happening]) -> _Counted:
-    """Checks that each push covers what was trained since the freezing before, and what void pushes covered (O9, O10);
-    returns the counts.
+    """Checks that each push covers the steps trained since the previous one was frozen, and those of void pushes (O9,
+    O10); returns counts.
     """
     found = _Counted()
     left: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""Draws the live board of an outer job: clusters and followers as rows of the board that `render.py` draws.
+"""Draws the live board of an outer job, with clusters and followers as the rows of a board of `render.py`.
 
 Theory of operation. `OuterBoard` takes events in as they are written and tells those of the outer job from those of
 elastic clusters' members, whose rows go below. It sees no future: a leader that finds an empty chain begins another job
@@ -33,11 +33,11 @@ class OuterBoard:
 
     @property
     def there(self) -> bool:
-        """Whether there is an outer job at all."""
+        """Whether the logs tell of an outer job."""
         return bool(self._outer)
 
     def take(self, r: Record) -> bool:
-        """Takes in one event; returns whether a board of members has to take it, too, or alone."""
+        """Takes in one event; returns whether the board of members needs it, too."""
         if r.name in INNER:
             self._inner.add(r.source)
         if r.name not in OUTER:
@@ -53,7 +53,9 @@ class OuterBoard:
         return False
 
     def draw(self, now: float, *, title: str, members: Dashboard | None = None, lines: int = 8) -> Dashboard:
-        """Returns the board as of now (wall time, s), with the rows of elastic clusters' members below."""
+        """Returns the board at wall time `now` (s): clusters and followers, and below them the members of elastic
+        clusters.
+        """
         run = self.run
         leader = run.leaders[-1] if run.leaders else None
         board = Dashboard(title, figures=_figures(run, now))
@@ -125,7 +127,7 @@ def _figures(run: OuterRun, now: float) -> list[tuple[str, str]]:
 
 
 def _decided(run: OuterRun, lines: int) -> list[tuple[float, str, str]]:
-    """Returns the latest rounds and rollbacks in words, as (time, kind, words)."""
+    """Returns the latest rounds and rollbacks as (time, kind, text), newest first."""
     found: list[tuple[float, str, str]] = []
     for told in reversed(run.entries):
         if len(found) == lines or told.entry is None:

@@ -29,7 +29,7 @@ def _time(ax: Any, facts: OuterFacts) -> float:
 
 
 def draw_clusters(ax: Any, facts: OuterFacts) -> None:
-    """Draws one row per cluster: when each incarnation was there, when its pushes were frozen, when training waited."""
+    """Draws one row per cluster: the lives of its incarnations, when pushes were frozen, and when training waited."""
     charts.style(ax, "Clusters")
     names = _names(facts)
     if not names:
@@ -76,7 +76,7 @@ def _tick(ax: Any, push: FrozenPush, answer: PushAnswer, y: int, origin: float, 
 
 
 def draw_rounds(ax: Any, facts: OuterFacts) -> None:
-    """Draws each round's window, and the staleness of each push in it."""
+    """Draws how long each round was open, and the staleness of each push in it."""
     rounds = [row for row in facts.versions if row.kind == "round"]
     charts.style(ax, "Rounds: window, and staleness of their pushes", grid="both")
     if not rounds:
@@ -103,7 +103,7 @@ def draw_rounds(ax: Any, facts: OuterFacts) -> None:
 
 
 def draw_versions(ax: Any, facts: OuterFacts) -> None:
-    """Draws versions as they were decided, computed by all followers, and durable; and rollbacks."""
+    """Draws when each version was decided, computed by all followers, and durable; and the rollbacks."""
     rows = facts.versions
     charts.style(ax, "Versions: decided, computed, durable", grid="both")
     if not rows:
@@ -130,7 +130,7 @@ def draw_versions(ax: Any, facts: OuterFacts) -> None:
 
 
 def draw_loss(ax: Any, facts: OuterFacts) -> None:
-    """Draws the loss of inner steps, by cluster."""
+    """Draws the loss of the inner steps, one line per cluster."""
     charts.style(ax, "Loss of inner steps", grid="both")
     colours = {name: DONORS[i % len(DONORS)] for i, name in enumerate(_names(facts))}
     shown: set[str] = set()
@@ -175,5 +175,5 @@ def outer_picture(name: str, facts: OuterFacts, *, width: float = 11.0) -> bytes
 
 
 def outer_overview(facts: OuterFacts, *, width: float = 12.0) -> bytes:
-    """Returns all pictures on one sheet, as PNG bytes."""
+    """Returns all pictures below each other in one PNG image, as bytes."""
     return charts.one_sheet(facts, outer_heights(facts), OUTER_DRAWERS, width)

@@ -1,4 +1,4 @@
-"""Reads entries of a leader's chain from its log, and makes the folds of them that an audit needs.
+"""Reads the entries of a leader's chain from its log, and folds them into the facts that the audit needs.
 
 Theory of operation. A leader writes down each entry with its hash and its whole body, so a log can be held against
 itself: `read_entry` builds the dataclasses again, and the hash is computed anew. `JobEntries` folds entries in the
@@ -43,7 +43,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _rebuilt(wanted: Any, given: Any) -> Any:
-    """Returns a value of this type from what JSON made of it. Numbers stay as they are: the hash tells 1 from 1.0."""
+    """Returns a value of type `wanted` from its JSON form; numbers stay as they are, since 1 and 1.0 have different
+    hashes.
+    """
     if isinstance(wanted, types.UnionType):
         some, _ = typing.get_args(wanted)  # or None
         return None if given is None else _rebuilt(some, given)
@@ -68,7 +70,7 @@ def _rebuilt(wanted: Any, given: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ToldEntry:
-    """Line of a log that tells an `entry`.
+    """Log line of an `entry` event, with the entry of the chain that it describes.
 
     Attributes:
         t: Wall time of the line, s.
@@ -88,7 +90,7 @@ class ToldEntry:
 
 
 def read_entry(r: Record) -> ToldEntry:
-    """Returns an `entry` line, checked against itself."""
+    """Reads an `entry` event, and checks that its hash fits its content."""
     position, told = f.integer(r.get("position")), str(r.get("hash", ""))
     where = f"entry {position} in {r.source}"
     try:
@@ -110,12 +112,13 @@ def read_entry(r: Record) -> ToldEntry:
 
 
 def _harmless(told: ToldEntry) -> bool:
-    """Returns whether an entry decides nothing: a follower has started."""
+    """Returns whether an entry decides nothing, since it only says that a follower has started."""
     return told.entry is not None and isinstance(told.entry.body, ot.Started)
 
 
 def _longest(by_position: Mapping[int, list[ToldEntry]]) -> set[str]:
-    """Returns the hashes of the entries that lead to the one with the highest position, as far as logs have them.
+    """Returns the hashes of the entry with the highest position and of all its predecessors, as far as the logs have
+    them.
 
     A server that was started on an older copy of its store has written entries at positions that are taken.
     """
@@ -132,7 +135,7 @@ def _longest(by_position: Mapping[int, list[ToldEntry]]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class ChainAnswer:
-    """Answer of the chain to one push, at an entry of this position."""
+    """Answer to a push, with the position of the chain's entry that gives it."""
 
     offer: ot.Offer
     answer: ot.PushAnswer
@@ -142,7 +145,7 @@ class ChainAnswer:
 
 @dataclass(frozen=True, slots=True)
 class MadeVersion:
-    """Version that an entry made.
+    """Version, with the entry that made it and what it contains.
 
     Attributes:
         id: Name of the version.
@@ -171,8 +174,8 @@ class MadeVersion:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Durable mark: digests in shard order, the followers that held the shards then, and whether others did when it was
-    made.
+    """Durable mark of a version: its digest per shard, the followers of the shards, and whether the shards had been cut
+    anew.
     """
 
     version: ot.VersionId
@@ -184,7 +187,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Rollback and what it cost."""
+    """Rollback, with the versions and accepted pushes that it took back."""
 
     told: ToldEntry
     body: ot.RolledBack
@@ -194,13 +197,13 @@ class Rollback:
 
     @property
     def lost(self) -> tuple[ot.Offer, ...]:
-        """Pushes whose acceptance it took back and that no cluster can offer again."""
+        """Accepted pushes that the rollback took back for good: no cluster can offer them again."""
         return tuple(offer for offer in self.pushes if offer.push in self.body.lost)
 
 
 @dataclass(slots=True)
 class KnownIncarnation:
-    """Incarnation as the chain knows it."""
+    """Incarnation of a cluster, as the entries of the chain describe it."""
 
     joined: ot.Joined
     position: int
@@ -213,7 +216,7 @@ class KnownIncarnation:
 
 @dataclass(slots=True)
 class JobEntries:
-    """Fold of the entries of one job; `of` makes it.
+    """Facts folded from the chain entries of one job; `of` computes them.
 
     Attributes:
         told: Line that counts for each position.
@@ -266,7 +269,7 @@ class JobEntries:
 
     @classmethod
     def of(cls, entries: Iterable[ToldEntry]) -> JobEntries:
-        """Returns the chain that these lines tell of, in whatever order they come."""
+        """Returns the facts in these log lines about chain entries, given in any order."""
         chain = cls()
         by_position: dict[int, list[ToldEntry]] = {}
         for told in entries:
@@ -310,7 +313,7 @@ class JobEntries:
         self._fold(told, entry)
 
     def _say(self, topic: str, text: str, since: int) -> None:
-        """Notes a contradiction; only a doubt if a gap after position `since` explains it."""
+        """Notes a contradiction, or a doubt if entries missing after position `since` may explain it."""
         if since > self._gap or not self._gap:
             self.contradictions.append((topic, text))
         else:
@@ -377,7 +380,7 @@ class JobEntries:
         self.leases.remove(who)
 
     def line(self) -> Iterator[MadeVersion]:
-        """Yields the versions that the newest comes from, as far as the logs have them; the newest first."""
+        """Yields the newest version and its predecessors, newest first, as far as the logs have them."""
         at = self.newest
         while at in self.versions:
             yield self.versions[at]
@@ -531,5 +534,5 @@ class JobEntries:
     # ------------------------------------------------------------------ questions of others
 
     def names(self) -> dict[str, MadeVersion]:
-        """Returns the versions by the names that logs give them."""
+        """Returns the versions by their names as written in logs."""
         return {str(version): made for version, made in self.versions.items()}

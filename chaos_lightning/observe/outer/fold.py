@@ -1,4 +1,4 @@
-"""Folds the events of an outer job: each process's own account.
+"""Folds the events of an outer job into one log per process.
 
 Theory of operation. `OuterRun` takes the events of one outer job in (`observe/jobs.py` tells which these are), one
 after the other, and holds what leaders, followers and clusters say, without comparing them: that is for `audit.py`.
@@ -27,7 +27,7 @@ from chaos_lightning.outer.rules.types import Removed
 
 @dataclass(slots=True)
 class LeaderTerm:
-    """Term in which a process led."""
+    """Term during which a process was the leader."""
 
     source: str
     t: float
@@ -42,7 +42,7 @@ class LeaderTerm:
 
 
 class SavedShard(NamedTuple):
-    """Shard that was saved: a `version_saved`, or a file that a follower found whole when it started."""
+    """Shard of a version that a follower saved (`version_saved`), or whose file it found intact when it started."""
 
     t: float
     version: str
@@ -52,7 +52,7 @@ class SavedShard(NamedTuple):
 
 
 class StateStep(NamedTuple):
-    """Step of a follower's state to a version: `how` is "started", "computed" or "loaded"."""
+    """Event at which a follower's state reached a version; `how` is "started", "computed" or "loaded"."""
 
     t: float
     how: str
@@ -63,7 +63,7 @@ class StateStep(NamedTuple):
 
 @dataclass(slots=True)
 class FollowerLog:
-    """Log of one follower, over all its starts.
+    """Log of one follower, over all its restarts.
 
     Attributes:
         name: Name of the follower.
@@ -132,7 +132,7 @@ class Fetch(NamedTuple):
 
 
 class TookLast(NamedTuple):
-    """Last version that a cluster took: a `last_taken` event."""
+    """Last version of the job as a cluster took it: a `last_taken` event."""
 
     t: float
     version: str
@@ -180,7 +180,7 @@ class ClusterLog:
     again: bool = False
 
     def take(self, source: str, one: Happening) -> None:
-        """Takes the next event of this file."""
+        """Takes in the next event of one of the incarnation's files."""
         self.told.setdefault(source, []).append(one)
         match one:
             case InnerSteps():
@@ -194,7 +194,7 @@ class ClusterLog:
 
     @property
     def history(self) -> list[Happening]:
-        """Everything that happened, whichever process told it, in order."""
+        """All events of the incarnation, from all its processes, in order of time."""
         return list(heapq.merge(*self.told.values(), key=lambda one: one.t))
 
     @property
@@ -215,13 +215,13 @@ class ClusterLog:
 
     @property
     def fetched(self) -> int:
-        """Bytes of versions that all its processes fetched: each fetches what it alone needs."""
+        """Bytes of versions that the incarnation's processes fetched in total (each fetches only what it needs)."""
         return sum(one.nbytes for told in self.told.values() for one in told if isinstance(one, Fetch))
 
 
 @dataclass(slots=True)
 class OuterRun:
-    """Events of an outer job, folded by process (see the module).
+    """Events of an outer job, folded by process.
 
     Attributes:
         start: Wall time (s) of the first event.
@@ -252,11 +252,11 @@ class OuterRun:
     """Incarnation or follower that writes each file now."""
 
     def next_job(self) -> OuterRun:
-        """Returns an empty run for the job that begins in the same folder; it knows which process writes which file."""
+        """Returns an empty run for the next job in the same folder; it remembers which process writes which file."""
         return OuterRun(_file_of=self._file_of)
 
     def prune(self, kept: int) -> None:
-        """Drops all but the latest `kept` entries, notes and happenings of each file; totals stay."""
+        """Drops all but the latest `kept` entries, notes and events of each file; totals stay."""
         del self.entries[:-kept], self.notes[:-kept]
         for cluster in self.clusters.values():
             for told in cluster.told.values():
@@ -363,7 +363,7 @@ class OuterRun:
 
 
 def _happening(r: Record) -> Happening | None:
-    """Returns a cluster's event as a value; None for other events."""
+    """Returns a cluster's event as a typed value; None for other events."""
 
     def number(key: str) -> int:
         return f.integer(r.get(key))

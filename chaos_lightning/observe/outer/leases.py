@@ -1,4 +1,4 @@
-"""Folds a chain's entries into leased and counted samples, for the audit (rule O11).
+"""Folds a chain's entries into leased and used samples, for the audit (rule O11).
 
 Theory of operation. A position of an epoch is free, leased to one incarnation, or spent by an accepted push that covers
 it. Each fold takes one entry in and returns what contradicts the entries before, in words, each with the position in
@@ -28,7 +28,7 @@ Complaint = tuple[str, int]
 
 @dataclass(slots=True)
 class LeaseBook:
-    """Leases of a chain, folded from its entries (see the module).
+    """Sample positions that the chain has leased, used up or set aside so far.
 
     Attributes:
         length: Positions of an epoch; 0: each cluster has its own data.
@@ -51,7 +51,7 @@ class LeaseBook:
     """Positions of pushes that a rollback made unanswered."""
 
     def held(self, who: IncarnationId) -> int:
-        """Returns the number of positions that are leased to the incarnation."""
+        """Returns the number of positions that are leased to an incarnation."""
         return sum(size(spans) for (owner, _), spans in self.leased.items() if owner == who)
 
     def lease(self, body: Leased) -> list[Complaint]:
@@ -76,9 +76,7 @@ class LeaseBook:
         return found
 
     def set_aside(self, body: LeftOver) -> list[Complaint]:
-        """Takes in an entry that sets positions aside that are too few for a batch; returns what contradicts earlier
-        entries.
-        """
+        """Takes in an entry that sets aside positions too few for a batch; returns what contradicts earlier entries."""
         epoch, spans = body.epoch, merge(body.spans)
         found: list[Complaint] = []
         if twice := intersect(spans, self.spent.get(epoch, ())):
@@ -128,13 +126,13 @@ class LeaseBook:
         return found
 
     def remove(self, who: IncarnationId) -> None:
-        """Takes in that an incarnation is over: its leases end."""
+        """Takes in that an incarnation has ended, and its leases with it."""
         self.leased = {key: spans for key, spans in self.leased.items() if key[0] != who}
         self._reopened = {push: each for push, each in self._reopened.items() if push.incarnation != who}
 
     def roll_back(self, taken: Iterable[Offer], lost: Iterable[PushId]) -> None:
-        """Takes acceptances back; positions of pushes that are not lost are leased as before until the push is answered
-        again.
+        """Takes in a rollback: positions that it takes back are unused again, and leased as before if their push can be
+        offered again.
         """
         gone = set(lost)
         for offer in taken:

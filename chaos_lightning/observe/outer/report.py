@@ -1,4 +1,4 @@
-"""Writes the page about an outer job, and pages about its elastic clusters; see `report.py`.
+"""Writes a page about an outer job, and pages about its elastic clusters, in the style of `report.py`.
 
 Theory of operation. `write_reports` writes whatever the folder holds: a job of members alone gets the page it always
 got. An outer job gets `report.html`, and each elastic cluster beside it a page of its own, `report-NAME.html`, which
@@ -29,7 +29,7 @@ from chaos_lightning.outer.rules.types import PushAnswer
 def write_reports(
     where: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, title: str = "", job: int = 0
 ) -> list[WrittenReport]:
-    """Writes pages and pictures about the logs in `where`, whatever jobs wrote them; returns what was written.
+    """Writes pages and pictures about all jobs in a log directory; returns what was written.
 
     Args:
         where: Log directory (or one event file).
@@ -90,7 +90,7 @@ def render_outer(
     short: str = "",
     inner: Sequence[WrittenReport] = (),
 ) -> str:
-    """Returns the whole page as text; `inner` are the pages of elastic clusters that lie beside it."""
+    """Returns the page as HTML; `inner` are the elastic clusters' pages in the same folder, which it links to."""
     parts = [
         _cards(facts),
         "<h2>Contract</h2>",

@@ -1,4 +1,4 @@
-"""Computes anew what a round says: the weights of its pushes, the clock, and the factors that followers go by.
+"""Recomputes what a round's entry says: the weights of its pushes, the clock, and the factors that followers use.
 
 Theory of operation. All of it follows from the offers, the job's rules, the counters before the round, and K, the
 number of clusters that trained. K is not written down as a number. The clock tells it: of the possible ones the right K
@@ -21,7 +21,8 @@ NEAR = 1e-9
 def amiss(
     body: ot.Round, before: ot.Counters, settings: OuterSettings, most: int, opened: Collection[ot.PushId]
 ) -> Iterator[str]:
-    """Tells in words what a round says that does not follow from what it was decided on.
+    """Yields, in words, what in a round's entry does not follow from its pushes, the counters before it and the
+    settings.
 
     Args:
         body: The round.
@@ -63,7 +64,7 @@ def _weights(body: ot.Round, settings: OuterSettings, opened: Collection[ot.Push
 
 
 def _factors(body: ot.Round, before: ot.Counters, settings: OuterSettings, clusters: int) -> str:
-    """Returns what is wrong with factors and counters if so many clusters trained; "" if nothing is."""
+    """Returns what is wrong with a round's factors and counters if `clusters` clusters trained; "" if nothing is."""
     said, covered = body.factors, sum(each.offer.samples for each in body.accepted)
     eta, mu, kind = settings.outer_lr, settings.outer_momentum, settings.optimizer_used
     full = settings.round_samples * clusters

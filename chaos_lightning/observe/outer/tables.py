@@ -1,4 +1,4 @@
-"""Makes tables of an outer job: rounds and rollbacks, clusters, followers, as report and pictures show them.
+"""Computes the tables of an outer job for report and pictures: rounds and rollbacks, clusters, followers.
 
 Theory of operation. What was decided is the chain's word (`entries.py`), when it was staged, computed and saved
 the followers', and what it cost to train so the clusters'. A time that needs two machines (from staged at a follower to
@@ -28,7 +28,7 @@ from chaos_lightning.outer.rules.types import (
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """Row of one version: a founding, a round or a rollback.
+    """Table row of one version, made by the founding, a round or a rollback.
 
     Attributes:
         version: Name of the version.
@@ -61,7 +61,7 @@ class VersionRow:
 
 @dataclass(slots=True)
 class ClusterRow:
-    """Row of one incarnation of a cluster.
+    """Table row of one incarnation of a cluster.
 
     Attributes:
         name: Name of the incarnation.
@@ -104,7 +104,7 @@ class ClusterRow:
 
 @dataclass(frozen=True, slots=True)
 class OuterFacts:
-    """Facts of an outer job, folded for showing."""
+    """Facts of an outer job, computed for report and pictures."""
 
     run: OuterRun
     chain: JobEntries
@@ -115,7 +115,7 @@ class OuterFacts:
 
     @classmethod
     def of(cls, run: OuterRun) -> OuterFacts:
-        """Returns the facts of a run."""
+        """Returns the facts of an outer job's events."""
         chain = JobEntries.of(run.entries)
         voids = [
             (told.t, told.entry.body.offer, told.entry.body.reason)
@@ -136,13 +136,13 @@ class OuterFacts:
 
     @property
     def samples(self) -> int:
-        """Samples of accepted pushes that stand."""
+        """Number of samples of accepted pushes that no rollback took back."""
         newest = self.chain.versions.get(self.chain.newest)
         return newest.counters.samples if newest is not None and newest.counters is not None else 0
 
     @property
     def ticks(self) -> float:
-        """The job's clock, in inner steps of a synchronous job."""
+        """Clock of the job: the inner steps that a synchronous job would have made."""
         newest = self.chain.versions.get(self.chain.newest)
         return newest.counters.ticks / TICKS if newest is not None and newest.counters is not None else 0.0
 
@@ -186,7 +186,7 @@ def _versions(run: OuterRun, chain: JobEntries) -> list[VersionRow]:
 
 
 def _computed(followers: Iterable[FollowerLog]) -> dict[str, dict[str, float]]:
-    """Returns the wall time at which each follower computed a version first, by version and follower."""
+    """Returns when each follower first computed each version (wall time, s), by version and follower."""
     found: dict[str, dict[str, float]] = {}
     for follower in followers:
         for step in follower.states:
@@ -196,8 +196,8 @@ def _computed(followers: Iterable[FollowerLog]) -> dict[str, dict[str, float]]:
 
 
 def _staged(push: str, before: float, followers: Mapping[str, FollowerLog]) -> float | None:
-    """Returns the wall time (s) at which all shards whose logs tell of it had a push, at the latest when it was
-    decided; None: no log tells.
+    """Returns when a push had reached all shards (wall time, s, at most the time of its decision); None if no log says
+    it.
     """
     times = [t for one in followers.values() for t, _, _ in one.staged.get(push, [])[:1]]
     return min(max(times), before) if times else None
@@ -224,7 +224,7 @@ def _clusters(run: OuterRun, chain: JobEntries) -> list[ClusterRow]:
 
 
 def _account(row: ClusterRow, log: ClusterLog, answered: set[str]) -> None:
-    """Adds to a row the facts of the incarnation's own log."""
+    """Adds to a cluster's row the facts from the incarnation's own log."""
     row.steps, row.samples = log.steps, sum(x.samples for x in log.inner)
     row.open = sum(push not in answered for push in log.pushes)
     row.pushed, row.fetched = sum(push.nbytes for push in log.pushes.values()), log.fetched
@@ -235,16 +235,16 @@ def _account(row: ClusterRow, log: ClusterLog, answered: set[str]) -> None:
 
 
 def lost_in(rollback: Rollback) -> tuple[int, int]:
-    """Returns the samples that a rollback lost for good, and those that it took back to be counted again."""
+    """Returns how many samples a rollback lost for good, and how many it took back to be counted again."""
     gone = sum(offer.samples for offer in rollback.lost)
     return gone, sum(offer.samples for offer in rollback.pushes) - gone
 
 
 def spent_share(chain: JobEntries) -> list[tuple[int, int, int]]:
-    """Returns (epoch, samples that counted, positions) of the epochs that clusters share."""
+    """Returns (epoch, samples used, epoch length) of each epoch that the clusters share."""
     return [(epoch, size(spans), chain.leases.length) for epoch, spans in sorted(chain.leases.spent.items())]
 
 
 def cluster_of(incarnation: IncarnationId | str) -> str:
-    """Returns the cluster's name in an incarnation's."""
+    """Returns the cluster's name, taken from an incarnation's name."""
     return str(incarnation).rpartition("~")[0] or str(incarnation)
