@@ -144,8 +144,8 @@ def test_what_a_dead_source_was_to_send_comes_from_others(name: str) -> None:
         report = pull([proxy.endpoint, started[1].endpoint], mine, policy=policy)
         proxy.close()
     assert state_hash(mine.tensors()) == state_hash(theirs.tensors())
-    if name != "adaptive":  # the other one may have taken over all before it was found out, or before it died
-        assert list(report.failed) == ["a"] * died.is_set()
+    # The other one may have taken over all before the death was found out.
+    assert list(report.failed) in ([], ["a"] * died.is_set())
     assert report.sources["a"].nbytes + report.sources["b"].nbytes == 16_000_000
 
 

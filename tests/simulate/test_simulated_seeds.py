@@ -15,7 +15,8 @@ from lab.simulate.world import World
 
 
 def test_the_first_seeds_hold_all_contracts() -> None:
-    results = [o for chunk in outcomes(0, 40, "", 1) for o in chunk]
+    # In the job of seed 72 a header is handed on.
+    results = [o for first, count in ((0, 40), (72, 1)) for chunk in outcomes(first, count, "", 1) for o in chunk]
     assert [(o.seed, o.violation) for o in results if o.violation] == []
     assert sum(o.hand_ons for o in results) > 0
     assert sum(o.ejections for o in results) > 0
