@@ -38,7 +38,7 @@ class CatchingUp:
 
     @property
     def final_wait_s(self) -> float:
-        """Seconds to wait for the last log entries; what lacks then is pulled.
+        """Seconds for which a newcomer waits for the last log entries before it pulls the missing state.
 
         Who has not caught up is let in by a pause, and the others end their log as soon as that is decided.
         """
@@ -58,8 +58,8 @@ class CatchingUp:
         return True
 
     def hopeless(self, lag: int, now: float) -> str:
-        """Returns why catching up has no end in sight, if so, given how far the newcomer is behind after one more log
-        entry.
+        """Returns why this newcomer will never catch up, given how far behind it is after one more log entry; "" if it
+        may.
 
         The window holds at least `JUDGED_AFTER` entries and `JUDGED_OVER_S`, so that neither a hiccup nor a burst is
         taken for the trend; a newcomer that is only a window behind is never judged, nor one that has caught up.

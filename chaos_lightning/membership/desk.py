@@ -51,7 +51,7 @@ class Desk:
 
     @property
     def shown_phase(self) -> str:
-        """Phase in words for people: a job that lost its state and waits for founders is "lost", not "founding"."""
+        """Phase as shown to people: a job that lost its state and waits for founders is "lost", not "founding"."""
         return "lost" if self.lost and self.phase is SchedulerPhase.FOUNDING else str(self.phase)
 
     @property
