@@ -65,7 +65,7 @@ class Book:
         return self.views[-1] if self.views else None
 
     def decided(self, number: ViewId) -> View | None:
-        """Returns the view of this number, if it is one of the last two."""
+        """Returns the decided view with this number, if it is one of the last two; else None."""
         return next((v for v in self.views if v.id == number), None)
 
     def persist(self, entry: Persist, then: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Decides when a newcomer that replays the others' steps has caught up, and when it never will (protocol.md 17).
+"""Decides when a newcomer that replays the members' steps has caught up, and when it never will (protocol.md 17).
 
 Theory of operation. After each entry of the log that it applies, a newcomer looks at how many slots it is behind. It
 has caught up when nothing lies ready to be applied and it is less than `NEAR_SLOTS` behind: further slots keep coming
@@ -24,7 +24,7 @@ FINAL_WAIT_S = 2.0
 
 
 class CatchingUp:
-    """Progress of a newcomer that replays the steps of the others.
+    """Progress of a newcomer that replays the members' steps.
 
     Attributes:
         applied: Steps of the log that this newcomer has replayed.
@@ -45,7 +45,7 @@ class CatchingUp:
         return FINAL_WAIT_S if self.done else 0.0
 
     def arrives(self, behind: float, *, idle: bool, fresh: bool = False) -> bool:
-        """Returns True, once, when the newcomer has caught up with the others.
+        """Returns True, once, when the newcomer has caught up with the members.
 
         Args:
             behind: Slots that the others probably are ahead by now.

@@ -120,7 +120,9 @@ class Detector:
         """Time, after the scheduler was frozen, until which it learns, one by one, who has left it for that."""
 
     def shift(self, now: float, gap: float) -> None:
-        """Forgives all members the `gap` seconds until now for which the scheduler itself was frozen."""
+        """Moves the start times of suspicions and silences by the `gap` seconds until now for which the scheduler
+        itself was frozen.
+        """
         self.grace_until += gap
         self.unheard_until = now + UNHEARD_S
         self.silences.shift(gap)
@@ -239,8 +241,8 @@ class Detector:
 
     @staticmethod
     def _silent_since(peer: Peer, suspicion: Suspicion) -> float:
-        """Returns since when the suspect is silent: its last word, or the closing of its stream. If it talks but does
-        not report, it is the time at which the report was due.
+        """Returns since when the suspect has been silent: its last message, or its stream's closing; if it only owes a
+        report, the time at which that was due.
         """
         if suspicion.overdue:
             return suspicion.since

@@ -79,9 +79,7 @@ class Dialling:
         return [Tell(peer, True, "connected") if peer in self._up else Dial(peer) for peer in self.wanted]
 
     def due(self, peer: str) -> bool:
-        """Returns whether an attempt to dial this peer begins now; if so, `ended` or `failed` must be called with its
-        outcome.
-        """
+        """Returns whether to dial this peer now; if so, `ended` or `failed` must be called with the outcome."""
         if peer in self._under_way or peer in self._up or peer not in self.wanted or youth(self.me) < youth(peer):
             return False
         self._under_way.add(peer)
@@ -113,7 +111,7 @@ class Dialling:
         return [*([Tell(peer, False, f"refused ({reason})")] if told else []), Dial(peer, pause_s)]
 
     def made(self, peer: str) -> None:
-        """Forgets the failed attempts to reach this peer, as the link stands now."""
+        """Forgets the failed attempts to dial this peer, as the link is up now."""
         self._failures.pop(peer, None)
 
     def broken(self, peer: str, evidence: str) -> list[LinkStep]:

@@ -29,7 +29,7 @@ PULLS = 4
 
 
 def spread(newcomer: str, members: Iterable[Member]) -> list[Member]:
-    """Returns these members in an order that differs from newcomer to newcomer."""
+    """Returns these members in a pseudo-random order that depends on the newcomer."""
 
     def place(member: Member) -> bytes:
         return hashlib.blake2b(f"{newcomer} {member.id}".encode(), digest_size=8).digest()
@@ -124,7 +124,8 @@ def named_more(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
 
 
 class Serving:
-    """Role of this member as a donor: whether it keeps state and log for the present learners (protocol.md 15, 18).
+    """Role of this member as a donor: whether it keeps the state and the log for the present learners (protocol.md 15,
+    18).
 
     Attributes:
         keeps: Whether it keeps the log.

@@ -235,7 +235,7 @@ class Ejected:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """News that this member may go: nobody needs it any more."""
+    """News that this member may leave the job: nobody needs it any more."""
 
     reason: str
     asked: bool = False
@@ -248,7 +248,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Line for the event log: a name from an events.py and its fields."""
+    """Line for the event log: the name of a declared event (events.py), and its fields."""
 
     name: str
     fields: tuple[tuple[str, object], ...] = ()
@@ -291,7 +291,9 @@ class MessageIn:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """News that a stream is gone. `abrupt`: its process closed the socket without a word (death, as a rule)."""
+    """News that a control stream is closed. `abrupt`: the process closed it without a goodbye, mostly because it
+    died.
+    """
 
     conn: int
     abrupt: bool = True
@@ -369,7 +371,7 @@ class TermTaken:
 
 @dataclass(frozen=True, slots=True)
 class PlanDrawn:
-    """Answer to the `DrawPlan` with this token: a better plan or None, and the reason in words."""
+    """Answer to the `DrawPlan` with this token: a better reduction plan or None, and the reason in words."""
 
     token: int
     plan: PlanSpec | None
@@ -433,7 +435,7 @@ class LinkWish:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEnd:
-    """Record of a job's end in the store, of which newcomers are told (protocol.md 14d)."""
+    """Record in the store that a job has ended, of which newcomers are told (protocol.md 14d)."""
 
     terms: str
     """Digest of the job's terms (peers.JobTerms)."""
@@ -508,8 +510,8 @@ class SchedulerDone:
 
 @dataclass(frozen=True, slots=True)
 class DrawPlan:
-    """Order to look for a better plan with `views.replanned` while the job goes on, and then to feed PlanDrawn with
-    this token.
+    """Order to look for a better reduction plan with `views.replanned` while the job goes on, and then to feed
+    PlanDrawn with this token.
 
     A newer request replaces it: no answer to an older one is waited for.
     """
@@ -527,8 +529,8 @@ class DrawPlan:
 
 @dataclass(frozen=True, slots=True)
 class SearchPipelines:
-    """Order to look for the best plan with `searching.searched` while the job goes on, and then to feed PipelinesFound
-    with this token.
+    """Order to look for the best pipelines with `searching.searched` while the job goes on, and then to feed
+    PipelinesFound with this token.
 
     A newer request replaces it: no answer to an older one is waited for.
     """

@@ -174,7 +174,7 @@ class Graph:
         return {m for m in partners.of(newcomer.id) if m in peers and self.leads(newcomer, peers[m])}
 
     def staying(self) -> int:
-        """Returns the number of nodes of the latest view that do not leave."""
+        """Returns the number of the latest view's nodes that are not leaving."""
         return nodes.count(p.member for p in self._roster.members() if not p.leaving)
 
     def _few(self) -> bool:
@@ -223,7 +223,7 @@ class Graph:
                 peer.stranded = True
 
     def _anchors(self, newcomers: list[Peer], members: list[Peer]) -> Sequence[str]:
-        """Returns the ids of the processes of which a newcomer must have a link to at least one to come in.
+        """Returns the ids of processes to one of which a newcomer needs a link in order to come in.
 
         That is a member; where fewer than min_nodes are in, also another newcomer that is linked to one, over others if
         need be. Who has no place holds nobody together.

@@ -49,7 +49,7 @@ class Hearing:
     rebuild: Rebuild
 
     def hear(self, peer: Peer, message: FromMember) -> None:
-        """Handles one message of this peer."""
+        """Handles one message from this peer."""
         match message:
             case Heartbeat(view, seq, step, step_time_s):  # the most frequent one
                 peer.seq, peer.step = seq, step

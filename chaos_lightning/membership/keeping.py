@@ -99,7 +99,7 @@ class Keeper:
     # ------------------------------------------------------------------ parts of the state
 
     def _is_divided(self) -> bool:
-        """Returns whether each member holds only some parts of the state."""
+        """Returns whether the training state is divided into parts, of which each member holds only some."""
         return self._book.latest is not None and bool(self._book.latest.pipelines)
 
     def has_told(self, peer: Peer) -> bool:

@@ -263,7 +263,7 @@ class LinkRegistry:
         return f"is the node of {', '.join(p.id for p in found)}: name one of them"
 
     def _needless(self, one: Peer, other: Peer) -> str:
-        """Returns in words why a link cannot be added; "" if it can."""
+        """Returns in words why a link cannot be added (it exists already); "" if it can."""
         latest = self._book.latest
         both = latest is not None and latest.find(one.id) is not None and latest.find(other.id) is not None
         there = both and latest is not None and pair(one.id, other.id) in self._graph.of_view(latest)

@@ -470,7 +470,7 @@ class MemberMachine:
             self._emit(*(ToScheduler(who) for who in found))
 
     def _all_in(self, view: View, box: Mapping[str, Contribution]) -> bool:
-        """Returns whether all members of the view have contributed, weight 0 included (1)."""
+        """Returns whether all members of the view have contributed to the slot, even those without samples (1)."""
         return len(box) >= len(view.members) and all(m in box for m in view.ids())  # the count spares most looks
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:

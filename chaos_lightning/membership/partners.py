@@ -41,7 +41,7 @@ def pair(one: str, other: str) -> Pair:
 
 
 def node_of(name: str) -> str:
-    """Returns the node of a member that is called NODE-RANK; any other name is a node of its own."""
+    """Returns the node part of a member's name if that is NODE-RANK; else the whole name, which counts as a node."""
     node, dash, rank = name.rpartition("-")
     return node if dash and rank.isdigit() else name
 
@@ -397,7 +397,7 @@ class Partners:
         return names not in self.removed and pair(one, other) not in self._missed
 
     def _around(self, me: Peer) -> Iterator[str]:
-        """Yields the members nearest to this one by address, on both sides in turn."""
+        """Yields members with similar addresses, the closest ones first, from both sides of this member in turn."""
         place = bisect_left(self._by_address, _address_key(me))
         for step in range(1, _LOOKED_AT):
             for at in (place - step, place + step):

@@ -110,7 +110,7 @@ class ViewPipeliner(ABC):
         held: Mapping[str, tuple[Span, ...]] | None,
         links: Collection[Pair],
     ) -> PipelineChoice:
-        """Returns the pipelines of a view.
+        """Returns the pipelines of a view whose members have changed.
 
         Args:
             before: The text of the view before; "" if the job is founded.

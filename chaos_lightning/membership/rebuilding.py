@@ -123,7 +123,7 @@ class Rebuild:
         return difference(hello, self._roster.reference) if any(p.id != hello.resume for p in here) else ""
 
     def greeted(self, peer: Peer) -> None:
-        """Asks a peer that was welcomed, perhaps again, for what it knows."""
+        """Asks a peer that has been welcomed (perhaps once more) what it knows of the lost chain."""
         if self.rebuilds and peer.standing in (Standing.REPORTER, Standing.MEMBER):
             self._ask(peer)
 

@@ -197,7 +197,7 @@ class Roster:
             self._topology.partners.link_all()
 
     def drop(self, peer: Peer) -> None:
-        """Forgets a peer for good."""
+        """Removes a process, and its control stream, from the records for good."""
         self.peers.pop(peer.id, None)
         self.requests.pop(peer.id, None)
         self._detector.forget(peer.id)

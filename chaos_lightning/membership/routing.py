@@ -194,7 +194,7 @@ class Router:
         return self._post(replace(routed, hops_left=routed.hops_left - 1), came_from)
 
     def returned(self, routed: RoutedMessage) -> list[RouteStep]:
-        """Sends a routed message anew that had not left when its link broke."""
+        """Sends a routed message again, since its link broke before it had been sent."""
         return self._post(routed, "")
 
     def again(self) -> list[RouteStep]:

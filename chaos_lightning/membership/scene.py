@@ -95,7 +95,7 @@ class Scene:
         return f"its control stream is closed, and {link}" if link else ""
 
     def witnesses(self, member: str, suspects: Collection[str], last: bool) -> list[str]:
-        """Returns the peers to ask about this member.
+        """Returns the peers that are asked whether this member lives.
 
         Neighbours come first, then those that know of a link to it, suspects last. Newcomers are asked if there is
         nobody else. About the last holder everybody may be asked, and first of all who can read its process table.

@@ -815,8 +815,8 @@ class SchedulerMachine:
         return True
 
     def _bridged(self, ruling: Ruling) -> tuple[tuple[str, str], ...]:
-        """Returns cut-off members, with reasons, that newcomers connect to the members that go on, if together they are
-        enough.
+        """Returns cut-off members, with reasons, that can come back over newcomers' links; none if all together are too
+        few.
 
         As long as they are members they are cut off, and no newcomer comes in while too few are here; as newcomers
         they count, and come in after those that link them.

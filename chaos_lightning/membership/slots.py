@@ -221,7 +221,7 @@ def answers_of(kind: Kind, name: str, contributions: Sequence[Contribution]) -> 
 
 
 def presence_of(contributions: Sequence[Contribution]) -> bytes:
-    """Returns the bitwise OR of the presence masks; a shorter mask has zeros behind its end."""
+    """Returns the bitwise OR of the members' presence masks; a short mask is padded with zeros."""
     length = max((len(c.presence) for c in contributions), default=0)
     bits = 0
     for contribution in contributions:

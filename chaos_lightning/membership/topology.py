@@ -70,7 +70,7 @@ def links_of(view: View) -> frozenset[Pair]:
 
 
 def in_rank_order(ids: Sequence[str], pairs: Iterable[Pair]) -> list[tuple[str, str]]:
-    """Returns the pairs of these members, the earlier one first in each, sorted by rank."""
+    """Returns the pairs of these members, sorted by rank, each with the lower rank first."""
     place = {m: i for i, m in enumerate(ids)}
     ranks = [sorted(place[m] for m in ends) for ends in pairs if all(m in place for m in ends)]
     return [(ids[i], ids[j]) for i, j in sorted(ranks)]
@@ -192,7 +192,7 @@ class Fact:
 
 
 class Topology:
-    """Graph of links between members. Members are told apart by id, wishes by name.
+    """Graph of links between members. Members are identified by id, link requests by names.
 
     Args:
         wishes: What was granted so far, oldest first.

@@ -145,7 +145,7 @@ class Pipe:
 
 @dataclass(slots=True)
 class Link:
-    """Standing link between two incarnations."""
+    """Existing link between two members' incarnations."""
 
     ends: tuple[str, str]
     pipes: dict[str, Pipe]

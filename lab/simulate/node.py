@@ -46,7 +46,7 @@ USUAL_BPS = 1e9
 
 
 class Node(Connected):
-    """Training process of a simulated job (see the module)."""
+    """Simulated training process with its member state machine, data plane, links and training thread."""
 
     plane_class: type[DataPlane] = DataPlane
     router_class: type[Router] = Router
@@ -137,7 +137,7 @@ class Node(Connected):
             self.world.fabric.dial(self, peer)
 
     def expects(self, peer: str) -> bool:
-        """Returns whether this peer may dial the process."""
+        """Returns whether this process accepts a link that this peer dials."""
         return bool(self.machine.member_id) and peer in self.dialling.expected(self.router)
 
     def frame(self, peer: str, payload: object) -> None:

@@ -82,7 +82,7 @@ class Replica:
         """Drops the message: a learner has no leader."""
 
     def sealed(self, push: PushId, pushed: Pushed) -> None:
-        """Ignores the push that this learner has computed like all ranks."""
+        """Ignores the push: a learner computes it as all ranks do, but sends nothing."""
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
         self._observation.adopts(version, outright=outright)

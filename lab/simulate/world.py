@@ -368,7 +368,7 @@ class World:
         return finished and len(alive) < self.settings.min_nodes and not any(n.training for n in alive)
 
     def run(self) -> Outcome:
-        """Runs the plan to its end and returns the verdict."""
+        """Runs the plan to its end and returns the outcome."""
         violation = ""
         try:
             ended = self.kernel.run(self.plan.limit_s, self._over) or self._came_too_late()

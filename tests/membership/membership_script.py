@@ -80,7 +80,7 @@ def number(text: str) -> ViewId:
 
 
 def contribution(view: View, prev: Header, kind: str, who: str, **fields: object) -> Contribution:
-    """Returns the contribution of a well-behaved member to the slot after `prev`."""
+    """Returns the contribution of a correct member to the slot after `prev`."""
     if view.pipelines and kind == "step":
         pipelines = ViewPipelines.from_json(view.pipelines)
         ran = {"micro_batches": ((0, pipelines.plan.micro_batches),), "coverage": coverage(pipelines.units(who))}

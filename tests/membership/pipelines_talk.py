@@ -34,7 +34,7 @@ PROGRAM = Program(layers=4, stages=2, micro_batches=4)
 
 
 class Talk:
-    """Scheduler, and members whose messages a test chooses."""
+    """Scheduler of a job with pipelines, and members whose messages a test chooses."""
 
     def __init__(
         self,

@@ -72,8 +72,8 @@ def test_newcomers_of_the_same_program_stay_when_the_members_are_back() -> None:
 
 
 def test_where_nobody_came_back_a_member_of_another_program_does_not_vouch() -> None:
-    """A process of another program that claims to be an unknown member is refused, and newcomers are not compared with
-    it.
+    """A process of another program claims to be an unknown member: it says nothing about the job, and a real member
+    that comes later is accepted.
     """
     machine = SchedulerMachine(Settings(min_nodes=1), CHAIN)
     stranger = replace(HELLO, resume="q~77", fingerprint=(("model", "large"),))

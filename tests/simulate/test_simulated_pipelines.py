@@ -153,7 +153,7 @@ def run(plan: Plan) -> World:
 
 
 def job(*faults: Fault, members: int = 4, stages: int = 2) -> World:
-    """Returns the world of a finished job of 120 steps."""
+    """Runs a job of 120 steps with these faults; returns its world."""
     return run(job_plan(*faults, members=members, stages=stages))
 
 
