@@ -61,7 +61,7 @@ class Ruling:
 
 
 def needs_bytes(header: Header) -> bool:
-    """Returns whether committing this header also takes reduced bytes."""
+    """Returns whether a member needs reduced bytes, besides this header, to commit the slot."""
     return header.kind is Kind.STEP and not header.error and not header.reduced
 
 

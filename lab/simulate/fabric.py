@@ -327,8 +327,8 @@ class Fabric:
                 self.kernel.at(told, self._teller(other, end, CLOSED))
 
     def _teller(self, me: str, peer: str, words: str) -> Action:
-        """Returns an action that tells a process that its link to a peer has ended, unless it has another id or a new
-        link by then.
+        """Returns an action that tells a process that its link to a peer has ended, unless that process has a new id or
+        a new link by then.
 
         Until then it takes the link for one that stands.
         """

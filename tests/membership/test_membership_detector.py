@@ -309,7 +309,7 @@ def test_two_silent_holders_never_die_of_the_same_silence() -> None:
 
 def test_holder_that_fell_silent_unseen_does_not_let_the_other_die() -> None:
     """Both holders of the state have been silent for too long at one look of the detector: neither is taken for dead,
-    as the other may not live.
+    since each may be the last holder.
     """
     look = Look("ab", "n")
     look.at(0.0)

@@ -84,8 +84,8 @@ def test_parts_are_what_paths_connect(graph: tuple[tuple[str, ...], frozenset[fr
 
 @given(graphs())
 def test_one_part_goes_on_and_never_two(graph: tuple[tuple[str, ...], frozenset[frozenset[str]]]) -> None:
-    """Of separated groups of members the largest goes on; of equal ones the one with the oldest member, so that there
-    are no ties.
+    """The largest of several separated groups of members goes on; of equal ones the one with the oldest member, so that
+    there are no ties.
     """
     ids, pairs = graph
     best, *others = ranked(components(ids, pairs), ids)

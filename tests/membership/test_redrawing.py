@@ -80,7 +80,7 @@ class Machine:
 
 
 def other_plan(view: View) -> PlanSpec:
-    """Returns a reduction plan that no planner makes: a line."""
+    """Returns a reduction plan that no planner would make: all members in one line."""
     ids = view.ids()
     tree = view.plan.trees[0]
     return PlanSpec("trees", trees=(type(tree)(0, 0, ids, ("", *ids[:-1]), 1.0),))

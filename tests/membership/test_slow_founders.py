@@ -74,7 +74,7 @@ class Spreading(Stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
 def test_256_founders_go_on_without_one_to_which_the_state_trickles(dies: int) -> None:
-    """Of 256 founders one gets the state very slowly: once most have it the others go on without it, even if another
+    """One of 256 founders gets the state very slowly: once most have it the others go on without it, even if another
     one dies.
     """
     job = Spreading(FOUNDERS, FOUNDERS - 2, slow_s=1000.0)

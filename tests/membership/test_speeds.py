@@ -66,8 +66,8 @@ def test_a_speed_that_wavers_counts_once_and_one_that_recovers_is_as_foreseen() 
 
 
 def test_each_member_is_measured_by_its_own_request_and_planned_by_the_oldest() -> None:
-    """A member's speed is relative to its own measured layer times, but plans use the oldest member's: a slow machine
-    counts as slow.
+    """A slow machine that meets its own slow forecast still counts as slow, since plans forecast by the oldest member's
+    layer times.
     """
     told = Told(1.0, 1.0, 3.0)
     assert told.tell(a=1.0, b=1.0, c=1.0) == {"a": 1.0, "b": 1.0, "c": pytest.approx(1 / 3, rel=0.01)}

@@ -243,7 +243,7 @@ def test_removal_of_a_link_of_a_view_that_is_still_to_come_breaks_nothing() -> N
 
 
 def test_nodes_that_cannot_reach_each_other_found_one_job_and_not_two() -> None:
-    """Of two nodes without a link one founds the job; the other has to wait."""
+    """Two nodes have no link: one of them founds the job; the other has to wait."""
     world, _ = run("seed 7\nnodes n0 n1\nunlinked n0 n1\nprogram length 60")
     assert len(world.store.views) == 1
     assert len(world.store.views[0].members) == 1
