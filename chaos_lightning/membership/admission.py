@@ -1,4 +1,5 @@
-"""Handles members' streams, hellos and leaves: who comes, who is who, and who wants to go.
+"""Handles members' control streams, hellos and leaves: who connects, whether it is a known member, and who asks to
+leave.
 
 Theory of operation. A hello is refused in words, resumed (the stream of a known process was replaced: whatever may
 have been lost on the old stream is said again, which every message bears) or welcomed as a newcomer. What else is said
@@ -50,7 +51,9 @@ from chaos_lightning.protocol.types import (
 
 @dataclass(eq=False)
 class Admission:
-    """Reception of processes that open a control stream, say hello, or ask to leave. Fields: the parts that it uses."""
+    """Reception of processes that open a control stream, say hello, or ask to leave. Fields are scheduler components
+    that it uses.
+    """
 
     desk: Desk
     book: Book
@@ -65,7 +68,7 @@ class Admission:
     end: JobEnd
 
     def on_message(self, conn: int, message: FromMember) -> None:
-        """Takes a message that came on this stream."""
+        """Handles a message that came on this control stream."""
         if isinstance(message, Hello):
             if self.roster.conns.get(conn):  # it is somebody already; who begins anew does so on a new stream
                 self.desk.out.append(Close(conn, f"{self.roster.conns[conn]} says hello twice on one stream"))
@@ -89,7 +92,7 @@ class Admission:
             self.hearing.hear(peer, message)
 
     def on_hello(self, conn: int, hello: Hello) -> None:
-        """Handles the hello of a process that is known to speak this version and to be of this chain."""
+        """Handles the hello of a process whose protocol version and chain have been checked."""
         if words := other_version(hello.version):
             if hello.view != NO_VIEW and hello.job == self.desk.settings.job:
                 self._trains_on(hello)
@@ -103,8 +106,8 @@ class Admission:
             self._admit(conn, admitted)
 
     def _trains_on(self, hello: Hello) -> None:
-        """Notes that a member that is refused here trains on: it is not dead, and no job is founded beside it (12a,
-        14a).
+        """Notes that a member whose hello was refused goes on training: it is not dead, and no second job is founded
+        beside its job (12a, 14a).
         """
         peer = self.roster.peers.get(hello.resume)
         if peer is None:
@@ -135,7 +138,9 @@ class Admission:
             self.identity.welcomed(conn)
 
     def _resume(self, conn: int, hello: Hello) -> None:
-        """Attaches a known member to its new stream, and repeats to it whatever may have been lost on the old one."""
+        """Attaches a known member to its new control stream, and repeats to it whatever may have been lost on the old
+        one.
+        """
         peer = self.roster.peers.get(hello.resume)
         if peer is None and (let_go := self._let_go_by(hello)) is not None:
             self.desk.note("left", member=hello.resume, reason=f"view {let_go} rules without it")
@@ -173,7 +178,7 @@ class Admission:
             self.roster.send(peer, self.book.announced)
 
     def _let_go_by(self, hello: Hello) -> ViewId | None:
-        """Returns the view that let this former member go, if the member had asked to leave or was drained; else None.
+        """Returns the view that let this former member go, if it had asked to leave or was drained; else None.
 
         It may not know, if its release was lost or the scheduler died that had been asked to drain it.
         """

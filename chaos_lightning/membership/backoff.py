@@ -1,4 +1,4 @@
-"""Decides how soon the next recovery may begin when those before brought nothing.
+"""Decides how soon the next recovery may begin after recoveries that led to no committed slot.
 
 Theory of operation. A recovery costs two durable writes and stops everybody, and is worth it if a slot commits
 afterwards. Its causes are bounded as a rule: a death excludes somebody, a link that failed is left out for longer each
@@ -17,7 +17,9 @@ LONGEST_S = 5.0
 
 
 class Backoff:
-    """Pauses between recoveries that are followed by no committed slot. Times are the scheduler's, in seconds."""
+    """Pauses before recoveries, longer after each one that led to no committed slot. Times are the scheduler's, in
+    seconds.
+    """
 
     def __init__(self) -> None:
         self.fruitless = 0
@@ -27,7 +29,7 @@ class Backoff:
         """Highest slot that was known to be committed when the last attempt began."""
 
     def left_s(self, now: float, slot: int) -> float:
-        """Returns the seconds that the next recovery has to wait.
+        """Returns the seconds that the next recovery still has to wait.
 
         Args:
             now: The time.
@@ -37,14 +39,14 @@ class Backoff:
         return max(0.0, self._not_before - now)
 
     def begins(self, now: float, slot: int) -> None:
-        """Counts a recovery that begins: a number is reserved, or the job is founded."""
+        """Counts an attempt that begins: a recovery that reserves a number, or the founding of the job."""
         self._look(slot)
         self.fruitless += 1
         excess = self.fruitless - FREE
         self._not_before = now + min(LONGEST_S, FIRST_S * 2.0**excess) if excess >= 0 else now
 
     def founded(self, slot: int) -> None:
-        """Counts committed slots from this one on; that the job was founded is no progress by itself."""
+        """Sets the slot after which committed slots count as progress: founding the job is no progress by itself."""
         self._slot = slot
 
     def shift(self, gap: float) -> None:

@@ -1,4 +1,5 @@
-"""Chooses which of the waiting events the scheduler's machine gets at once, in its process and in a simulated one."""
+"""Chooses which waiting events the scheduler's state machine gets in one batch, in a real process and in a simulation
+alike."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _ALONE = (Drain, ChangeLink, Reset, Stored)
 
 
 def next_batch(waiting: deque[SchedulerEvent]) -> list[SchedulerEvent]:
-    """Takes the next batch, one event or more, from the events that wait, oldest first."""
+    """Removes and returns the next batch, one event or more, from the queue of waiting events, oldest first."""
     batch = [waiting.popleft()]
     while waiting and len(batch) < MOST and not isinstance(batch[-1], _ALONE) and not isinstance(waiting[0], _ALONE):
         batch.append(waiting.popleft())

@@ -1,4 +1,5 @@
-"""The chain of decided views as the store has it, and the one write that may be on its way there (protocol.md 7)."""
+"""Keeps the chain of decided views as the store has it, and the one write that may be on its way there (protocol.md
+7)."""
 
 from __future__ import annotations
 
@@ -64,34 +65,34 @@ class Book:
         return self.views[-1] if self.views else None
 
     def decided(self, number: ViewId) -> View | None:
-        """Returns the view of this number, if it is one of the last two."""
+        """Returns the decided view with this number, if it is one of the last two; else None."""
         return next((v for v in self.views if v.id == number), None)
 
     def persist(self, entry: Persist, then: Callable[[], None]) -> None:
-        """Asks the store to write this entry, under a token of its own; calls `then` once it is written."""
+        """Asks the store to write this entry, under a new token; calls `then` once it is written."""
         self.token += 1
         self.persisting, self.writing = (self.token, then), entry.view
         self.numbers.add(entry.number)
         self._desk.out.append(replace(entry, token=self.token))
 
     def refuse(self, view: View) -> None:
-        """Notes that no store takes this view, so that it is not written again."""
+        """Notes that no store accepts this view, so that it is not written again."""
         self._refused.append(replace(view, id=NO_VIEW, reason=""))
 
     def refuses(self, view: View) -> bool:
-        """Returns whether it is known that no store takes this view."""
+        """Returns whether it is known that no store accepts this view."""
         return bool(self._refused) and replace(view, id=NO_VIEW, reason="") in self._refused
 
     def lacks(self, number: ViewId | None) -> bool:
-        """Returns whether the store lacks this number of its chain. Numbers before a rebuilt view do not count: they
-        are over.
+        """Returns whether this view number is missing from the store's chain. Numbers before a rebuilt view never count
+        as missing.
         """
         if number is None or number in self.numbers:
             return False
         return number >= self.past.rebuilt
 
     def void_write(self, stored: Callable[[View | None], None]) -> None:
-        """Forgets the write that is on its way to the store: if it gets there, only `stored` is told, given the
+        """Cancels what was to follow the pending write to the store: if it succeeds, only `stored` is called, with the
         view.
         """
         if self.persisting is not None:
@@ -99,7 +100,7 @@ class Book:
             self.persisting = (token, lambda: stored(view))
 
     def stored(self, token: int, ok: bool) -> bool:
-        """Takes the outcome of a write; returns False if that write was awaited and the store refused it."""
+        """Handles the outcome of a write; returns False if that write was awaited and the store refused it."""
         if self.persisting is None or self.persisting[0] != token:
             return True
         _, then = self.persisting
@@ -109,7 +110,7 @@ class Book:
         return ok
 
     def entered(self, view: ViewId, now: float, *, loaded: bool) -> None:
-        """Notes when a member came to stand in the last decided view; the first member that does counts.
+        """Notes the time at which the first member entered the last decided view.
 
         Args:
             view: The member's.
@@ -123,7 +124,7 @@ class Book:
             self.entered_at = now
 
     def loads(self, member: str, now: float) -> None:
-        """Restarts the clock for joiners, as a joiner now gets the state from another member.
+        """Restarts the time limit of joiners, as one of them now gets the state from another member.
 
         Where most do, the first copies take as long as those that are sent at the same time, and all others wait for
         them.
@@ -132,17 +133,17 @@ class Book:
             self.entered_at = now
 
     def told_saved(self, saved: Saved | None) -> None:
-        """Remembers a checkpoint that a member tells of, if it is the newest."""
+        """Remembers a checkpoint that a member reports, if it is the newest."""
         if saved is not None and (self.saved is None or saved.step >= self.saved.step):
             self.saved = saved
 
     @property
     def saved_words(self) -> str:
-        """Words for people on the newest checkpoint that a member told of."""
+        """Text for people about the newest checkpoint that a member has reported."""
         return f"the newest checkpoint is {self.saved}" if self.saved else "no member has told of a checkpoint"
 
     def restart(self, past: Past, views: Sequence[View]) -> None:
-        """Replaces the decided views: `views` are the last ones of them, and `past` has all."""
+        """Replaces the decided views: `views` are the last ones, and `past` remembers all of them."""
         self.past, self.views = past, list(views)
 
     def _add(self, view: View, *, carried: bool) -> None:
@@ -152,7 +153,7 @@ class Book:
         self.spreads = most or (self.spreads and not carried and bool(view.joiners))
 
     def append(self, view: View, *, carried: bool) -> None:
-        """Adds a decided view that is in the store; `carried`: a header is to carry it."""
+        """Adds a decided view that is in the store; `carried`: whether a header is to carry it."""
         self._add(view, carried=carried)
         self.entered_at = None
         self._desk.note(

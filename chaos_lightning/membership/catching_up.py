@@ -1,4 +1,4 @@
-"""Decides when a newcomer that replays the others' steps has caught up, and when it never will (protocol.md 17).
+"""Decides when a newcomer that replays the members' steps has caught up, and when it never will (protocol.md 17).
 
 Theory of operation. After each entry of the log that it applies, a newcomer looks at how many slots it is behind. It
 has caught up when nothing lies ready to be applied and it is less than `NEAR_SLOTS` behind: further slots keep coming
@@ -24,7 +24,7 @@ FINAL_WAIT_S = 2.0
 
 
 class CatchingUp:
-    """Progress of a newcomer that replays the steps of the others.
+    """Progress of a newcomer that replays the members' steps.
 
     Attributes:
         applied: Steps of the log that this newcomer has replayed.
@@ -38,14 +38,14 @@ class CatchingUp:
 
     @property
     def final_wait_s(self) -> float:
-        """Seconds to wait for the last log entries; what lacks then is pulled.
+        """Seconds for which a newcomer waits for the last log entries before it pulls the missing state.
 
         Who has not caught up is let in by a pause, and the others end their log as soon as that is decided.
         """
         return FINAL_WAIT_S if self.done else 0.0
 
     def arrives(self, behind: float, *, idle: bool, fresh: bool = False) -> bool:
-        """Returns True, once, when the newcomer has caught up with the others.
+        """Returns True, once, when the newcomer has caught up with the members.
 
         Args:
             behind: Slots that the others probably are ahead by now.
@@ -58,8 +58,8 @@ class CatchingUp:
         return True
 
     def hopeless(self, lag: int, now: float) -> str:
-        """Returns why catching up has no end in sight, if so, given how far the newcomer is behind after one more log
-        entry.
+        """Returns why this newcomer will never catch up, given how far behind it is after one more log entry; "" if it
+        may.
 
         The window holds at least `JUDGED_AFTER` entries and `JUDGED_OVER_S`, so that neither a hiccup nor a burst is
         taken for the trend; a newcomer that is only a window behind is never judged, nor one that has caught up.

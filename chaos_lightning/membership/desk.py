@@ -1,4 +1,4 @@
-"""State that all parts of a scheduler share during one event: its rules, the time, its phase, and its effects."""
+"""State that all components of a scheduler share while they handle an event: settings, time, phase, and effects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SchedulerPhase(enum.StrEnum):
 
 
 class Desk:
-    """State that all parts of a scheduler share during one event.
+    """State that all components of a scheduler share while they handle an event.
 
     Args:
         settings: The job's rules.
@@ -51,7 +51,7 @@ class Desk:
 
     @property
     def shown_phase(self) -> str:
-        """Phase in words for people: a job that lost its state and waits for founders is "lost", not "founding"."""
+        """Phase as shown to people: a job that lost its state and waits for founders is "lost", not "founding"."""
         return "lost" if self.lost and self.phase is SchedulerPhase.FOUNDING else str(self.phase)
 
     @property

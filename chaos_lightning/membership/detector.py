@@ -1,4 +1,5 @@
-"""Detects deaths: facts, suspicions, and neighbours that confirm them (protocol.md 12, 12a, 14b).
+"""Detects deaths of members: by proofs, by suspicions, and by neighbours that confirm suspicions (protocol.md 12, 12a,
+14b).
 
 Theory of operation. One silent channel proves nothing: heartbeats are late on a busy machine, streams break while both
 ends live. So a member is taken for dead only on two independent signs:
@@ -79,7 +80,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Last holder, a member that alone may hold a part of the state, which is waited for."""
+    """Member that is waited for, since perhaps nobody else has some part of the training state (last holder)."""
 
     member: str
     why: str
@@ -88,7 +89,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Deaths and questions that one look at all members brings."""
+    """Deaths, suspicions and questions that result from one look at all members."""
 
     probes: tuple[tuple[str, str], ...] = ()
     """Questions: (whom to ask, about whom)."""
@@ -101,7 +102,7 @@ class Findings:
 
 
 class Detector:
-    """Detector of deaths, from the members' streams, links and words.
+    """Detector of deaths, from the members' streams, links and messages.
 
     Args:
         settings: Timeouts, in seconds.
@@ -119,7 +120,9 @@ class Detector:
         """Time, after the scheduler was frozen, until which it learns, one by one, who has left it for that."""
 
     def shift(self, now: float, gap: float) -> None:
-        """Forgives all members the `gap` seconds until now for which the scheduler itself was frozen."""
+        """Moves the start times of suspicions and silences by the `gap` seconds until now for which the scheduler
+        itself was frozen.
+        """
         self.grace_until += gap
         self.unheard_until = now + UNHEARD_S
         self.silences.shift(gap)
@@ -130,14 +133,14 @@ class Detector:
                 suspicion.ended_at += gap
 
     def heard(self, member: str) -> None:
-        """Clears the suspicion of a member that has spoken, unless it owes a report."""
+        """Clears the suspicion of a member that has spoken, unless it still owes a report."""
         suspicion = self.suspicions.get(member)
         if suspicion is not None and not suspicion.overdue:
             del self.suspicions[member]
 
     def spoke(self, now: float, peer: Peer) -> None:
-        """Records how long a member was silent that speaks on a stream that stands. It is called before `peer.heard` is
-        set.
+        """Records how long a member had been silent before the message that it has just sent. Called before
+        `peer.heard` is set.
         """
         suspicion = self.suspicions.get(peer.id)
         if suspicion is None or not suspicion.stopped:
@@ -147,7 +150,7 @@ class Detector:
         self.suspicions.pop(member, None)
 
     def reported(self, member: str) -> None:
-        """Clears the suspicion of a member that has brought the report that it owed."""
+        """Clears the suspicion of a member that has sent the report that it owed."""
         if member in self.suspicions:
             self.suspicions[member].overdue = False
             self.heard(member)
@@ -161,7 +164,7 @@ class Detector:
             suspicion.overdue = True
 
     def hold(self, now: float, member: str, why: str) -> None:
-        """Keeps waiting for a member that was taken for dead."""
+        """Goes on waiting for a member that was taken for dead."""
         self.suspect(now, member, why)
         self.suspicions[member].held = True
 
@@ -173,7 +176,7 @@ class Detector:
             (suspicion.strangers.add if stranger else suspicion.strangers.discard)(by)
 
     def judge(self, now: float, scene: Scene) -> Findings:
-        """Looks once at all members that this scene watches; `now` in seconds."""
+        """Looks once at all members of this scene, and returns what it finds; `now` in seconds."""
         probes: list[tuple[str, str]] = []
         looks: list[str] = []
         deaths: list[Death] = []
@@ -213,17 +216,15 @@ class Detector:
         return Findings(tuple(probes), tuple(looks), tuple(deaths), tuple(fresh), tuple(held))
 
     def _answering(self, scene: Scene) -> tuple[Span, ...]:
-        """Returns the parts of the training state that are known to be held by members that answer and are not
-        suspected.
-        """
+        """Returns the parts of the training state that members which answer and are not suspected are known to hold."""
         watched = scene.watched
         others = [watched[m] for m in scene.holders if m in watched and m not in self.suspicions]
         found = {scene.known(p) for p in others if p.known and p.conn is not None}
         return union(span for parts in found for span in parts)
 
     def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
-        """Returns whether the suspect may be the last holder of a part of the state: nobody else that answers has it
-        (P6).
+        """Returns whether the suspect may be the last holder of a part of the training state: nobody else that answers
+        has that part (P6).
 
         Of several that are all under suspicion each is one: whoever speaks first goes on, and the others are judged.
         """
@@ -240,16 +241,16 @@ class Detector:
 
     @staticmethod
     def _silent_since(peer: Peer, suspicion: Suspicion) -> float:
-        """Returns since when the suspect is silent: its last word, or the closing of its stream. If it talks but does
-        not report, it is the time at which the report was due.
+        """Returns since when the suspect has been silent: its last message, or its stream's closing; if it only owes a
+        report, the time at which that was due.
         """
         if suspicion.overdue:
             return suspicion.since
         return min(suspicion.since, peer.heard) if peer.conn is not None else peer.closed_at
 
     def _proof(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
-        """Returns the proof, in words, that the state of this last holder is lost or was waited for long enough (12a);
-        "" if there is none.
+        """Returns evidence, in words, that this last holder's state is lost, or that it was waited for long enough
+        (12a); "" if there is none.
         """
         settings = self._settings
         for by, said in suspicion.verdicts.items():
@@ -292,14 +293,14 @@ class Detector:
         return ""
 
     def _tells_more_than_silence(self, peer: Peer, suspicion: Suspicion, scene: Scene) -> bool:
-        """Returns whether there is a sign of death that a busy process cannot give."""
+        """Returns whether the suspect gave a sign of death that a merely busy process would not give."""
         if any(said.seen and not said.alive for said in suspicion.verdicts.values()):
             return True
         return peer.conn is None and bool(scene.closed_link(peer.id))
 
     def _awaits(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> bool:
-        """Returns whether members are still to come or to be asked that could deny the suspect's death after a
-        scheduler's restart. A link may be cut then between two that live.
+        """Returns whether, after a scheduler's restart, some member has yet to connect or to be asked that could deny
+        the suspect's death.
         """
         if peer.known or now >= self.grace_until:
             return False

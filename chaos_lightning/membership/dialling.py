@@ -1,4 +1,4 @@
-"""Decides which links a member makes and takes, and when it tries again.
+"""Decides which links a member dials and accepts, and when it retries.
 
 Theory of operation. Of two members the one with the younger id dials (newcomers dial the others), the other accepts.
 An attempt that fails is made again while its peer is wanted, with growing pauses; a link that broke is dialled again
@@ -27,7 +27,7 @@ BYE = "bye"
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Order to look at this peer after a pause: `Dialling.due` says whether to dial it."""
+    """Order to consider dialling this peer after a pause: `Dialling.due` says whether to dial it."""
 
     peer: str
     after_s: float = 0.0
@@ -35,7 +35,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Order to tell the member's machine that a link stands or has ended."""
+    """Order to tell the member's state machine that a link stands or has ended."""
 
     peer: str
     up: bool
@@ -52,7 +52,7 @@ def youth(member_id: str) -> tuple[int, str]:
 
 
 class Dialling:
-    """Links that a member wants, has and is making.
+    """Links of one member: those that it wants, those that stand, and those that it is dialling.
 
     Args:
         up: Members to which a link stands; the caller's own, so that it is never out of date.
@@ -70,25 +70,23 @@ class Dialling:
         self._failures: dict[str, int] = {}
 
     def want(self, peers: Iterable[Member]) -> None:
-        """Sets the members to which links are wanted; `look` has them made."""
+        """Sets the members to which links are wanted; `look` returns the orders to make them."""
         self.wanted.clear()
         self.wanted.update({m.id: m for m in peers if m.id != self.me})
 
     def look(self) -> list[LinkStep]:
-        """Returns orders to dial the wanted links that are missing, and to tell again of those that stand."""
+        """Returns orders to dial wanted links that are missing, and to report once more the ones that stand."""
         return [Tell(peer, True, "connected") if peer in self._up else Dial(peer) for peer in self.wanted]
 
     def due(self, peer: str) -> bool:
-        """Returns whether an attempt to dial this peer begins now; if so, `ended` or `failed` must be called with its
-        outcome.
-        """
+        """Returns whether to dial this peer now; if so, `ended` or `failed` must be called with the outcome."""
         if peer in self._under_way or peer in self._up or peer not in self.wanted or youth(self.me) < youth(peer):
             return False
         self._under_way.add(peer)
         return True
 
     def ended(self, peer: str, me: str) -> bool:
-        """Returns whether the connection that an attempt has made is kept. `me` is the id that this member had when the
+        """Returns whether to keep the connection that an attempt has made. `me` is the id that this member had when the
         attempt began.
 
         If it is not, `due` may be asked again.
@@ -113,11 +111,11 @@ class Dialling:
         return [*([Tell(peer, False, f"refused ({reason})")] if told else []), Dial(peer, pause_s)]
 
     def made(self, peer: str) -> None:
-        """Forgets the failed attempts to reach this peer, as the link stands now."""
+        """Forgets the failed attempts to dial this peer, as the link is up now."""
         self._failures.pop(peer, None)
 
     def broken(self, peer: str, evidence: str) -> list[LinkStep]:
-        """Returns the next steps after a link has ended that this end did not close."""
+        """Returns the next steps after a link has ended that was not closed at this end."""
         again = [Dial(peer, AFTER_GOODBYE_S if evidence == BYE else AGAIN_S)] if peer in self.wanted else []
         return [Tell(peer, False, evidence), *again]
 

@@ -1,4 +1,4 @@
-"""Chooses the members that give a newcomer the state and the log: a few, however many there are.
+"""Chooses the few members (donors) that give a newcomer the training state and the log.
 
 Theory of operation (protocol.md 15). All members hold the same state, so a newcomer needs few of them, and the others
 need not hear of it. In a large job each newcomer has an order of its own over the members, by a hash of both names, so
@@ -29,7 +29,7 @@ PULLS = 4
 
 
 def spread(newcomer: str, members: Iterable[Member]) -> list[Member]:
-    """Returns these members in an order that differs from newcomer to newcomer."""
+    """Returns these members in a pseudo-random order that depends on the newcomer."""
 
     def place(member: Member) -> bytes:
         return hashlib.blake2b(f"{newcomer} {member.id}".encode(), digest_size=8).digest()
@@ -38,7 +38,7 @@ def spread(newcomer: str, members: Iterable[Member]) -> list[Member]:
 
 
 def _first(newcomer: Member, holders: Sequence[Member], linked: Collection[str]) -> list[Member]:
-    """Returns all holders, with those first that the newcomer is to ask first."""
+    """Returns all holders of the state, in the order in which the newcomer is to ask them."""
     order = spread(newcomer.id, holders)
     near = [m for m in order if m.id in linked]
     beside = [m for m in near or order if newcomer.host and m.host == newcomer.host]
@@ -46,7 +46,7 @@ def _first(newcomer: Member, holders: Sequence[Member], linked: Collection[str])
 
 
 def of_learner(newcomer: Member, holders: Sequence[Member], linked: Collection[str]) -> tuple[str, ...]:
-    """Returns the ids of the members of a large job that serve this learner.
+    """Returns the ids of the members of a large job that give this learner the state and the log.
 
     Args:
         newcomer: The learner.
@@ -58,8 +58,7 @@ def of_learner(newcomer: Member, holders: Sequence[Member], linked: Collection[s
 
 
 def copiers(view: View, host: str, learners: int) -> int:
-    """Returns how many members of one machine may copy the state at the same header; they share the memory that is
-    free.
+    """Returns how many members of one machine may copy the state at the same header, as they share its free memory.
 
     Args:
         view: The one that rules.
@@ -71,7 +70,8 @@ def copiers(view: View, host: str, learners: int) -> int:
 
 
 def groups(view: View, me: str, near: Collection[str], *, fellows: bool = True) -> list[list[Member]]:
-    """Returns the members that a joiner asks for the state, group after group as each group fails it, in rank order.
+    """Returns the groups of members that a joiner asks for the state, one after the other until one of them gives it,
+    in rank order.
 
     Args:
         view: The view that lets it in.
@@ -93,7 +93,8 @@ def groups(view: View, me: str, near: Collection[str], *, fellows: bool = True) 
 
 
 def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str]) -> set[str]:
-    """Returns the ids of members that have the state before this joiner does: at least one has, whatever the others do.
+    """Returns the ids of the members from which this joiner gets the state; at least one of them has the state before
+    this joiner has it.
 
     Where links are few these are its neighbours, the nearest to a holder first: all have one that is nearer than they
     are. Else the line of joiners behind the holders is a tree in which each has `PULLS` children; a joiner asks its
@@ -116,12 +117,15 @@ def _before(view: View, me: str, holders: Sequence[Member], near: Collection[str
 
 
 def named_more(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
-    """Returns learners that the new list names more often than the old one: they begin at the first header with it."""
+    """Returns the learners that the new list names more often than the old one: these begin, or begin again, at the new
+    list's header.
+    """
     return tuple(Counter(now) - Counter(before))
 
 
 class Serving:
-    """Role of this member as a donor: whether it keeps state and log for the present learners (protocol.md 15, 18).
+    """Role of this member as a donor: whether it keeps the state and the log for the present learners (protocol.md 15,
+    18).
 
     Attributes:
         keeps: Whether it keeps the log.
@@ -133,11 +137,12 @@ class Serving:
         self._told: tuple[tuple[str, ...], bool] = ((), False)
 
     def told(self, me: str, message: ServeLearners) -> None:
-        """Takes the scheduler's word: this member is a donor if the view that comes with it names it."""
+        """Handles the scheduler's list of learners: this member is a donor if the view in that message names it."""
         self._told = message.ids, message.view.find(me) is not None
 
     def committed(self, before: Header, header: Header, view: View, links: Mapping[str, bool]) -> None:
-        """Takes in that one header follows another; the state may be copied at it.
+        """Handles the commit of a header: decides whether to keep the log, and whether to copy the state at this
+        header.
 
         Newcomers that this member has not heard of count if it has a link with them: to keep too much is harmless.
 

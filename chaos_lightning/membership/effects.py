@@ -1,4 +1,5 @@
-"""Events that go into the two machines and effects that come out (sans-IO: no clock, no socket, no torch)."""
+"""Events that go into the state machines of member and scheduler, and effects that come out (sans-IO: no clock, no
+socket, no torch)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from chaos_lightning.protocol.types import (
 
 @dataclass(frozen=True, slots=True)
 class ControlIn:
-    """Message of the scheduler. For Prepare the shell adds which byte ranges of the open slot are reduced here."""
+    """Message from the scheduler. To a Prepare, the process adds which byte ranges of the open slot are reduced
+    here.
+    """
 
     message: ToMember
     held: tuple[Span, ...] = ()
@@ -41,7 +44,7 @@ class PeerIn:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """This member's part of the next slot, from the training thread. The machine fills in `view`.
+    """Contribution of this member to the next slot, from its training thread.
 
     The machine fills in `view`. Only if units of micro-batches ran for it (with pipelines, a STEP or a round of
     evaluation), `view` is the one in which they ran: in another one they count for nothing.
@@ -52,9 +55,7 @@ class Contribute:
 
 @dataclass(frozen=True, slots=True)
 class RangesDone:
-    """News that the data plane holds every reduced byte of this attempt, of parts that this member owns; also if it
-    owns none.
-    """
+    """News that this attempt's bytes are reduced for all parts that this member owns, even if it owns none."""
 
     view: ViewId
     seq: int
@@ -62,15 +63,15 @@ class RangesDone:
 
 @dataclass(frozen=True, slots=True)
 class ResultPulled:
-    """News that all raw bytes of the handed-on slot are here now."""
+    """News that all raw bytes of the slot that a recovery hands on have arrived here."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class StateLoaded:
-    """News that these parts of the state are here, at this header, with hashes that equal the donors' (all that were
-    asked for, or some of them).
+    """News that all or some of the requested parts of the training state have arrived, at this header, with the donors'
+    hashes.
     """
 
     head: str
@@ -116,16 +117,14 @@ class ToPeer:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Order to have links to these members, and to no others."""
+    """Order to keep links to these members, and to no others."""
 
     peers: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAttempt:
-    """Order to start to reduce slot `seq` under `view`, with whatever gradients are ready; others follow as they
-    fill.
-    """
+    """Order to start reducing slot `seq` under `view` with the gradients that are ready; further ones follow."""
 
     view: View
     seq: int
@@ -133,7 +132,9 @@ class OpenAttempt:
 
 @dataclass(frozen=True, slots=True)
 class DropAttempt:
-    """Order to complete nothing any more of this or an older view; half-received bytes are diverted."""
+    """Order to stop the reductions of this view and of older ones; bytes of messages that are half received are thrown
+    away.
+    """
 
     view: ViewId
 
@@ -150,9 +151,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """Order to fetch the raw reduced bytes of header.seq from these sources, verbatim, and then to feed
-    ResultPulled.
-    """
+    """Order to fetch the reduced bytes of header.seq, unchanged, from these sources, and then to feed ResultPulled."""
 
     header: Header
     sources: tuple[Source, ...]
@@ -160,7 +159,7 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class PullState:
-    """Order to a joiner to fetch these parts of the training state at `header` from the members of `view` that are no
+    """Order to a joiner to fetch these parts of the training state at `header` from the members of `view` that are not
     joiners.
 
     With pipelines also from others, as for `PullParts`.
@@ -173,7 +172,8 @@ class PullState:
 
 @dataclass(frozen=True, slots=True)
 class PullParts:
-    """Order to a member to fetch these parts, which it owns in `view` and does not hold, at `header` (protocol.md P8).
+    """Order to a member to fetch these parts of the training state at `header`, which it owns in `view` but does not
+    hold (protocol.md P8).
 
     Members of `view`, and those that it lets go, may have them; at GENESIS only each part's oldest owner does (P14).
     This replaces what was asked for before. The machine holds a contribution back until all are here.
@@ -186,15 +186,14 @@ class PullParts:
 
 @dataclass(frozen=True, slots=True)
 class DropParts:
-    """Order to forget these parts of the state: others own them, and have them (protocol.md P8)."""
+    """Order to forget these parts of the training state: others own and hold them (protocol.md P8)."""
 
     parts: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """Order to begin slot `seq` anew under `view`: end the unit under way, and drop all that this attempt has made
-    (P7).
+    """Order to begin slot `seq` anew under `view`: end the running unit, and drop all results of this attempt (P7).
 
     The training thread contributes again, to a STEP or a round of evaluation, once it has run its units of that view.
     """
@@ -215,7 +214,7 @@ class Observe:
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """News for training that may be inside a wait: the view changed without a commit (rank and world size may
+    """News for a training thread that may be inside a wait: the view changed without a commit (rank and world size may
     differ).
     """
 
@@ -224,8 +223,8 @@ class Viewed:
 
 @dataclass(frozen=True, slots=True)
 class Ejected:
-    """News that this member is out. `rejoin`: throw the training state away and say Hello again; else stop with the
-    reason.
+    """News that this member is out of the job. `rejoin`: drop the training state and say Hello again; else stop with
+    the reason.
     """
 
     reason: str
@@ -236,7 +235,7 @@ class Ejected:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """News that this member may go: nobody needs it any more."""
+    """News that this member may leave the job: nobody needs it any more."""
 
     reason: str
     asked: bool = False
@@ -249,7 +248,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Line for the event log: a name from an events.py and its fields."""
+    """Line for the event log: the name of a declared event (events.py), and its fields."""
 
     name: str
     fields: tuple[tuple[str, object], ...] = ()
@@ -292,7 +291,9 @@ class MessageIn:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """News that a stream is gone. `abrupt`: its process closed the socket without a word (death, as a rule)."""
+    """News that a control stream is closed. `abrupt`: the process closed it without a goodbye, mostly because it
+    died.
+    """
 
     conn: int
     abrupt: bool = True
@@ -300,7 +301,8 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Outcome of the Persist with this `token`; ok False: the compare-and-set lost, this scheduler is deposed.
+    """Outcome of the Persist with this `token`; ok False: the compare-and-set failed, so another scheduler has deposed
+    this one.
 
     Unless `fits` is not 0: then the view is too large for any record, which takes so many of its members.
     """
@@ -313,14 +315,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Order of an operator that a node is to leave, as if it had asked itself."""
+    """Order of an operator that a node is to leave, as if the node had asked to."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeLink:
-    """Order of an operator to add or remove the link of two members (by name or id); `Answer` tells the outcome."""
+    """Order of an operator to add or remove the link between two members (by name or id); `Answer` reports the
+    outcome.
+    """
 
     token: int
     a: str
@@ -330,7 +334,7 @@ class ChangeLink:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Order of an operator to end the job; `Answer` tells the outcome.
+    """Order of an operator to end the job; `Answer` reports the outcome.
 
     Attributes:
         token: For the answer.
@@ -343,7 +347,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Answer to `Look`: the process of this member is gone or has died."""
+    """Answer to `Look`: the process of this member has ended."""
 
     member: str
     evidence: str
@@ -360,14 +364,14 @@ class SchedulerTick:
 
 @dataclass(frozen=True, slots=True)
 class TermTaken:
-    """Answer to `TakeTerm`: writes are made under this term from now on."""
+    """Answer to `TakeTerm`: the term under which this scheduler writes from now on."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlanDrawn:
-    """Answer to the `DrawPlan` with this token: a better plan or None, and the reason in words."""
+    """Answer to the `DrawPlan` with this token: a better reduction plan or None, and the reason in words."""
 
     token: int
     plan: PlanSpec | None
@@ -376,7 +380,7 @@ class PlanDrawn:
 
 @dataclass(frozen=True, slots=True)
 class PipelinesFound:
-    """Answer to the `SearchPipelines` with this token: the best plan as JSON (PipelinePlan) or None, and why there is
+    """Answer to the `SearchPipelines` with this token: the best plan as JSON (PipelinePlan), or None and why there is
     none.
     """
 
@@ -417,7 +421,8 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class LinkWish:
-    """Granted wish for or against the link of two members, by their names: it holds until the opposite is granted.
+    """Granted request to add or remove the link between two members, by their names; valid until the opposite is
+    granted.
 
     Whoever comes or goes meanwhile, the scheduler included (protocol.md 14a).
     """
@@ -430,7 +435,7 @@ class LinkWish:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEnd:
-    """Record of a job's end in the store, of which newcomers are told (protocol.md 14d)."""
+    """Record in the store that a job has ended, of which newcomers are told (protocol.md 14d)."""
 
     terms: str
     """Digest of the job's terms (peers.JobTerms)."""
@@ -441,8 +446,8 @@ class RecordedEnd:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Order to append to the store by compare-and-set, and then to feed Stored; what depends on it is only sent after
-    that.
+    """Order to append a record to the store by compare-and-set, and then to feed Stored; what depends on the record is
+    sent only after that.
 
     kind "reserve": `view` is None and `number` will never be given out again. kind "view": append `view` to the chain
     after `view.predecessor`. kind "link": keep `wish`; it takes no number. kind "finish": the job is over.
@@ -463,7 +468,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class TakeTerm:
-    """Order to take a term above this one from the store, and then to feed TermTaken (only while a lost chain is
+    """Order to get a term above this one from the store, and then to feed TermTaken (only while a lost chain is
     rebuilt).
     """
 
@@ -474,8 +479,8 @@ class TakeTerm:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Order to look into the process table of this very machine, and to feed Gone if the member was on it and is no
-    more.
+    """Order to look for a member in this machine's process table, and to feed Gone if it ran on this machine and has
+    ended.
     """
 
     member: Member
@@ -483,7 +488,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to the ChangeLink or Reset with this token: whether it will be done, and what happens, or why not."""
+    """Answer to the ChangeLink or Reset with this token: whether it will be done, and what happens next, or why not."""
 
     token: int
     accepted: bool
@@ -492,7 +497,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerDone:
-    """News that the job is finished and everybody was released; the shell may end after its linger."""
+    """News that the job is finished and all members are released; the scheduler's process may end a little later."""
 
     reason: str
     deposed: bool = False
@@ -505,8 +510,8 @@ class SchedulerDone:
 
 @dataclass(frozen=True, slots=True)
 class DrawPlan:
-    """Order to look for a better plan with `views.replanned` while the job goes on, and then to feed PlanDrawn with
-    this token.
+    """Order to look for a better reduction plan with `views.replanned` while the job goes on, and then to feed
+    PlanDrawn with this token.
 
     A newer request replaces it: no answer to an older one is waited for.
     """
@@ -524,8 +529,8 @@ class DrawPlan:
 
 @dataclass(frozen=True, slots=True)
 class SearchPipelines:
-    """Order to look for the best plan with `searching.searched` while the job goes on, and then to feed PipelinesFound
-    with this token.
+    """Order to look for the best pipelines with `searching.searched` while the job goes on, and then to feed
+    PipelinesFound with this token.
 
     A newer request replaces it: no answer to an older one is waited for.
     """
@@ -540,7 +545,8 @@ SchedulerEffect = Send | Close | Persist | TakeTerm | Look | DrawPlan | SearchPi
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Content of the store when a scheduler starts: views and wishes, oldest first, and the highest number.
+    """Content of the store when a scheduler starts: views and granted link requests, oldest first, and the highest
+    number.
 
     Views that the store was cut behind are in `past`; the last two are always in `views`.
     """

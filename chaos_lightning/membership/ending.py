@@ -19,7 +19,7 @@ FINISHED = "the job is finished"
 
 
 class JobEnd:
-    """End of the job, and the newcomers that are told of it.
+    """End of a job, and what newcomers that come afterwards are told.
 
     Args:
         desk: What all parts share.
@@ -40,7 +40,7 @@ class JobEnd:
 
     @property
     def tells(self) -> bool:
-        """Whether newcomers are told of the end, and do not begin the job anew."""
+        """Whether newcomers are told of the job's end, rather than begin the job anew."""
         if self._desk.phase is not SchedulerPhase.FINISHED:
             return False
         if self._until is None and self._desk.clock is not None:
@@ -49,7 +49,7 @@ class JobEnd:
         return self._ending is not None and (self._for_good or left)
 
     def decided(self) -> RecordedEnd | None:
-        """Returns what the store keeps of the end that is decided now; None if nobody is to be told of it."""
+        """Returns the record of the job's end for the store; None if newcomers are not to be told of the end."""
         reference, tells_s = self._roster.reference, self._desk.settings.finished_s
         if not self._book.past.together or reference is None or tells_s <= 0:
             return None
@@ -58,7 +58,7 @@ class JobEnd:
         return self._ending
 
     def finished(self) -> None:
-        """Releases all members, and tells newcomers that wait, once the end is in the store."""
+        """Releases all members, and tells waiting newcomers that the job is finished, once its end is in the store."""
         self._desk.phase = SchedulerPhase.FINISHED
         peers = list(self._roster.peers.values())
         for peer in peers:
@@ -72,7 +72,7 @@ class JobEnd:
         self._desk.out.append(SchedulerDone("the job is finished and all members are released", tells_s=tells_s))
 
     def admit(self, conn: int, hello: Hello) -> None:
-        """Answers the hello of a newcomer that comes after the end."""
+        """Answers the hello of a newcomer that comes after the job's end."""
         refused = refusal(hello, self._desk.settings)
         told = self.tells and self._ending is not None and self._ending.terms == JobTerms.of(hello).digest
         if hello.resume and hello.view != NO_VIEW:

@@ -1,4 +1,4 @@
-"""Waits for the founders of a job, node by node: a node that has just been started counts with all of its workers.
+"""Decides how long the founders of a job wait for each other: a node counts once all of its workers are ready.
 
 Theory of operation. Workers of a node are started together, and are ready one after the other. If the first of them
 founded the job by itself, it would train the first steps alone. So the others are waited for, but not without end: one
@@ -52,7 +52,8 @@ class Founders:
         return ""
 
     def late(self, lacking: Sequence[Peer], members: Collection[str], *, spreads: bool) -> str:
-        """Returns why these joiners hold up the others for too long, in words; "" if they do not.
+        """Returns why these joiners, which still lack the state, hold up the others for too long, in words; "" if they
+        do not.
 
         It is asked again and again from when members stand in a view. A recovery in between does not begin anew, and
         who has died has not loaded.
@@ -77,5 +78,5 @@ class Founders:
         return f"it did not load the state within {limit_s:.0f} s; half of the others had it after {self._half_s:.0f} s"
 
     def shift(self, gap: float) -> None:
-        """Prolongs the wait for founders by the `gap` seconds for which the scheduler was frozen."""
+        """Moves the times of waiting joiners by the `gap` seconds for which the scheduler was frozen."""
         self._began += gap

@@ -1,4 +1,4 @@
-"""Lets newcomers in together that come at about the same time: those that are ready first wait for the others a moment.
+"""Lets newcomers that come at about the same time in together: those that are ready first wait a moment for the others.
 
 Theory of operation. Each view costs a durable write, a header that stops everybody for the newcomers' state, and new
 trees. A hundred machines that were started together, let in as they become ready, would cost dozens of views. So where
@@ -31,7 +31,7 @@ class Gathering:
         """Times (s) at which the others were seen first, by id."""
 
     def waits(self, coming: Sequence[Peer], others: Sequence[Peer], members: int) -> bool:
-        """Returns whether newcomers that could be let in wait for others. It is asked anew until they are let in.
+        """Returns whether newcomers that could be let in now wait for others. It is asked again until they are let in.
 
         Args:
             coming: Newcomers that could go in now.

@@ -1,4 +1,4 @@
-"""Decides which pairs of members a view may link, and which newcomers can come in by such links.
+"""Decides which pairs of members a view may link, and which newcomers have the links that they need to come in.
 
 Theory of operation. What is known of each pair of members is in `Topology`. From that follows which pairs the next
 view may have (`pairs`), who holds together, and who may come in: a newcomer needs a link to a member, or, where nobody
@@ -36,9 +36,7 @@ _NO_LINK = "no link"
 
 
 class Graph:
-    """Graph of the links that views may use. Arguments are what all parts share, the chain, everybody, and what is
-    known of links.
-    """
+    """Graph of the links that views may use. Arguments are scheduler components that it uses."""
 
     def __init__(self, desk: Desk, book: Book, roster: Roster, topology: Topology) -> None:
         self._desk = desk
@@ -52,20 +50,22 @@ class Graph:
         """Whether views have only a few of the links (`thinned`), as no store takes a view with all."""
 
     def of_view(self, view: View) -> frozenset[Pair]:
-        """Returns the pairs of members that this view links."""
+        """Returns the pairs of members that have a link in this view."""
         if view.id not in self._known:
             here = {v.id: v for v in (*self._book.views[-2:], view)}
             self._known = {i: self._known.get(i) or links_of(v) for i, v in here.items()}
         return self._known[view.id]
 
     def near(self, view: View, member: str) -> Collection[str]:
-        """Returns the members with which the view links this one."""
+        """Returns the members with which this member has a link in the view."""
         if self._near[0] != view.id:
             self._near = view.id, by_member(view.ids(), self.of_view(view))
         return self._near[1].get(member, ())
 
     def in_force(self, one: str, other: str) -> bool:
-        """Returns whether a view that members may stand in uses the link of these two."""
+        """Returns whether the link between these two belongs to the latest view, or to the one before while members may
+        still be in it.
+        """
         latest = self._book.latest
         if latest is None:
             return False
@@ -75,7 +75,7 @@ class Graph:
         return any(pair(one, other) in self.of_view(v) and self._stands_in(v, latest) for v in before)
 
     def _stands_in(self, before: View, latest: View) -> bool:
-        """Returns whether a member may still stand in the view before the latest one."""
+        """Returns whether some member may still be in the view before the latest one."""
         return any(self._roster.inside(m) and self._roster.peers[m].entered != latest.id for m in before.ids())
 
     def _usable(self, one: Peer, other: Peer, *, patient: bool = True) -> bool:
@@ -91,7 +91,7 @@ class Graph:
         return self._stands(one, other, patient=patient)
 
     def _stands(self, one: Peer, other: Peer, *, patient: bool) -> bool:
-        """Returns whether a new view may use this link, which is known to be wanted."""
+        """Returns whether a new view may use the link between these two, which is known to be wanted."""
         fact = self._topology.known(one.id, other.id)
         if fact is not None and (fact.down or (patient and fact.idle)):
             return False
@@ -105,7 +105,7 @@ class Graph:
         return not patient or fact.seasoned(self._desk.now)
 
     def _wanted(self, members: Iterable[str]) -> Iterator[tuple[Peer, Peer]]:
-        """Yields the pairs of these members that are to have a link, each once."""
+        """Yields each pair of these members that is to have a link, once."""
         peers = self._roster.peers
         here = {m: i for i, m in enumerate(members) if m in peers}
         for member, place in here.items():
@@ -114,8 +114,8 @@ class Graph:
                     yield peers[member], peers[other]
 
     def pairs(self, members: Iterable[str]) -> frozenset[Pair]:
-        """Returns the pairs that a view of these members may use. Links that have yet to prove themselves are among
-        them only if the view would fall apart without them.
+        """Returns the pairs that a view of these members may use. Links that came up only lately are used only if the
+        view would fall apart without them.
         """
         ids = [m for m in members if m in self._roster.peers]
         wanted = list(self._wanted(ids))
@@ -125,15 +125,15 @@ class Graph:
         return thinned(ids, found) if self.thins else found
 
     def loose(self, members: Sequence[str], leaving: Sequence[str]) -> list[str]:
-        """Returns those of the leaving members that can go without parting the others; all if none can."""
+        """Returns those of the leaving members that can go while links still connect the others; all if none can."""
         if not leaving:
             return []
         links = ((a.id, b.id) for a, b in self._wanted(members) if self._stands(a, b, patient=False))
         return removable(neighbours(members, links), leaving) or list(leaving)
 
     def thin(self, view: View) -> bool:
-        """Makes later views use fewer links than this one, which no store takes; returns False if it has few
-        already.
+        """Makes later views use fewer links than this view, which is too large for any store; returns False if it has
+        few already.
         """
         many = len(view.links) > (THIN_DEGREE + 1) * len(view.members)
         self.thins = self.thins or many
@@ -144,14 +144,14 @@ class Graph:
         return Net(pairs, self._topology.measured(members, pairs))
 
     def together(self, peers: list[Peer]) -> list[Peer]:
-        """Returns the largest part of these peers that links hold together."""
+        """Returns the largest group of these peers that links connect."""
         ids = [p.id for p in peers]
         best = frozenset(next(iter(ranked(components(ids, self.pairs(ids)), ids)), ()))
         return [p for p in peers if p.id in best]
 
     def ready(self) -> list[Peer]:
-        """Returns newcomers that can be let in now: a link to a member stands, or they hold together where nobody is
-        in.
+        """Returns newcomers that can be let in now: they have a link to a member or, if the job has no members yet, to
+        each other.
         """
         here = [p for p in self._roster.willing() if not p.stranded]
         if not here:
@@ -164,31 +164,33 @@ class Graph:
         return self.led(ready, {m.id for m in anchors})
 
     def led(self, newcomers: Iterable[Peer], members: Collection[str]) -> list[Peer]:
-        """Returns those of the newcomers that can come in by a link to one of these members."""
+        """Returns those of the newcomers that can come in over a link to one of these members."""
         peers, partners = self._roster.peers, self._topology.partners
         return [p for p in newcomers if any(m in members and self.leads(p, peers[m]) for m in partners.of(p.id))]
 
     def leading(self, newcomer: Peer) -> set[str]:
-        """Returns the members by a link to which this newcomer can come in."""
+        """Returns the members over whose links this newcomer can come in."""
         peers, partners = self._roster.peers, self._topology.partners
         return {m for m in partners.of(newcomer.id) if m in peers and self.leads(newcomer, peers[m])}
 
     def staying(self) -> int:
-        """Returns the number of nodes of the latest view that do not leave."""
+        """Returns the number of the latest view's nodes that are not leaving."""
         return nodes.count(p.member for p in self._roster.members() if not p.leaving)
 
     def _few(self) -> bool:
-        """Returns whether fewer than min_nodes can go on, so that newcomers count over any link that stands (14)."""
+        """Returns whether fewer than min_nodes nodes can go on, so that newcomers may come in over any link that stands
+        (14).
+        """
         return self._desk.phase is SchedulerPhase.HOLDING or self.staying() < max(1, self._settings.min_nodes)
 
     def leads(self, newcomer: Peer, member: Peer) -> bool:
-        """Returns whether the newcomer can come in by its link to this member. A link that carries nothing counts only
-        if it is needed.
+        """Returns whether the newcomer can come in over its link to this member. A link that carries no data counts
+        only if there are too few nodes.
         """
         return self._usable(newcomer, member, patient=not self._few())
 
     def reachable(self, members: Sequence[str], waiting: Sequence[str] = ()) -> list[Peer]:
-        """Returns ready newcomers that links lead to from these members, over each other if need be.
+        """Returns ready newcomers to which links lead from these members, directly or over other newcomers.
 
         They come in one after the other, each when somebody is in to whom it has a link.
 
@@ -204,7 +206,9 @@ class Graph:
         return [p for p in here if p.id in part]
 
     def strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
-        """Takes places from newcomers that no link leads to, and gives places to those that a link leads to again."""
+        """Takes the places (under max_nodes) of newcomers that no link leads to, and gives places back once a link
+        leads to them again.
+        """
         if not newcomers:
             return
         anchors, peers = frozenset(self._anchors(newcomers, members)), self._roster.peers
@@ -219,7 +223,7 @@ class Graph:
                 peer.stranded = True
 
     def _anchors(self, newcomers: list[Peer], members: list[Peer]) -> Sequence[str]:
-        """Returns the ids of processes of which a newcomer must have a link to at least one.
+        """Returns the ids of processes to one of which a newcomer needs a link in order to come in.
 
         That is a member; where fewer than min_nodes are in, also another newcomer that is linked to one, over others if
         need be. Who has no place holds nobody together.
@@ -236,20 +240,19 @@ class Graph:
         return [m for g in components([p.id for p in here], self._linked(here)) if set(ids).intersection(g) for m in g]
 
     def _best_part(self, newcomers: list[Peer]) -> tuple[str, ...]:
-        """Returns the largest part of these newcomers that links hold together, to found the job."""
+        """Returns the largest group of these newcomers that links connect, to found the job."""
         ids = [p.id for p in newcomers]
         return next(iter(ranked(components(ids, self._linked(newcomers)), ids)), ())
 
     def _linked(self, peers: list[Peer]) -> frozenset[Pair]:
-        """Returns pairs of which an end has said that their link stands."""
+        """Returns the pairs whose link stands, as at least one end says."""
         wanted = self._wanted(p.id for p in peers)
         return frozenset(
             pair(a.id, b.id) for a, b in wanted if (b.id in a.up or a.id in b.up) and self._stands(a, b, patient=False)
         )
 
     def _speaks_alone(self, peer: Peer, around: Collection[str]) -> bool:
-        """Returns whether this peer alone says that a link stands, and the link's other end, which would say so, is
-        silent.
+        """Returns whether this peer says that a link stands, while the link's other end has not yet said so.
 
         That one may be about to accept it: in a view before that, what it sent meanwhile would have gone nowhere. One
         that says nothing for NEIGHBOUR_PATIENCE_S hangs, and is no reason to keep others out.

@@ -1,4 +1,5 @@
-"""Handles messages of welcomed processes: turns them into facts, and passes on those that belong to another part."""
+"""Handles messages of welcomed processes: records what they report, and passes on those that other components
+handle."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from chaos_lightning.protocol.types import (
 
 @dataclass(eq=False)
 class Hearing:
-    """Handler of messages from welcomed processes. Fields are the parts that it tells."""
+    """Handler of messages from welcomed processes. Fields are scheduler components that it uses."""
 
     desk: Desk
     book: Book
@@ -48,7 +49,7 @@ class Hearing:
     rebuild: Rebuild
 
     def hear(self, peer: Peer, message: FromMember) -> None:
-        """Handles one message of this peer."""
+        """Handles one message from this peer."""
         match message:
             case Heartbeat(view, seq, step, step_time_s):  # the most frequent one
                 peer.seq, peer.step = seq, step

@@ -1,4 +1,4 @@
-"""Compares the scheduler's store with what members know: whether it is the job's store, and up to date (7, 14a).
+"""Compares the scheduler's store with what members know: whether it is the store of their job, and up to date (7, 14a).
 
 Theory of operation. A chain has an id, drawn with its first record; each copy of a store keeps it, and an empty store
 draws another. Members tell the id of the chain that they are of, the view that they stand in, the highest number that
@@ -48,7 +48,9 @@ KNOCKS_S = 3.0
 
 
 class Identity:
-    """Check of the store against the members' words. Arguments are the parts that it uses, and what the store holds."""
+    """Check of the store against what members report. Arguments are scheduler components, and the store's content at
+    the start.
+    """
 
     def __init__(
         self,
@@ -85,16 +87,18 @@ class Identity:
         """Facts that the store lacks and what can be done, in words; "" if it lacks nothing."""
 
     def begin(self) -> None:
-        """Starts the time for which a scheduler that has just started only listens."""
+        """Starts the period in which a newly started scheduler only listens."""
         self._hears_until = self._desk.now + self._hears_s
 
     def shift(self, gap: float) -> None:
-        """Prolongs the time of listening by the `gap` seconds for which the scheduler was frozen."""
+        """Prolongs the listening period by the `gap` seconds for which the scheduler was frozen."""
         self._hears_until = self._hears_until + gap if self._hears_until is not None else None
 
     @property
     def hearing(self) -> bool:
-        """Whether the scheduler has just started, so that members that know more may be on their way."""
+        """Whether the scheduler started so recently that it only listens: members that know more may be about to
+        connect.
+        """
         return self._desk.clock is not None and self._hears_until is not None and self._desk.clock < self._hears_until
 
     def hearing_words(self) -> str:
@@ -105,13 +109,13 @@ class Identity:
         return f"it has just started, and listens for {left_s:.1f} s more whether members know more than its store"
 
     def _is_another(self, chain: str) -> bool:
-        """Returns whether this is the id of another chain. Members that tell no id are older than chains' ids:
-        False.
+        """Returns whether this is the id of another chain. False for "", which members send whose version has no chain
+        ids.
         """
         return bool(chain and self._book.chain_id and chain != self._book.chain_id)
 
     def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
-        """Returns in words what a member of this chain knows and the store lacks; "" if nothing."""
+        """Returns in words what a member of this chain knows but the store lacks; "" if nothing."""
         known = None if isinstance(message, Entered) else message.known
         for number in (message.view, known):
             if self._book.lacks(number):
@@ -125,8 +129,8 @@ class Identity:
         return ""
 
     def at_odds(self, peer: Peer, message: Entered | Heartbeat) -> bool:
-        """Returns whether a member's message does not fit the store, and is thus not to be heeded; deals with such a
-        member.
+        """Returns whether a member's message contradicts the store, so that it must be ignored; refuses or releases
+        such a member.
         """
         if message.view == NO_VIEW and (message.chain in self._book.ended or self._is_another(message.chain)):
             return False  # a newcomer that has not read its welcome yet
@@ -149,7 +153,7 @@ class Identity:
         return bool(lacking)
 
     def judge(self, conn: int, hello: Hello) -> Hello | None:
-        """Returns the hello if it is to be admitted as usual; None if it was answered here, or waits."""
+        """Returns the hello if it is to be admitted as usual; None if it was answered here, or has to wait."""
         if hello.job == self._settings.job:
             if hello.chain in self._book.ended and hello.view != NO_VIEW:
                 self._turn_home(conn, hello.chain)
@@ -170,13 +174,13 @@ class Identity:
         return self._heard(conn, hello)
 
     def _turn_home(self, conn: int, chain: str) -> None:
-        """Releases a member whose stream was down when its job ended."""
+        """Releases a member that had no control stream when its job ended."""
         words = f"the job that it was in is ended, by an operator or as it could not go on, chain {short(chain)}"
         self._desk.out.append(Send(conn, Released(words, asked=True)))
         self._desk.out.append(Close(conn, words))
 
     def _heard(self, conn: int, hello: Hello) -> Hello | None:
-        """Handles a hello of this chain or of none, or while the store holds no view."""
+        """Handles a hello that shows no other chain than the store's; refuses a member whose view the store lacks."""
         process = process_of(hello)
         same = bool(hello.chain) and hello.chain == self._book.chain_id
         if not self._book.views and not same and hello.term > 0 and process not in self._greeted:
@@ -190,13 +194,13 @@ class Identity:
         return hello
 
     def let_go(self) -> list[tuple[int, Hello]]:
-        """Returns the hellos that were held back, in their order, as all who may know more were heard."""
+        """Returns the hellos that were held back during the listening period, in their order, and forgets them."""
         held, self._held = self._held, []
         return held
 
     def _is_foreign(self, hello: Hello) -> bool:
-        """Returns whether the store holds no view and this member stands in one, or may be named by one that a header
-        will carry.
+        """Returns whether this process is in a view that the store lacks, or may be named by one that a header will
+        carry.
         """
         if hello.view == NO_VIEW:
             lost = self._rebuild.rebuilds or (not self._book.views and bool(self.why_not_found()))
@@ -219,7 +223,7 @@ class Identity:
             self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
 
     def _of_another(self, conn: int, hello: Hello) -> Hello | None:
-        """Handles a hello of a process of another chain than the one in the store."""
+        """Handles the hello of a process whose chain is not the store's."""
         if hello.view != NO_VIEW:
             self.knock(hello)
             self._desk.out.append(Send(conn, Refused(self.lost_words(), retry=True)))
@@ -238,12 +242,12 @@ class Identity:
         return None
 
     def welcomed(self, conn: int) -> None:
-        """Notes a newcomer that was welcomed on this stream, if there is one."""
+        """Remembers the newcomer, if any, that was welcomed on this stream."""
         if welcomed := self._roster.conns.get(conn):
             self._own[welcomed] = self._roster.peers[welcomed].member
 
     def knock(self, hello: Hello) -> None:
-        """Notes that a member of a view that is not known here says hello."""
+        """Notes the hello of a member whose view this store does not know."""
         self._knock(hello.resume, hello.view, hello.chain)
 
     def _knock(self, who: str, view: ViewId, chain: str) -> None:
@@ -256,7 +260,9 @@ class Identity:
             )
 
     def lost_words(self) -> str:
-        """Returns in words what is wrong if the store is stale or members of another chain are about; "" otherwise."""
+        """Returns in words what is wrong if the store is stale or members of another chain are connecting; ""
+        otherwise.
+        """
         if self._stale:
             return self._stale
         here = {m: (v, c) for m, (at, v, c) in self._knocked.items() if self._desk.now - at <= KNOCKS_S}
@@ -276,7 +282,7 @@ class Identity:
         )
 
     def why_not_found(self) -> str:
-        """Returns in words why no job may be founded now; "" if one may."""
+        """Returns in words why no job may be founded now; "" if one may be."""
         lost = self.lost_words()
         if lost:
             return f"no job is founded: {lost}"
@@ -285,7 +291,7 @@ class Identity:
         return ""
 
     def _go_stale(self, who: str, lacking: str) -> None:
-        """Stops deciding anything by what this store holds, as the job went on without it."""
+        """Makes this scheduler decide nothing any more: its store is out of date, as the job went on without it."""
         ends = self._book.views[-1].id
         self._stale = (
             f"this scheduler's store is an older copy, or another scheduler leads: {who} knows of {lacking} of chain "

@@ -25,7 +25,7 @@ from chaos_lightning.protocol.types import WHOLE, Differs, Fence, Notice, Probe,
 
 
 class Deaths:
-    """Decisions about members that may be dead. Arguments are the parts that they use."""
+    """Decisions about members that may be dead. Arguments are scheduler components that it uses."""
 
     def __init__(
         self, desk: Desk, book: Book, roster: Roster, recovery: Recovery, graph: Graph, detector: Detector
@@ -43,12 +43,12 @@ class Deaths:
         """Members and newcomers that were told that the last holders are waited for."""
 
     def revive(self, peer: Peer) -> None:
-        """Takes back the death of a member that speaks, until a view is decided without it."""
+        """Counts a member that speaks as alive again; too late once a view is decided without it."""
         peer.dead, peer.proven = "", False
         self._detector.heard(peer.id)
 
     def put_out(self, told: Differs) -> None:
-        """Puts a member out whose contribution differs from the others': a view is decided without it (6b)."""
+        """Excludes a member whose contribution differs from the others': a view is decided without it (6b)."""
         peer = self._roster.peers.get(told.member)
         if peer is None or not peer.alive or peer.standing not in (Standing.MEMBER, Standing.LEAVER):
             return
@@ -85,7 +85,7 @@ class Deaths:
         self._wait_for(findings.held)
 
     def _may_hold(self, peers: Sequence[Peer]) -> dict[str, tuple[Span, ...]]:
-        """Returns the parts of the training state that each of these members of the latest view, or leavers, may hold.
+        """Returns, for each of these members or leavers, the parts of the training state that it may hold.
 
         A joiner has what it told. Others may have any part that they own, since one that was pulled is told a moment
         later; and any part at all if they have not spoken to this scheduler yet.
@@ -109,8 +109,8 @@ class Deaths:
         return found
 
     def _is_known_to_hold(self, peer: Peer) -> tuple[Span, ...]:
-        """Returns the parts that this member surely holds. It may have dropped one since it told, if it does not own it
-        (P8).
+        """Returns the parts of the training state that this member surely holds: those that it has reported and still
+        owns (P8).
         """
         entered = self._book.decided(peer.entered) if peer.standing is Standing.MEMBER else None
         if entered is None or not entered.pipelines:
@@ -118,7 +118,9 @@ class Deaths:
         return common(peer.parts, division(entered).owned(peer.id))
 
     def on_verdict(self, by: Peer, said: Verdict) -> None:
-        """Takes what the neighbour `by` says of a suspect; a neighbour cannot miss a link that it never had."""
+        """Handles what the neighbour `by` says of a suspect; if nobody but the suspect's neighbours could know, others
+        are ignored.
+        """
         near = self._neighbours(said.suspect)
         if said.alive or said.certain or not near or by.id in near or by.standing is not Standing.MEMBER:
             outside = by.standing not in (Standing.MEMBER, Standing.LEAVER)
@@ -126,8 +128,9 @@ class Deaths:
             self._detector.verdict(by.id, said, stranger=stranger)
 
     def _neighbours(self, suspect: str) -> Collection[str]:
-        """Returns the suspect's neighbours that can be asked, if the view names its links; if there are none, whoever
-        misses a link to it is believed."""
+        """Returns the suspect's neighbours that can be asked, if the view names its links; none if anybody may be
+        believed.
+        """
         latest = self._book.latest
         if latest is None or not latest.links or latest.find(suspect) is None:
             return ()
@@ -135,7 +138,7 @@ class Deaths:
         return [m for m in near if (p := peers.get(m)) is not None and p.alive and p.conn is not None]
 
     def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
-        """Takes back deaths without proof of members that may hold the state, so that nothing is lost; True if there
+        """Takes back unproven deaths of members that may hold the state, so that nothing is lost; returns whether there
         were any.
 
         Args:
@@ -154,14 +157,14 @@ class Deaths:
         return bool(doubtful)
 
     def _what(self, lost: tuple[Span, ...] | None) -> str:
-        """Returns words for these parts of the training state."""
+        """Returns text that names these parts of the training state."""
         latest = self._book.latest
         if latest is None or not latest.pipelines or lost is None:
             return "the training state"
         return f"{division(latest).words(lost)} of the training state"
 
     def on_gone(self, event: Gone) -> None:
-        """Takes a member for dead whose process is gone from the process table of the scheduler's machine."""
+        """Takes a member for dead whose process is missing from the process table of the scheduler's machine."""
         peer = self._roster.peers.get(event.member)
         if peer is None or peer.standing not in (Standing.MEMBER, Standing.LEAVER):
             return
@@ -173,7 +176,9 @@ class Deaths:
         self._roster.die(peer, f"{event.evidence} (seen from the scheduler)", proven=True)
 
     def _wait_for(self, held: Sequence[Held]) -> None:
-        """Tells each waiting member, once, that the last holders are waited for, and later that the wait is over."""
+        """Tells each waiting member, once, that the job waits for the last holders of the state, and later that the
+        wait is over.
+        """
         names = tuple(h.member for h in held)
         if names != self.waited_for:
             if self.waited_for and not held:

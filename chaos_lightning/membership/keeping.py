@@ -1,4 +1,4 @@
-"""Handles, in the scheduler, a training state that the last member keeps in a file (protocol.md 14c).
+"""Handles, in the scheduler, the training states that the last members of a job keep in files (protocol.md 14c).
 
 Theory of operation. Who goes as the last one that holds the training state writes it down before it closes its control
 stream, and says so (`Kept`); who comes says in its Hello which state lies on its machine. While a member that was let
@@ -38,7 +38,7 @@ from chaos_lightning.protocol.types import (
 
 
 class Keeper:
-    """Knowledge of the states that members keep in files. Arguments are the parts that it uses."""
+    """Knowledge of the training states that members keep in files. Arguments are scheduler components that it uses."""
 
     def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph) -> None:
         self._desk = desk
@@ -64,7 +64,7 @@ class Keeper:
         """Times (s) since which parts of the state at each header have been waited for, by the header's hash."""
 
     def founded(self) -> None:
-        """Forgets whom the founding waited for: the job goes on from what its founders have."""
+        """Forgets the kept states that the founding waited for: the job goes on from what its founders have."""
         self._told, self._without = None, ""
         self._unready.clear()
         self._parted.clear()
@@ -77,7 +77,9 @@ class Keeper:
         self._parts_since = {head: since + gap for head, since in self._parts_since.items()}
 
     def let_keep(self, peer: Peer, reason: str) -> None:
-        """Lets a member go that may be the last one with the state: it is not forgotten before its stream closes."""
+        """Lets a member go that may be the last one with the state, and watches it until its stream closes, as it may
+        still write a file.
+        """
         if peer.condemned:
             return
         peer.condemned, peer.keeps_since = peer.leaving, self._desk.now
@@ -97,15 +99,17 @@ class Keeper:
     # ------------------------------------------------------------------ parts of the state
 
     def _is_divided(self) -> bool:
-        """Returns whether each member holds only some parts of the state."""
+        """Returns whether the training state is divided into parts, of which each member holds only some."""
         return self._book.latest is not None and bool(self._book.latest.pipelines)
 
     def has_told(self, peer: Peer) -> bool:
-        """Returns whether this member has said that its parts are written down, as all members part."""
+        """Returns whether this member has reported that its parts of the state are written to a file, as all members
+        leave together.
+        """
         return peer.id in self._parted
 
     def all_told(self, leavers: Sequence[Peer]) -> bool:
-        """Returns whether all living members that part have written their parts down, or were waited for long
+        """Returns whether all living leavers have written their parts of the state to files, or were waited for long
         enough.
         """
         if self._parting_since is None:
@@ -114,7 +118,9 @@ class Keeper:
         return over or all(self.has_told(p) for p in leavers if p.alive)
 
     def told_reports(self) -> list[Report]:
-        """Returns where the members stood that have written their parts down; that counts as if they reported (P13)."""
+        """Returns reports of the members that have written their parts of the state to files, as if they answered a
+        recovery (P13).
+        """
         return [
             Report(NO_VIEW, k.header.view, k.header.seq - 1, k.header.prev_hash, parts=k.parts, raw=False, owns=k.parts)
             for k in self._parted.values()
@@ -122,20 +128,22 @@ class Keeper:
         ]
 
     def holders(self, founders: Sequence[Peer], base: Header) -> tuple[str, ...]:
-        """Returns the founders that have parts of the state at this header in files; the others get theirs from
-        them.
+        """Returns the founders that have parts of the state at this header in files; the other founders load the state
+        from them.
         """
         at = base.prev_hash
         return tuple(p.id for p in founders if at and p.kept is not None and p.kept.header.prev_hash == at)
 
     def _missing(self, header: Header, offers: Iterable[tuple[Peer, Kept]]) -> tuple[Span, ...]:
-        """Returns the parts that none of these founders has in a file, of the state at the header before this one."""
+        """Returns the parts of the state at the previous header that none of these founders has in a file."""
         assert self._book.latest is not None
         held = (k.parts for _, k in offers if k.header.prev_hash == header.prev_hash)
         return subtract(division(self._book.latest).everything, union(span for parts in held for span in parts))
 
     def _wait_for_parts(self, newcomers: Sequence[Peer]) -> str | None:
-        """Returns, as `wait_for_kept` does, why newcomers wait, where each founder may have some parts in a file."""
+        """Returns why newcomers wait, as `wait_for_kept` does, for a state whose parts may be spread over several
+        founders' files.
+        """
         told = [k for k in self._parted.values() if k.parts and self._is_of_this_chain(k)]
         offers, ready = self._offers(newcomers), self._graph.ready()
         newest = max([*told, *(k for _, k in offers)], key=_age, default=None)
@@ -154,7 +162,7 @@ class Keeper:
         )
 
     def writing(self) -> list[Peer]:
-        """Returns members that were let go, and may still be writing the state down."""
+        """Returns members that were let go and may still be writing the training state to a file."""
         limit = self._settings.last_holder_timeout_s
         return [
             p
@@ -163,9 +171,7 @@ class Keeper:
         ]
 
     def wait_for_kept(self) -> str | None:
-        """Returns in words what keeps newcomers from founding the job: "" if only for a moment, None if nothing
-        does.
-        """
+        """Returns in words why newcomers may not found the job yet: "" if only for a moment, None if they may."""
         if writing := self.writing():
             return f"the job waits for {', '.join(p.id for p in writing)}, which may be writing its training state down"
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
@@ -189,7 +195,8 @@ class Keeper:
         )
 
     def _wait_for_offer(self, newcomers: Sequence[Peer]) -> str | None:
-        """Waits for the newcomer with the newest state to be ready, but not without end: it may be stopped or cut off.
+        """Makes founders wait until the newcomer with the newest kept state is ready, but only for a time: it may be
+        stopped or cut off.
 
         All hear of it once that takes longer than the way into a job does. In the end it is sent away, once, so that it
         holds no place among the founders.
@@ -212,7 +219,7 @@ class Keeper:
         return None
 
     def _without_it(self, newcomers: Sequence[Peer], kept: Kept, host: str) -> bool:
-        """Returns whether a newcomer on the machine of the kept state does not go on from that state.
+        """Returns whether a newcomer on the kept state's machine does not go on from that state.
 
         A hello may be older than the file, so each process there is asked to say it anew, once. Then it is believed:
         its script was edited or has loaded a checkpoint, or the file is gone, and its own terminal says so.
@@ -229,17 +236,17 @@ class Keeper:
         return bool(there)
 
     def _offers(self, peers: Sequence[Peer]) -> list[tuple[Peer, Kept]]:
-        """Returns newcomers that have a state of this chain on their machine, the newest state first."""
+        """Returns newcomers that have a kept state of this chain on their machine, the newest state first."""
         found = [(p, p.kept) for p in peers if p.kept is not None and self._is_of_this_chain(p.kept)]
         return sorted(found, key=lambda offer: _age(offer[1]), reverse=True)
 
     def _is_of_this_chain(self, kept: Kept) -> bool:
-        """Returns whether this state's keeper stood in one of this chain's views when it wrote the state down."""
+        """Returns whether the member that kept this state was in one of this chain's views when it wrote the file."""
         return kept.chain == self._book.chain_id and self._book.past.stood_in(kept.member, kept.header.view)
 
     def first_by_state(self, ready: Sequence[Peer]) -> list[Peer]:
-        """Returns these newcomers with the one first that has the newest kept state: the first member's state is the
-        job's.
+        """Returns these newcomers, the one with the newest kept state first: the job goes on from the first member's
+        state.
         """
         offers = self._offers(ready)
         if self._is_divided():
@@ -249,12 +256,14 @@ class Keeper:
         return sorted(ready, key=lambda p: p is not first)
 
     def _whole_at(self, founders: Sequence[Peer]) -> Header | None:
-        """Returns the newest header at which the files of these newcomers hold every part; None if there is none."""
+        """Returns the newest header at which the files of these newcomers together hold every part of the state; None
+        if there is none.
+        """
         offers = self._offers(founders)
         return next((k.header for _, k in offers if not self._missing(k.header, offers)), None)
 
     def founding_base(self, founders: Sequence[Peer], *, divided: bool) -> tuple[Header, str]:
-        """Returns the header on which the job is founded, and in words what becomes of the state that it had.
+        """Returns the header on which the job is founded, and in words what becomes of the state that the job had.
 
         Args:
             founders: As `first_by_state` orders them.
@@ -276,14 +285,16 @@ class Keeper:
         return f" (at step {self._book.reached} or later)" if self._book.reached else ""
 
     def finished(self) -> bool:
-        """Returns whether a founder has the state at the closing header of this chain: then the job was finished."""
+        """Returns whether a founder has kept the state at this chain's closing header, which means that the job was
+        finished.
+        """
         return any(
             peer.kept is not None and peer.kept.header.kind is Kind.CLOSING and self._is_of_this_chain(peer.kept)
             for peer in self._roster.peers.values()
         )
 
     def refuse_foreign(self) -> None:
-        """Tells newcomers that offer a state of another chain that it is not used."""
+        """Tells newcomers that have a kept state of another chain that it will not be used."""
         for peer in self._roster.peers.values():
             kept = peer.kept
             if kept is not None and not peer.told_of_kept and not self._is_of_this_chain(kept):

@@ -1,4 +1,4 @@
-"""Searches for the leading scheduler: whom a member asks, how long it waits for an answer, and when it asks again.
+"""Searches for the leading scheduler: which one a member asks, how long it waits for an answer, and when it asks again.
 
 Theory of operation. A member knows the endpoints of all schedulers that stand by for each other, and asks one at a
 time. A standby names the leader, who is asked at once; whoever does not answer is left for the next one. A scheduler
@@ -54,17 +54,18 @@ not hear of the next one.
 
 
 def pulse_s(count: int) -> float:
-    """Returns the seconds between two pulses to each of `count` members."""
+    """Returns the seconds between two heartbeats of a scheduler to each of `count` members."""
     return min(max(PULSE_S, count * _PULSE_COST_S / _PULSE_SHARE), _LONGEST_PULSE_S)
 
 
 def pulse_timeout_s(count: int) -> float:
-    """Returns the silence (s) after which each of `count` members leaves a scheduler that pulses."""
+    """Returns the silence (s) after which each of `count` members gives up on a scheduler that sends heartbeats."""
     return PULSE_TIMEOUT_S * (pulse_s(count) / PULSE_S)
 
 
 def hears_s(members: int, *, several: bool) -> float:
-    """Returns how long (s) a scheduler that has just started listens for the members of the last view (14a).
+    """Returns how long (s) a newly started scheduler waits for messages of the last view's members before it decides
+    anything (14a).
 
     Args:
         members: Number of them.
@@ -76,7 +77,7 @@ def hears_s(members: int, *, several: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Outcome of a conversation with a scheduler, or the reason why none came about.
+    """Outcome of a conversation with a scheduler, or of the failed attempt to begin one.
 
     Attributes:
         answered: The scheduler said something for this member.
@@ -92,7 +93,7 @@ class Conversation:
 
 
 class LeaderSearch:
-    """Search of one member for the scheduler that leads.
+    """Search of one member for the leading scheduler.
 
     Args:
         endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
@@ -112,17 +113,17 @@ class LeaderSearch:
 
     @property
     def endpoint(self) -> str:
-        """Endpoint to ask now."""
+        """Address of the scheduler to ask now."""
         return self._leader or self._endpoints[self._at % len(self._endpoints)]
 
     def answer_timeout_s(self) -> float:
-        """Returns the seconds that the scheduler which is asked now may take to answer."""
+        """Returns the seconds within which the scheduler at `endpoint` must answer."""
         if len(self._endpoints) == 1:
             return ANSWER_TIMEOUT_S
         return PULSE_TIMEOUT_S if self._silences.get(self.endpoint) == 1 else ANSWER_TIMEOUT_S / 5
 
     def ended(self, attempt: Conversation, now_s: float, chance: float) -> float:
-        """Takes the end of a conversation in, and chooses the scheduler to ask next.
+        """Handles the end of a conversation, and chooses the scheduler to ask next.
 
         Args:
             attempt: How the conversation with `endpoint` ended.

@@ -1,4 +1,4 @@
-"""Decides by which way newcomers come in, and who is served as a learner (protocol.md 15-18).
+"""Decides whether newcomers come in by replay or by a pause, and which learners are given donors (protocol.md 15-18).
 
 Theory of operation. A newcomer that is READY gets a *way*, once, with its reason. By *pause* it waits for the next
 view. By *replay* it is made a learner first: the list of learners is told to all members, whose commit root writes
@@ -32,7 +32,7 @@ from chaos_lightning.protocol.types import SMALL_JOB, CatchUp, PlanSpec, ServeLe
 
 
 class Learners:
-    """Newcomers that learn by replay, and their donors. Arguments are the parts that it uses."""
+    """Newcomers that learn by replay, and their donors. Arguments are scheduler components that it uses."""
 
     def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph) -> None:
         self._desk = desk
@@ -50,7 +50,9 @@ class Learners:
         """Whether members may have to be told of learners, or that there are none."""
 
     def admissible(self, latest: View, ready: list[Peer]) -> list[Peer]:
-        """Returns newcomers that the next view may hold; none while they wait for others that will soon be as far."""
+        """Returns newcomers that the next view may include; none while they wait for others that will soon be ready
+        too.
+        """
         coming = [p for p in ready if p.way == "pause" or p.caught_up]
         others = [*self._linking(), *(p for p in self._observing() if not p.caught_up)] if coming else []
         wait = self._joining.waits(coming, others, len(latest.members)) and not self._too_few()
@@ -63,7 +65,7 @@ class Learners:
         return [p for p in self._roster.peers.values() if p.standing is Standing.OBSERVING]
 
     def turn_observe(self, latest: View, ready: list[Peer]) -> bool:
-        """Chooses ways for newcomers, and begins a new generation of learners when there is none."""
+        """Decides by which way each newcomer comes in, and begins a new group of learners when there is none."""
         observing = self._observing()
         if not ready and not observing:
             return False
@@ -92,19 +94,21 @@ class Learners:
         return True
 
     def _donors_of(self, learner: Peer, busy: Collection[str] = ()) -> tuple[str, ...]:
-        """Returns the ids of members that are to serve this learner; busy ones are left out."""
+        """Returns the ids of the members that are to be this learner's donors; those that serve another learner are
+        left out.
+        """
         holders = [p for p in self._roster.members() if p.loaded and p.id not in busy]
         return of_learner(learner.member, [p.member for p in holders], self._graph.leading(learner))
 
     def _is_deserted(self, learner: Peer) -> bool:
-        """Returns whether a learner that still needs donors has lost all that it was given."""
+        """Returns whether all donors of a learner that still needs them are gone."""
         donors = self._donors.get(learner.id, ())
         observes = learner.standing is Standing.OBSERVING and not learner.caught_up
         return observes and bool(donors) and not any(self._roster.inside(m) for m in donors)
 
     def _begin_again(self, learner: Peer) -> None:
-        """Gives a learner new donors, which copy the state for it; members that keep it for another learner are left
-        out.
+        """Gives a learner new donors, which copy the state for it; members that keep a copy for another learner are
+        left out.
         """
         gone = listed(self._donors[learner.id])
         others = [m for m in self._listed() if m != learner.id]
@@ -119,14 +123,16 @@ class Learners:
         self._desk.note("way_in", member=learner.id, way=learner.way, reason=reason)
 
     def _too_few(self) -> str:
-        """Returns words if so few members stay that newcomers must not take their time; "" otherwise."""
+        """Returns in words that fewer than min_nodes nodes stay, so that newcomers must come in at once; "" if enough
+        stay.
+        """
         staying = self._graph.staying()
         if staying >= max(1, self._settings.min_nodes):
             return ""
         return f"{staying} of min_nodes={self._settings.min_nodes} nodes stay: nobody would train meanwhile"
 
     def _overdue(self, peer: Peer) -> str:
-        """Returns in words why this learner holds up the next ones for no use; "" if it does not."""
+        """Returns in words why the next learners need not wait for this one any longer; "" if it is within its time."""
         limit, silent = self._settings.observe_timeout_s, self._settings.hang_timeout_s
         if self._desk.now - peer.heard > silent:
             return f"no word of it for hang_timeout_s={silent:g}"
@@ -156,7 +162,7 @@ class Learners:
             self._desk.note("caught_up", member=peer.id, seq=message.seq)
 
     def _attempt(self, learner: str) -> int:
-        """Returns how many times this learner was told to begin."""
+        """Returns how many times this learner was told to begin to learn."""
         return 1 + self._again[learner]
 
     def _pause_instead(self, peer: Peer, reason: str) -> None:
@@ -164,8 +170,8 @@ class Learners:
         self._desk.note("way_in", member=peer.id, way="pause", reason=reason)
 
     def _listed(self) -> tuple[str, ...]:
-        """Returns the ids of those that observe, or were let in and have yet to stand in their view; each as often as
-        it has begun.
+        """Returns the ids of learners, and of let-in learners that have yet to enter their view; an id occurs once for
+        each time the learner has begun.
         """
         return tuple(
             p.id
@@ -176,7 +182,7 @@ class Learners:
         )
 
     def tell(self) -> None:
-        """Sends the list of learners to each peer that it concerns and that has another list."""
+        """Sends the list of learners to each learner, member and donor that does not have this list yet."""
         latest = self._book.latest
         if latest is None or self._desk.reserving:
             return
@@ -196,8 +202,8 @@ class Learners:
         self._telling = bool(ids) or any(p.learners[1] for p in peers)
 
     def _messages(self, latest: View, ids: tuple[str, ...]) -> Callable[[Peer], ServeLearners]:
-        """Returns a function that makes the message for each peer. In a large job its view has only the members that it
-        concerns.
+        """Returns a function that makes each peer's message with the list of learners. In a large job its view names
+        only that peer's donors or learners.
         """
         if len(latest.members) <= SMALL_JOB or any(m not in self._donors for m in ids):
             # Any member of the view that has the state may be asked, though it came in with this very view.

@@ -1,4 +1,5 @@
-"""Collects what a newcomer needs before it can learn by replay (protocol.md 15, 17).
+"""Waits for what a newcomer needs to learn by replay: a header that names it, and a view of the members with the state
+(protocol.md 15, 17).
 
 Theory of operation. It needs two things before it can ask for bytes, in any order: the header that names it first,
 which several members send it, since the root may die in between; and the scheduler's word of who the members are.
@@ -11,7 +12,7 @@ from chaos_lightning.protocol.types import Header, Kind, View
 
 
 class Learning:
-    """Needs of a newcomer before it can learn by replay: a header that names it, and the members' view."""
+    """Preparation of a newcomer to learn by replay: waits for a header that names it and for the members' view."""
 
     def __init__(self) -> None:
         self._header: Header | None = None
@@ -19,8 +20,8 @@ class Learning:
         self._began = False
 
     def told(self, view: View | None) -> list[MemberEffect]:
-        """Takes the scheduler's word: the view whose members have the state; None: this member is no learner (any
-        more).
+        """Handles the scheduler's message on learners: the view whose members have the state; None: this newcomer is no
+        learner (any more).
         """
         if view is None:
             self._header = self._view = None
@@ -30,8 +31,8 @@ class Learning:
         return self._begin()
 
     def consider(self, me: str, header: Header) -> list[MemberEffect]:
-        """Looks whether a header is the first that names this waiting newcomer: then the state at that header is
-        pulled.
+        """Checks whether a header is the first that names this waiting newcomer, which then pulls the state at that
+        header.
 
         Who sent that header may be dead and the slot done again, or the next root did not know the list yet: then a
         newer one names this member first, and nobody has the state at the older one.

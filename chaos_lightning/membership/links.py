@@ -1,4 +1,4 @@
-"""Handles links between members: what both ends say becomes facts, and everybody is told whom to connect to.
+"""Handles links between members: records what both ends report, and tells members and newcomers whom to connect to.
 
 Theory of operation. Members say when a link comes up or fails (LinkEvent) and what it carries (LinkReport); operators
 and members ask for links or against them: what is granted is stored before it is answered, and holds from then on,
@@ -55,7 +55,7 @@ that stays down.
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Request for or against a link, by words that name its ends, that waits for an answer."""
+    """Request to add or remove a link, by words that name its ends; not answered yet."""
 
     ends: tuple[str, str]
     add: bool
@@ -64,7 +64,7 @@ class _Asked:
 
 
 class _Here:
-    """Members and newcomers that may be told of each other.
+    """Members and newcomers that are present, and may be told of each other.
 
     Args:
         members: Living ones of the latest view, by id.
@@ -78,12 +78,12 @@ class _Here:
         self._place = {m: i for i, m in enumerate(self._all)}
 
     def those(self, ids: Iterable[str]) -> list[Peer]:
-        """Returns the peers with these ids that are here: members in rank order, then newcomers."""
+        """Returns the present peers that have these ids: members in rank order, then newcomers."""
         return [self._all[m] for m in sorted(self._all.keys() & ids, key=self._place.__getitem__)]
 
 
 class LinkRegistry:
-    """Words of members and operators about links. Arguments are the parts that it uses."""
+    """Link reports of members and link requests of operators. Arguments are scheduler components that it uses."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class LinkRegistry:
         """Facts that decide whom members are told of, as they were at the last look."""
 
     def follow(self, before: View | None, view: View) -> None:
-        """Takes in a decided view: links that it gave up are no sign of anybody's death any more, and count as failed
-        once more.
+        """Handles a decided view: links that it no longer uses are no sign of a death any more, and their failures go
+        up by one.
         """
         self._topology.news = True
         if before is None:
@@ -172,8 +172,8 @@ class LinkRegistry:
             self._recovery.again = f"the link between {peer.id} and {other} was made anew ({before})"
 
     def _uses(self, peer: Peer, other: str) -> bool:
-        """Returns whether the view that this member stands in has the link. One that is coming does not count, as the
-        link may be made for it.
+        """Returns whether the view that this member is in has its link to the other. A coming view does not count, as
+        the link may be made for it.
         """
         stands = next((v for v in reversed(self._book.views) if v.id == peer.entered), None)
         return stands is not None and pair(peer.id, other) in self._graph.of_view(stands)
@@ -196,9 +196,7 @@ class LinkRegistry:
         self._asked.append(_Asked(ends, add, "an operator asks", answer))
 
     def turn_wishes(self) -> bool:
-        """Refuses wishes that cannot be granted, and has the first one stored that can; nothing else is decided
-        meanwhile.
-        """
+        """Refuses link requests that cannot be granted, and has the store record the first one that can be."""
         while self._asked:
             asked = self._asked[0]
             found = self._ends(asked)
@@ -218,7 +216,9 @@ class LinkRegistry:
         return False
 
     def _granted(self, wish: LinkWish, one: str, other: str) -> None:
-        """Puts a wish for or against the link of these members into force, as it is in the store, and answers it."""
+        """Applies the granted request to add or remove the link of these members, now that the store has it, and
+        answers the operator.
+        """
         asked = self._asked.popleft()
         self._topology.wished(wish)
         fact = self._topology.known(one, other)
@@ -236,7 +236,9 @@ class LinkRegistry:
         self._desk.note("notice", text=f"link {'add' if asked.add else 'remove'} {one} {other} ({asked.why}): {text}")
 
     def _ends(self, asked: _Asked) -> tuple[Peer, Peer] | str:
-        """Returns the two ends that a wish means; words if that is not clear, or nothing can be changed any more."""
+        """Returns the two peers whose link a request means, or in words why that is unclear or no link can change any
+        more.
+        """
         if self._desk.phase in (SchedulerPhase.FINISHED, SchedulerPhase.DEPOSED):
             return f"this scheduler is {self._desk.phase}: no link changes any more"
         a, b = asked.ends
@@ -248,7 +250,9 @@ class LinkRegistry:
         return f"{a!r} and {b!r} are both {one.id}: a link has two ends" if one is other else (one, other)
 
     def _find(self, word: str) -> Peer | str:
-        """Returns the peer that an id, a name or a node means; words if there is none, or that is not clear."""
+        """Returns the peer that an id, a name or a node means, or in words why there is none or which is meant is
+        unclear.
+        """
         here = [p for p in self._roster.peers.values() if p.alive and p.standing in (*NEWCOMER, Standing.MEMBER)]
         exact = [p for p in here if word in (p.id, p.member.name)]
         found = exact or [p for p in here if node_of(p.member.name) == word]
@@ -259,7 +263,7 @@ class LinkRegistry:
         return f"is the node of {', '.join(p.id for p in found)}: name one of them"
 
     def _needless(self, one: Peer, other: Peer) -> str:
-        """Returns in words why a link cannot be added; "" if it can."""
+        """Returns in words why a link cannot be added (it exists already); "" if it can."""
         latest = self._book.latest
         both = latest is not None and latest.find(one.id) is not None and latest.find(other.id) is not None
         there = both and latest is not None and pair(one.id, other.id) in self._graph.of_view(latest)
@@ -283,7 +287,7 @@ class LinkRegistry:
         return ""
 
     def tell_whom_to_dial(self) -> None:
-        """Sends newcomers and members the lists of peers that they are to have links with."""
+        """Sends newcomers and members the lists of peers with which they are to have links."""
         if self._desk.phase in (SchedulerPhase.FINISHED, SchedulerPhase.DEPOSED):
             return
         newcomers = [p for p in self._roster.peers.values() if p.standing in NEWCOMER]
@@ -312,7 +316,7 @@ class LinkRegistry:
             self._open_links(peer, self._to_know(peer, here))
 
     def _lose_links(self, members: list[Peer]) -> None:
-        """Finds wanted links that stay down though both ends train in a view that does without them."""
+        """Finds wanted links that stay down although both ends train on, in a view that does without these links."""
         latest, now, partners = self._book.latest, self._desk.now, self._topology.partners
         running = self._desk.phase is SchedulerPhase.RUNNING and partners.sparse
         if latest is None or not running or now < self._look_at:
@@ -326,7 +330,7 @@ class LinkRegistry:
         partners.lose(frozenset(ends for ends, looks in self._absent.items() if looks >= _LOOKS))
 
     def _moved(self, members: list[Peer]) -> bool:
-        """Returns whether anything that members are told of each other may have changed since they were told."""
+        """Returns whether anything that the lists of peers to dial depend on may have changed since the last call."""
         latest = self._book.latest
         seen = (
             latest.id if latest is not None else NO_VIEW,
@@ -337,7 +341,8 @@ class LinkRegistry:
         return seen != before
 
     def _to_know(self, peer: Peer, here: _Here) -> list[Peer]:
-        """Returns the peers of which a member is told beside its view: newcomers, and partners that the view lacks.
+        """Returns the peers that a member must be told of besides those in its view: newcomers, and partners with which
+        the view links it not.
 
         Until it has entered the last view, it knows the newer ones by this list only; a link that it gave up in between
         would be missed when it enters, though it has to go in the view after that.
@@ -350,7 +355,8 @@ class LinkRegistry:
         return here.those(m for m in wanted if m not in linked or m in here.joins)
 
     def _within_reach(self, peer: Peer, others: list[Peer]) -> list[Peer]:
-        """Returns these neighbours without those that a newcomer does not reach, if it has reached another one.
+        """Returns these neighbours of a newcomer without those that it fails to reach, provided that it has reached
+        another one.
 
         They may not reach the scheduler, which so cannot tell them of the newcomer, and train on. Where nobody is in
         yet, it may found the job without them.
@@ -379,7 +385,7 @@ class LinkRegistry:
         return [p for p in others if p not in late]
 
     def _tell_missed(self, newcomer: Peer, missed: list[Peer]) -> None:
-        """Tells members that a newcomer dials them in vain: they may have to announce another address, or to open a
+        """Tells members that a newcomer cannot reach them: they may have to announce another address, or to open a
         port.
         """
         for other in missed:
@@ -392,7 +398,7 @@ class LinkRegistry:
             self._roster.send(other, Notice(f"{text}; check `announce`, `port` and what lies between the two"))
 
     def _tell_lonely(self, newcomers: list[Peer], members: Mapping[str, Peer]) -> None:
-        """Tells newcomers that are ready but have no link to a member what they wait for."""
+        """Tells newcomers that are ready but have no link to a member what they are waiting for."""
         for peer in newcomers if members else ():
             if peer.standing is Standing.LINKING or self._graph.led([peer], members):
                 peer.asked.pop("", None)
@@ -422,7 +428,7 @@ class LinkRegistry:
         peer.linked = ids
 
     def tell_apart(self, founders: Sequence[Peer]) -> None:
-        """Tells founders that are enough and all ready, but that no links hold together, what they wait for."""
+        """Tells founders, enough and all ready but not all connected by links, what they are waiting for."""
         ids = [p.id for p in founders]
         groups = components(ids, self._graph.pairs(ids))
         if len(groups) > 1:

@@ -1,4 +1,4 @@
-"""Runs one training process's side of the protocol, as a pure state machine.
+"""Runs the protocol's side of one training process, as a pure state machine.
 
 Theory of operation. `on(now, event)` is the only entrance; it returns what the shell must do, in order. The machine
 knows no socket, no clock and no tensor: the shell feeds it control messages, messages of other members, the training
@@ -137,7 +137,7 @@ class MemberPhase(enum.StrEnum):
 
 
 class MemberMachine:
-    """State machine of one member.
+    """State machine of one member in the membership protocol.
 
     Args:
         spread: How headers get to all members.
@@ -199,7 +199,7 @@ class MemberMachine:
     # ------------------------------------------------------------------ entrance
 
     def on(self, now: float, event: MemberEvent) -> list[MemberEffect]:
-        """Takes one event in; returns the effects in the order in which they must happen."""
+        """Handles one event; returns the effects in the order in which they must happen."""
         self.stimulus_log.append((now, stimuli.of_member(event)))
         self._now = now
         self._out = []
@@ -245,7 +245,9 @@ class MemberMachine:
 
     @property
     def loaded(self) -> bool:
-        """Whether this member holds the training state at `header`; with pipelines, whether it is no newcomer."""
+        """Whether this member holds the training state at `header`; with pipelines, whether it has stopped being a
+        newcomer.
+        """
         return self.phase in (MemberPhase.ACTIVE, MemberPhase.LEAVING, MemberPhase.CLOSED)
 
     @property
@@ -254,7 +256,9 @@ class MemberMachine:
 
     @property
     def prepared(self) -> bool:
-        """Whether a promise is given and the decision is not here yet: nothing moves until it comes."""
+        """Whether this member has promised to leave its view and awaits the scheduler's decision: nothing is committed
+        until it comes.
+        """
         return self.promised > self._entered_id
 
     @property
@@ -267,17 +271,17 @@ class MemberMachine:
 
     @property
     def chain(self) -> str:
-        """Id of the chain that this member's views, promises and terms are of; "": of none yet."""
+        """Id of the chain to which this member's views, promises and terms belong; "": none yet."""
         return (self.view.chain if self.view is not None else "") or self._chain
 
     @property
     def known(self) -> ViewId:
-        """The highest number that this member was told of or has promised: the job's chain has it (14a)."""
+        """The highest view number that this member was told of or has promised: the job's chain has it (14a)."""
         waiting = self.waiting_view.id if self.waiting_view is not None else NO_VIEW
         return max(self._known, self.promised, waiting, self._entered_id)
 
     def anew(self) -> Self:
-        """Returns the machine with which the same process joins again (protocol.md 11).
+        """Returns a new state machine with which the same process joins again (protocol.md 11).
 
         It holds nothing and has promised nothing, but knows still what was in the job's store: it may be the only one
         to tell that to a scheduler on an older copy, which takes it for a member (14a).
@@ -287,7 +291,8 @@ class MemberMachine:
         return machine
 
     def knowledge(self) -> dict[str, Any]:
-        """Returns what a Hello tells beside its sender: id, chain and view, if there are any, and the highest numbers.
+        """Returns the fields of a Hello on what this member knows: its id, chain and view, if there are any, and the
+        highest numbers.
 
         A member that stands in no view yet tells its id, too: a view that a header will carry may name it.
         """
@@ -300,7 +305,7 @@ class MemberMachine:
         }
 
     def heartbeat(self) -> Heartbeat:
-        """Returns this member's heartbeat. It is also called from another thread: values may be one slot old."""
+        """Returns this member's heartbeat. Another thread may call it, so that values may be one slot old."""
         view = self.view
         return Heartbeat(
             view.id if view is not None else NO_VIEW, self.seq, self.step, chain=self.chain, known=self.known
@@ -399,8 +404,8 @@ class MemberMachine:
         self._offer()
 
     def _offer(self) -> None:
-        """Brings this member's contribution to the root of the ruling view, unless a promise or a missing part holds
-        it.
+        """Sends this member's contribution to the ruling view's root, unless a promise or a missing part of the state
+        forbids it.
         """
         if self.contribution is None or self.view is None or self.prepared or self._entering is not None:
             return
@@ -414,8 +419,8 @@ class MemberMachine:
             self._emit(ToPeer(self.view.root, mine))
 
     def _on_contribution(self, contribution: Contribution) -> None:
-        """Keeps a contribution, at the root, by (view, slot), also before this member is in that view or committed that
-        far.
+        """Keeps a contribution, at the root, by (view, slot), even if it comes before this member has entered that view
+        or reached that slot.
         """
         key = (contribution.view, contribution.seq)
         if self._outdated(contribution.view) or contribution.view < self._entered_id:
@@ -431,7 +436,9 @@ class MemberMachine:
         self._try_close()
 
     def _try_close(self) -> None:
-        """Makes the header, at the root, once all contributions and, for a STEP, all reduced bytes are here (2)."""
+        """Makes the open slot's header, at the root, once all contributions and, for a STEP, all reduced bytes are here
+        (2).
+        """
         if self.phase is not MemberPhase.ACTIVE or not self.is_root or self.prepared or self._entering is not None:
             return
         view = self.view
@@ -450,18 +457,20 @@ class MemberMachine:
         self._commit(header)
 
     def _differing_in(self, view: View, box: Mapping[str, Contribution]) -> tuple[Differs, ...]:
-        """Returns the contributors that differ in what must be equal at all members (6b)."""
+        """Returns the contributors that differ in a field that must be equal at all members (6b)."""
         return differing(view, box)
 
     def _put_out(self, found: tuple[Differs, ...]) -> None:
-        """Asks the scheduler for a view without these members, in which those who agree then close the slot (6b)."""
+        """Asks the scheduler for a view without these members, whose contributions differ; the others then close the
+        slot (6b).
+        """
         if self._differing != found:
             self._differing = found
             self._note("differs", members=[who.member for who in found], reason=found[0].reason)
             self._emit(*(ToScheduler(who) for who in found))
 
     def _all_in(self, view: View, box: Mapping[str, Contribution]) -> bool:
-        """Returns whether all members of the view have contributed, weight 0 included (1)."""
+        """Returns whether all members of the view have contributed to the slot, even those without samples (1)."""
         return len(box) >= len(view.members) and all(m in box for m in view.ids())  # the count spares most looks
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
@@ -508,7 +517,9 @@ class MemberMachine:
         self._try_commit()
 
     def _outdated(self, view: ViewId) -> bool:
-        """Returns whether this view is older than promised: its messages are ignored, even if they came before (8)."""
+        """Returns whether this view is older than the promised one, so that its messages are ignored, even if they came
+        before the promise (8).
+        """
         return view < self.promised
 
     def _try_commit(self) -> None:
@@ -519,15 +530,13 @@ class MemberMachine:
             self._commit(header)
 
     def _has_bytes(self, header: Header) -> bool:
-        """Returns whether this member has all ranges that it needs to commit this header (2). It needs none if all had
-        theirs before the header was made (P4).
-        """
+        """Returns whether this member has all the reduced bytes that it needs to commit this header (2)."""
         return header.reduced or not needs_bytes(header) or self._complete == (header.view, header.seq)
 
     # ------------------------------------------------------------------ committing
 
     def _commit(self, header: Header) -> None:
-        """Commits the slot of this header; what the header names rules from now on."""
+        """Commits the slot of this header; if the header carries a view, that view rules from now on."""
         assert self.view is not None
         assert header.seq == self.seq + 1
         assert header.prev_hash == self.header.hash
@@ -570,7 +579,7 @@ class MemberMachine:
         self._open_next()
 
     def _let_go(self, view: View, reason: str) -> None:
-        """Begins to leave: `view` goes on without this member, which had asked for it or was drained, or the job is
+        """Begins to leave: this member asked to go or was drained, and `view` goes on without it, or the job is
         finished.
         """
         over = self.header.kind is Kind.CLOSING and not self.header.error
@@ -589,7 +598,7 @@ class MemberMachine:
             del self._inbox[key]
 
     def _enter(self, view: View, reason: str, commit: Committed | None = None) -> None:
-        """Makes this member stand in `view` from now on."""
+        """Makes `view` the one that this member is in."""
         older = self._entered_id
         self.neighbours.enter(self.view if commit is not None else None)
         self.view = view
@@ -613,7 +622,9 @@ class MemberMachine:
         self._open_next()
 
     def _rerun(self, view: View) -> None:
-        """Begins the open slot anew: what units made in an attempt ends with it (P4, P7)."""
+        """Begins the open slot anew: results of pipeline units count only in the attempt in which they were made (P4,
+        P7).
+        """
         if self.contribution is not None and by_units(view, self.contribution):
             self.contribution = None
         if self.contribution is None:
@@ -666,7 +677,9 @@ class MemberMachine:
         self._offer()
 
     def _arrive(self) -> None:
-        """Makes a newcomer active that holds all that it owns: it contributes to the slot after its header."""
+        """Activates a newcomer that holds all parts of the state that it owns: it contributes to the slot after its
+        header.
+        """
         self.phase = MemberPhase.ACTIVE
         self._emit(ToScheduler(self._position()))
         if not self.prepared:
@@ -737,7 +750,9 @@ class MemberMachine:
             )
 
     def _redo(self, decision: Decide) -> None:
-        """Reduces the open slot again from this member's base, from what everybody kept or what units make anew."""
+        """Reduces the open slot again, after the base of a recovery, from gradients that members kept or that units
+        compute anew.
+        """
         self.pending = self._entering = self._complete = None
         self._pulled = ""
         if decision.view.find(self.member_id) is None:
@@ -749,8 +764,8 @@ class MemberMachine:
         self._enter(decision.view, decision.reason)
 
     def _hand_on(self, decision: Decide) -> None:
-        """Commits the base, which is one slot ahead and whose header is here now; fetches its bytes first if they are
-        not.
+        """Commits the recovery's base, which is one slot ahead of this member; fetches the base's reduced bytes first
+        if they are missing.
         """
         base = decision.base
         self.pending = base
@@ -791,7 +806,9 @@ class MemberMachine:
         self._emit(Ejected(reason, rejoin, over))
 
     def _refuses(self, view: View) -> bool:
-        """Leaves the job, and returns True, if the view's pipelines cannot be read or lack links."""
+        """Leaves the job, and returns True, if the view's pipelines are unreadable or the view lacks links that they
+        need.
+        """
         try:
             parts = division(view)
             wrong = parts.apart((link.a, link.b) for link in view.links) if view.pipelines and view.links else ""
@@ -825,7 +842,7 @@ class MemberMachine:
     # ------------------------------------------------------------------ for tests
 
     def validate_state(self) -> None:
-        """Asserts what must hold between two events."""
+        """Asserts the invariants of this state machine between two events."""
         if self.view is not None:
             assert self.promised >= self.view.id, (self.promised, self.view.id)
             assert self.phase is not MemberPhase.OUT

@@ -16,12 +16,14 @@ from chaos_lightning.protocol.types import GENESIS, WHOLE, Contribution, Header,
 
 
 def is_let_go(member: str, view: View) -> bool:
-    """Returns whether this view lets the member go, which then serves its parts until it is released (P9)."""
+    """Returns whether this view lets the member go, which then still serves its parts of the state until it is released
+    (P9).
+    """
     return any(m.id == member for m in view.leaving)
 
 
 class MemberParts:
-    """Parts of the training state that one member owns and holds.
+    """Parts of the training state that one member owns, and those that it holds.
 
     Attributes:
         held: Parts that it holds at its header, as normal spans.
@@ -38,12 +40,11 @@ class MemberParts:
 
     @property
     def missing(self) -> tuple[Span, ...]:
-        """Parts that the member owns in its view and does not hold."""
+        """Parts of the training state that the member owns in its view but does not hold."""
         return subtract(self.owned, self.held)
 
     def stand_in(self, me: str, view: View, seq: int) -> None:
-        """Takes in that the member stands in a view: the view says what it owns, and before slot 1 also what it holds
-        (P14).
+        """Sets what the member owns once it has entered a view, and before slot 1 also what it holds (P14).
 
         Args:
             me: The member.
@@ -56,18 +57,21 @@ class MemberParts:
             self.held = parts.made(me)
 
     def in_file(self, base: Header, view: View) -> tuple[Span, ...]:
-        """Returns the parts that lie in the member's file, if the job is founded on what the member kept (14c, P13)."""
+        """Returns the parts of the state in this member's file, if the job is founded on the state that was kept there
+        (14c, P13).
+        """
         kept = self.kept if view.pipelines else None
         return kept.parts if kept is not None and kept.header.hash == base.hash else ()
 
     def found(self, base: Header, view: View) -> None:
-        """Takes in that the job is founded on this header: the member holds the whole state, or what it kept of the
-        state.
+        """Sets what the member holds once the job is founded on this header: the whole state, or the parts that it kept
+        in a file.
         """
         self.held = self.in_file(base, view) if view.pipelines else WHOLE
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
-        """Returns whether all owned parts are held, and for a STEP that units ran for, reduced as well (P4).
+        """Returns whether all owned parts of the state are held and, for a STEP that units ran for, their gradients
+        reduced (P4).
 
         Args:
             view: The view that rules.
@@ -78,11 +82,11 @@ class MemberParts:
         return not self.missing and (not reduces or complete == (view.id, contribution.seq))
 
     def pull(self, header: Header, view: View) -> list[MemberEffect]:
-        """Asks other members for the missing parts at this header."""
+        """Asks other members for the missing parts of the state at this header."""
         return [PullParts(header, view, missing)] if (missing := self.missing) else []
 
     def take(self, loaded: StateLoaded, header: Header, view: View) -> bool:
-        """Takes those of the parts that came that were missing; returns whether any was.
+        """Adds arrived parts of the state that were missing to those held; returns whether there were any.
 
         Before slot 1 each view has a state of its own, made by the oldest owners in it (P14).
 
@@ -99,7 +103,7 @@ class MemberParts:
         return True
 
     def committed(self, me: str, header: Header, view: View, *, handed_on: bool) -> list[MemberEffect]:
-        """Drops parts that only others own, with the first header that was closed under such a view (P8).
+        """Drops parts of the state that only others own, once a header was closed under a view that says so (P8).
 
         A recovery that hands on a header which steps nothing may count on what they hold (P5).
 

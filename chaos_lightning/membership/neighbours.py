@@ -1,4 +1,4 @@
-"""Tracks one member's links: which it wants, which stand, and what the scheduler has yet to hear of them.
+"""Tracks one member's links: which are wanted, which stand, and what the scheduler has yet to be told of them.
 
 Theory of operation. A member has links to its neighbours in the view, and to whom the scheduler named: newcomers, and
 links that may come back. Those of the view before stay until the first slot of this one commits, since then every
@@ -32,15 +32,13 @@ class Neighbours:
         """Reasons why the other links do not stand."""
 
     def asked(self, me: str, told: OpenLinks) -> None:
-        """Takes the scheduler's list of the members that this one is to have links with, or the changes of that
-        list.
-        """
+        """Stores the scheduler's list of the members to have links with, or applies changes of that list."""
         before = {p.id: p for p in self.wanted or ()} if told.changes else {}
         named = {**before, **{p.id: p for p in told.peers}}
         self.wanted = tuple(p for p in named.values() if p.id != me and p.id not in told.gone)
 
     def connect(self, me: str, view: View | None) -> list[MemberEffect]:
-        """Returns effects that bring about the links that this member wants in this view, and end all others."""
+        """Returns effects that make the links that this member wants in this view, and end all other links."""
         wanted: dict[str, Member] = {}
         if view is not None:
             near = {m for v in (view, self.former) if v is not None for m in neighbours(v, me)}
@@ -57,7 +55,7 @@ class Neighbours:
         return [*effects, Connect(tuple(wanted.values()))]
 
     def _let_go_of(self, peer: str, view: View | None) -> list[MemberEffect]:
-        """Gives a link up that is not wanted any more; the scheduler is told if both ends are members of the view."""
+        """Gives up a link that is not wanted any more; tells the scheduler if both ends are members of the view."""
         if view is None or view.find(peer) is None:
             del self.links[peer]
             return []
@@ -65,12 +63,13 @@ class Neighbours:
         return [ToScheduler(LinkEvent(peer, False, "removed"))]
 
     def enter(self, former: View | None) -> None:
-        """Takes in that this member enters a view; `former` is the one before, if a header brought it here."""
+        """Notes that this member enters a view; `former` is the previous view, if a header brought the new one."""
         self.former, self._settled = former, False
         self._remade.clear()
 
     def settle(self, me: str, view: View | None) -> list[MemberEffect]:
-        """Lets go of links that only others needed, as all members stand in this view and hold their parts.
+        """Gives up links that only members of the previous view or leavers needed, once all have entered this view and
+        hold their parts.
 
         Those are links of the view before that this one does not have, and those with whom this one lets go.
         """
@@ -83,7 +82,7 @@ class Neighbours:
         return self.connect(me, view) if served or any(view.find(m) is not None for m in gone) else []
 
     def changed(self, peer: str, up: bool, evidence: str) -> list[MemberEffect]:
-        """Takes in that a link came up, or failed; the scheduler is told."""
+        """Notes that a link came up or failed, and returns the report to the scheduler."""
         before = self.links.get(peer)
         if before is up:
             return []
@@ -94,9 +93,7 @@ class Neighbours:
         return [ToScheduler(LinkEvent(peer, up, evidence))]
 
     def again(self) -> list[MemberEffect]:
-        """Repeats to the scheduler the state of all links: the control stream was replaced, and words on the old one
-        may be lost.
-        """
+        """Returns reports of the state of all links, for a new control stream: reports on the old one may be lost."""
         words = {
             peer: (MADE_ANEW if peer in self._remade else "connected") if up else self._parted.get(peer) or "closed"
             for peer, up in self.links.items()
@@ -105,5 +102,5 @@ class Neighbours:
 
     @property
     def ready(self) -> bool:
-        """Whether links stand to all members that the scheduler named."""
+        """Whether links stand to all members that the scheduler has named."""
         return self.wanted is not None and all(self.links.get(p.id, False) for p in self.wanted)

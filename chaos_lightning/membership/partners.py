@@ -1,4 +1,4 @@
-"""Keeps the wanted pairs, the members that are to have a link with each other, as members come and go.
+"""Keeps the pairs of members that are to have a link with each other, as members come and go.
 
 Theory of operation. A pair is wanted if one end names the other as its neighbour, if both are processes of one node, if
 somebody has asked for it (`LinkWish`), or if it was *given*: so members that name nobody get links. Up to `SMALL_JOB`
@@ -41,18 +41,18 @@ def pair(one: str, other: str) -> Pair:
 
 
 def node_of(name: str) -> str:
-    """Returns the node of a member that is called NODE-RANK; any other name is a node of its own."""
+    """Returns the node part of a member's name if that is NODE-RANK; else the whole name, which counts as a node."""
     node, dash, rank = name.rpartition("-")
     return node if dash and rank.isdigit() else name
 
 
 def _called(peer: Peer) -> tuple[str, ...]:
-    """Returns the words by which others may name this member as a neighbour."""
+    """Returns the words (name, id and node) by which others may name this member as a neighbour."""
     return tuple(dict.fromkeys((peer.member.name, peer.id, node_of(peer.member.name))))
 
 
 def _address_key(peer: Peer) -> tuple[str, str]:
-    """Returns a key for sorting, by which addresses that are alike are next to each other."""
+    """Returns a sort key that places members with similar addresses next to each other."""
     try:
         return f"{int(ipaddress.ip_address(peer.member.address)):040d}", peer.id
     except ValueError:
@@ -60,14 +60,14 @@ def _address_key(peer: Peer) -> tuple[str, str]:
 
 
 def _drawn(seed: str, among: Sequence[str]) -> Iterator[str]:
-    """Yields members of this list as if drawn at random: the same ones for the same seed."""
+    """Yields members of this list in a pseudo-random order that depends only on the seed."""
     for count in itertools.count():
         digest = hashlib.blake2b(f"{seed} {count}".encode(), digest_size=8).digest()
         yield among[int.from_bytes(digest, "big") % len(among)]
 
 
 class Partners:
-    """Wanted pairs of members.
+    """Pairs of members that are to have a link.
 
     Args:
         degree: Number of partners that a newcomer is given beyond `SMALL_JOB` members; 0: all.
@@ -114,7 +114,7 @@ class Partners:
 
     @property
     def sparse(self) -> bool:
-        """Whether newcomers are given some partners rather than all."""
+        """Whether a newcomer is given links to some members rather than to all."""
         return self._degree > 0 and len(self._near) > SMALL_JOB
 
     def of(self, member: str) -> Collection[str]:
@@ -122,7 +122,9 @@ class Partners:
         return self._near.get(member, {}).keys()
 
     def wants(self, one: Peer, other: Peer) -> bool:
-        """Returns whether these two are to have a link. A pair counts as given while an end is not here yet."""
+        """Returns whether these two are to have a link; also if it was assigned to one of them before the other has
+        come.
+        """
         names = pair(one.member.name, other.member.name)
         if names in self.removed:
             return False
@@ -136,7 +138,7 @@ class Partners:
     # ------------------------------------------------------------------ who is here
 
     def seed(self, peers: Sequence[Peer], pairs: Iterable[Pair]) -> None:
-        """Takes in the members of a view, and its links, after a restart, or when a lost chain is rebuilt."""
+        """Adds a view's members and their links, after a scheduler's restart or when a lost chain is rebuilt."""
         for peer in peers:
             if peer.id not in self._near:
                 self._enlist(peer)
@@ -149,7 +151,7 @@ class Partners:
             self._refill(member)
 
     def add(self, peer: Peer) -> None:
-        """Takes in a newcomer, or the names of a member that names other neighbours than before."""
+        """Adds a newcomer and assigns partners to it; for a known member, applies its changed list of neighbours."""
         if peer.id in self._near:
             if self._names[peer.id] == peer.neighbours:
                 return
@@ -163,7 +165,7 @@ class Partners:
         self._renew(peer.id)
 
     def drop(self, member: str) -> None:
-        """Takes out an incarnation that is gone; those that it leaves with too few partners are given others."""
+        """Removes a member's incarnation that is gone; assigns new partners to those that are left with too few."""
         peer = self._peers.pop(member, None)
         if peer is None:
             return
@@ -188,7 +190,7 @@ class Partners:
             self._refill(other)
 
     def wished(self, wish: LinkWish) -> None:
-        """Notes that a wish for or against a link was granted."""
+        """Notes a granted request to add or remove a link."""
         names = pair(wish.a, wish.b)
         if wish.add:
             self.removed.pop(names, None)
@@ -200,13 +202,15 @@ class Partners:
             self._renew(member)
 
     def link_all(self) -> None:
-        """Gives each member all others from now on: stages of pipelines may come to lie on any of them."""
+        """Makes every pair of members partners from now on: neighbouring pipeline stages may come to lie on any two of
+        them.
+        """
         sparse, self._degree = self.sparse, 0
         for member in list(self._at) if sparse else ():
             self._refill(member)
 
     def replace(self, member: str, lost: Iterable[str]) -> bool:
-        """Replaces given partners that this member does not reach by others, once; False if there are none to give."""
+        """Replaces assigned partners that this member cannot reach, once; returns False if there are no others."""
         if not self.sparse or member in self._replaced:
             return False
         self._replaced.add(member)
@@ -221,7 +225,8 @@ class Partners:
         return bool(fresh)
 
     def lose(self, pairs: frozenset[Pair]) -> None:
-        """Sets the pairs, and no others, whose links count as staying down though both ends live.
+        """Sets which pairs count as having lost their link, since it stays down though both ends live; replaces all
+        earlier ones.
 
         They are no paths, and a member that was given such a partner is given another one.
         """
@@ -238,8 +243,8 @@ class Partners:
                 self._refill(other)
 
     def bridge(self, parts: Sequence[Sequence[str]]) -> bool:
-        """Gives members pairs between these parts of a graph, the largest and each other; returns whether there were
-        any to give.
+        """Assigns pairs between the largest of these unconnected groups and each other one; returns whether any was
+        possible.
         """
         largest, *others = sorted(parts, key=len, reverse=True)
         given = False
@@ -255,7 +260,7 @@ class Partners:
         return given
 
     def secure(self) -> None:
-        """Gives members additional pairs where the loss of one node would part the others."""
+        """Assigns additional pairs where the loss of one node would disconnect the others."""
         if not self.sparse or self._secured == self.version:
             return
         places = {m: p.member.place for m, p in self._peers.items()}
@@ -265,7 +270,9 @@ class Partners:
         self._secured = self.version
 
     def validate(self) -> None:
-        """Asserts that the pairs, kept step by step, equal those that everybody's names, wishes and gifts come to."""
+        """Asserts that the pairs, which are updated step by step, equal those derived anew from all names, requests and
+        assignments.
+        """
         nodes: dict[str, set[str]] = {}
         for member, peer in self._peers.items():
             nodes.setdefault(node_of(peer.member.name), set()).add(member)
@@ -308,7 +315,7 @@ class Partners:
                 del self._naming[word]
 
     def _close(self, member: str) -> None:
-        """Stops giving this member to others as a partner."""
+        """Makes this member unavailable as a new partner for others."""
         if (at := self._at.pop(member, None)) is None:
             return
         last = self._open.pop()
@@ -321,7 +328,7 @@ class Partners:
             self._given[one][other] = self._given[other][one] = None
 
     def _renew(self, member: str) -> None:
-        """Derives the wanted partners of this member from what is known now."""
+        """Derives anew which partners this member is to have."""
         peer = self._peers[member]
         known = dict(self._given[member])
         for word in (*peer.neighbours, node_of(peer.member.name), *self._wished(peer.member.name)):
@@ -340,14 +347,14 @@ class Partners:
         self._near[member] = fresh
 
     def _paths(self, members: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Yields the wanted pairs of these members, but for those whose links stay down."""
+        """Yields the wanted pairs of these members, without those whose links stay down."""
         return ((a, b) for a in members for b in self._near[a] if not self._lost or pair(a, b) not in self._lost)
 
     def _wished(self, name: str) -> list[str]:
         return [other for names in self.added if name in names for other in names if other != name]
 
     def _refill(self, member: str) -> None:
-        """Gives this member as many partners as a newcomer gets; in a small job all."""
+        """Assigns to this member as many partners as a newcomer gets; in a small job all others."""
         missing = self._degree - sum(1 for _ in self._paths([member]))
         if member in self._at and (missing > 0 or not self.sparse):
             for other in self._chosen(member, missing):
@@ -357,7 +364,7 @@ class Partners:
     # ------------------------------------------------------------------ whom a newcomer is given
 
     def _chosen(self, member: str, count: int) -> list[str]:
-        """Returns new partners for this member; all members, where all have links with each other."""
+        """Returns new partners for this member; all other members, in a job where every pair has a link."""
         if not self.sparse:
             return [m for m in self._open if m != member and m not in self._near[member]]
         me, chosen = self._peers[member], dict[str, None]()
@@ -383,14 +390,14 @@ class Partners:
         return list(chosen)
 
     def _free(self, one: str, other: str) -> bool:
-        """Returns whether these two may be given to each other, and are not wanted yet."""
+        """Returns whether these two may be assigned to each other, and are not partners yet."""
         if one not in self._at or other not in self._at or one == other or other in self._near[one]:
             return False
         names = pair(self._peers[one].member.name, self._peers[other].member.name)
         return names not in self.removed and pair(one, other) not in self._missed
 
     def _around(self, me: Peer) -> Iterator[str]:
-        """Yields the members nearest to this one by address, on both sides in turn."""
+        """Yields members with similar addresses, the closest ones first, from both sides of this member in turn."""
         place = bisect_left(self._by_address, _address_key(me))
         for step in range(1, _LOOKED_AT):
             for at in (place - step, place + step):

@@ -1,4 +1,5 @@
-"""Divides the training state of a view into parts: which there are, who owns them, and what a step's sums must cover.
+"""Divides the training state of a view into numbered parts: which there are, who owns them, and what a step's sums must
+cover.
 
 Theory of operation (protocol.md P1, P3, P14, P15). In a view without pipelines the state is one part, number 0, which
 all members own. With pipelines each layer is a part and has the layer's number. Behind the layers come parameters that
@@ -25,7 +26,7 @@ _VIEWS = 8
 
 
 def division(view: View) -> Division:
-    """Returns the division of the state in this view.
+    """Returns how the training state is divided into parts in this view.
 
     Raises:
         PlanError: The view's pipelines cannot be read, or name somebody who is no member.
@@ -39,17 +40,17 @@ def _division(text: str, members: tuple[str, ...]) -> Division:
 
 
 def common(these: Sequence[Span], those: Sequence[Span]) -> tuple[Span, ...]:
-    """Returns the spans that are in both; all spans are normal."""
+    """Returns the spans of numbers that are in both arguments; argument and result are sorted and disjoint."""
     return subtract(these, subtract(these, those))
 
 
 def numbers(spans: Iterable[Span]) -> tuple[int, ...]:
-    """Returns the numbers of the parts in these spans, one by one."""
+    """Returns the numbers of the parts in these spans, as one flat tuple."""
     return tuple(part for start, stop in spans for part in range(start, stop))
 
 
 class Division:
-    """Parts of the training state in one view, by number.
+    """Division of the training state of one view into numbered parts.
 
     Args:
         members: Ids, in rank order.
@@ -86,12 +87,12 @@ class Division:
 
     @property
     def everything(self) -> tuple[Span, ...]:
-        """Span of all parts."""
+        """Span of the numbers of all parts."""
         return ((0, len(self.names)),)
 
     @cached_property
     def owners(self) -> tuple[tuple[str, ...], ...]:
-        """Ids of each part's owners, the oldest first, by part."""
+        """Ids of each part's owners, the oldest member first, indexed by part."""
         if self.pipelines is None:
             return (self.members,)
         layers = [tuple(m for m in self.members if m in held) for held in self.pipelines.plan.holders()]
@@ -110,7 +111,7 @@ class Division:
         return self._spans(range(min(1, len(owners))) for owners in self.owners)
 
     def _spans(self, ranks: Iterable[range]) -> dict[str, tuple[Span, ...]]:
-        """Returns each member's parts: those in whose range the member's rank among the owners lies."""
+        """Returns the parts of each member, given for each part the ranks among its owners that count."""
         found: dict[str, list[Span]] = {}
         for part, (owners, these) in enumerate(zip(self.owners, ranks, strict=True)):
             for rank in these:
@@ -118,15 +119,17 @@ class Division:
         return {member: union(spans) for member, spans in found.items()}
 
     def owned(self, member: str) -> tuple[Span, ...]:
-        """Returns the parts that this member owns, as normal spans; none if it is no member."""
+        """Returns the parts of the state that this member owns, as sorted, disjoint spans; none if it is no member."""
         return self._owned.get(member, ())
 
     def made(self, member: str) -> tuple[Span, ...]:
-        """Returns the parts whose oldest owner this member is: at GENESIS it makes them (P14)."""
+        """Returns the parts of the state whose oldest owner this member is, which it initialises before slot 1
+        (P14).
+        """
         return self._made.get(member, ())
 
     def apart(self, links: Iterable[tuple[str, str]]) -> str:
-        """Returns in words which owners of a part these links do not connect; "" if they connect all."""
+        """Returns in words which owners of the same part these links leave unconnected; "" if none."""
         pairs = tuple(links)
         for owners, name in dict(zip(reversed(self.owners), reversed(self.names), strict=True)).items():
             if len(connected_parts(owners, neighbours(owners, pairs))) > 1:
@@ -134,7 +137,7 @@ class Division:
         return ""
 
     def words(self, parts: Iterable[Span], layers: Sequence[str] = ()) -> str:
-        """Returns these parts in words for people, layers by these names of the model's own if there are as many."""
+        """Returns these parts in words for people; layers by the given names if there is one for each layer."""
         found = []
         names = (*layers, *self.names[self.layer_count :]) if len(layers) == self.layer_count else self.names
         for start, stop in parts:
@@ -146,7 +149,8 @@ class Division:
         return ", ".join(found) or "nothing"
 
     def coverage_error(self, micro_batches: Iterable[Span], given: Mapping[str, Sequence[LayersCovered]]) -> str:
-        """Returns in words where members' sums do not hold each micro-batch once in each layer (P3); "" if they do.
+        """Returns in words where members' gradient sums miss or repeat a micro-batch in a layer (P3); "" if they do
+        not.
 
         Args:
             micro_batches: Numbers of those that have samples.

@@ -1,4 +1,4 @@
-"""Remembers of old decided views only what is still asked of them (protocol.md 7).
+"""Remembers the parts of old decided views that may still be asked about (protocol.md 7).
 
 Theory of operation. A view names, places and links all its members, and a chain has a view for each change. Little is
 asked of an old one: whether it was of this chain, who stood in it, and whether a member that it lacks had asked to go.
@@ -30,7 +30,7 @@ REBUILT = "rebuilt"
 
 @dataclass(slots=True)
 class Numbers:
-    """Numbers of views, as runs without gaps.
+    """Set of view numbers, stored as consecutive runs.
 
     Attributes:
         runs: Term, first number and last number of each run, in the order in which they came.
@@ -67,7 +67,7 @@ class Numbers:
         return max(ends, default=NO_VIEW)
 
     def forget(self, before: ViewId) -> None:
-        """Leaves out runs that end before this number."""
+        """Removes runs that end before this number."""
         self.runs = [run for run in self.runs if (run[0], run[2]) >= (before.term, before.number)]
 
     def copy(self) -> Numbers:
@@ -76,7 +76,7 @@ class Numbers:
 
 @dataclass(slots=True)
 class Past:
-    """Views that were decided, as far as they are still asked about.
+    """Decided views of a chain, as far as questions about them may still come.
 
     Attributes:
         views: Numbers of all of its views.
@@ -115,7 +115,7 @@ class Past:
         return found
 
     def add(self, view: View, *, carried: bool = False) -> None:
-        """Adds the view that follows the last one; `carried`: a header was to carry it."""
+        """Adds the view that follows the last one; `carried`: whether a header was to carry it."""
         ids, leaving = frozenset(view.ids()), frozenset(m.id for m in view.leaving)
         gone, fresh = self.inside - ids, [m for m in view.members if m.id not in self.inside]
         for member in (*sorted(gone), *(m.id for m in fresh)):
@@ -138,7 +138,7 @@ class Past:
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets those members that went first, if too many have gone."""
+        """Forgets the members that left first, once too many that have left are remembered."""
         needed = self.inside | self.leaving
         many = len(self.members) - len(needed) - MOST_GONE
         if many > 0:
@@ -147,22 +147,20 @@ class Past:
             self.let_go.forget(self.forgotten)
 
     def copy(self) -> Past:
-        """Returns a copy that does not change with this object."""
+        """Returns an independent copy, which later changes of this object do not affect."""
         return replace(self, views=self.views.copy(), let_go=self.let_go.copy(), members=dict(self.members))
 
     def _moves(self, member: str, view: ViewId) -> int:
-        """Returns how often this member had come or gone by this view."""
+        """Returns how often this member had come or gone up to this view."""
         return sum(at <= view for at in self.members.get(member, ()))
 
     def stood_in(self, member: str, view: ViewId) -> bool:
-        """Returns whether this is a view of the chain that has this member, or that is so old that its members are
-        forgotten.
-        """
+        """Returns whether this view of the chain had this member, or is so old that its members are forgotten."""
         moves = self._moves(member, view)
         return view in self.views and (moves % 2 == 1 or (not moves and view < self.forgotten))
 
     def in_all_after(self, member: str, view: ViewId) -> bool:
-        """Returns whether every view after this one has this member, or names it as one that the view lets go (P9)."""
+        """Returns whether every later view has this member, or names it as one that the view lets go (P9)."""
         if member in self.inside:
             return self.views.below(self.members[member][-1]) <= view
         # Once no view names it, it comes in no more; so each view since the one that lets it go has named it.
@@ -171,7 +169,7 @@ class Past:
         return member in self.leaving and self.views.below(since) <= view
 
     def let_go_by(self, member: str, view: ViewId) -> ViewId | None:
-        """Returns the view that let go this member, which stood in `view`; None if the member is in, or was put out."""
+        """Returns the view that let this member of `view` go; None if the member is still in, or was put out."""
         moves, count = self.members.get(member, ()), self._moves(member, view)
         without = moves[count] if count % 2 == 1 and count < len(moves) else None
         return without if without is not None and without in self.let_go else None

@@ -1,4 +1,5 @@
-"""Facts of the scheduler about each process, and the differences that make a process another job's.
+"""Records what the scheduler knows of each process, and finds differences that show that a process belongs to another
+job.
 
 Theory of operation. A `Peer` is one incarnation of a training process, from its welcome until a decided view excluded
 it or it was released. Newcomers are STANDBY (beyond max_nodes), LINKING, READY, or OBSERVING (membership/learners.py);
@@ -61,7 +62,7 @@ NEWCOMER = (Standing.LINKING, Standing.READY, Standing.OBSERVING)
 
 @dataclass(frozen=True, slots=True)
 class Tempo:
-    """Speed of a member as its heartbeats tell it; 0 if not known.
+    """Speed of a member as its heartbeats report it; 0: unknown.
 
     Attributes:
         step_s: Median of its latest steps.
@@ -78,7 +79,7 @@ class Tempo:
 
 @dataclass(slots=True)
 class Peer:
-    """Facts of the scheduler about one incarnation."""
+    """Record of what the scheduler knows of one incarnation of a member."""
 
     member: Member
     standing: Standing
@@ -165,7 +166,7 @@ class Peer:
         return bool(self.parts)
 
     def stands(self, position: Entered) -> None:
-        """Takes over the position that the member tells."""
+        """Copies the position in the training run that the member reports."""
         self.known = True
         self.entered, self.seq, self.step = position.view, position.seq, position.step
         self.head, self.parts = position.head, position.parts
@@ -173,7 +174,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTerms:
-    """Terms of the job's first member, which every member must equal."""
+    """Properties of the job's first member that every member must share."""
 
     name: str
     package: str
@@ -194,14 +195,14 @@ class JobTerms:
 
     @property
     def digest(self) -> str:
-        """Hash of the job's terms: equal for members of the same program in the same fit."""
+        """Hash of the job's terms: equal for members that run the same program in the same fit."""
         terms = read_request(self.pipelines).terms if self.pipelines else ()
         words = repr((self.package, self.accumulate, sorted(self.fingerprint), *terms))
         return hashlib.sha256(words.encode()).hexdigest()
 
 
 def refusal(hello: Hello, settings: Settings) -> str:
-    """Returns in words why this process cannot be in this job, whatever its program is; "" if it can."""
+    """Returns in words why this process can never be in this job, even with the same program; "" if it can be."""
     if hello.job != settings.job:
         return f"this scheduler serves job {settings.job!r}, {hello.name} asks for {hello.job!r}: check the job's name"
     if wrong := is_name(hello.name):
@@ -210,7 +211,7 @@ def refusal(hello: Hello, settings: Settings) -> str:
 
 
 def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
-    """Returns in words, with both values, how this process differs from the job; "" if it does not."""
+    """Returns in words, with both values, how this process's terms differ from the job's; "" if they do not."""
     if reference is None:
         return ""
     pairs: list[tuple[str, str, str]] = [
@@ -242,7 +243,9 @@ def difference(hello: Hello | JobTerms, reference: JobTerms | None) -> str:
 
 
 def _of_pipelines(given: str, expected: str) -> list[tuple[str, str, str]]:
-    """Returns (name, value, the job's value) of all that members must agree in, if these ask for pipelines."""
+    """Returns (name, value, the job's value) of each pipeline property in which members must agree; none if the
+    requests are equal.
+    """
     if given == expected:
         return []
     mine, theirs = (read_request(text) if text else None for text in (given, expected))
@@ -252,12 +255,14 @@ def _of_pipelines(given: str, expected: str) -> list[tuple[str, str, str]]:
 
 
 def is_named(view: View, member: str) -> bool:
-    """Returns whether this view has the member, or lets it go and still needs the parts that it holds (P9)."""
+    """Returns whether the member is in this view, or is let go by it while its parts of the state are still needed
+    (P9).
+    """
     return view.find(member) is not None or any(m.id == member for m in view.leaving)
 
 
 def short(chain: str) -> str:
-    """Returns a chain's id, shortened for people."""
+    """Returns a chain's id, shortened for display."""
     return chain[:8]
 
 
@@ -265,7 +270,7 @@ _LISTED, _OF_MORE = 16, 8
 
 
 def listed(words: Iterable[str], between: str = ", ") -> str:
-    """Returns these words as a list for people; of more than 16 the first 8, and the number of the others."""
+    """Joins these words to a list for people; of more than 16, names the first 8 and the number of the others."""
     found = list(words)
     if len(found) > _LISTED:
         found[_OF_MORE:] = [f"... and {len(found) - _OF_MORE} more"]
@@ -277,26 +282,28 @@ Process = tuple[str, int, int]
 
 
 def process_of(said: Member | Hello) -> Process:
-    """Returns the process that a member is, or that a hello comes from."""
+    """Returns the identity (host, pid, start) of a member's process, or of the process that sent a hello."""
     return said.host, said.pid, said.pid_start
 
 
 def same_process(member: Member, hello: Hello) -> bool:
-    """Returns whether this hello comes from the very process that this member was."""
+    """Returns whether this hello comes from the very process that this member is."""
     return bool(hello.pid) and process_of(member) == process_of(hello)
 
 
 def first_incarnation(term: int, used: int) -> int:
-    """Returns the lowest number that no id of this job has; `used`: the highest that one is known to have."""
+    """Returns the lowest incarnation number that no id of this job has; `used`: the highest that is known to be
+    taken.
+    """
     return max(max(0, term - 1) * INCARNATIONS_PER_TERM, used) + 1
 
 
 def placed(peers: Iterable[Peer]) -> list[Member]:
-    """Returns those of these peers that take a place under max_nodes; one that reaches no member takes none."""
+    """Returns those of these peers that count towards max_nodes; a newcomer that reaches no member does not."""
     inside = (*NEWCOMER, Standing.MEMBER)
     return [p.member for p in peers if p.alive and not p.leaving and not p.stranded and p.standing in inside]
 
 
 def has_place(member: Member, peers: Mapping[str, Peer], settings: Settings) -> bool:
-    """Returns whether this newcomer fits under max_nodes."""
+    """Returns whether the job can take this newcomer without exceeding max_nodes."""
     return bool(nodes.within([member], placed(peers.values()), settings.max_nodes))

@@ -1,5 +1,5 @@
-"""Makes the pipelines of the scheduler's views, and finds who else must come into a view so that some fit (P1, P9,
-P10).
+"""Makes the pipelines of the scheduler's views, and finds who else must come into a view so that some pipelines are
+possible (P1, P9, P10).
 
 Theory of operation. Members ask for pipelines in their hellos (planning/pipelines/request.py); all of them ask alike,
 as they must agree in everything that says what the job is (peers.py). A `ViewPipeliner` turns the pipelines of the view
@@ -52,18 +52,18 @@ Held = tuple[tuple[str, tuple[Span, ...]], ...] | None
 
 
 def _of(text: str, members: Sequence[Member]) -> Division:
-    """Returns the division of the state in a view of these members whose pipelines are this text."""
+    """Returns the division of the training state among these members, given their pipelines as text."""
     return Division(tuple(m.id for m in members), ViewPipelines.from_json(text))
 
 
 def _alike(a: Overheads, b: Overheads | None) -> bool:
-    """Returns whether costs differ so little that tables of plans may stay."""
+    """Returns whether costs beyond layers changed so little that plans made by the old costs stay valid."""
     pairs = zip(astuple(a), astuple(b), strict=True) if b is not None else ((1.0, 0.0),)
     return all(abs(x - y) <= NOTICED * max(x, y, LEAST_S) for x, y in pairs)
 
 
 def _plan_facts(pipelines: ViewPipelines) -> dict[str, object]:
-    """Returns what the event log tells of a plan."""
+    """Returns the facts about a plan that the event log records."""
     plan = pipelines.plan
     return {
         "shape": plan.shape,
@@ -75,7 +75,7 @@ def _plan_facts(pipelines: ViewPipelines) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineChoice:
-    """Pipelines of a view, or the reason why there are none.
+    """Pipelines chosen for a view, or the reason why there are none.
 
     Attributes:
         text: As the view carries it; "" if no plan fits its members.
@@ -91,7 +91,7 @@ class PipelineChoice:
 
 
 class ViewPipeliner(ABC):
-    """Interface of what makes the pipelines of views."""
+    """Interface of an object that makes the pipelines of views."""
 
     speeds: Mapping[str, float] = MappingProxyType({})
     """Speeds of members beside their devices, by id, 1 if absent (speeds.py); this changes as they tell."""
@@ -110,7 +110,7 @@ class ViewPipeliner(ABC):
         held: Mapping[str, tuple[Span, ...]] | None,
         links: Collection[Pair],
     ) -> PipelineChoice:
-        """Returns the pipelines of a view.
+        """Returns the pipelines of a view whose members have changed.
 
         Args:
             before: The text of the view before; "" if the job is founded.
@@ -122,11 +122,12 @@ class ViewPipeliner(ABC):
         """
 
     def wish(self, members: Sequence[Member]) -> str | None:
-        """Returns the request to another process for the best plan of these members (searching.py)."""
+        """Returns the request for the best plan of these members, which a separate process answers (searching.py)."""
         return None
 
     def better(self, before: str, members: Sequence[Member], plan: str, links: Collection[Pair]) -> PipelineChoice:
-        """Returns the pipelines of the same members by the plan that was found, or the text before if it does not pay.
+        """Returns pipelines of the same members by the plan that was found, or the present ones if the plan is not
+        worth the change.
 
         Args:
             before: The text of the view that rules.
@@ -137,7 +138,7 @@ class ViewPipeliner(ABC):
         return PipelineChoice(text=before, reason="nobody has asked for another plan")
 
     def measured(self, view: View, step_s: float, between_s: Mapping[str, float]) -> Overheads | None:
-        """Returns what steps of this view, which take `step_s`, take beyond their layers; None if that is not known.
+        """Returns the measured costs of this view's steps beyond the layers' own times; None if unknown.
 
         Args:
             view: The view.
@@ -147,7 +148,7 @@ class ViewPipeliner(ABC):
         return None
 
     def followed(self, before: View | None, after: View, now: float) -> None:
-        """Takes in that a view is decided, or that a scheduler has just begun to look at the job.
+        """Notes that a view is decided, or is the last one when a scheduler starts.
 
         Args:
             before: The view that it follows; None if there is none, or it was not looked at.
@@ -164,7 +165,7 @@ go.
 
 
 def unreadable(text: str) -> str:
-    """Returns in words why this is no request for pipelines; "" if it is one."""
+    """Returns in words why this text is no valid request for pipelines; "" if it is one."""
     try:
         read_request(text)
     except JobError as error:
@@ -173,7 +174,9 @@ def unreadable(text: str) -> str:
 
 
 def misfit(latest: View | None, hello: Hello) -> str:
-    """Returns in words why a member cannot go on in the last view with what it asks of pipelines; "" if it can."""
+    """Returns in words why a member's request for pipelines does not fit the last view, in which the member would go
+    on; "" if it does.
+    """
     if latest is None or hello.view == NO_VIEW:
         return ""
     ruling = division(latest).pipelines if latest.pipelines else None
@@ -256,7 +259,7 @@ class Pipelining:
 
     @property
     def wanted(self) -> bool:
-        """Whether views have pipelines: as the last one has, or as the founders of the job ask."""
+        """Whether views have pipelines: as in the last view, or as the founders of the job ask."""
         latest, founders = self._book.latest, self._roster.reference
         if latest is None or self._desk.phase is SchedulerPhase.FOUNDING:
             return founders is not None and bool(founders.pipelines)
@@ -264,19 +267,19 @@ class Pipelining:
 
     @property
     def _request(self) -> PipelineRequest | None:
-        """Request for pipelines of the oldest member that has told one."""
+        """Request for pipelines of the oldest member that has sent one."""
         latest, requests = self._book.latest, self._roster.requests
         known = (*latest.members, *latest.leaving) if latest is not None else ()
         return next((requests[m.id] for m in known if m.id in requests), None)
 
     @property
     def ends_without_parts(self) -> bool:
-        """Whether the job ends when parts of the training state are lost; else all wait."""
+        """Whether the job ends when parts of the training state are lost; otherwise all members wait."""
         asked = self._request
         return asked is not None and asked.ends_without_parts
 
     def names(self, parts: Sequence[Span]) -> str:
-        """Returns these parts in words for people, layers by the model's own names."""
+        """Returns these parts of the state in words for people, layers by the model's own names."""
         asked, latest = self._request, self._book.latest
         assert latest is not None
         return division(latest).words(parts, asked.layer_names if asked is not None else ())
@@ -291,7 +294,8 @@ class Pipelining:
         *,
         anew: bool = False,
     ) -> tuple[str | None, str]:
-        """Returns the pipelines of a view, None if no plan fits, and the reason in words. See `ViewPipeliner`.
+        """Returns the pipelines of a view, or None if no plan is possible, and the reason in words. See
+        `ViewPipeliner`.
 
         Args:
             members: In rank order.
@@ -328,7 +332,9 @@ class Pipelining:
 
     @staticmethod
     def _linked(choice: PipelineChoice, members: Sequence[Member], pairs: frozenset[Pair]) -> PipelineChoice:
-        """Returns the choice; without pipelines if links do not connect the owners of a part."""
+        """Returns this choice of pipelines, or one without pipelines if links leave owners of the same part
+        unconnected.
+        """
         apart = _of(choice.text, members).apart((a, b) for a, b in pairs) if choice.text else ""
         return PipelineChoice(text="", reason=apart) if apart else choice
 
@@ -336,7 +342,9 @@ class Pipelining:
         self._known = {**dict(list(self._known.items())[1 - _ANSWERS :]), key: choice}
 
     def moves(self, before: View, text: str, members: Sequence[Member]) -> bool:
-        """Returns whether these members get parts under these pipelines that they do not own in the view before."""
+        """Returns whether some member gets a part of the state under the new pipelines that it does not own in the
+        present view.
+        """
         old = division(before)
         new = _of(text, members)
         return any(subtract(new.owned(m.id), old.owned(m.id)) for m in members)
@@ -344,7 +352,7 @@ class Pipelining:
     # ------------------------------------------------------------------ a better plan
 
     def speeds(self, latest: View) -> Mapping[str, float]:
-        """Returns how fast the members of this view compute, by id: factors that say who is unlike the others."""
+        """Returns speed factors, by id, of the members of this view that are slower or faster than the others."""
         self._look_at_speeds()
         return self._speeds.own(latest.ids())
 
@@ -354,13 +362,15 @@ class Pipelining:
 
     @property
     def link(self) -> LinkRate | None:
-        """The link between members on different machines by which plans are made; None: as their profile says."""
+        """Rate and latency between members on different machines by which plans are made; None: as the members' profile
+        says.
+        """
         self._look_at_links()
         return self._pipeliner.link
 
     def _look_at_links(self) -> None:
-        """Takes the link rates that members have measured, every now and then; members of the last view count, or who
-        is here.
+        """Updates the link rates used for plans, every now and then, from what the last view's members have
+        measured.
         """
         if self._desk.now < self._links_at:
             return
@@ -371,7 +381,9 @@ class Pipelining:
         self._pipeliner.link = None if named else self._link.usual
 
     def _overheads(self) -> Overheads | None:
-        """Returns what steps of the last view take beyond their layers; None if members have not told it."""
+        """Returns the measured costs of the last view's steps beyond the layers' own times; None if no member has
+        reported step times.
+        """
         latest, peers = self._book.latest, self._roster.peers
         if latest is None or not latest.pipelines:
             return None
@@ -383,20 +395,18 @@ class Pipelining:
         return self._pipeliner.measured(latest, step_s, {m: t.between_s for m, t in told.items() if t.between_s})
 
     def _look_at_steps(self) -> None:
-        """Takes what steps were measured to take into estimates of plans; from the view before while the last has no
-        measures.
-        """
+        """Uses the measured costs of steps beyond the layers' own times in estimates of plans, if they have changed."""
         if (found := self._overheads()) is not None and not _alike(found, self._pipeliner.overheads):
             self._pipeliner.overheads = found
 
     def wish(self, latest: View) -> str | None:
-        """Returns the request to another process for a plan of this view's members; None if there is nothing to ask."""
+        """Returns the request for a better plan of this view's members; None if there is nothing to ask."""
         self._look_at_steps()
         return self._pipeliner.wish(latest.members)
 
     def better(self, latest: View, plan: str) -> tuple[str, str] | None:
-        """Returns pipelines by a plan that was found for the members of this view, and why; None if the pipelines
-        stay.
+        """Returns better pipelines for this view's members, by a plan that was found, and the reason; None if the
+        pipelines stay.
         """
         pairs, speeds = self._graph.of_view(latest), self.speeds(latest)
         self._look_at_steps()
@@ -415,7 +425,7 @@ class Pipelining:
     # ------------------------------------------------------------------ what is told
 
     def followed(self, before: View | None, after: View) -> None:
-        """Takes in that a view is decided, or that this scheduler has just begun and that is the last view."""
+        """Notes that a view is decided, or is the last one when this scheduler starts."""
         if not after.pipelines:
             return
         self._pipeliner.followed(before, after, self._desk.now)
@@ -430,7 +440,7 @@ class Pipelining:
         self._lack = ""
 
     def lack(self, why: str) -> None:
-        """Notes, once for each reason, that no pipelines fit, so that members wait."""
+        """Logs, once for each reason, that no pipelines are possible, so that members wait."""
         choice = next((c for c in reversed(self._known.values()) if not c.text and c.reason == why), None)
         if choice is not None and why != self._lack:
             self._lack = why
@@ -443,8 +453,8 @@ class Pipelining:
         self._desk.note("pipelines", **{"view": number, **plan, **choice.facts, "reason": choice.reason})
 
     def facts(self) -> dict[str, object]:
-        """Returns the pipelines of the last view, as in "3 x 2", how long a step is estimated to take (s), and what was
-        measured of it beyond layers.
+        """Returns facts about the last view's pipelines: their shape, as in "3 x 2", the estimated step time (s), and
+        measured costs beyond layers.
         """
         latest = self._book.latest
         pipelines = division(latest).pipelines if latest is not None and latest.pipelines else None
@@ -457,7 +467,7 @@ class Pipelining:
     # ------------------------------------------------------------------ after a failure
 
     def lineup(self, latest: View, ruling: Ruling) -> Lineup | str:
-        """Returns who goes on after a failure by which pipelines; or in words what any plan lacks."""
+        """Returns which members go on after a failure, and by which pipelines; or in words why no plan is possible."""
         known = {m.id: m for m in (*latest.members, *latest.leaving)}
         members = [known[m] for m in ruling.members]
         leaving = tuple(known[m] for m in ruling.leaving)
@@ -495,6 +505,8 @@ class Pipelining:
         return lacks or "nobody is left who runs anything"
 
     def _parts(self, latest: View, members: Sequence[Member], leaving: Sequence[Member]) -> bool:
-        """Returns whether the job parts: a view has let all go, or all that are left want to go (P13)."""
+        """Returns whether all members leave the job together: a view has let all go, or all that are left want to go
+        (P13).
+        """
         here = [self._roster.peers[m.id] for m in (*members, *leaving)]
         return bool(here) and (not latest.members or (all(p.leaving for p in here) and not self._graph.ready()))

@@ -1,4 +1,4 @@
-"""Makes pipelines of views by the planner, from what members ask for: devices for members, layers for parts of the
+"""Makes pipelines of views with the planner: translates members into its devices, and layers into parts of the training
 state.
 
 Theory of operation. Each member says what its model and its device are like. Of the model the oldest member's word
@@ -31,7 +31,7 @@ from chaos_lightning.protocol.types import Member, Span, View
 
 
 class PlannedPipeliner(ViewPipeliner):
-    """Pipelines as the planner makes them.
+    """Maker of the views' pipelines that uses the planner.
 
     Args:
         requests: What members ask for, by id; it changes as members come and go.
@@ -78,14 +78,14 @@ class PlannedPipeliner(ViewPipeliner):
         return json.dumps(wish.to_dict()) if wish is not None else None
 
     def better(self, before: str, members: Sequence[Member], plan: str, links: Collection[Pair]) -> PipelineChoice:
-        """Returns pipelines by the plan that was found, if it pays; see `ViewPipeliner.better`."""
+        """Returns pipelines by the plan that was found, if it is worth the change; see `ViewPipeliner.better`."""
         pipeliner = self._pipeliner(members)
         assert pipeliner is not None, "the plan was searched for these members"
         found, devices = PipelinePlan.from_json(plan), self._devices(pipeliner, members)
         return _choice(pipeliner.better(before, devices, found, _few(links, members)), len(members))
 
     def measured(self, view: View, step_s: float, between_s: Mapping[str, float]) -> Overheads | None:
-        """Returns what steps take beyond their layers; see `ViewPipeliner.measured`."""
+        """Returns measured costs of steps beyond the layers' own times; see `ViewPipeliner.measured`."""
         pipeliner = self._pipeliner(view.members)
         if pipeliner is None:
             return None
@@ -95,7 +95,9 @@ class PlannedPipeliner(ViewPipeliner):
             return None
 
     def followed(self, before: View | None, after: View, now: float) -> None:
-        """Takes in that one view follows another; see `ViewPipeliner.followed`."""
+        """Records, in the history of failures, how long the previous view lasted and who came and went; see
+        `ViewPipeliner.followed`.
+        """
         if before is not None and self._since is not None:
             self._history.watched(len(before.members), now - self._since)
         self._since = now
@@ -110,7 +112,9 @@ class PlannedPipeliner(ViewPipeliner):
     # ------------------------------------------------------------------ members as devices
 
     def _pipeliner(self, members: Iterable[Member]) -> Pipeliner | None:
-        """Returns the planner of the job as the oldest of these members tells it; None if none of them has told."""
+        """Returns the job's planner, made from the request of the oldest of these members; None if none has sent
+        one.
+        """
         oldest = next((self._requests[m.id] for m in members if m.id in self._requests), None)
         if oldest is None:
             return None
@@ -125,7 +129,9 @@ class PlannedPipeliner(ViewPipeliner):
         return self._last[2]
 
     def _devices(self, pipeliner: Pipeliner, members: Iterable[Member]) -> list[Device]:
-        """Returns the members' devices; for a member that has not told its own, the oldest member's."""
+        """Returns the members' devices; a member that has not reported its own counts as one like the oldest
+        member's.
+        """
         found = []
         for m in members:
             request = self._requests.get(m.id)
@@ -137,12 +143,12 @@ class PlannedPipeliner(ViewPipeliner):
 
 
 def _few(links: Collection[Pair], members: Sequence[Member]) -> Collection[Pair] | None:
-    """Returns the links; None if each pair of these members has one."""
+    """Returns the links; None if every pair of these members has one."""
     return None if len(links) == len(members) * (len(members) - 1) // 2 else links
 
 
 def _choice(answer: PipelineAnswer, here: int) -> PipelineChoice:
-    """Returns the planner's answer as the choice for a view of so many members."""
+    """Converts the planner's answer to the choice of pipelines for a view of this many members."""
     reason, least = answer.reason, answer.least_members
     if answer.text is None and least is not None and least > here:
         reason += f"; a plan needs {least} members that are like the roomiest of these"

@@ -1,4 +1,4 @@
-"""Estimates the link between two machines by which pipelines are planned, from what members measure.
+"""Estimates rate and latency of the links between machines, for plans of pipelines, from what members measure.
 
 Theory of operation. Members measure their links and report rates and latencies (topology.py). Plans know one link for
 all pairs of members on different machines, since plans for unequal links are hard to find: the median one counts, and
@@ -27,7 +27,7 @@ _FEW = 32
 
 
 class MeasuredLink:
-    """Link between two machines as members have measured it.
+    """Usual rate and latency of a link between two machines, as members have measured them.
 
     Args:
         topology: What members have reported of their links.
@@ -39,7 +39,7 @@ class MeasuredLink:
         """Link between members on different machines; None: none was measured."""
 
     def look(self, members: Sequence[Member]) -> None:
-        """Takes in what these members, in rank order, have reported of their links since the last look."""
+        """Updates the estimate from what these members, in rank order, have reported of their links."""
         members = members[:_FEW]
         found = [
             [r for r in fact.reports.values() if r.rate_bps > 0]
@@ -68,7 +68,7 @@ def _differs(one: LinkRate, other: LinkRate) -> bool:
 
 
 def change(before: LinkRate | None, now: LinkRate | None) -> str:
-    """Returns in words how the link differs from the one by which a plan was made; "" if it does not.
+    """Returns in words how the links between machines differ from those by which a plan was made; "" if they do not.
 
     Args:
         before: That one; None: it is not known.

@@ -1,4 +1,4 @@
-"""Rebuilds a chain that is lost, or its lost end, on the operator's word, from what members report (14a).
+"""Rebuilds a lost chain, or its lost end, from what members report, when an operator asks for that (14a).
 
 Theory of operation. What a store lacks, members know (identity.py). A scheduler that was told to rebuild
 (`Chain.rebuild`), and whose store is empty or turns out to be an older copy, takes such *reporters* in, founds nothing,
@@ -30,7 +30,7 @@ from chaos_lightning.protocol.types import NO_VIEW, Hello, Member, RebuildReport
 
 
 class Rebuild:
-    """Rebuilding of a lost chain. Arguments are the parts that it uses, and what the store holds."""
+    """Rebuilding of a lost chain. Arguments are scheduler components, and the store's content at the start."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class Rebuild:
         self.greeted(peer)
 
     def _is_of_another(self, hello: Hello) -> str:
-        """Returns words if this is another program than that of the members here; newcomers' words count for
-        nothing.
+        """Returns words if this process runs another program than the members that are connected; newcomers do not
+        count as such.
         """
         inside = (Standing.REPORTER, Standing.MEMBER)
         here = [
@@ -123,7 +123,7 @@ class Rebuild:
         return difference(hello, self._roster.reference) if any(p.id != hello.resume for p in here) else ""
 
     def greeted(self, peer: Peer) -> None:
-        """Asks a peer that was welcomed, perhaps again, for what it knows."""
+        """Asks a peer that has been welcomed (perhaps once more) what it knows of the lost chain."""
         if self.rebuilds and peer.standing in (Standing.REPORTER, Standing.MEMBER):
             self._ask(peer)
 
@@ -133,7 +133,7 @@ class Rebuild:
         self._roster.send(peer, Recall())
 
     def on_moved(self, peer: Peer) -> None:
-        """Asks a member again that a header under way has carried into a view: what it told before is out of date."""
+        """Asks a member again for its report, as a header has carried it into a later view than it reported."""
         told = self._recalled.get(peer.id)
         if self.rebuilds and told is not None and peer.entered > (told.view.id if told.view is not None else NO_VIEW):
             self._ask(peer)
@@ -151,7 +151,7 @@ class Rebuild:
             self._first_at = self._desk.now
 
     def _owing(self) -> list[Peer]:
-        """Returns the peers that were asked what they know and have yet to tell: nothing is decided meanwhile.
+        """Returns the peers that have not answered yet what they know of the chain: nothing is decided before they do.
 
         Heartbeats come from another thread than the answer. A peer that lets `report_timeout_s` pass counts as silent
         until it answers, also on its next streams.
@@ -169,13 +169,13 @@ class Rebuild:
         ]
 
     def shift(self, gap: float) -> None:
-        """Forgives reporters the `gap` seconds for which this process was frozen."""
+        """Moves the deadlines of reports by the `gap` seconds for which this process was frozen."""
         self._recalled_at = {m: at + gap for m, at in self._recalled_at.items()}
         if self._first_at is not None:
             self._first_at += gap
 
     def _reporters(self) -> list[Peer]:
-        """Returns the peers that have told what they know, and can still be counted on."""
+        """Returns the peers that have reported what they know of the chain, and are still alive."""
         return [
             p
             for p in self._roster.peers.values()
@@ -183,7 +183,7 @@ class Rebuild:
         ]
 
     def _last_known(self) -> View | None:
-        """Returns the last view that anybody here stands in or was told of.
+        """Returns the last view that any connected member is in or was told of.
 
         One that a header was to carry counts for nothing while all members of the view before are here, and none of
         them stands in it: then nobody does, since its header took a contribution of each (1).
@@ -200,7 +200,9 @@ class Rebuild:
         return entered if all(m in told for m in entered.ids()) else waiting
 
     def enough(self, here: int, view: View) -> bool:
-        """Returns whether more than half of this view's members are here: no two such groups are disjoint (14a)."""
+        """Returns whether more than half of this view's members are connected: two such groups always share a member
+        (14a).
+        """
         return 2 * here > len(view.members)
 
     def turn_rebuilding(self) -> bool:
@@ -257,13 +259,13 @@ class Rebuild:
         self._roster.tell(text, self._reporters())
 
     def on_term(self, term: int) -> None:
-        """Takes the higher term that the store has given to this scheduler."""
+        """Adopts the higher term that the store has given to this scheduler."""
         self._book.term, self._asked_term = term, 0
         self._book.chain_id = self._asked_chain
         self._roster.incarnation = max(self._roster.incarnation, first_incarnation(term, self._book.past.incarnation))
 
     def _adopt(self, latest: View, here: list[Peer]) -> None:
-        """Puts the last known view in the place of the lost chain, until the next view is decided."""
+        """Takes the last known view as the chain's end, until the next view is decided."""
         told = [self._recalled[p.id] for p in self._reporters()]
         numbers = [r.promised.number for r in told]
         numbers += [v.id.number for r in told for v in (r.view, r.waiting) if v is not None]
@@ -289,7 +291,7 @@ class Rebuild:
         self._desk.note("rebuild", view=str(latest.id), reporters=sorted(present), term=self._book.term)
 
     def turn_again(self) -> bool:
-        """Goes back to the beginning while reports come in, if a peer may know a later view, or too few are left."""
+        """Starts to collect reports anew if a peer may know a later view, or too few members are left."""
         before = self.before
         if before is None:
             return False
@@ -307,8 +309,8 @@ class Rebuild:
         return True
 
     def turn_short(self, ruling: Ruling) -> bool:
-        """Tells members that enough reported, but too few of them can go on from the base: the others are no help
-        either.
+        """Tells the reporting members that the chain cannot be rebuilt: too few of them can go on from the recovery's
+        base.
         """
         assert self.before is not None
         text = (
@@ -320,13 +322,13 @@ class Rebuild:
         return False
 
     def begin_chain(self, view: View) -> View:
-        """Returns this view as the first one of the rebuilt chain; as it is if no chain is being rebuilt."""
+        """Returns this view marked as the first of the rebuilt chain; unchanged if no chain is being rebuilt."""
         if self.before is None:
             return view
         return replace(view, predecessor=self._prefix[1][-1].id if self._prefix is not None else NO_VIEW)
 
     def chain_begun(self) -> None:
-        """Ends the rebuilding if the view that is now in the store is the first of a rebuilt chain."""
+        """Ends the rebuilding if the view that was just stored is the first of a rebuilt chain."""
         self.may_rebuild = False
         if self.before is None:
             return
@@ -343,7 +345,7 @@ class Rebuild:
 
 
 def _unreadable(message: RebuildReport) -> str:
-    """Returns words about a view in this report whose pipelines cannot be read; "" if there is none."""
+    """Returns in words which view in this report has pipelines that cannot be read; "" if none."""
     for view in (message.view, message.waiting):
         if view is not None and view.pipelines:
             try:

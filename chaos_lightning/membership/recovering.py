@@ -1,4 +1,6 @@
-"""Runs recoveries: when one begins, whom it asks for a promise and a report, how long the next one waits (8, 9, 31)."""
+"""Runs recoveries: when one begins, whom it asks for promises and reports, and how long the next one waits (8, 9,
+31).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from chaos_lightning.protocol.types import GENESIS, NO_VIEW, SMALL_JOB, Header, 
 
 
 class Recovery:
-    """Recovery under way, if any. Arguments are what all parts share, the chain, and everybody."""
+    """Recovery under way, if any. Arguments are scheduler components that it uses."""
 
     def __init__(self, desk: Desk, book: Book, roster: Roster) -> None:
         self._desk = desk
@@ -48,12 +50,12 @@ class Recovery:
         """Words by which the wait for the next recovery was told; "" if it was not."""
 
     def pause_words(self) -> str:
-        """Returns why the next recovery waits, while it does; "" otherwise (membership/backoff.py)."""
+        """Text that says why the next recovery has to wait; "" if it has not (membership/backoff.py)."""
         waits = self._desk.clock is not None and self.backoff.left_s(self._desk.now, self._roster.slot())
         return self.waits_because if waits else ""
 
     def begin(self, why: str, *, urgent: bool = False) -> bool:
-        """Begins a recovery, unless those before brought nothing and this one has to wait (see backoff.py).
+        """Begins a recovery, unless earlier ones led to no committed slot and this one has to wait (see backoff.py).
 
         Args:
             why: In words.
@@ -72,7 +74,9 @@ class Recovery:
         self.waits_because = ""
 
     def paced(self, why: str) -> bool:
-        """Returns whether the next recovery has to wait, since those before committed no slot; all are told why."""
+        """Returns whether the next recovery has to wait, since earlier ones led to no committed slot; tells all members
+        why.
+        """
         if not self.backoff.left_s(self._desk.now, self._roster.slot()):
             return False
         if not self.waits_because:
@@ -97,17 +101,17 @@ class Recovery:
             self.ask(peer)
 
     def _tellers(self, living: Sequence[Peer]) -> set[str]:
-        """Returns the members whose reports tell headers; in a large job the others only name them (9)."""
+        """Returns the members whose reports contain whole headers; in a large job the others report only hashes (9)."""
         return {p.id for p in living[:SMALL_JOB]}
 
     def ask(self, peer: Peer) -> None:
-        """Asks a member for its promise and a report."""
+        """Asks a member to promise the recovery's number and to report what it holds."""
         peer.report = None
         self._briefly[peer.id] += peer.id not in self._whole
         self._roster.send(peer, self._questions[peer.id in self._whole])
 
     def told(self, peer: Peer, report: Report) -> bool:
-        """Takes a report; returns False if it does not answer what was asked last."""
+        """Stores a member's report; returns False if it does not answer the latest question to that member."""
         before = self._first.get(peer.id)
         if report.last is None and self._briefly[peer.id]:
             self._briefly[peer.id] -= 1
@@ -120,7 +124,7 @@ class Recovery:
         return True
 
     def with_headers(self, reporters: Sequence[Peer]) -> dict[str, Report] | None:
-        """Returns the peers' reports, each with the headers that it names.
+        """Returns the members' reports, each with the headers whose hashes it names.
 
         Where nobody has told one of them, one of those that name it is asked for it. Until it answers: None.
         """
@@ -152,10 +156,10 @@ class Recovery:
         return reports if complete else None
 
     def _needs(self, report: Report) -> tuple[str, ...]:
-        """Returns the hashes of the headers that the ruling needs of this report."""
+        """Returns the hashes of the headers in this report that the recovery needs."""
         return (report.head, report.pending_hash) if report.pending_hash else (report.head,)
 
     def shift(self, gap: float) -> None:
-        """Prolongs the waits of recoveries by the `gap` seconds for which the scheduler was frozen."""
+        """Prolongs the recovery's deadlines by the `gap` seconds for which the scheduler was frozen."""
         self.backoff.shift(gap)
         self.prepared_at += gap

@@ -1,4 +1,5 @@
-"""Rules on a failure: from the survivors' reports to a base header, hand-on or redo, and who goes on.
+"""Decides after a failure, from the survivors' reports, from which header the job goes on, whether it is handed on or
+redone, and who goes on.
 
 Theory of operation (protocol.md 8, 9). Every reporter has promised to ignore what is older than the prepared number, so
 the reports are a consistent cut: nothing can be committed while the ruling is made. The *base* is the report with the
@@ -60,19 +61,19 @@ class Ruling:
 
 
 def needs_bytes(header: Header) -> bool:
-    """Returns whether committing this header takes reduced bytes beside it."""
+    """Returns whether a member needs reduced bytes, besides this header, to commit the slot."""
     return header.kind is Kind.STEP and not header.error and not header.reduced
 
 
 def with_scope(held: Iterable[Span], scope: Iterable[Span]) -> tuple[Span, ...]:
-    """Returns the spans that a shell reports: the reduced ranges, and the borders of the slot's scope as empty
-    spans.
+    """Returns the spans that a member reports: its reduced byte ranges, and the borders of all bytes that the slot
+    reduces, as empty spans.
     """
     return (*held, *((border, border) for span in union(scope) for border in span))
 
 
 def scope_of(reports: Iterable[Report]) -> tuple[Span, ...] | None:
-    """Returns the bytes that the slot reduces, from the borders in any report; None if no reporter knows it."""
+    """Returns the byte spans that the slot reduces, from the borders in any report; None if no reporter knows them."""
     for report in reports:
         borders = sorted(start for start, stop in report.held if start == stop)
         if borders and len(borders) % 2 == 0:
@@ -85,7 +86,9 @@ def _covers(have: Sequence[Span], wanted: Sequence[Span]) -> bool:
 
 
 def _pending(reports: Mapping[str, Report], best: Report) -> Header | None:
-    """Returns a header of the slot after the best report's, if it stands on the same header (4a); else None."""
+    """Returns a reported header of the slot after the best report's, if it follows that report's header (4a); else
+    None.
+    """
     for report in reports.values():
         header = report.pending
         if header is not None and header.prev_hash == best.head and header.seq == best.seq + 1:
@@ -94,7 +97,7 @@ def _pending(reports: Mapping[str, Report], best: Report) -> Header | None:
 
 
 def _holders(header: Header, reports: Mapping[str, Report]) -> dict[str, Report]:
-    """Returns reporters whose `held` spans belong to this very header's attempt."""
+    """Returns the reporters whose reduced bytes belong to the attempt in which this header was made."""
     return {
         member: report
         for member, report in reports.items()
@@ -104,7 +107,9 @@ def _holders(header: Header, reports: Mapping[str, Report]) -> dict[str, Report]
 
 
 def _sources(header: Header, reports: Mapping[str, Report]) -> tuple[Source, ...] | None:
-    """Returns the reporters that can hand on the header's bytes; None if some byte is nowhere."""
+    """Returns the reporters from which the header's reduced bytes can be fetched; None if nobody has some of the
+    bytes.
+    """
     if not needs_bytes(header):
         return ()
     whole = [Source(m, ()) for m, r in reports.items() if r.head == header.hash and r.raw and r.loaded]
@@ -119,22 +124,20 @@ def _sources(header: Header, reports: Mapping[str, Report]) -> tuple[Source, ...
 
 
 def _takes(header: Header, report: Report) -> bool:
-    """Returns whether the header can be handed on to this reporter. It must stand right before it and, if nobody hands
-    on bytes, have reduced its own in that very attempt.
+    """Returns whether the header can be handed on to this reporter, as it is the next one that the reporter can
+    commit.
     """
     before = report.head == header.prev_hash and report.seq == header.seq - 1
     return before and (not header.reduced or report.entered == header.view)
 
 
 def _after(header: Header, report: Report) -> tuple[Span, ...]:
-    """Returns the parts that a reporter holds once this header is handed on to it."""
+    """Returns the parts of the state that a reporter holds once it has committed this header."""
     return report.owns if header.kind is Kind.STEP and not header.error else report.parts
 
 
 def _lacking(header: Header, reports: Iterable[Report], whole: tuple[Span, ...]) -> tuple[Span, ...]:
-    """Returns the parts that none of these reporters holds at this header (P5). At GENESIS each has its first owner
-    (P14).
-    """
+    """Returns the parts of the state that none of these reporters holds at this header (P5)."""
     if header.hash == GENESIS.hash:
         return ()
     held: list[Span] = []
@@ -147,7 +150,7 @@ def _lacking(header: Header, reports: Iterable[Report], whole: tuple[Span, ...])
 
 
 def rule(latest: View, past: Past, reports: Mapping[str, Report], told: Sequence[Report] = ()) -> Ruling:
-    """Decides from the reports of the latest view's living members who goes on from which header.
+    """Decides, from the reports of the latest view's living members, who goes on and from which header.
 
     Args:
         latest: The last decided view; it names the possible members.
@@ -199,8 +202,8 @@ def rule(latest: View, past: Past, reports: Mapping[str, Report], told: Sequence
 
 
 def _is_able(latest: View, report: Report) -> bool:
-    """Returns whether members may go on from where this reporter stands: it has a part of the state, or stands at
-    GENESIS, where the first owners make theirs (P14).
+    """Returns whether members may go on from this reporter's header: it has a part of the state, or will initialise one
+    (P14).
     """
     makes = bool(latest.pipelines) and report.head == GENESIS.hash and report.entered != NO_VIEW
     return bool(report.parts) or makes
@@ -272,11 +275,13 @@ def _ruling(
 
 
 def _loads(latest: View, member: str, report: Report) -> bool:
-    """Returns whether this joiner lacks some of its parts, and loads them."""
+    """Returns whether this joiner lacks some of its parts of the state, and has to load them."""
     return bool(subtract(report.owns, report.parts)) and member in latest.joiners
 
 
 def _is_bound(member: str, base: Header, report: Report) -> bool:
-    """Returns whether no header has let this leaver go: the base names no view without it, and it has entered none."""
+    """Returns whether this leaver still takes part, as no header has let it go and it has entered no view without
+    it.
+    """
     let_go = base.view_change is not None and base.view_change.find(member) is None
     return not let_go and base.next_view <= report.entered

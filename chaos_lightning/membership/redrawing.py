@@ -1,4 +1,5 @@
-"""Looks for better plans for the view that rules, and lets a later header carry one that pays.
+"""Looks for better reduction plans for the ruling view, and lets a later header carry a view with one that is worth the
+change.
 
 Theory of operation. A decision waits for nobody, so beyond `SMALL_JOB` members it takes a plan that is drawn in
 milliseconds (`views.plan_within`). Once such a view is settled, or links were measured anew, a better plan is asked for
@@ -28,7 +29,7 @@ draw.
 
 
 class Redrawing:
-    """Search for a better reduction plan. Arguments are the parts that it uses."""
+    """Search for a better reduction plan. Arguments are scheduler components that it uses."""
 
     def __init__(self, desk: Desk, graph: Graph, topology: Topology) -> None:
         self._desk = desk
@@ -54,7 +55,7 @@ class Redrawing:
         """Last plan that was an answer."""
 
     def on_drawn(self, event: PlanDrawn) -> None:
-        """Takes a plan that was drawn; it counts only if it answers the last request."""
+        """Handles a plan from the planner; it counts only if it answers the last request."""
         if self._out is None or event.token != self._out.token:
             return
         self._out = None
@@ -65,7 +66,8 @@ class Redrawing:
             self._desk.note("notice", text=f"the plan stays: {event.reason}")
 
     def turn(self, latest: View) -> tuple[Change, Net] | None:
-        """Returns a view of the same members and links with a better plan, for the next header; None if there is none.
+        """Returns a change of the view, with the same members and links and a better reduction plan, for the next
+        header; None if there is none.
 
         Args:
             latest: The view that rules.
@@ -95,9 +97,7 @@ class Redrawing:
             self.drop()
 
     def drop(self) -> None:
-        """Gives up the request for a plan of another view, answered or not; the next request takes the planner's
-        place.
-        """
+        """Gives up the pending request for a reduction plan, or its answer, as the view has changed."""
         self._out = self._answer = None
 
     def _due(self, latest: View) -> bool:

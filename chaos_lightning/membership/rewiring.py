@@ -1,4 +1,5 @@
-"""Makes views because of links: one that fails, comes back, is asked for or removed, and a graph that falls apart.
+"""Changes views because of links: those that fail, come back, are asked for or removed, or whose loss splits the
+members.
 
 Theory of operation. Three moves, none of which moves training state:
 
@@ -52,7 +53,7 @@ _PAUSE_S = 0.02
 
 
 class Rewiring:
-    """Changes of views that links cause. Arguments are the parts that it uses."""
+    """Changes of views that links make necessary. Arguments are scheduler components that it uses."""
 
     def __init__(
         self,
@@ -87,19 +88,21 @@ class Rewiring:
         """Whether the latest view's graph may have to change."""
 
     def seen(self) -> None:
-        """Notes after each event whether it brought news of links."""
+        """Notes, after each event, whether it brought news of links."""
         if self._topology.news:
             self._unsettled = self._news = True
         self._topology.news = False
 
     def shift(self, gap: float) -> None:
-        """Forgives links and waiting parts the `gap` seconds for which the scheduler was frozen."""
+        """Moves the deadlines of links and of waiting groups by the `gap` seconds for which the scheduler was
+        frozen.
+        """
         self._topology.shift(gap)
         if self._cut_at is not None:
             self._cut_at += gap
 
     def _failing(self) -> list[tuple[Pair, str]]:
-        """Returns links of a view in force that are down though both ends live, with the words of one end."""
+        """Returns the links of present views that are down though both ends live, each with one end's reason."""
         found = []
         suspected = self._detector.suspicions
         for ends, fact in self._topology.ailing.items():
@@ -117,8 +120,8 @@ class Rewiring:
         return inside and peer.alive and peer.known and peer.conn is not None and peer.heard > since
 
     def turn_failed(self) -> bool:
-        """Starts a recovery if members live and cannot reach each other: its view lacks their link, or has one side
-        only.
+        """Starts a recovery if living members cannot reach each other: the next view will lack their link, or include
+        one side only.
         """
         if not self._due():
             self._cut_at = None if not self._ailing else self._cut_at
@@ -144,7 +147,8 @@ class Rewiring:
         return self._recovery.begin(why)
 
     def _remaining(self) -> list[str]:
-        """Returns the members that a recovery begun now would put into its view: those of the latest that stand in one.
+        """Returns the members that a recovery begun now would put into its view: living ones of the latest view that
+        have entered any view.
 
         A newcomer that no header has let in yet holds nothing and waits for a later view (`Ruling.waiting`), so its
         links hold nobody together until then. Whether their own links are missed is judged by these alone: by the
@@ -154,8 +158,8 @@ class Rewiring:
         return [p.id for p in self._roster.living() if not p.known or p.entered != NO_VIEW]
 
     def _due(self) -> bool:
-        """Returns whether to look at links: something was said about them, or some are unsettled and it is time
-        again.
+        """Returns whether to check links now: there is news of them, or some are down and the pause since the last
+        check is over.
         """
         news = self._topology.news or self._news
         if news:
@@ -169,8 +173,8 @@ class Rewiring:
         return _PAUSE_S * max(1.0, len(self._roster.peers) / SMALL_JOB)
 
     def _awaits_mending(self, ids: list[str]) -> bool:
-        """Returns whether the parts are to wait: a link between them is wanted, both its ends live, and it is not long
-        down.
+        """Returns whether separated groups of members are to wait, since a missing link between them may soon come
+        back.
         """
         groups = components(ids, self._graph.pairs(ids))
         place = {m: i for i, part in enumerate(groups) for m in part if self._roster.peers[m].conn is not None}
@@ -188,7 +192,8 @@ class Rewiring:
         return True
 
     def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
-        """Returns the reports of the members that may go on together; None while parts wait for a link between them.
+        """Returns the reports of the members that may go on together; None while separated groups wait for a link
+        between them.
 
         Args:
             reports: All that came.
@@ -225,8 +230,8 @@ class Rewiring:
         return {m: reports[m] for m in best[0]}
 
     def _waits_for_links(self, groups: list[tuple[str, ...]], ruling: Ruling) -> bool:
-        """Returns whether all wait, and tells them, as no side has all parts of the training state, and all sides
-        together have (P6).
+        """Returns whether all members wait for links, as only all groups together have the whole training state (P6);
+        tells them.
         """
         if ruling.base is None:
             return False
@@ -235,20 +240,22 @@ class Rewiring:
         return True
 
     def able(self, ruling: Ruling) -> int:
-        """Returns the number of nodes that can go on by this ruling, with the newcomers that links lead to from
-        them.
+        """Returns the number of nodes that can go on by this ruling, including newcomers that its members have links
+        to.
         """
         here = [*(m for m in ruling.members if not self._roster.peers[m].leaving), *ruling.waiting]
         coming = (p.member for p in self._graph.reachable(ruling.members))
         return nodes.count([*(self._roster.peers[m].member for m in here), *coming])
 
     def will_do(self, ruling: Ruling) -> bool:
-        """Returns whether the members of this ruling reach min_nodes, or have only to close."""
+        """Returns whether enough nodes can go on by this ruling, or the job has only to be closed."""
         closing = ruling.base is not None and ruling.base.kind is Kind.CLOSING
         return closing or self.able(ruling) >= self._settings.min_nodes
 
     def turn_links(self, latest: View) -> tuple[Change, Net] | None:
-        """Returns a view of the same members with other links, for the next header; None if links need no change."""
+        """Returns a change of the view's links, with the same members, for the next header; None if links need no
+        change.
+        """
         if not self._topology.news and (not self._unsettled or self._desk.now < self._look_at):
             return None
         self._look_at = self._desk.now + self._pause_s()

@@ -1,4 +1,4 @@
-"""Knows everybody whom the scheduler knows: groups of them, what is said to one, and what becomes of one."""
+"""Keeps the records of all processes that the scheduler knows: groups of them, messages to them, and their removal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from chaos_lightning.protocol.types import (
 
 
 class Roster:
-    """Peers of one scheduler.
+    """Records of all processes that one scheduler knows.
 
     Args:
         desk: What all parts share.
@@ -88,7 +88,7 @@ class Roster:
             self._desk.out.append(Send(peer.conn, message))
 
     def keep_pace(self) -> None:
-        """Adapts the interval of heartbeats to the number of members; tells all if it changes."""
+        """Adapts the heartbeat interval to the number of members; tells all members if it changes."""
         pacing = self._desk.pacing
         if pacing.follow(self._desk.now, len(self.peers)):
             told = HeartbeatPace(pacing.interval_s)
@@ -96,13 +96,13 @@ class Roster:
                 self.send(peer, told)
 
     def next_number(self) -> ViewId:
-        """Returns a number that was never issued before, above every number in any report (protocol.md 7, 9)."""
+        """Returns a new view number, higher than any that was issued or is in any report (protocol.md 7, 9)."""
         promised = [p.report.number.number for p in self.peers.values() if p.report is not None]
         self._book.highest = ViewId(self._book.term, max([self._book.highest.number, *promised]) + 1)
         return self._book.highest
 
     def slot(self) -> int:
-        """Returns the highest slot that a member has told to be committed."""
+        """Returns the highest slot that any member has reported as committed."""
         return max((p.seq for p in self.members()), default=0)
 
     def inside(self, member: str) -> bool:
@@ -110,8 +110,8 @@ class Roster:
         return peer is not None and peer.standing in (Standing.MEMBER, Standing.LEAVER) and peer.alive
 
     def is_written(self, peer: Peer) -> bool:
-        """Returns whether the view on its way to the store names this peer: a header may bring the view without its
-        stream.
+        """Returns whether the view that is being written to the store names this peer, which may thus enter it even
+        without a control stream.
         """
         return (
             self._book.persisting is not None
@@ -120,7 +120,7 @@ class Roster:
         )
 
     def members(self) -> list[Peer]:
-        """Returns the peers of the latest view, in rank order; dead ones included, as long as no view excluded them."""
+        """Returns the peers of the latest view, in rank order; includes dead ones that no view has excluded yet."""
         ids = self._book.latest.ids() if self._book.latest is not None else ()
         return [p for m in ids if (p := self.peers.get(m)) is not None and p.standing is Standing.MEMBER]
 
@@ -128,17 +128,21 @@ class Roster:
         return [p for p in self.members() if p.alive]
 
     def needed_leavers(self) -> list[Peer]:
-        """Returns leavers whose parts of the training state may still be needed: the latest view names them (P9)."""
+        """Returns the leavers that the latest view names because their parts of the training state may still be needed
+        (P9).
+        """
         leaving = self._book.latest.leaving if self._book.latest is not None else ()
         found = [p for m in leaving if (p := self.peers.get(m.id)) is not None]
         return [p for p in found if p.standing is Standing.LEAVER]
 
     def party(self) -> list[Peer]:
-        """Returns the members that a recovery asks what they hold: living ones, and leavers that are needed."""
+        """Returns the members that a recovery asks for reports: living ones, and living leavers that are still
+        needed.
+        """
         return [*self.living(), *(p for p in self.needed_leavers() if p.alive)]
 
     def willing(self) -> list[Peer]:
-        """Returns newcomers that can be let in now: ready, heard of lately, and wanted."""
+        """Returns newcomers that want to come in and can: ready, heard of lately, and not about to leave."""
         limit = self._desk.now - self._desk.pacing.timeout_s
         return [
             p
@@ -154,7 +158,9 @@ class Roster:
 
     @property
     def settled(self) -> bool:
-        """Whether all members of the latest view stand in it and hold all parts of the training state that they own."""
+        """Whether all members of the latest view have entered it and hold all parts of the training state that they
+        own.
+        """
         latest = self._book.latest
         if latest is None:
             return False
@@ -164,16 +170,14 @@ class Roster:
         )
 
     def holds_its_own(self, view: View) -> Callable[[Peer], bool]:
-        """Returns a predicate that tells whether a peer holds all parts of the training state that it owns in this
-        view.
-        """
+        """Returns a predicate: whether a peer holds all parts of the training state that it owns in this view."""
         if not view.pipelines:
             return lambda peer: peer.loaded
         parts = division(view)
         return lambda peer: not subtract(parts.owned(peer.id), peer.parts)
 
     def take_over(self, peer: Peer, conn: int, hello: Hello) -> None:
-        """Attaches a peer that has said hello to this stream, which replaces the one that it had."""
+        """Attaches a peer that has said hello to its new control stream, and closes the old one."""
         if peer.conn is not None and peer.conn != conn:
             self.conns.pop(peer.conn, None)
             self._desk.out.append(Close(peer.conn, "replaced by a newer stream"))
@@ -186,14 +190,14 @@ class Roster:
         self._topology.news = True
 
     def hears(self, member: str, hello: Hello) -> None:
-        """Takes this member's request for pipelines, and the checkpoint that it tells of."""
+        """Records this member's request for pipelines, and the checkpoint that its hello mentions."""
         self._book.told_saved(hello.saved)
         if hello.pipelines:
             self.requests[member] = read_request(hello.pipelines)
             self._topology.partners.link_all()
 
     def drop(self, peer: Peer) -> None:
-        """Forgets a peer for good."""
+        """Removes a process, and its control stream, from the records for good."""
         self.peers.pop(peer.id, None)
         self.requests.pop(peer.id, None)
         self._detector.forget(peer.id)
@@ -203,7 +207,7 @@ class Roster:
         self._topology.forget(peer.id)
 
     def forget_all(self) -> None:
-        """Forgets everybody; their streams stay."""
+        """Forgets all processes, but leaves their streams open."""
         for member in self.peers:
             self._detector.forget(member)
             self._topology.forget(member)
@@ -215,8 +219,8 @@ class Roster:
         return [p for p in self.peers.values() if p.standing in (*NEWCOMER, Standing.STANDBY)]
 
     def forget_terms(self) -> None:
-        """Forgets the job's terms when no member holds its state: those who are here say the terms then (protocol.md
-        12b).
+        """Forgets the job's terms when no member holds the state, so that the terms of the next founders count
+        (protocol.md 12b).
         """
         if not self.peers or (self._desk.phase is SchedulerPhase.FOUNDING and not self.newcomers()):
             self.reference = None
@@ -278,7 +282,7 @@ class Roster:
         )
 
     def tell(self, text: str, peers: Sequence[Peer]) -> None:
-        """Tells these peers, once each, what they wait for."""
+        """Sends these peers the same text on what they wait for, unless they have it already."""
         for peer in peers:
             if peer.conn is not None and peer.told != (peer.conn, text):
                 peer.told = (peer.conn, text)
@@ -289,7 +293,7 @@ class Roster:
 
 
 def member_of(hello: Hello, member_id: str) -> Member:
-    """Returns the member that this process is under an id."""
+    """Returns the member record of the process that sent this hello, under the given id."""
     return Member(
         id=member_id,
         name=hello.name,

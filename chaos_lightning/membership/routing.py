@@ -1,4 +1,5 @@
-"""Routes messages where not every pair has a link: who is next on the way, what waits, and what is dropped.
+"""Routes messages where not every pair of members has a link: chooses the next neighbour, queues messages, and drops
+undeliverable ones.
 
 Theory of operation. A view names its links, so every member computes the same shortest ways from the same list
 (`next_hops`): fewest hops, and among equals the neighbour of lowest rank. Each hop brings a routed message one link
@@ -40,7 +41,7 @@ _MAX_ID_NBYTES = 1024
 
 
 def next_hops(me: str, members: Sequence[str], links: Iterable[LinkSpec]) -> dict[str, str]:
-    """Returns the neighbour through which each other member is reached.
+    """Returns, for each other member, the neighbour through which it is reached.
 
     Args:
         me: Where the ways begin.
@@ -64,7 +65,7 @@ def next_hops(me: str, members: Sequence[str], links: Iterable[LinkSpec]) -> dic
 
 @dataclass(frozen=True, slots=True)
 class RoutedMessage:
-    """Encoded PeerMessage on its way over several links."""
+    """Encoded PeerMessage that travels over several links."""
 
     to: str
     source: str
@@ -74,7 +75,7 @@ class RoutedMessage:
     """View by whose ways the message goes; NO_VIEW: by those of the view that rules where it is."""
 
     def packed(self) -> bytes:
-        """Returns this message's bytes in a ROUTED frame, which may carry several messages."""
+        """Returns this message's bytes in a ROUTED frame, which may hold several messages."""
         to, source = self.to.encode(), self.source.encode()
         head = _HEAD.pack(
             self.hops_left, len(to), len(source), self.view.term, self.view.number, memoryview(self.payload).nbytes
@@ -83,7 +84,7 @@ class RoutedMessage:
 
 
 def unpacked(data: memoryview) -> list[RoutedMessage]:
-    """Returns the routed messages of a ROUTED frame: the reverse of `RoutedMessage.packed`, one after the other.
+    """Yields the routed messages of a ROUTED frame, one after the other: the reverse of `RoutedMessage.packed`.
 
     Raises:
         WireError: These bytes are no routed messages.
@@ -110,8 +111,8 @@ def unpacked(data: memoryview) -> list[RoutedMessage]:
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """Order to send a message to this neighbour, over a link that stands; `bare`: the message alone, which is this
-    member's own.
+    """Order to send a message to this neighbour; `bare`: without routing fields, as it is from this member to that
+    neighbour.
     """
 
     peer: str
@@ -121,14 +122,14 @@ class Hand:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Order to take a message that is for this member."""
+    """Order to deliver a message whose addressee is this member."""
 
     routed: RoutedMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """News that a message goes no further; a recovery has it sent again."""
+    """News that a message cannot be delivered; after the next recovery its sender repeats it."""
 
     routed: RoutedMessage
     reason: str
@@ -138,7 +139,7 @@ RouteStep = Hand | Take | Drop
 
 
 class Router:
-    """Ways from one member to others: those of the ruling view, and beside them those of views that are coming.
+    """Router of one member's messages, by the links of the ruling view and of views that are coming.
 
     Attributes:
         me: This member's id.
@@ -157,7 +158,9 @@ class Router:
         self._former: tuple[View | None, dict[str, str]] = (None, {})
 
     def rule(self, view: View | None) -> list[RouteStep]:
-        """Makes `view` the ruling one (None: this member is in none), and sends on what can go now."""
+        """Makes `view` the ruling one (None: this member is in no view), and returns orders for messages that can go on
+        now.
+        """
         if view is None or self._ruling[0] is None or view.id != self._ruling[0].id:
             self._former = self._ruling
         self._ruling = (view, _ways(self.me, view) if view is not None else {})
@@ -165,7 +168,7 @@ class Router:
         return self.again()
 
     def foresee(self, view: View) -> list[RouteStep]:
-        """Takes in a view that is decided, or that a header names: its links say how its newcomers are reached."""
+        """Notes a coming view, decided or named by a header, whose links say how its newcomers are reached."""
         ruling = self._ruling[0]
         if (ruling is None or view.id > ruling.id) and all(view.id != v.id for v, _ in self._coming):
             self._coming = [*self._coming, (view, _ways(self.me, view))][-4:]
@@ -175,11 +178,11 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        """Number of messages that wait."""
+        """Number of queued messages."""
         return len(self._waiting)
 
     def send(self, to: str, payload: bytes | memoryview, view: ViewId) -> list[RouteStep]:
-        """Sends one of this member's own messages, by the ways of this view."""
+        """Returns orders that send one of this member's own messages along this view's links."""
         return self._post(RoutedMessage(to, self.me, self.hops, payload, view), "")
 
     def arrived(self, routed: RoutedMessage, came_from: str) -> list[RouteStep]:
@@ -191,16 +194,16 @@ class Router:
         return self._post(replace(routed, hops_left=routed.hops_left - 1), came_from)
 
     def returned(self, routed: RoutedMessage) -> list[RouteStep]:
-        """Sends a routed message anew that had not left when its link broke."""
+        """Sends a routed message again, since its link broke before it had been sent."""
         return self._post(routed, "")
 
     def again(self) -> list[RouteStep]:
-        """Looks again at messages that wait, as links or ways have changed."""
+        """Returns orders for queued messages that can go on now, as links or routes have changed."""
         waiting, self._waiting = self._waiting, deque()
         return [step for routed, came_from in waiting for step in self._post(routed, came_from)]
 
     def _post(self, routed: RoutedMessage, came_from: str) -> list[RouteStep]:
-        """Sends a routed message on, has it wait, or drops it."""
+        """Forwards, queues or drops a routed message."""
         hop = self.hop(routed.to, routed.view)
         if hop == "" and routed.to in self.up:
             # Only then: a break of a link that the view lacks costs no recovery, and nothing would be sent again.
@@ -218,18 +221,19 @@ class Router:
 
     @property
     def neighbours(self) -> frozenset[str]:
-        """Members with which the ruling view, or one that is coming, links this one."""
+        """Members to which this one has a link in the ruling view or in a coming one."""
         ways = (self._ruling[1], *(ways for _, ways in self._coming))
         return frozenset(member for known in ways for member, hop in known.items() if member == hop)
 
     @property
     def hops(self) -> int:
-        """Number of links that a routed message may go over: no way in a known view is longer."""
+        """Largest number of links that a routed message may travel over: no route in a known view is longer."""
         known = [view for view, _ in self._coming] + [view for view in self._ruling[:1] if view is not None]
         return min(MAX_HOPS, max([len(view.members) for view in known], default=1))
 
     def hop(self, to: str, view: ViewId = NO_VIEW) -> str | None:
-        """Returns the neighbour on the way to this member in this view; "" if none is known, None before the view is.
+        """Returns the neighbour on the route to this member in the given view; "" if there is none, None if that view
+        is not known yet.
 
         While a view changes two members stand in different ones for a moment. By the ways of its own view a routed
         message never runs in circles; by those of others it would, and be lost.

@@ -1,4 +1,5 @@
-"""Gathers, for one look of the detector, who has left, whose links are closed, and who can tell of a suspect.
+"""Gathers, for one look of the death detector, whose streams and links are closed, and who can be asked about a
+suspect.
 
 Theory of operation. Witnesses of a suspect are asked about it, two at a time. Where the view names its links, only a
 neighbour misses its link to the suspect; anybody else never had one, so what it denies counts for nothing as long as a
@@ -28,7 +29,7 @@ def _told(peer: Peer) -> tuple[Span, ...]:
 
 
 class Scene:
-    """Members as one look of the detector finds them; what is asked of many members at once is counted here once.
+    """Members as the death detector finds them at one look; facts that concern many members are computed once.
 
     Args:
         watched: Living members by id: who is judged.
@@ -55,12 +56,12 @@ class Scene:
 
     @cached_property
     def _left(self) -> int:
-        """Number of watched members that have no stream."""
+        """Number of watched members without a control stream."""
         return sum(p.conn is None for p in self.watched.values())
 
     @cached_property
     def _closed(self) -> dict[str, list[Peer]]:
-        """Peers that have a stream and say that their link to a member is closed, by that member."""
+        """Peers that have a stream and report their link to some member as closed, by that member's id."""
         found: dict[str, list[Peer]] = {}
         for peer in self.everybody():
             for member in peer.down if peer.conn is not None else ():
@@ -68,14 +69,14 @@ class Scene:
         return found
 
     def is_unheard(self, peer: Peer) -> bool:
-        """Returns whether most other members have no stream: a scheduler that nearly all have left was silent
-        itself.
+        """Returns whether most other members have no control stream, which suggests that the scheduler itself was cut
+        off.
         """
         return 2 * (self._left - (peer.conn is None)) > len(self.watched) - 1
 
     def closed_link(self, member: str, ends: tuple[str, ...] = ("",), *, newcomers: bool = True) -> str:
-        """Returns a living process's words about its closed link to this member, with one of these `ends` in them; ""
-        if there are none.
+        """Returns a connected process's report on its closed link to this member that contains one of these `ends`; ""
+        if there is none.
         """
         for other in self._closed.get(member, ()):
             if not newcomers and other.id not in self.watched:
@@ -86,7 +87,7 @@ class Scene:
         return ""
 
     def fact(self, peer: Peer, ends: tuple[str, ...] = ("",), *, newcomers: bool = True) -> str:
-        """Returns words if both this peer's stream and a link to it are closed; "" if not."""
+        """Returns evidence that both this peer's control stream and a link to it are closed; "" if not."""
         # A stream that a scheduler's restart closed says nothing about its member: that takes a neighbour's word.
         if peer.conn is not None or not peer.known:
             return ""
@@ -94,7 +95,7 @@ class Scene:
         return f"its control stream is closed, and {link}" if link else ""
 
     def witnesses(self, member: str, suspects: Collection[str], last: bool) -> list[str]:
-        """Returns the peers to ask about this member.
+        """Returns the peers that are asked whether this member lives.
 
         Neighbours come first, then those that know of a link to it, suspects last. Newcomers are asked if there is
         nobody else. About the last holder everybody may be asked, and first of all who can read its process table.

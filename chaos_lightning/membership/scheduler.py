@@ -116,14 +116,16 @@ _PRESSING = (Verdict, Differs, Kept, LinkRequest)
 
 
 def planned(requests: Mapping[str, PipelineRequest]) -> ViewPipeliner:
-    """Returns the planner's pipelines; the planner is loaded when a job first asks for some."""
+    """Returns a maker of pipelines that uses the planner, which is imported only when a job first asks for
+    pipelines.
+    """
     from chaos_lightning.membership.planned import PlannedPipeliner
 
     return PlannedPipeliner(requests)
 
 
 class SchedulerMachine:
-    """State machine of the scheduler. The shell feeds a SchedulerTick every `tick_interval_s` (or more often).
+    """State machine of the scheduler. Its process feeds a SchedulerTick every `tick_interval_s` or more often.
 
     Args:
         settings: The job's rules.
@@ -189,7 +191,7 @@ class SchedulerMachine:
         return self.desk.phase is SchedulerPhase.DEPOSED
 
     def _depose(self, why: str) -> None:
-        """Stops deciding and saying anything, as another scheduler rules; members find the other one."""
+        """Makes this scheduler stop deciding and sending, as another one rules; members connect to that one."""
         self.desk.phase = SchedulerPhase.DEPOSED
         self.desk.note("error", text=f"deposed: {why}; another scheduler rules")
         for conn in self.roster.conns:
@@ -197,8 +199,8 @@ class SchedulerMachine:
         self.desk.out.append(SchedulerDone(f"deposed: {why}", deposed=True))
 
     def _shut_out(self, view: View, fits: int, detail: str) -> None:
-        """Deals with a view that no store takes: the next one has fewer links, or fewer newcomers; else there is none
-        like it.
+        """Handles a view that is too large for the store: later views have fewer links or newcomers, or are not made at
+        all.
 
         The job goes on in the view before. Where it cannot, as its members have promised to leave that, all are told.
         """
@@ -219,14 +221,14 @@ class SchedulerMachine:
     def _write(
         self, view: View, then: Callable[[], None], base: Header | None = None, *, hand_on: bool = False
     ) -> bool:
-        """Asks the store to write a view; returns False if it is known that no store takes it."""
+        """Asks the store to write a view; returns False if it is known that no store accepts it."""
         if self.book.refuses(view):
             return False
         self.book.persist(Persist(0, "view", view.id, view, base, hand_on), then)
         return True
 
     def snapshot(self, page: int = 0) -> dict[str, object]:
-        """Returns plain values for `chaos-lightning status`; of a large job a page, or what is odd
+        """Returns plain values for `chaos-lightning status`; of a large job only one page, or what is abnormal
         (`Showing.facts`).
         """
         latest = self.book.latest
@@ -251,7 +253,7 @@ class SchedulerMachine:
         }
 
     def validate_state(self) -> None:
-        """Asserts what must hold between two events."""
+        """Asserts the invariants of the scheduler's state between two events."""
         latest = self.book.latest
         for before, view in pairwise(self.book.views):
             assert view.predecessor == before.id, (view.predecessor, before.id)
@@ -279,7 +281,7 @@ class SchedulerMachine:
             assert not self.roster.living(), "somebody holds the state"
 
     def _change_view(self, latest: View, change: Change, net: Net, found: tuple[str | None, str] | None = None) -> bool:
-        """Asks the store to write a view of this change; `found`: with these pipelines, for this reason."""
+        """Asks the store to write a view with this change; `found`: the pipelines to use and the reason for them."""
         going = tuple(m for m in latest.members if m not in change.members)
         pipelines, why = found or self.pipelining.of(change.members, net.pairs, going)
         if pipelines is None and change.members:
@@ -295,7 +297,7 @@ class SchedulerMachine:
         return self.desk.phase
 
     def on(self, now: float, *events: SchedulerEvent) -> list[SchedulerEffect]:
-        """Takes events in, in their order; returns the effects in the order in which they must happen."""
+        """Handles events in their order; returns the effects in the order in which they must happen."""
         for event in events:
             self.stimulus_log.append((now, stimuli.of_scheduler(event)))
         self.desk.out = []
@@ -316,7 +318,7 @@ class SchedulerMachine:
         return self.desk.out
 
     def _can_wait(self, event: SchedulerEvent) -> bool:
-        """Returns whether this event, in a large job, only adds to what the next tick looks at.
+        """Returns whether all decisions about this event can wait for the next tick, in a large job.
 
         Nothing waits that tells of a death, that somebody waits for, or that a decision has been written down.
         """
@@ -337,7 +339,7 @@ class SchedulerMachine:
                 return False
 
     def _take(self, event: SchedulerEvent) -> None:
-        """Takes an event into the facts; decides nothing."""
+        """Records what an event says; decides nothing."""
         match event:
             case MessageIn(conn, message):
                 self.admission.on_message(conn, message)
@@ -381,7 +383,7 @@ class SchedulerMachine:
         self.learners.tell()
 
     def _forgive(self, now: float) -> None:
-        """Forgives everybody a gap in this process's own clock, which is nobody's silence (protocol.md 12)."""
+        """Moves all deadlines by a gap in this process's own clock, which was nobody's silence (protocol.md 12)."""
         first, before = self.desk.clock is None, self.desk.clock if self.desk.clock is not None else now
         self.desk.clock = now
         gap = now - before
@@ -415,7 +417,7 @@ class SchedulerMachine:
                 peer.observes_since += gap
 
     def _turn(self) -> bool:
-        """Decides at most one thing; returns True if something changed that may allow another decision."""
+        """Makes at most one decision; returns True if something changed that may allow another one."""
         if self.book.persisting is not None or self.identity.hearing:
             return False
         if held := self.identity.let_go():
@@ -448,7 +450,7 @@ class SchedulerMachine:
         return self._turn_recovering()
 
     def _promote(self) -> bool:
-        """Gives the oldest standbys places that became free, unless a member that may live has their name."""
+        """Gives places that became free to the oldest standbys, except those whose name a member has that may live."""
         standby = [p for p in self.roster.peers.values() if p.standing is Standing.STANDBY and not p.differs]
         taken = {p.member.name for p in self.roster.living()} if standby else ()
         waiting = {p.id: p for p in standby if p.conn is not None and p.member.name not in taken}
@@ -519,8 +521,8 @@ class SchedulerMachine:
         return written
 
     def _turn_finish(self) -> bool:
-        """Ends the job once every living member that holds the state has committed the closing header, also if a view
-        lets all of them go with it.
+        """Ends the job once every living member that holds the state has committed the closing header, even if a view
+        lets all of them go with that header.
         """
         latest = self.book.latest
         gone = latest is not None and not latest.members
@@ -575,8 +577,8 @@ class SchedulerMachine:
         return self._change_view(latest, *change) if change is not None else self._turn_better(latest)
 
     def _turn_better(self, latest: View) -> bool:
-        """Makes a view with better pipelines for the same members, for the next header (P8), unless a member is about
-        to leave.
+        """Makes a view of the same members with better pipelines, for the next header (P8), unless a member is about to
+        leave.
         """
         if any(p.leaving for p in self.roster.members()):
             return False
@@ -588,9 +590,8 @@ class SchedulerMachine:
         return self._change_view(latest, change, Net(self.graph.of_view(latest)), found)
 
     def _turn_parting(self, latest: View) -> bool:
-        """Releases all members together after one header has let all of them go (P13). Each tells that it has written
-        its parts down, and stays until all that live have; a death before that is a recovery, as what the dead told
-        still counts.
+        """Releases all members together, after one header has let all of them go and all living ones have written their
+        parts of the state to files (P13).
         """
         leavers = self.roster.needed_leavers()
         if dead := [p for p in leavers if not p.alive and not self.keeper.has_told(p)]:
@@ -617,7 +618,7 @@ class SchedulerMachine:
         return True
 
     def _time_joiners(self, latest: View) -> None:
-        """Puts a joiner out again that does not get its state in time, as it holds everybody up."""
+        """Excludes a joiner that does not get its state in time, as it holds everybody up."""
         if self.book.entered_at is not None and self.deaths.waited_for:
             self.book.entered_at = self.desk.now  # its donors are silent
         if self.book.entered_at is None:
@@ -637,7 +638,7 @@ class SchedulerMachine:
                 self.roster.left_behind.add(process_of(peer.member))
 
     def _can_do_without(self, latest: View, late: Sequence[Peer]) -> bool:
-        """Returns whether enough members go on together without these; if not, all are told that they wait."""
+        """Returns whether enough members can go on without these; if not, all members are told that they wait."""
         names = {p.id for p in late}
         staying = [m for m in latest.members if m.id not in names]
         ids, enough = [m.id for m in staying], self.settings.min_nodes
@@ -687,8 +688,8 @@ class SchedulerMachine:
         return self._change_view(latest, change, net)
 
     def _waits_for_leaves(self, latest: View, change: Change, net: Net) -> bool:
-        """Returns whether these leaves wait for those of others, since parts of the training state move with them
-        (P13).
+        """Returns whether these leaves wait a moment for more leaves, since parts of the training state have to move
+        each time (P13).
         """
         going = tuple(m for m in latest.members if m not in change.members)
         text, _ = self.pipelining.of(change.members, net.pairs, going)
@@ -699,19 +700,21 @@ class SchedulerMachine:
         return self.desk.now - self._leaves_since < LEAVES_TOGETHER_S
 
     def _part(self, latest: View) -> bool:
-        """Lets all members, which leave each with some of the state, go by one header (P13)."""
+        """Lets all members, each of which leaves with some parts of the state, go by one header (P13)."""
         self._leaves_since = None
         reason = f"{listed(latest.ids())} leave: all part at one header, and each keeps its parts in a file"
         change = Change(members=(), joiners=(), reason=reason, plan=latest.plan)
         return self._change_view(latest, change, self.graph.net([]))
 
     def _near(self, ready: list[Peer], latest: View, leaving: list[str]) -> list[Peer]:
-        """Returns newcomers with a link to a member that stays, if any stays."""
+        """Returns newcomers with a link to a member that stays; all of them if nobody stays."""
         staying = set(latest.ids()).difference(leaving)
         return self.graph.led(ready, staying) if staying else ready
 
     def _let_go(self, latest: View, leaving: list[str]) -> bool:
-        """Lets members go that are the only way between others: these get time to find one, then one side goes on."""
+        """Lets members go whose links alone connect others: waits a while for links between these, then lets one side
+        go on.
+        """
         out = set(leaving)
         ids = [m for m in latest.ids() if m not in out]
         if not leaving or not connected(latest.ids(), self.graph.pairs(latest.ids())):
@@ -764,7 +767,9 @@ class SchedulerMachine:
         return self._turn_decide(ruling, ruling.base)
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
-        """Rules on base, hand-on or redo, and who goes on (protocol.md 9)."""
+        """Decides how a recovery goes on: from which header, by handing it on or by redoing the slot, and with whom
+        (protocol.md 9).
+        """
         assert self.book.latest is not None
         return rule(self.book.latest, self.book.past, reports, self.keeper.told_reports())
 
@@ -799,7 +804,9 @@ class SchedulerMachine:
         return self._write(view, lambda: self._decided(view, ruling), base, hand_on=ruling.hand_on)
 
     def _hold(self, text: str) -> bool:
-        """Makes all that are here wait, and tells them why; returns True if they do so from now on."""
+        """Makes all connected members and ready newcomers wait, and tells them why; returns True if the waiting begins
+        now.
+        """
         self.roster.tell(text, [*self.roster.party(), *self.graph.ready()])
         if self.desk.phase is SchedulerPhase.HOLDING:
             return False
@@ -808,7 +815,8 @@ class SchedulerMachine:
         return True
 
     def _bridged(self, ruling: Ruling) -> tuple[tuple[str, str], ...]:
-        """Returns cut off members, with reasons, that newcomers link to those who go on, if they are enough together.
+        """Returns cut-off members, with reasons, that can come back over newcomers' links; none if all together are too
+        few.
 
         As long as they are members they are cut off, and no newcomer comes in while too few are here; as newcomers
         they count, and come in after those that link them.
@@ -825,7 +833,7 @@ class SchedulerMachine:
         )
 
     def _decided(self, view: View, ruling: Ruling) -> None:
-        """Tells a founding or recovered view, which is in the chain, to its members; all others of the old one are
+        """Sends a founding or recovered view, now in the chain, to its members; all other members of the old view are
         out.
         """
         assert ruling.base is not None
@@ -883,7 +891,7 @@ class SchedulerMachine:
         self.pipelining.followed(before, view)
 
     def _announce(self, view: View) -> None:
-        """Tells members of a view that a header will carry."""
+        """Sends a decided view to its members, before a header carries it."""
         self._append(view, carried=True)
         self.book.decision, self.book.announced = None, NextView(view)
         for peer in self.roster.members_of(view):
@@ -895,7 +903,7 @@ class SchedulerMachine:
                 self.roster.send(peer, self.book.announced)
 
     def _on_reset(self, token: int, force: bool) -> None:
-        """Ends the job on the operator's word; not beside members that train on, unless the word says so."""
+        """Ends the job at an operator's request; not while members train on, unless the request says so."""
         lives = [p.id for p in self.roster.living() if p.conn is not None and p.id not in self.detector.suspicions]
         lost = self.identity.lost_words()
         awaited = [
@@ -933,7 +941,9 @@ class SchedulerMachine:
         self.book.persist(Persist(0, "finish", self.roster.next_number(), again=True), lambda: self._reset(token))
 
     def _reset(self, token: int) -> None:
-        """Lets all members of the job go, whatever they do; newcomers come again, and found the next one."""
+        """Releases all members of the job, whatever they do; newcomers are told to come again, and found the next
+        job.
+        """
         reason = "an operator has ended the job"
         who = self._over_for_good(Released(reason, asked=True))
         self.desk.note("reset", members=who, view=str(self.book.views[-1].id))
@@ -943,7 +953,7 @@ class SchedulerMachine:
         self.desk.out.append(SchedulerDone(reason, again=True))
 
     def _over_for_good(self, words: ToMember) -> list[str]:
-        """Ends the job without finishing it: tells all that are in it, and returns the ids of its members."""
+        """Ends the job unfinished: tells all members, and returns the ids of those of the latest view."""
         who = [p.id for p in self.roster.members()]
         self.desk.phase = SchedulerPhase.FINISHED
         for peer in self.roster.peers.values():
@@ -952,7 +962,7 @@ class SchedulerMachine:
         return who
 
     def _end(self, reason: str) -> bool:
-        """Ends the job, as it cannot go on and is not to wait; members that are started again begin it anew."""
+        """Ends the job, as it cannot go on and is not to wait; members that are started again found it anew."""
         self.book.persist(Persist(0, "finish", self.roster.next_number(), again=True), lambda: self._ended(reason))
         return True
 
@@ -962,7 +972,7 @@ class SchedulerMachine:
         self.desk.out.append(SchedulerDone(reason, again=True))
 
     def _go_without(self, ruling: Ruling) -> bool:
-        """Decides what to do if parts of the training state are lost and others are here, which nobody guesses (P14).
+        """Decides what to do if parts of the training state are lost and only others are left (P14).
 
         The job ends, or all wait until an operator ends it, or brings a machine back: as members ask. Whoever is to
         leave goes at once, since it can serve nobody.
@@ -982,7 +992,7 @@ class SchedulerMachine:
         return self._hold(f"training waits: {text}: {advice}; {self.book.saved_words}")
 
     def _lose(self, reason: str, ruling: Ruling | None = None) -> None:
-        """Notes that no member holds the training state any more: the next newcomers found the job again."""
+        """Notes that no member holds the training state any more: the next newcomers found the job anew."""
         self.desk.lost = f"{reason}; the next members found the job again from their own state"
         self.desk.note("notice", text=self.desk.lost)
         ruling = ruling or Ruling(base=None)

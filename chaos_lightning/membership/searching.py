@@ -1,4 +1,5 @@
-"""Searches for better pipelines while a job goes on, and lets a later header carry those that pay.
+"""Searches for better pipelines while a job goes on, and lets a later header carry a view with those that are worth the
+change.
 
 Theory of operation. A decision takes pipelines that are found in milliseconds. Once a view of other members is settled,
 or members compute or links carry more or less than when a plan was asked for last, the best plan is asked for
@@ -30,7 +31,7 @@ _QUIET = 8
 
 
 class PipelineSearch:
-    """Search for better pipelines. Arguments are the parts that it uses."""
+    """Search for better pipelines. Arguments are scheduler components that it uses."""
 
     def __init__(self, desk: Desk, pipelining: Pipelining) -> None:
         self._desk = desk
@@ -51,7 +52,7 @@ class PipelineSearch:
         """Plan that was found for these members."""
 
     def on_found(self, event: PipelinesFound) -> None:
-        """Takes a plan that was found; it counts only if it answers the last request."""
+        """Handles a plan from the search; it counts only if it answers the last request."""
         if event.token != self._out:
             return
         self._out, self._found = 0, event.plan or ""
@@ -59,7 +60,7 @@ class PipelineSearch:
             self._desk.note("notice", text=f"the pipelines stay: {event.reason}")
 
     def turn(self, latest: View) -> tuple[str, str] | None:
-        """Returns better pipelines for the members of this view, and why; None if there are none.
+        """Returns better pipelines for this view's members, and the reason; None if there are none.
 
         Args:
             latest: The view that rules, and that all its members stand in.
@@ -97,8 +98,8 @@ class PipelineSearch:
 
 
 def searched(effect: SearchPipelines) -> PipelinesFound:
-    """Returns the answer with the best plan that a request asks for. The search takes seconds, so it runs in a process
-    of its own.
+    """Returns the answer with the best plan that a request asks for. The search takes seconds, so it runs in a separate
+    process.
     """
     from chaos_lightning.planning.pipelines.pipeliner import PlanWish, search_plan
 

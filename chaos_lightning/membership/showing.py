@@ -1,4 +1,4 @@
-"""Tells `chaos-lightning status` who is in a job and which links they have.
+"""Collects, for `chaos-lightning status`, who is in a job and which links they have.
 
 Theory of operation. Up to SHOWN members and newcomers everything is listed, every pair of them with its link. Of a
 larger job the answer lists what is not as it should be, SHOWN of a kind at most, and counts the rest; so it takes
@@ -30,7 +30,7 @@ _STATES = ("in use", "down", "stands, not in use yet", "not there yet", "not wan
 
 
 class Showing:
-    """Facts about members and links for people. Arguments are the parts that it uses."""
+    """Facts about members and links for people. Arguments are scheduler components that it uses."""
 
     def __init__(self, desk: Desk, book: Book, roster: Roster, graph: Graph, topology: Topology) -> None:
         self._desk = desk
@@ -40,7 +40,9 @@ class Showing:
         self._topology = topology
 
     def facts(self, page: int) -> dict[str, object]:
-        """Returns members, newcomers and links: of a page (1, 2, ...), or for 0 what is not as it should be."""
+        """Returns facts on members, newcomers and links: those of one page (1, 2, ...), or for page 0 only the abnormal
+        ones.
+        """
         members = self._roster.members()
         peers = [*members, *(p for p in self._roster.peers.values() if p.standing is not Standing.MEMBER)]
         counts: dict[str, object] = {
@@ -72,7 +74,7 @@ class Showing:
         }
 
     def _odd(self, member: Peer) -> bool:
-        """Returns whether this member is not as it should be, so that it has a line of its own in a large job."""
+        """Returns whether this member's state is abnormal, so that it has a line of its own even in a large job."""
         latest = self._book.latest
         behind = latest is not None and member.entered != latest.id
         silent = self._desk.clock is not None and self._desk.now - member.heard > self._desk.settings.silence_timeout_s
@@ -80,7 +82,7 @@ class Showing:
         return bool(behind or silent or not here or member.leaving)
 
     def _runs(self, peer: Peer) -> dict[str, object]:
-        """Returns which layers a member of a view with pipelines runs, in words, and how fast if it is known."""
+        """Returns which layers this member runs in the view's pipelines, in words, and its speed if known."""
         latest = self._book.latest
         pipelines = division(latest).pipelines if latest is not None and latest.pipelines else None
         if pipelines is None or peer.standing is not Standing.MEMBER:
@@ -117,7 +119,7 @@ class Showing:
         return [p for p in peers if p.standing is not Standing.STANDBY]
 
     def _known(self, peers: Sequence[Peer]) -> Iterator[tuple[Peer, Peer]]:
-        """Yields the pairs that the latest view uses or that somebody has reported on, the older end first."""
+        """Yields the pairs with a link in the latest view or in any report, the older end first."""
         here = self._placed(peers)
         places = {p.id: i for i, p in enumerate(here)}
         latest = self._book.latest
@@ -126,7 +128,7 @@ class Showing:
         return ((here[a], here[b]) for a, b in ends)
 
     def _link_states(self, peers: Sequence[Peer]) -> tuple[Counter[str], list[tuple[Peer, Peer]]]:
-        """Returns the number of links in each state, and the links that are not as they should be."""
+        """Returns the number of links in each state, and the abnormal links."""
         states, odd = Counter[str](), list[tuple[Peer, Peer]]()
         latest = self._book.latest
         used = self._graph.of_view(latest) if latest is not None else frozenset()
@@ -172,7 +174,7 @@ class Showing:
 
 
 def _in_words(progress: Progress) -> str:
-    """Returns a newcomer's transfer of the state in one line."""
+    """Returns one line on how far a newcomer's transfer of the state is."""
     if progress.phase == "replay":
         return f"replays, {progress.lag} behind"
     words = f"{progress.done_nbytes / 2**20:.1f} of {progress.total_nbytes / 2**20:.1f} MiB"

@@ -1,4 +1,5 @@
-"""Tells how long a process may be silent before that is a sign of its death, and learns from silences that were none.
+"""Decides how long a process may be silent before it is taken for dead, and learns from silent processes that turned
+out to live.
 
 Theory of operation. A process that is busy and one that is stopped are equally silent: a long call that holds the
 interpreter's lock, a collection, a fork. Its kernel acknowledges in both cases what is sent to it. So silence alone
@@ -26,7 +27,7 @@ FORGOTTEN_IN_S = 60.0
 
 
 class Silences:
-    """Silences that processes have broken by themselves.
+    """Silences that processes ended by speaking again.
 
     Args:
         settings: Timeouts, in seconds.
@@ -42,11 +43,11 @@ class Silences:
         """Processes that were taken for dead for their silence alone, with the time since which they were silent."""
 
     def shift(self, gap: float) -> None:
-        """Forgives silent members the `gap` seconds for which the scheduler itself was frozen."""
+        """Moves the starts of silences by the `gap` seconds for which the scheduler itself was frozen."""
         self._doubted = {process: since + gap for process, since in self._doubted.items()}
 
     def broken(self, now: float, member: Member, gap: float) -> None:
-        """Learns that this process was silent for `gap` seconds and is well."""
+        """Learns that this process was silent for `gap` seconds and yet lives."""
         if not self._pacing.timeout_s < gap <= self._most_patience_s():
             return
         self._gaps = {p: (longest, at) for p, (longest, at) in self._gaps.items() if now - at < 10 * FORGOTTEN_IN_S}
@@ -54,23 +55,23 @@ class Silences:
             self._gaps[process_of(member)] = (gap, now)
 
     def doubt(self, now: float, member: Member, since: float) -> None:
-        """Notes that this process is taken for dead because it has been silent since then."""
+        """Notes that this process is taken for dead because it has been silent since the given time."""
         self._doubted = {p: at for p, at in self._doubted.items() if now - at < FORGOTTEN_IN_S}
         self._doubted[process_of(member)] = since
 
     def returned(self, now: float, member: Member) -> None:
-        """Learns from a process that says hello, if it was taken for dead for its silence."""
+        """Learns the length of a silence for which this process was taken for dead, as it says hello again."""
         since = self._doubted.pop(process_of(member), None)
         if since is not None:
             self.broken(now, member, now - since)
 
     def patience_s(self, now: float, member: Member) -> float:
-        """Returns the seconds that this process may be silent, if nothing else tells of its death."""
+        """Returns the seconds that this process may be silent if there is no other sign of its death."""
         learned = LEARNED_TWICE * self._longest(now, member)
         return min(max(self._settings.silence_timeout_s, learned), self._most_patience_s())
 
     def _longest(self, now: float, member: Member) -> float:
-        """Returns the longest silence (s) that this process has broken, as far as it still counts."""
+        """Returns the longest silence (s) that this process ended by speaking again; old ones are left out."""
         gap, at = self._gaps.get(process_of(member), (0.0, now))
         return gap * math.exp2((at - now) / FORGOTTEN_IN_S)
 

@@ -44,12 +44,15 @@ _equal_fields = operator.attrgetter(*EQUAL_FIELDS)
 
 
 def by_units(view: View, contribution: Contribution) -> bool:
-    """Returns whether units of micro-batches ran for this contribution, which then ends with its attempt (P4, P17)."""
+    """Returns whether pipeline units ran for this contribution, so that it counts only in the attempt in which they ran
+    (P4, P17).
+    """
     return bool(view.pipelines) and (contribution.kind is Kind.STEP or bool(contribution.micro_batches))
 
 
 def follows(base: Header, last: Header, entered: ViewId) -> bool:
-    """Returns whether a member can commit a recovery's base next. If sums never travel, it must have made its own (P5).
+    """Returns whether a member can commit a recovery's base next: it is at the header before, and has the sums if these
+    cannot be fetched (P5).
 
     Args:
         base: The recovery's.
@@ -60,7 +63,8 @@ def follows(base: Header, last: Header, entered: ViewId) -> bool:
 
 
 def admitting(header: Header, member: str, entered: ViewId) -> View | None:
-    """Returns the view by which this header lets a newcomer in, which fetches the state at it (15, 17 "pause").
+    """Returns the view with which this header lets a newcomer in, which then fetches the state at this header (15, 17
+    "pause"); None if none.
 
     Args:
         header: A header.
@@ -72,13 +76,14 @@ def admitting(header: Header, member: str, entered: ViewId) -> View | None:
 
 
 def carriable(waiting: View | None, ruling: View) -> View | None:
-    """Returns the waiting view if it follows the ruling one, so that a header of the ruling one may carry it."""
+    """Returns the waiting view if it directly follows the ruling view, so that the next header may carry it; else
+    None.
+    """
     return waiting if waiting is not None and waiting.predecessor == ruling.id else None
 
 
 def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Differs, ...]:
-    """Returns members whose contributions differ from the others', in the first field in which any does; () if all
-    agree.
+    """Returns members whose contributions differ from the others', in the first field that differs; () if all agree.
 
     What most of those have who do not yield counts; on a tie what the oldest of them has, as with state hashes (24).
     """
@@ -103,7 +108,7 @@ def differing(view: View, contributions: Mapping[str, Contribution]) -> tuple[Di
 
 
 def _unequal(name: str, reference: Contribution, other: Contribution) -> str:
-    """Returns words about a field in which a member differs from the one whose value counts."""
+    """Returns text on a field in which a member's contribution differs from the reference contribution."""
     if name in ("kind", "name") and (reference.kind, other.kind) != (Kind.STEP, Kind.STEP):
         return _at_different_calls(reference, other)
     if name == "order":
@@ -120,7 +125,9 @@ def _unequal(name: str, reference: Contribution, other: Contribution) -> str:
 
 
 def _at_different_calls(one: Contribution, other: Contribution) -> str:
-    """Returns words for two members that meet in different slots, and what to do about it."""
+    """Returns text on two members that meet in the same slot at different calls of the script, and what to do about
+    it.
+    """
     remedy = (
         "move the call out of `if rank == 0:`, `if trainer.is_global_zero:` and the like. A checkpoint is written by "
         "one member though all ask for it, and a value that one member alone logs needs no sync_dist=True"
@@ -134,7 +141,7 @@ def _at_different_calls(one: Contribution, other: Contribution) -> str:
 
 
 def _in_different_orders(one: Contribution, other: Contribution) -> str:
-    """Returns words for two members whose samples have unlike orders in one epoch."""
+    """Returns text on two members that have the samples of one epoch in different orders."""
     return (
         f"slot {one.seq}: {other.member} has {other.order or 'no shared order'}, {one.member} has "
         f"{one.order or 'no shared order'}; members must have the samples of an epoch in one order, or some are never "
@@ -145,7 +152,7 @@ def _in_different_orders(one: Contribution, other: Contribution) -> str:
 
 
 def _doing(contribution: Contribution) -> str:
-    """Returns words about what a member does in this slot, and by which line of its code."""
+    """Returns text on what a member does in this slot, and at which line of its code."""
     does = {
         Kind.STEP: "goes on to its next step",
         Kind.GATHER: f"makes the collective {contribution.name!r}",
@@ -156,9 +163,7 @@ def _doing(contribution: Contribution) -> str:
 
 
 def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
-    """Returns fields in which a contribution that yields may differ: all that the script gives, but for a step's
-    section.
-    """
+    """Returns the fields in which a contribution that yields to the others' may differ from theirs."""
     if other.kind is Kind.GATHER:
         return ("name", "lets_go")
     same_kind = other.kind is reference.kind
@@ -166,13 +171,14 @@ def _yielded(reference: Contribution, other: Contribution) -> tuple[str, ...]:
 
 
 def leading(view: View, contributions: Mapping[str, Contribution]) -> Contribution:
-    """Returns the contribution that says what this slot is: the root's, or the oldest member's that does not yield."""
+    """Returns the contribution that determines the slot: the root's, or the oldest member's if the root yields."""
     ordered = [contributions[view.root], *(contributions[m] for m in view.ids())]
     return next((c for c in ordered if not c.yields), ordered[0])
 
 
 def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution]) -> Kind:
-    """Returns the kind of the slot after `prev`; members that all leave let newcomers in first.
+    """Returns the kind of the slot after `prev`: a BOUNDARY for waiting newcomers if no script decides, else the
+    leading contribution's kind.
 
     A member that yields only because it has no samples has hyperparameters: it follows a script, and is not at rest.
     """
@@ -181,7 +187,8 @@ def kind_of(view: View, prev: Header, contributions: Mapping[str, Contribution])
 
 
 def fitting(payload: bytes) -> bytes:
-    """Returns the payload that a member contributes to a GATHER or STEP; of a too large one, enough to be refused.
+    """Returns the payload that a member contributes to a GATHER or STEP; of one that is too large, enough to be
+    refused.
 
     A member that raised alone would leave the others waiting for its contribution. One byte above the limit still fits
     into a message, and the root refuses the slot for all of them alike.
@@ -190,7 +197,7 @@ def fitting(payload: bytes) -> bytes:
 
 
 def too_large(contributions: Sequence[Contribution]) -> str:
-    """Returns words about payloads that do not fit into one header together; "" if they do."""
+    """Returns an error text if these payloads are too large for one header together; else ""."""
     total = sum(len(c.payload) for c in contributions)
     if total <= MAX_GATHER_NBYTES:
         return ""
@@ -205,8 +212,8 @@ def too_large(contributions: Sequence[Contribution]) -> str:
 
 
 def answers_of(kind: Kind, name: str, contributions: Sequence[Contribution]) -> tuple[bytes, ...]:
-    """Returns the payloads that a header of this kind and name hands on, in rank order: of a collective always, of a
-    step if any member says something beside its gradient (28b).
+    """Returns the payloads that the slot's header gives to all members, in rank order: for a GATHER always, for a STEP
+    if any is not empty (28b).
     """
     answers = tuple(c.payload if (c.kind, c.name) == (kind, name) else b"" for c in contributions)
     said = kind is Kind.GATHER or (kind is Kind.STEP and any(answers))
@@ -214,7 +221,7 @@ def answers_of(kind: Kind, name: str, contributions: Sequence[Contribution]) -> 
 
 
 def presence_of(contributions: Sequence[Contribution]) -> bytes:
-    """Returns the bitwise OR of the presence masks; a shorter mask has zeros behind its end."""
+    """Returns the bitwise OR of the members' presence masks; a short mask is padded with zeros."""
     length = max((len(c.presence) for c in contributions), default=0)
     bits = 0
     for contribution in contributions:
@@ -223,8 +230,8 @@ def presence_of(contributions: Sequence[Contribution]) -> bytes:
 
 
 def drifted(parts: Division, contributions: Mapping[str, Contribution]) -> tuple[DriftedPart, ...]:
-    """Returns the parts whose hash at an owner differs from most of its owners'; on a tie the oldest one's counts (24,
-    P12).
+    """Returns the owners' copies of parts of the state whose hash differs from most other owners'; on a tie the oldest
+    owner's counts (24, P12).
     """
     hashes = {c.member: _hashes(parts, c) for c in contributions.values() if c.state_hashes}
     found: list[DriftedPart] = []
@@ -241,9 +248,8 @@ def _hashes(parts: Division, contribution: Contribution) -> dict[int, str]:
 
 
 def miscounted(parts: Division, first: Contribution, contributions: Mapping[str, Contribution]) -> str:
-    """Returns words about micro-batches that are not once in each layer's sums, or hashes that are not one for each
-    part that their member owns; "" if all is well (P3, P12). Members of one attempt have one plan, so either can only
-    be a bug.
+    """Returns an error text if some layer's sums miss or repeat a micro-batch, or a member has not one hash per owned
+    part; else "" (P3, P12).
 
     Members of one attempt have one plan, so either can only be a bug.
 
@@ -264,7 +270,8 @@ def miscounted(parts: Division, first: Contribution, contributions: Mapping[str,
 
 
 def carried(kind: Kind, waiting: View | None, *, lets_go: bool = False) -> tuple[View | None, bool]:
-    """Returns the view that a header of this kind carries, and whether the header must ask for a BOUNDARY slot.
+    """Returns the view that a header of this kind carries (or None), and whether the header must ask for a BOUNDARY
+    slot.
 
     Joiners enter only by a BOUNDARY header: every member is at rest there, so the state that the joiner pulls cannot
     change. Other changes ride on any STEP or BOUNDARY header, and on that of a GATHER which lets go. No other GATHER

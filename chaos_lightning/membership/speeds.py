@@ -1,4 +1,4 @@
-"""Estimates members' speeds, by which pipelines are planned, from what members tell that they measure.
+"""Estimates members' speeds, for plans of pipelines, from the speeds that they measure and report.
 
 Theory of operation. A member tells how much faster or slower it computes than its own request foresees
 (`Heartbeat.speed`). Requests are measured by each member for itself, and plans take the layers of the oldest one, so
@@ -24,7 +24,7 @@ NOTICED = 0.15
 
 
 class Speeds:
-    """Speeds of members by which pipelines are planned.
+    """Estimated speeds of members, for plans of pipelines.
 
     Args:
         peers: Members by id, with what they tell.
@@ -39,7 +39,7 @@ class Speeds:
         """Speed by which each member is planned, beside its device's; as of the last `look`."""
 
     def look(self, oldest: PipelineRequest) -> None:
-        """Takes in the speeds that members have told since the last look.
+        """Updates the estimates from the speeds that members have reported since the last look.
 
         Args:
             oldest: Request whose layers plans take.
@@ -60,18 +60,18 @@ class Speeds:
         return min(MOST_SPEED, max(1 / MOST_SPEED, told))  # nonsense, too, even if it is no number
 
     def own(self, members: Iterable[str]) -> dict[str, float]:
-        """Returns the factors of these members' own speeds, without the common one."""
+        """Returns these members' speed factors, without the factor that is common to all members."""
         return {m: self._own.get(m, 1.0) for m in members}
 
 
 def _counted(before: float, told: float) -> float:
-    """Returns the factor that counts from now on, given the one that has counted."""
+    """Returns the newly reported factor, or the one used so far (or 1) if the difference is small."""
     near = (x for x in (before, 1.0) if max(told / x, x / told) <= 1 + NOTICED)
     return next(near, float(f"{told:.3g}"))
 
 
 def changes(before: Mapping[str, float], now: Mapping[str, float]) -> Sequence[str]:
-    """Returns in words which members are faster or slower than a plan foresaw, the slowest first.
+    """Returns in words which members are faster or slower than a plan assumed, the slowest first.
 
     Args:
         before: Factors by which it was made.

@@ -1,4 +1,4 @@
-"""Hands headers on, down a tree from the commit root that every member knows from the view (protocol.md 2).
+"""Forwards headers down a tree from the root of the view; every member computes the same tree (protocol.md 2).
 
 Theory of operation. In a small view the root sends a header to all others itself. In a larger one the tree is
 breadth-first from the root over the view's links, and each member has a few below it, as long as all are reached that
@@ -25,7 +25,7 @@ GREETERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Shape of the tree that headers go down; equal at all members.
+    """Shape of the tree along which headers are forwarded; the same at all members.
 
     Attributes:
         direct: Number of members up to which the root sends to all.
@@ -37,18 +37,18 @@ class Spread:
 
 
 class Spreading:
-    """Members to which one member hands headers on."""
+    """Choice of the members to which one member forwards headers."""
 
     def __init__(self, spread: Spread) -> None:
         self.spread = spread
         self._known: tuple[View | None, tuple[str, ...]] = (None, ())
 
     def hand_on(self, header: Header, view: View, me: str) -> list[MemberEffect]:
-        """Sends a header to those below this member in the view's tree, who get it by this one alone."""
+        """Returns effects that forward a header to the members below this one in the view's tree."""
         return [ToPeer(member, header) for member in self.below(view, me)]
 
     def below(self, view: View, me: str) -> tuple[str, ...]:
-        """Returns the members to which this one hands a header of `view` on."""
+        """Returns the members to which this one forwards a header of `view`."""
         if self._known[0] is not view:
             self._known = (view, self._below(view, me))
         return self._known[1]
@@ -63,7 +63,9 @@ class Spreading:
         return tuple(order[first : first + self.spread.width])
 
     def _tree(self, view: View) -> dict[str, list[str]]:
-        """Returns the members below each: at most `width`, but for those whom only a member with more can reach."""
+        """Returns the members below each member: at most `width`, unless some can only be reached through a member that
+        has more.
+        """
         near = neighbours(view.ids(), [(link.a, link.b) for link in view.links])
         order, below = [view.root], {view.root: list[str]()}
         for width in (self.spread.width, len(near)):

@@ -1,4 +1,4 @@
-"""Logs the events that a machine took in: enough to read what happened, and no payload.
+"""Logs the events that a state machine has handled: enough to understand what happened, but no payload.
 
 Theory of operation. Contributions and headers carry what a slot gathers, up to 60 MiB of all members together, and a
 header carries its ledger; a decision and a report carry headers. A log that keeps such events whole keeps them alive
@@ -29,14 +29,14 @@ _FEW = 8
 
 @dataclass(frozen=True, slots=True)
 class MessageDigest:
-    """Large event in words."""
+    """Short text in place of a large event, for a log."""
 
     kind: str
     words: str
 
 
 def of_member(event: MemberEvent) -> MemberEvent | MessageDigest:
-    """Returns what a member's log remembers of this event."""
+    """Returns what a member's log keeps of this event."""
     match event:
         case PeerIn(peer, message):
             return MessageDigest("PeerIn", f"{peer}: {in_words(message)}")
@@ -52,7 +52,7 @@ def of_member(event: MemberEvent) -> MemberEvent | MessageDigest:
 
 
 def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | MessageDigest:
-    """Returns what a scheduler's log remembers of this event."""
+    """Returns what a scheduler's log keeps of this event."""
     match event:
         case MessageIn(conn, Report() as report):
             named = in_words(report.pending) if report.pending is not None else report.pending_hash
@@ -71,7 +71,7 @@ def of_scheduler(event: SchedulerEvent) -> SchedulerEvent | MessageDigest:
 
 
 def _few(spans: Sequence[Span]) -> str:
-    """Returns the first of these spans, and how many more there are."""
+    """Returns the first of these spans, and the number of the others."""
     more = f" and {len(spans) - _FEW} more" if len(spans) > _FEW else ""
     return f"{tuple(spans[:_FEW])}{more}"
 

@@ -1,4 +1,4 @@
-"""Finds out the terms of the job, and which members can say them (protocol.md 12b).
+"""Determines which program a job runs (its terms), and which members can tell (protocol.md 12b).
 
 Theory of operation. Every member must equal a *reference*: what the job's first member said of itself. Where nobody who
 holds the state answers, a newcomer's is only for now: whoever differs waits, and is turned away or founds the job.
@@ -14,7 +14,7 @@ from chaos_lightning.protocol.types import Refused
 
 
 class Terms:
-    """Terms that newcomers are compared with. Arguments are the parts that it uses."""
+    """Terms of the job with which newcomers are compared. Arguments are scheduler components that it uses."""
 
     def __init__(self, desk: Desk, roster: Roster, detector: Detector) -> None:
         self._desk = desk
@@ -23,7 +23,7 @@ class Terms:
         self._detector = detector
 
     def turn_away_strangers(self) -> None:
-        """Refuses newcomers of another program that were welcomed before anybody could say so."""
+        """Refuses newcomers of another program that were welcomed before the job's terms were known."""
         for peer in [p for p in self._roster.peers.values() if not self._roster.was_member(p.id)]:
             reason = peer.differs = difference(peer.said, self._roster.reference) if peer.said is not None else ""
             if reason:
@@ -32,8 +32,8 @@ class Terms:
                 self._roster.drop(peer)
 
     def authorities(self) -> list[Peer]:
-        """Returns the members that can say what the job is: those that hold its state and answer, else those that
-        found it.
+        """Returns the members whose terms are the job's: those that hold its state and answer, else those that found
+        it.
         """
         if self._desk.phase is SchedulerPhase.REBUILDING:
             return [p for p in self._roster.peers.values() if p.standing is Standing.REPORTER]
@@ -43,7 +43,8 @@ class Terms:
         return [p for p in self._roster.living() if p.conn is not None and p.id not in self._detector.suspicions]
 
     def turn_terms(self) -> bool:
-        """Deals with newcomers of another program than that of a job whose members do not answer (protocol.md 12b).
+        """Refuses newcomers whose program is not the job's or, if no members of the job are left, makes theirs the
+        job's (protocol.md 12b).
 
         They are turned away as soon as anybody can say what the job is. Where nobody holds its state, and nobody else
         is about to found it, theirs is the job.

@@ -1,4 +1,5 @@
-"""Knows the graph of links: which pairs are wanted, which stand, what was measured, and what falls apart without which.
+"""Keeps the graph of links: which pairs are wanted, which links stand, what was measured, and which groups a missing
+link separates.
 
 Theory of operation. A *pair* is two members (or two names) regardless of order. Every view has a graph: `View.links`,
 or every pair of its members where that is empty. `Topology` keeps what the scheduler knows beside it:
@@ -62,27 +63,27 @@ def every_pair(ids: Sequence[str]) -> frozenset[Pair]:
 
 
 def links_of(view: View) -> frozenset[Pair]:
-    """Returns the pairs of members that this view may use."""
+    """Returns the pairs of members whose links this view may use."""
     if not view.links:
         return every_pair(view.ids())
     return frozenset(pair(link.a, link.b) for link in view.links)
 
 
 def in_rank_order(ids: Sequence[str], pairs: Iterable[Pair]) -> list[tuple[str, str]]:
-    """Returns the pairs of these members, the earlier one first in each, sorted by rank."""
+    """Returns the pairs of these members, sorted by rank, each with the lower rank first."""
     place = {m: i for i, m in enumerate(ids)}
     ranks = [sorted(place[m] for m in ends) for ends in pairs if all(m in place for m in ends)]
     return [(ids[i], ids[j]) for i, j in sorted(ranks)]
 
 
 def specs(ids: Sequence[str], pairs: Collection[Pair]) -> tuple[LinkSpec, ...]:
-    """Returns the links that a view of these members (in rank order) names; none if every pair has one."""
+    """Returns the links that a view of these members (in rank order) lists; an empty list if every pair has one."""
     ordered = in_rank_order(ids, pairs)
     return () if len(ordered) == len(ids) * (len(ids) - 1) // 2 else tuple(LinkSpec(a, b) for a, b in ordered)
 
 
 def by_member(ids: Sequence[str], pairs: Iterable[Pair]) -> dict[str, frozenset[str]]:
-    """Returns, by member, the members with which it has a link."""
+    """Returns, for each member, the members with which it has a link."""
     near = links_by_member(ids, [(a, b) for a, b in pairs])
     return {member: frozenset(others) for member, others in near.items()}
 
@@ -96,13 +97,13 @@ def neighbours(view: View, me: str) -> tuple[str, ...]:
 
 
 def components(ids: Sequence[str], pairs: Collection[Pair]) -> list[tuple[str, ...]]:
-    """Returns the connected parts, each in the order of `ids`; the part of the first id comes first."""
+    """Returns the connected groups, each in the order of `ids`; the group of the first id comes first."""
     found = connected_parts(ids, links_by_member(ids, [(a, b) for a, b in pairs]))
     return [tuple(part) for part in found]
 
 
 def thinned(ids: Sequence[str], pairs: Collection[Pair]) -> frozenset[Pair]:
-    """Returns a few of these pairs that hold the same members together: each one's with those next in rank."""
+    """Returns a few of these pairs that still connect the same members: each member with those next in rank."""
     few: set[Pair] = set()
     for rank, member in enumerate(ids):
         linked = (ends for other in (*ids[rank + 1 :], *ids[:rank]) if (ends := pair(member, other)) in pairs)
@@ -124,8 +125,8 @@ def connected(ids: Sequence[str], pairs: Collection[Pair]) -> bool:
 
 
 def ranked(groups: Iterable[tuple[str, ...]], order: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns these parts of a graph, best first, by which of them may go on: more members; of equal ones the one with
-    the oldest member.
+    """Returns these groups of members, best first, by which of them may go on: the larger one, or the one with the
+    oldest member.
     """
     place = {m: i for i, m in enumerate(order)}
     return sorted(groups, key=lambda group: (-len(group), min(place[m] for m in group)))
@@ -137,7 +138,7 @@ def in_words(groups: Iterable[Sequence[str]]) -> str:
 
 @dataclass(slots=True)
 class Fact:
-    """Facts about one pair of members (by id)."""
+    """Facts about the link of one pair of members (by id)."""
 
     words: dict[str, str] = field(default_factory=dict)
     """Last word of each end: "" that the link stands, else why it does not."""
@@ -149,31 +150,31 @@ class Fact:
 
     @property
     def down(self) -> str:
-        """Reason why the link is down, in the words of one end (a goodbye says least); "" if no end says so."""
+        """Reason why the link is down, as one end reports it (a goodbye only if there is no other reason); "" if
+        neither end says so.
+        """
         bad = [(word == "bye", end, word) for end, word in self.words.items() if word]
         return f"{min(bad)[1]}: {min(bad)[2]}" if bad else ""
 
     @property
     def idle(self) -> str:
-        """Words of an end that measured that the link carries nothing, though it may stand; "" if it carries something,
-        or that is not known.
-        """
+        """Report of an end that it measured that no data passes over the link; "" if there is none."""
         return next(
             (f"{end}: carries nothing ({r.evidence})" for end, r in self.reports.items() if r.rate_bps <= 0), ""
         )
 
     @property
     def stands(self) -> bool:
-        """Whether both ends say that the link stands."""
+        """Whether both ends report that the link is up."""
         return len(self.words) == 2 and not any(self.words.values())
 
     @property
     def stand_s(self) -> float:
-        """Seconds that the link must stand before a view uses it (again)."""
+        """Seconds for which the link must be up before a view uses it (again)."""
         return 0.0 if not self.failures else min(LONGEST_STAND_S, FIRST_STAND_S * 2.0 ** (self.failures - 1))
 
     def say(self, now: float, end: str, word: str) -> None:
-        """Takes one end's word about the link: why it is down, or "" if it stands."""
+        """Records one end's report on the link: why it is down, or "" if it is up."""
         before = (self.stands, bool(self.down))
         if word and self.stands and now - self.since > FORGIVEN_S:
             self.failures = 0
@@ -184,14 +185,14 @@ class Fact:
             self.since = now
 
     def seasoned(self, now: float) -> bool:
-        """Returns whether the link stands, has stood for long enough, and was measured, or nobody is going to."""
+        """Returns whether the link has been up for long enough, and was measured unless nobody is going to."""
         if not self.stands or now - self.since < self.stand_s:
             return False
         return bool(self.reports) or now - self.since >= PROBE_PATIENCE_S
 
 
 class Topology:
-    """Graph of links between members. Members are told apart by id, wishes by name.
+    """Graph of links between members. Members are identified by id, link requests by names.
 
     Args:
         wishes: What was granted so far, oldest first.
@@ -220,11 +221,11 @@ class Topology:
         return found
 
     def known(self, one: str, other: str) -> Fact | None:
-        """Returns the facts about these two; None if there are none."""
+        """Returns the facts about the link of these two; None if there are none."""
         return self._of.get(one, {}).get(other)
 
     def say(self, now: float, end: str, other: str, word: str) -> Fact:
-        """Takes one end's word about its link to another: why it is down, or "" if it stands."""
+        """Records one end's report on its link to another member: why it is down, or "" if it is up."""
         fact = self.fact(end, other)
         fact.say(now, end, word)
         self._look_at(end, other, fact)
@@ -243,17 +244,17 @@ class Topology:
         return fact.down if fact is not None else ""
 
     def stands(self, one: str, other: str) -> bool:
-        """Returns whether both ends of this link say that it stands."""
+        """Returns whether both ends of this link report that it is up."""
         fact = self.known(one, other)
         return fact is not None and fact.stands
 
     def trouble(self, one: str, other: str) -> str:
-        """Returns in words why this link is of no use: it is down, or carries nothing; "" if nobody says so."""
+        """Returns in words why this link cannot be used: it is down, or carries no data; "" if nobody says so."""
         fact = self.known(one, other)
         return (fact.down or fact.idle) if fact is not None else ""
 
     def forget(self, member: str) -> None:
-        """Forgets the links of an incarnation that is gone."""
+        """Forgets the links of a member's incarnation that is gone."""
         self.partners.drop(member)
         self.news = True
         for other in self._of.pop(member, {}):
@@ -262,8 +263,8 @@ class Topology:
             self.ailing.pop(pair(member, other), None)
 
     def shift(self, gap: float) -> None:
-        """Forgives links the `gap` seconds for which the scheduler was frozen: they neither stood nor were down in that
-        time.
+        """Moves the times of links by the `gap` seconds for which the scheduler was frozen, which count neither as up
+        nor as down.
         """
         for fact in self.facts.values():
             fact.since += gap
@@ -274,30 +275,30 @@ class Topology:
 
     @property
     def removed(self) -> dict[Pair, str]:
-        """Reasons of links that stay away, by the names of their ends."""
+        """Reasons of links that were removed on request, by the names of their ends."""
         return self.partners.removed
 
     def wished(self, wish: LinkWish) -> None:
-        """Takes in a wish that was granted, and is in the store."""
+        """Applies a granted request for or against a link that is in the store."""
         self.partners.wished(wish)
         self.news = True
 
     def report(self, by: str, report: LinkReport) -> None:
-        """Takes in what one end measured of its link."""
+        """Records what one end measured of its link."""
         fact = self.fact(by, report.peer)
         fact.reports[by] = report
         self.version += 1
         self._look_at(by, report.peer, fact)
 
     def validate(self) -> None:
-        """Asserts that the numbers kept step by step are what all facts come to."""
+        """Asserts that the indexes, which are updated step by step, agree with the facts about all links."""
         self.partners.validate()
         assert {frozenset((a, b)) for a, of in self._of.items() for b in of} == self.facts.keys()
         assert {ends for ends, fact in self.facts.items() if fact.down or fact.idle} == self.ailing.keys()
 
     def measured(self, ids: Sequence[str], pairs: Collection[Pair]) -> Measured:
-        """Returns rates and latencies of these pairs; those that nobody measured are usual, or as the other end
-        says.
+        """Returns the rates and latencies of these pairs' links: as measured at this end, else at the other end, else
+        usual values.
         """
         found: dict[tuple[str, str], tuple[float, float, float]] = {}
         for a, b in in_rank_order(ids, pairs):
@@ -313,7 +314,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Net:
-    """Links that a view in the making may use, and what is known of them."""
+    """Links that the next view may use, and what was measured of them."""
 
     pairs: frozenset[Pair]
     measured: Measured = field(default_factory=dict)
@@ -322,5 +323,5 @@ class Net:
         return specs(ids, self.pairs)
 
     def known(self, ids: Sequence[str]) -> Measured:
-        """Returns every link of these members, measured or not, for the plan generator."""
+        """Returns all links among these members, with usual values for unmeasured ones, for the plan generator."""
         return {ends: self.measured.get(ends, USUAL) for ends in in_rank_order(ids, self.pairs)}

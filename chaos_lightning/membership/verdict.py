@@ -19,7 +19,7 @@ UNSEEN: Sight = (False, "", False)
 def verdict(
     suspect: str, here: Sight, there: Sight = UNSEEN, *, silence_s: float, limit_s: float, excused: bool
 ) -> Verdict:
-    """Returns the verdict whether the suspect lives, as far as is known here.
+    """Returns this member's answer on whether the suspect lives, with the evidence.
 
     Args:
         suspect: Whom the scheduler asks about.

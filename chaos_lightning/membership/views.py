@@ -1,4 +1,5 @@
-"""Makes views: who is in the next one, in which order, by which plan, and why (pure functions; reasons in words).
+"""Makes views: who is in the next one, in which order, by which reduction plan, and why (pure functions; reasons in
+words).
 
 A plan that the user drew for certain members may not fit those of a view, and one that needs a link between every pair
 may not fit its links: then `plan_for` or the generator (planning/overlay.py) gives another one, and the view's reason
@@ -36,7 +37,8 @@ def founding_view(
     chain_id: str = "",
     state: str = "",
 ) -> View:
-    """Returns the first view: the first member's state is the job's, the others receive what differs (protocol.md 14).
+    """Returns the first view of a job: the first member's state is the job's, and the others receive what differs
+    (protocol.md 14).
 
     `state` says what becomes of the state that the job had, if it is founded again.
     """
@@ -60,7 +62,7 @@ def founding_view(
 
 
 def in_pipelines(view: View, pipelines: str, holders: Collection[str]) -> View:
-    """Returns the first view of a job with pipelines.
+    """Returns the first view of a job with pipelines, made from the founding view.
 
     The oldest owner of each part makes it, so there are no joiners but those that lack a state which others have in
     files (P13, P14).
@@ -76,7 +78,7 @@ def in_pipelines(view: View, pipelines: str, holders: Collection[str]) -> View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Intended change of a settled view."""
+    """Intended change of a view that all its members have entered."""
 
     members: tuple[Member, ...]
     joiners: tuple[str, ...]
@@ -113,7 +115,7 @@ def intended_change(
 def plan_within(
     spec: PlanSpec, members: Sequence[Member], net: Net, before: PlanSpec | None = None
 ) -> tuple[PlanSpec, str]:
-    """Returns the plan for these members over these links, as configured or else drawn, and the reason in words.
+    """Returns the reduction plan for these members over these links, configured or generated, and the reason in words.
 
     Args:
         spec: As configured.
@@ -140,7 +142,7 @@ def _chunked(plan: PlanSpec, spec: PlanSpec) -> PlanSpec:
 
 
 def _drawn(spec: PlanSpec) -> bool:
-    """Returns whether the configuration names a planner instead of a plan."""
+    """Returns whether the configuration names a planner rather than a reduction plan."""
     return spec.kind not in KINDS and not spec.kind.startswith("tree")
 
 
@@ -155,7 +157,7 @@ def _draw(spec: PlanSpec, members: Sequence[Member], links: Measured) -> tuple[P
 
 
 def replanned(wish: DrawPlan) -> tuple[PlanSpec | None, str]:
-    """Returns a better plan than the present one, None if there is none, and the reason in words.
+    """Returns a better reduction plan than the present one (or None), and the reason in words.
 
     In place of a plan that was drawn in a hurry a planner that the configuration names has its own way. Any other
     change must pay, by what was measured.
@@ -180,7 +182,9 @@ def replanned(wish: DrawPlan) -> tuple[PlanSpec | None, str]:
 def _planned(
     spec: PlanSpec, members: Sequence[Member], before: PlanSpec, reason: str, net: Net
 ) -> tuple[PlanSpec, str]:
-    """Returns the plan for these members, and the reason, which tells why if the plan is not the one before."""
+    """Returns the reduction plan for these members, and the given reason, which also explains the plan if that has
+    changed.
+    """
     plan, why = plan_within(spec, members, net, before)
     return plan, reason if plan == before else f"{reason}; plan: {why}"
 
@@ -188,7 +192,7 @@ def _planned(
 def changed_view(
     view: View, number: ViewId, change: Change, plan: PlanSpec, net: Net, pipelines: str = "", why: str = ""
 ) -> View:
-    """Returns the view of an intended change.
+    """Returns the view that results from an intended change.
 
     Args:
         view: The one that it follows.
@@ -221,7 +225,9 @@ def changed_view(
 def recovered_view(
     view: View, number: ViewId, ruling: Ruling, plan: PlanSpec, why: str, net: Net, lineup: Lineup
 ) -> View:
-    """Returns the view after a failure: the ruling's members in the old rank order, and who else the pipelines need."""
+    """Returns the view after a failure: the members of the recovery's ruling in their old rank order, and those whom
+    the pipelines need besides.
+    """
     reason = f"{why}; {ruling.reason}"
     plan, reason = _planned(plan, lineup.members, view.plan, reason, net) if lineup.members else (view.plan, reason)
     return replace(

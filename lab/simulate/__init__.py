@@ -1,4 +1,5 @@
-"""Simulates jobs around the real state machines: seeded, event-driven, with everything that can go wrong.
+"""Simulates training jobs around the real state machines: seeded and event-driven, with crashes, network faults and
+store failures.
 
 `python -m lab.simulate --help`. The machines of membership/ run unchanged; network, processes, store,
 data plane and training are simulated (world.py ties them together), oracle.py says what must hold, bugs/ breaks each

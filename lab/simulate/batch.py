@@ -1,4 +1,4 @@
-"""Runs many seeds, in one process or several."""
+"""Runs simulations with many seeds, in one process or several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK = 25
 
 
 def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Callable[[], Hooks]]:
-    """Returns the source of plans, and the hooks, of a run with this planted bug ("" for none).
+    """Returns the function that makes a run's plan, and the class of its hooks, for this planted bug ("": none).
 
     Args:
         bug: Name of the bug, which brings its own plans.
@@ -33,20 +33,20 @@ def behaviour(bug: str, family: str = "any") -> tuple[Callable[[int], Plan], Cal
 
 
 def run_chunk(task: tuple[int, int, str, str]) -> list[Outcome]:
-    """Runs seeds [start, stop) with a planted bug ("" for none)."""
+    """Runs the seeds [start, stop) with a planted bug ("": none)."""
     start, stop, bug, family = task
     plan, hooks = behaviour(bug, family)
     return [simulate(plan(seed), hooks, validate=not bug) for seed in range(start, stop)]
 
 
 def outcomes(start: int, count: int, bug: str, jobs: int, family: str = "any") -> Iterator[list[Outcome]]:
-    """Yields chunks of outcomes, in the order of seeds."""
+    """Yields chunks of the runs' outcomes, in the order of their seeds."""
     tasks = [(s, min(s + _CHUNK, start + count), bug, family) for s in range(start, start + count, _CHUNK)]
     return spread(run_chunk, tasks, jobs)
 
 
 def spread(run: Callable[[T], R], tasks: Sequence[T], jobs: int) -> Iterator[R]:
-    """Yields the result of `run` for each task, in their order; runs `jobs` processes."""
+    """Yields the result of `run` for each task, in the order of the tasks, from `jobs` processes."""
     if jobs <= 1:
         yield from map(run, tasks)
         return

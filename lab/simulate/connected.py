@@ -1,4 +1,6 @@
-"""Simulates a process's control stream: hello, heartbeats, probes, breaks (what control/agent.py is to a real one)."""
+"""Simulates the control stream of a training process: hello, heartbeats, probes, broken streams (as control/agent.py
+does in a real process).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ SILENT_S = 0.3
 
 @dataclass(slots=True)
 class Trap:
-    """Trap that stops the process before the `skip`+1-th effect of a kind, from slot `seq` on."""
+    """Trap that stops a process just before effect number `skip` + 1 of a kind, counted from slot `seq` on."""
 
     kind: str
     """Kind of effect: "header", "greeting" (to a learner), "contribution", "committed", "entered", "report", "observe",
@@ -74,7 +76,7 @@ class Trap:
 
 
 class Connected(Process):
-    """Process with a member machine that speaks to the scheduler.
+    """Training process's member state machine and its control stream to the scheduler.
 
     Args:
         world: The job.
@@ -109,7 +111,7 @@ class Connected(Process):
         """State of the conversation with the scheduler: whether it has answered, and whether it fell silent."""
 
     def silent_s(self) -> float:
-        """Returns the seconds since the last word of a process that is stopped, or was until a moment ago; else 0."""
+        """Returns how long ago (s) this process last spoke, if it is stopped or was until a moment ago; otherwise 0."""
         awake = not self.frozen and self.kernel.now - self.thawed_at > LATE_S
         return 0.0 if awake else self.kernel.now - self._last_word
 
@@ -119,7 +121,7 @@ class Connected(Process):
         super().freeze()
 
     def occupy(self, lasts: float) -> None:
-        """Keeps the process busy for so many seconds, so that nothing else in it gets a turn."""
+        """Keeps the process busy for some seconds, in which none of its threads runs."""
         if not self.alive or self.frozen:
             return
         self.busy = True
@@ -133,21 +135,21 @@ class Connected(Process):
         self.kernel.after(lasts, over)
 
     def feed(self, event: fx.MemberEvent) -> None:
-        """Feeds one event to the machine."""
+        """Feeds one event to the member's state machine."""
         raise NotImplementedError
 
     def welcomed(self, member_id: str) -> None:
-        """Takes the id that the scheduler gave this process."""
+        """Notes the id that the scheduler gave this process."""
         raise NotImplementedError
 
     def held(self) -> tuple[Span, ...]:
-        """Returns the reduced ranges of the open slot."""
+        """Returns the ranges of the open slot that are reduced here."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ control stream
 
     def connect(self) -> None:
-        """Says hello, or says it again after the stream broke."""
+        """Opens a control stream and says hello, at the start or after the stream broke."""
         if not self.alive or self.outcome or self.stream is not None:
             return
         host = self.world.ask(self._search.endpoint)
@@ -192,7 +194,7 @@ class Connected(Process):
         )
 
     def tell(self, message: FromMember) -> None:
-        """Tells the scheduler something beside the machine's own messages."""
+        """Sends the scheduler a message that does not come from the member's state machine."""
         self._tell(message)
 
     def _tell(self, message: FromMember) -> None:
@@ -209,7 +211,9 @@ class Connected(Process):
         self.timer(rest_s + CALL_S, self.connect)
 
     def _listen(self, stream: Stream, since: float) -> None:
-        """Leaves a leader that says nothing for long, for another may have been elected (control/agent.py)."""
+        """Gives up on a leading scheduler that is silent for too long, as another one may have been elected
+        (control/agent.py).
+        """
         if self.stream is not stream or self.outcome:
             return
         timeout_s = PULSE_TIMEOUT_S if self._answered else self._search.answer_timeout_s()
@@ -220,7 +224,7 @@ class Connected(Process):
             self.timer(PULSE_S, lambda: self._listen(stream, since))
 
     def _stream_lost(self, stream: Stream) -> None:
-        """Takes the end of a broken stream, which both ends see; the agent connects again."""
+        """Handles the end of a broken control stream: the process notices it and connects again."""
 
         def lost() -> None:
             if self.stream is stream:
@@ -230,7 +234,7 @@ class Connected(Process):
         self.deliver(lost)
 
     def break_stream(self) -> None:
-        """Breaks the control stream by the network; both processes live."""
+        """Breaks the control stream, as a network fault does; both processes live."""
         stream, host = self.stream, self.host
         if stream is None:
             return
@@ -249,7 +253,7 @@ class Connected(Process):
             stream.up.end(lambda: host.deliver(lambda: host.closed(stream, False)))
 
     def control(self, stream: Stream, message: object) -> None:
-        """Takes a message of the scheduler."""
+        """Handles a message from the scheduler."""
         if stream is not self.stream or self.outcome:
             return
         admitted, self._answered = bool(self.machine.member_id), True
@@ -276,8 +280,8 @@ class Connected(Process):
         self.timer(self._interval_s, lambda: self._beat(life))
 
     def _probe(self, suspect: str) -> None:
-        """Answers what the suspect's machine says of its process, if known here, else what this member knows of the
-        link. Its own sleep is forgiven.
+        """Answers the scheduler's question whether a suspect lives, from the process table if the machine is shared,
+        else from the link to it.
         """
         node, now = self.world.fabric.nodes.get(suspect), self.kernel.now
         here, silence_s, linked = UNSEEN, float("inf"), False

@@ -1,4 +1,5 @@
-"""Symbolic data plane: it does with sets of contribution ids what collectives/reducer.py does with bytes.
+"""Simulates the data plane symbolically: it adds up sets of contribution ids where collectives/reducer.py adds up
+bytes.
 
 Theory of operation. The result of a slot has a few *ranges*; each has a tree of the view's plan (planning/trees.py),
 in the rotating plan another one in each slot. A member adds its contribution for a range, as it becomes ready, to what
@@ -41,7 +42,7 @@ class Down:
 
 @dataclass(slots=True)
 class Buffer:
-    """Buffer of the ranges of a slot's result, one of two."""
+    """Buffer for the result of one slot, by range; each member has two, used in turn."""
 
     seq: int = -1
     view: ViewId = NO_VIEW
@@ -52,7 +53,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class SumEntry:
-    """Entry of the log for one slot, with its reduced ranges in `results`, None if there are none."""
+    """Log entry of one slot for learners: its header, and its reduced ranges in `results` (None: it has none)."""
 
     header: Header
     results: tuple[Result, ...] | None
@@ -70,7 +71,7 @@ class Attempt:
 
 
 def _complete_below(shape: Shape, me: str, inputs: dict[str, int]) -> bool:
-    """Returns whether all members in this member's part of the tree have contributed."""
+    """Returns whether this member and all members below it in the tree have contributed."""
     border = [me]
     while border:
         member = border.pop()
@@ -81,7 +82,7 @@ def _complete_below(shape: Shape, me: str, inputs: dict[str, int]) -> bool:
 
 
 class DataPlane:
-    """Data plane of one member.
+    """Symbolic data plane of one member.
 
     Args:
         ranges: Number of ranges of a result.
@@ -109,18 +110,20 @@ class DataPlane:
         return self.buffers[seq % self.BUFFERS]
 
     def key(self, view: ViewId, seq: int) -> object:
-        """Returns the key that tells attempts apart (protocol.md 1: all ranges carry view and step)."""
+        """Returns the key that identifies an attempt: messages with another key belong to another attempt (protocol.md
+        1).
+        """
         return (view, seq)
 
     def shape(self, view: View, seq: int, index: int) -> Shape:
-        """Returns the tree of a range."""
+        """Returns the reduction tree for a range."""
         if self._shapes[0] != view.id:
             self._shapes = (view.id, tuple(shape for shape, _ in shares(view.plan, view.ids())))
         shapes = self._shapes[1]
         return shapes[(seq + index if view.plan.kind == "rotating" else index) % len(shapes)]
 
     def open(self, view: View, seq: int) -> None:
-        """Starts an attempt; the buffer of slot seq-2 is used again."""
+        """Starts an attempt at slot `seq`; its result overwrites that of slot seq - 2."""
         self.attempt = Attempt(view, seq)
         buffer = self.buffer(seq)
         buffer.seq, buffer.view, buffer.head = seq, view.id, ""
@@ -132,13 +135,13 @@ class DataPlane:
         self._contribute()
 
     def drop(self, view: ViewId) -> None:
-        """Drops attempts of this and older views: none of them completes any more."""
+        """Drops all attempts of this view and older ones: none of them completes any more."""
         self.dropped = max(self.dropped, view)
         if self.attempt is not None and self.attempt.view.id <= view:
             self.attempt.finished = True
 
     def begin(self, seq: int, uid: int) -> None:
-        """Takes the member's own contribution to a STEP; `ready` says which ranges of it are final."""
+        """Registers the member's own contribution to a STEP; `ready` reports later which of its ranges are final."""
         self.own = (seq, uid, set())
 
     def ready(self, seq: int, index: int) -> None:
@@ -156,7 +159,7 @@ class DataPlane:
             self.take(Up(attempt.view.id, attempt.seq, index, ((self.me, uid),)))
 
     def take(self, message: Up | Down) -> None:
-        """Takes bytes of another member (or an own part at its root)."""
+        """Handles the data of another member, or this member's own at the root of a range."""
         attempt = self.attempt
         if message.view <= self.dropped:
             return
@@ -175,7 +178,7 @@ class DataPlane:
         self._climb(attempt, message.index, inputs)
 
     def _climb(self, attempt: Attempt, index: int, inputs: dict[str, int]) -> None:
-        """Sends a sum up once it is complete; at the root it is the result."""
+        """Sends a sum to the next member up the tree once it is complete; at the root, stores it as the result."""
         if index in attempt.climbed:
             return
         shape = self.shape(attempt.view, attempt.seq, index)
@@ -201,7 +204,7 @@ class DataPlane:
     # ------------------------------------------------------------------ hand-on
 
     def held(self, seq: int) -> tuple[Span, ...]:
-        """Returns the byte spans of completed ranges, for a report on the open slot `seq`."""
+        """Returns the byte spans of the ranges that are reduced here, for a report on the open slot `seq`."""
         buffer = self.buffer(seq)
         if buffer.seq != seq or self.own is None or self.own[0] != seq:
             return ()
@@ -209,14 +212,16 @@ class DataPlane:
         return with_scope(spans, [(0, self.ranges * RANGE_NBYTES)])
 
     def serve(self, seq: int, head: str, view: ViewId) -> dict[int, Result]:
-        """Returns raw ranges of a handed-on slot; nothing of any other slot or attempt."""
+        """Returns the reduced ranges of exactly this slot and attempt, for members to which a recovery hands the slot
+        on.
+        """
         buffer = self.buffer(seq)
         if buffer.seq != seq or (buffer.head and buffer.head != head) or (not buffer.head and buffer.view != view):
             return {}
         return dict(buffer.done)
 
     def adopt(self, seq: int, view: ViewId, ranges: dict[int, Result]) -> bool:
-        """Takes handed-on ranges; returns True once all are here."""
+        """Stores reduced ranges of a slot that a recovery hands on; returns True once all are here."""
         buffer = self.buffer(seq)
         if buffer.seq != seq or buffer.view != view:
             buffer.seq, buffer.view, buffer.head, buffer.done = seq, view, "", {}

@@ -1,4 +1,4 @@
-"""Strikes links in a simulated job, and checks rules about links.
+"""Makes links fail in a simulated job, and checks the rules about links.
 
 Theory of operation. Links are named by their nodes. "cut" takes the network between two nodes away for a while,
 "split" that between a group of nodes and all others; "mute" has their link swallow what is sent in both directions, or
@@ -37,7 +37,8 @@ _LOOK_S = 0.02
 
 
 class Edges:
-    """Links of one simulated job, with the faults that strike them and the rules that they keep.
+    """Links of one simulated job: their faults, operators' requests for or against them, and the rules that views must
+    follow.
 
     Args:
         world: The job.
@@ -103,7 +104,7 @@ class Edges:
             world.kernel.after(FLAP_S, lambda: self._flap(one, other, until))
 
     def answered(self, token: int, granted: bool) -> None:
-        """Takes the scheduler's answer to the operator's request with this number."""
+        """Handles the scheduler's answer to the operator's request with this number."""
         names, add = self._asked[token]
         if granted and not add and self._last[names] == token:
             self._removed.add(names)
@@ -111,7 +112,7 @@ class Edges:
     # ------------------------------------------------------------------ what must hold
 
     def check(self, chain: Sequence[View]) -> None:
-        """Checks the links of the view that was just decided, the last one of this chain."""
+        """Checks the links of the view that was just decided, which is the last one of the chain."""
         view = chain[-1]
         pairs = links_of(view)
         if not view.members:
@@ -132,7 +133,7 @@ class Edges:
                 raise Violation(f"view {view.id} uses the link of {one} and {other}, which was cut {cut_s:.1f} s ago")
 
     def _check_spares(self) -> None:
-        """Checks that, where links are given, no node is the only way between others."""
+        """Checks that the links which the scheduler assigns still connect the others if any one node is lost."""
         partners = self._world.scheduler.machine.topology.partners
         if not partners.sparse or partners.removed or any(n.spec.neighbours for n in self._world.nodes.values()):
             return
@@ -151,8 +152,8 @@ class Edges:
         self._world.kernel.after(_LOOK_S, self._look)
 
     def look(self) -> None:
-        """Excuses members that hold the state and whose graph is in several parts, and a joiner that cannot reach any
-        of them: these may be put out for that.
+        """Notes which members may be put out for lack of links: those whose links leave them in separate groups, and
+        joiners that reach no member.
         """
         world = self._world
         views = world.store.views
@@ -173,7 +174,9 @@ class Edges:
         return not node.outcome
 
     def may_link(self, one: Endpoint, other: Endpoint) -> bool:
-        """Returns whether the network and all wishes allow a link between these nodes."""
+        """Returns whether these two nodes may have a link: the network is open, and no request or list of neighbours
+        forbids it.
+        """
         world = self._world
         if not world.fabric.open(one.name, other.name):
             return False

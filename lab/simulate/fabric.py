@@ -1,4 +1,4 @@
-"""Network of a simulated job: links between members, and control streams to the scheduler.
+"""Simulates a job's network: links between members, and control streams to the scheduler.
 
 Theory of operation. Every direction of every connection is FIFO with a latency of its own; different connections
 reorder freely against each other. A connection that breaks loses what is in flight; both ends learn of it, each after
@@ -33,7 +33,7 @@ Taker = Callable[[Payload], None]
 
 
 class Endpoint(Protocol):
-    """Process of a member, as the rest of a job knows it; `node.Node` is one."""
+    """Interface of a training process for the other parts of a simulated job; `node.Node` implements it."""
 
     kernel: Kernel
     name: str
@@ -105,7 +105,7 @@ class Endpoint(Protocol):
 
 @dataclass(slots=True)
 class Pipe:
-    """Direction of a connection: FIFO, lossless until it is cut."""
+    """One direction of a connection: in order, and without loss until it is cut."""
 
     kernel: Kernel
     low: float
@@ -129,12 +129,14 @@ class Pipe:
         self.kernel.at(arrival, arrive)
 
     def cut(self, at: float) -> None:
-        """Cuts the pipe: nothing that would arrive after `at` arrives, and nothing is accepted any more."""
+        """Cuts the pipe at time `at`: nothing arrives later, and nothing more is accepted."""
         self.open = False
         self.cut_at = min(self.cut_at, at)
 
     def end(self, told: Callable[[], None]) -> None:
-        """Closes the pipe in good order: all that was sent arrives, then the end does."""
+        """Closes the pipe in good order: everything sent before still arrives, and then the receiver is told of the
+        end.
+        """
         if self.open:
             self.open = False
             self.last = max(self.last, self.kernel.now + self.kernel.between(self.low, self.high))
@@ -143,7 +145,7 @@ class Pipe:
 
 @dataclass(slots=True)
 class Link:
-    """Standing link between two incarnations."""
+    """Existing link between two members' incarnations."""
 
     ends: tuple[str, str]
     pipes: dict[str, Pipe]
@@ -152,7 +154,7 @@ class Link:
 
 @dataclass(slots=True)
 class Fabric:
-    """All links of a job. Nodes are found by their current member id."""
+    """All links of a simulated job, by the members' current ids."""
 
     kernel: Kernel
     nodes: dict[str, Endpoint] = field(default_factory=dict)
@@ -169,7 +171,7 @@ class Fabric:
     """Moments (virtual s) from which and until which these two nodes cannot make a link."""
 
     def block(self, one: str, other: str, seconds: float, noticed_s: float = 0.0) -> None:
-        """Prevents links between these two nodes for so many seconds; one that stands notices after `noticed_s`."""
+        """Prevents links between these two nodes for some seconds; an existing link breaks after `noticed_s`."""
         now = self.kernel.now
         since, until = self.blocked.get(frozenset((one, other)), (now, now))
         since = since if until > now else now + noticed_s
@@ -185,7 +187,7 @@ class Fabric:
         return self.kernel.now >= self.blocked.get(frozenset((one, other)), (0.0, 0.0))[1]
 
     def reaches(self, one: str, other: str) -> bool:
-        """Returns whether bytes get from node to node, over others if need be (relayed hop by hop)."""
+        """Returns whether bytes can get from one node to the other, directly or relayed by other nodes."""
         if not self.blocked or self.open(one, other):
             return True
         names = {one, *(n.name for n in self.nodes.values() if n.alive)}
@@ -193,19 +195,21 @@ class Fabric:
         return other in breadth_first(one, near, "")
 
     def dial(self, here: Endpoint, peer: str) -> None:
-        """Attempts a link of this node; its `dialling` hears how the attempt ends."""
+        """Dials a peer from this node, whose `dialling` is told the outcome."""
         me = here.machine.member_id
         at = self.kernel.now + self.kernel.between(0.0005, 0.004)
         self.kernel.at(at, lambda: self._shake(here, me, peer, at + EXPECT_S))
 
     def told(self, node: Endpoint) -> None:
-        """Repeats handshakes that wait for this node, since it may expect others than before."""
+        """Retries handshakes that wait for this node, as the peers from which it expects calls may have changed."""
         waiting = self._unexpected.pop(node.name, [])
         for again in waiting:
             again()
 
     def _shake(self, here: Endpoint, me: str, peer: str, give_up_at: float) -> None:
-        """Makes the handshake; it waits for ends that are frozen, and a moment for one that has not been told."""
+        """Makes a link's handshake; waits while an end is frozen, and a moment for an end that does not expect the call
+        yet.
+        """
         if not here.alive:
             return
         there = self.processes.get(peer.rpartition("~")[0])
@@ -248,15 +252,15 @@ class Fabric:
             node.stands(other)
 
     def cut(self, one: str, other: str, seconds: float) -> None:
-        """Takes the network between two nodes away for so many seconds: their link breaks and cannot be made again."""
+        """Separates two nodes for some seconds: their link breaks, and no new one can be made."""
         self.block(one, other, seconds)
         for link in list(self.links.values()):
             if {self.nodes[end].name for end in link.ends} == {one, other}:
                 self.snap(*link.ends)
 
     def mute(self, one: str, other: str, seconds: float, *, both: bool) -> None:
-        """Swallows all that is sent from `one` to `other` (`both`: and back) for so many seconds; no link can be made
-        meanwhile.
+        """Delays everything sent from `one` to `other` (`both`: also back) for some seconds, in which no new link can
+        be made.
 
         As with TCP nothing is lost if that ends before an end has given the link up; then it arrives late.
         """
@@ -274,8 +278,8 @@ class Fabric:
                 link.pipes[end].last = max(link.pipes[end].last, self.kernel.now + seconds)
 
     def _give_up(self, link: Link, muted: list[str]) -> None:
-        """Closes a link at ends that have heard nothing for SILENT_S; the other end learns it, if anything gets
-        there.
+        """Closes a link at the ends that have heard nothing for SILENT_S; the other end learns of it unless it is cut
+        off.
         """
         if self.links.get(frozenset(link.ends)) is not link:
             return
@@ -287,7 +291,7 @@ class Fabric:
             self._teller(end, other, words)()
 
     def send(self, me: str, peer: str, payload: Payload) -> bool:
-        """Sends a payload to a peer; returns True if a link took it."""
+        """Sends a payload to a peer; returns whether a link accepted it."""
         link = self.links.get(frozenset((me, peer)))
         if link is None:
             return False
@@ -297,7 +301,7 @@ class Fabric:
         return True
 
     def bye(self, me: str, peer: str) -> None:
-        """Closes a link in good order, by `me`."""
+        """Closes a link in good order, at the end of `me`."""
         link = self.links.pop(frozenset((me, peer)), None)
         if link is None:
             return
@@ -305,7 +309,7 @@ class Fabric:
         link.pipes[me].end(self._teller(peer, me, BYE))
 
     def snap(self, me: str, peer: str, *, dead: str = "") -> None:
-        """Breaks a link; `dead` names the end whose process is gone."""
+        """Breaks a link; `dead` names the end whose process has died."""
         link = self.links.pop(frozenset((me, peer)), None)
         if link is None:
             return
@@ -323,8 +327,8 @@ class Fabric:
                 self.kernel.at(told, self._teller(other, end, CLOSED))
 
     def _teller(self, me: str, peer: str, words: str) -> Action:
-        """Returns an action that tells a process that its link to this peer has ended, unless the process is another by
-        then, or has a new link.
+        """Returns an action that tells a process that its link to a peer has ended, unless that process has a new id or
+        a new link by then.
 
         Until then it takes the link for one that stands.
         """
@@ -340,7 +344,7 @@ class Fabric:
         return lambda: node.deliver(heard) if node is not None else None
 
     def standing(self, node: Endpoint) -> Container[str]:
-        """Returns the members to which this node has a link, as a container that follows all changes."""
+        """Returns a live container of the members to which this node has a link."""
         return _Standing(self, node)
 
     def peers_of(self, me: str) -> list[str]:
@@ -359,7 +363,7 @@ class _Standing:
 
 @dataclass(slots=True)
 class Stream:
-    """Control stream of a member to one life of the scheduler."""
+    """Control stream between a member and one scheduler process."""
 
     number: int
     up: Pipe

@@ -1,4 +1,4 @@
-"""Carries out a `FaultPlan` in simulation: the plan that hurts real processes, in virtual time.
+"""Carries out a `FaultPlan`, as used on real processes, in a simulated job and in virtual time.
 
 Theory of operation. `testing/faults.py` says who is hurt, how and when, in steps, seconds or events. What is done
 becomes a `world.Fault` (`translate`); when it is due the plan's own `Schedule` tells, which is fed with what the
@@ -44,7 +44,8 @@ _MEMBERS = 3
 
 
 def translate(fault: Fault) -> sim.Fault:
-    """Returns the simulated fault for a fault, without the trigger; the victim is "" if it is named by rank, or joins.
+    """Returns the simulation's fault for a plan's fault, without its trigger; the victim is "" if it is given by rank
+    or is yet to join.
 
     Raises:
         ConfigurationError: Simulation cannot do this; the message names the fault and what there is instead.
@@ -67,7 +68,9 @@ def translate(fault: Fault) -> sim.Fault:
 
 
 def founders(plan: FaultPlan) -> tuple[str, ...]:
-    """Returns the founders: those that the plan names before they join, and enough others that one remains."""
+    """Returns the names of the founders: nodes that the plan names before they join, and enough others that one
+    survives.
+    """
     named: list[str] = []
     joining: set[str] = set()
     hurt: set[str] = set()
@@ -90,7 +93,8 @@ def founders(plan: FaultPlan) -> tuple[str, ...]:
 
 
 def job(plan: FaultPlan, seed: int = 0) -> sim.Plan:
-    """Returns a job in which this plan can happen: its founders, and more steps than the plan's last trigger needs.
+    """Returns a simulated job in which this fault plan can be carried out: with its founders, and steps beyond its last
+    trigger.
 
     Raises:
         ConfigurationError: A fault cannot be simulated.
@@ -113,7 +117,9 @@ def job(plan: FaultPlan, seed: int = 0) -> sim.Plan:
 
 
 class PlannedNode(Node):
-    """Process that tells its world which place of the training loop it has reached, and what it does."""
+    """Process that reports to the simulated world what it does and which phase of the training loop it is in, to
+    trigger faults.
+    """
 
     world: PlannedWorld
 
@@ -164,7 +170,7 @@ class PlannedNode(Node):
 
 @dataclass(slots=True)
 class _Course:
-    """Progress of a FaultPlan in a run."""
+    """Progress of a FaultPlan during a run."""
 
     schedule: Schedule
     step: int = 0
@@ -172,7 +178,7 @@ class _Course:
 
 
 class PlannedWorld(World):
-    """World in which a FaultPlan happens."""
+    """Simulated world that carries out a FaultPlan."""
 
     def __init__(self, plan: sim.Plan, faults: FaultPlan) -> None:
         self.course = _Course(Schedule(faults))
@@ -187,12 +193,12 @@ class PlannedWorld(World):
         self.saw(note.name, str(dict(note.fields).get("member", "")).rpartition("~")[0])
 
     def saw(self, event: str, node: str) -> None:
-        """Takes an event that a fault may wait for."""
+        """Notes an event that may trigger a fault."""
         self.course.schedule.saw(event, node)
         self.kernel.after(0.0, self._look)
 
     def stepped(self, step: int) -> None:
-        """Notes that so many optimizer steps are committed."""
+        """Notes how many optimizer steps are committed."""
         self.course.step = max(self.course.step, step)
 
     def _look(self) -> None:
@@ -209,7 +215,7 @@ class PlannedWorld(World):
         return self._rank(fault.rank) if fault.rank is not None else self.nodes.get(fault.node)
 
     def due_inside(self, node: Node, phase: LoopPhase, step: int) -> list[Fault]:
-        """Returns the faults for this node at this place of its loop."""
+        """Returns the faults to carry out at this node, in this phase of its training loop."""
         view = node.machine.view
         ids = view.ids() if view is not None else ()
         ranks = {f"rank {ids.index(node.machine.member_id)}"} if node.machine.member_id in ids else set()
@@ -219,7 +225,7 @@ class PlannedWorld(World):
         return self.course.schedule.due(step=step, phase=phase, victims={node.name, *ranks})
 
     def carry_out(self, fault: Fault, victim: Node | None) -> None:
-        """Carries out a fault now."""
+        """Carries out a fault immediately."""
         told = translate(fault)
         if told.action == "join":
             self._join(fault)
@@ -249,5 +255,5 @@ class PlannedWorld(World):
 
     @property
     def undone(self) -> list[str]:
-        """Faults of the plan that did not happen, with the reason."""
+        """Faults of the plan that were not carried out, with the reason."""
         return [*self.course.missed, *(f"{f}: its time never came" for f in self.course.schedule.open)]

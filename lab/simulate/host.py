@@ -1,4 +1,4 @@
-"""Simulates the scheduler's process: the real machine, a durable store, and streams to members."""
+"""Simulates the scheduler's process: the real state machine, a durable store, and control streams to members."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DRAWS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Candidacy:
-    """Facts of a scheduler's process, beside those that its machine knows.
+    """Facts about a scheduler's process that its state machine does not know.
 
     Attributes:
         number: Number of the candidate; each life has a number of its own.
@@ -63,7 +63,7 @@ class Candidacy:
 
 @dataclass(slots=True)
 class HostTrap:
-    """Trap that springs before the `skip`+1-th effect (or stored answer) of a kind."""
+    """Trap that acts just before the scheduler's effect (or the store's answer) number `skip` + 1 of a kind."""
 
     kind: str
     """Kind of effect: "any", "persist", "stored" (the store has it, the machine does not know), "send", "prepare",
@@ -87,7 +87,7 @@ _KINDS = {
 
 
 class SchedulerHost(Process):
-    """Process of a scheduler, from its start to its death.
+    """Process of a scheduler, from its start to its end.
 
     Args:
         kernel: Kernel with time and chance.
@@ -156,14 +156,12 @@ class SchedulerHost(Process):
         self.timer(self.machine.tick_interval_s, self._tick)
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        """Takes one event, after those that wait."""
+        """Queues one event, and handles all that are queued."""
         self._inbox.append(event)
         self._drive()
 
     def _drive(self) -> None:
-        """Applies one effect after the other, one event after the other; the process may stop or die between any
-        two.
-        """
+        """Carries out queued effects and events one at a time; the process may stop or die between any two."""
         if self._driving:
             return
         self._driving = True
@@ -195,8 +193,8 @@ class SchedulerHost(Process):
         super().thaw()
 
     def _notify(self, pipe: Pipe, notice: object, take: Taker) -> None:
-        """Passes on messages for people, on which no machine acts. It draws no random numbers, so new messages leave
-        the runs of all seeds as they were.
+        """Delivers a message meant for people, without drawing random numbers, so that new messages leave all seeds'
+        runs unchanged.
         """
 
         def arrive() -> None:
@@ -246,8 +244,8 @@ class SchedulerHost(Process):
                         stream.down.send(Refused(reason), stream.hear)
 
     def _write(self, entry: fx.Persist, since: float) -> None:
-        """Writes an entry, and again after a failure; a write under way to a remote store arrives whatever becomes of
-        this process.
+        """Writes an entry, again if that fails; a write to a remote store takes effect even if this process dies
+        meanwhile.
         """
         delay = self.kernel.between(0.0005, self._store_s)
         if self.store.slow_s:
@@ -292,7 +290,7 @@ class SchedulerHost(Process):
         self._drive()
 
     def end(self) -> None:
-        """Ends a process that is deposed, or without a store: all streams are let go, and `on_end` is called."""
+        """Ends a process that is deposed or has lost its store: closes all streams, and calls `on_end`."""
         if self.alive:
             self.crash()
             self.on_end()

@@ -1,4 +1,4 @@
-"""Declares the interface between the parts of a simulated job and the whole.
+"""Declares the interface of a whole simulated job for its parts.
 
 Theory of operation. `world.World` makes all parts and is a `Job`. The parts know only this file, so none of them needs
 the world to be read, checked or imported.
@@ -23,7 +23,7 @@ from lab.simulate.training import Program
 
 
 class Job(Protocol):
-    """Simulated job as its parts know it; `world.World` tells what each attribute is."""
+    """Simulated job, as its parts see it; `world.World` documents the attributes."""
 
     plan: Plan
     settings: Settings

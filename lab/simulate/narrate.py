@@ -1,4 +1,4 @@
-"""Tells a run in lines: what the scheduler decided, what the members committed, what went wrong when.
+"""Describes a run line by line: what the scheduler decided, what the members committed, and which faults occurred when.
 
 The lines are a function of the plan alone, so tests compare them with what they were when somebody last read them.
 """
@@ -19,7 +19,7 @@ _TOLD = (
 
 
 def narrate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, given: World | None = None) -> tuple[list[str], Outcome]:
-    """Runs the plan, in the `given` world if there is one; returns one line per event that matters, times in
+    """Runs a plan, in the `given` world if there is one; returns one line for each important event, times in
     milliseconds.
     """
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Simulates a training process: the real machine, a symbolic data plane, an agent, a training thread.
+"""Simulates a training process: the real member state machine, a symbolic data plane, an agent, a training thread.
 
 Theory of operation. This is to the simulator what member/shell.py and member/engine.py are to a real process:
 events go into the `MemberMachine`, its effects are carried out in order, and the training thread does what the last
@@ -46,7 +46,7 @@ USUAL_BPS = 1e9
 
 
 class Node(Connected):
-    """Training process of a simulated job (see the module)."""
+    """Simulated training process with its member state machine, data plane, links and training thread."""
 
     plane_class: type[DataPlane] = DataPlane
     router_class: type[Router] = Router
@@ -100,7 +100,7 @@ class Node(Connected):
             self.timer(self.kernel.between(0.01, 0.06), lambda: self.measure(peer, "probe"))
 
     def measure(self, peer: str, evidence: str) -> None:
-        """Tells the scheduler the rate that this end measures on a link that stands."""
+        """Reports to the scheduler the data rate that this end measures on a link."""
         other = self.world.fabric.nodes.get(peer)
         if other is not None and not self.outcome and self.machine.neighbours.links.get(peer):
             rate_bps = self.world.rates.get(frozenset((self.name, other.name)), USUAL_BPS)
@@ -112,19 +112,19 @@ class Node(Connected):
             self.world.fabric.bye(me, peer)
 
     def _abandon_links(self) -> None:
-        """Abandons links as `Links.abandon` does: attempts under way end in their own time, and are made again under
-        the new id.
+        """Closes all links of an old id, as `Links.abandon` does; calls under way may still finish, and are repeated
+        under the new id.
         """
         self._close_links()
         self.dialling.want(())
         self.router = self.router_class("", self.world.fabric.standing(self), self.dialling.wanted)
 
     def link_ended(self, peer: str, evidence: str) -> None:
-        """Takes the end of a link that the other end closed, or that broke."""
+        """Handles the end of a link that broke or was closed by the other end."""
         self.follow(self.dialling.broken(peer, evidence))
 
     def follow(self, steps: Sequence[LinkStep]) -> None:
-        """Carries out decisions about links."""
+        """Carries out orders about links (to dial, or to report a link's state)."""
         for step in steps:
             match step:
                 case Tell(peer, up, evidence):
@@ -137,11 +137,11 @@ class Node(Connected):
             self.world.fabric.dial(self, peer)
 
     def expects(self, peer: str) -> bool:
-        """Returns whether this peer may dial the process."""
+        """Returns whether this process accepts a link that this peer dials."""
         return bool(self.machine.member_id) and peer in self.dialling.expected(self.router)
 
     def frame(self, peer: str, payload: object) -> None:
-        """Takes a payload that arrived on a link."""
+        """Handles a payload that arrived on a link."""
         if self.outcome:
             return
         if isinstance(payload, Up | Down):
@@ -157,18 +157,18 @@ class Node(Connected):
         super().control(stream, message)
 
     def foresee(self, view: View) -> None:
-        """Prepares for a coming view: its newcomers may dial, and are sent messages."""
+        """Prepares for a coming view: routes messages to its newcomers, and accepts links from them."""
         self.carry_on(self.router.foresee(view))
         self.world.fabric.told(self)
 
     def stands(self, peer: str) -> None:
-        """Takes in a link that was made."""
+        """Handles a new link."""
         self.dialling.made(peer)
         self.carry_on(self.router.again())
         self.link_changed(peer, True, "connected")
 
     def carry_on(self, steps: Sequence[RouteStep]) -> None:
-        """Carries out the router's decisions about messages."""
+        """Carries out the router's orders about messages."""
         fabric, me = self.world.fabric, self.machine.member_id
         for step in steps:
             match step:
@@ -188,7 +188,7 @@ class Node(Connected):
     # ------------------------------------------------------------------ effects
 
     def feed(self, event: fx.MemberEvent) -> None:
-        """Feeds one event to the machine, and carries out its effects in order."""
+        """Feeds one event to the member's state machine, and carries out its effects in order."""
         machine = self.machine
         phase = machine.phase
         effects = machine.on(self.kernel.now, event)
@@ -264,7 +264,7 @@ class Node(Connected):
         self.observation.start()
 
     def say(self, message: FromMember) -> None:
-        """Tells the scheduler something from the training thread."""
+        """Sends the scheduler a message from the training thread."""
         if not self.outcome:
             self._tell(message)
 
@@ -286,7 +286,9 @@ class Node(Connected):
             self.publish(GENESIS)
 
     def state_loaded(self, header: Header, state: State, lineage: str, moved: int) -> None:
-        """Takes a state whose pull is complete and checked; `moved` ranges were not here already."""
+        """Starts to train on a state that was pulled completely and checked; `moved` ranges of it came from other
+        members.
+        """
         self.state, self.lineage = state, lineage
         self.world.oracle.loaded(self.machine.member_id, lineage, header, state)
         self.publish(header)
@@ -302,7 +304,7 @@ class Node(Connected):
         self._begin()
 
     def _begin(self) -> None:
-        """Works for the next slot in the training thread, and then contributes."""
+        """Lets the training thread do the next slot's work, and then contribute."""
         program, header, life = self.world.program, self.header, self.life
         strays = self.strays()
         kind = Kind.STEP if strays else self.next_kind()
@@ -327,22 +329,22 @@ class Node(Connected):
         self.timer(work, lambda: self._step(uid, epoch, spans, life))
 
     def rest_s(self) -> float:
-        """Returns the seconds that it takes to get to a collective."""
+        """Returns the simulated time (s) until the training thread reaches a collective."""
         return self.kernel.between(0.0002, 0.004)
 
     def strays(self) -> bool:
-        """Returns whether the member leaves and follows the script no more, as after `request_node_exit` in a plain
-        loop; half of the leavers do.
+        """Returns whether this leaver has stopped following the script, as half of them do (like `request_node_exit` in
+        a plain loop).
         """
         return bool(self.leaving) and self.number % 2 == 1
 
     def next_kind(self) -> Kind:
-        """Returns the kind of the next slot, a function of the last header, too."""
+        """Returns the kind of the next slot, which depends on the last header alone."""
         return self.world.program.next_kind(self.header)
 
     def samples(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Returns (epoch, positions): the assignment of the coming step, a function of the last header (protocol.md
-        10).
+        """Returns (epoch, positions): this member's samples in the next step, which depend on the last header
+        (protocol.md 10).
         """
         return self.world.program.share(self.assigning, self.machine.member_id, self.header.ledger)
 
@@ -388,19 +390,19 @@ class Node(Connected):
 
     @property
     def lets_go(self) -> bool:
-        """Whether members may go with the collective that comes."""
+        """Whether members may leave at the coming collective."""
         return False
 
     def answer(self, spans: tuple[tuple[int, int], ...]) -> bytes:
-        """Returns the payload beside the gradient of these samples."""
+        """Returns the payload that a contribution has besides the gradient of these samples."""
         return b""
 
     def vote(self) -> tuple[str, bytes]:
-        """Returns the name of the collective that comes, and the member's payload in it."""
+        """Returns the name of the coming collective, and the member's payload for it."""
         return str(Kind.GATHER), f"{self.machine.member_id} says {self.kernel.random.randrange(1000)}".encode()
 
     def beside(self, before: Header, header: Header, contributors: tuple[str, ...]) -> None:
-        """Changes further values of the state at the commit of a slot; a plain member has none."""
+        """Updates additional values of the state when a slot is committed; a plain member has none."""
 
     def _contribute(self, kind: Kind, view: ViewId = NO_VIEW, **fields: object) -> None:
         if self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
@@ -421,7 +423,7 @@ class Node(Connected):
         self.feed(fx.Contribute(contribution))
 
     def _commit(self, header: Header, contributors: tuple[str, ...]) -> None:
-        """Applies the slot in the training thread."""
+        """Applies a committed slot in the training thread."""
         oracle, before = self.world.oracle, self.header
         self.kept = (before, self.state)
         results = None
@@ -447,27 +449,29 @@ class Node(Connected):
             self._begin()
 
     def externalise(self, before: Header, header: Header) -> None:
-        """Lets slot s leave the job: header s+1 is seen, so slot s is stable (protocol.md 4)."""
+        """Makes a slot's result visible outside the job (as in a checkpoint), which is safe once the next header is
+        here (protocol.md 4).
+        """
         self.world.oracle.externalised(self.machine.member_id, self.lineage, before)
 
     # ------------------------------------------------------------------ serving others
 
     def publish(self, header: Header) -> None:
-        """Publishes a snapshot at this header (protocol.md 15)."""
+        """Publishes a snapshot of the state at this header (protocol.md 15)."""
         self.published = (header.hash, self.state)
 
     def serve_state(self, header: Header) -> State | None:
-        """Returns the state at exactly this header; None if it is not here (any more)."""
+        """Returns the state at exactly this header; None if this process does not have it (any more)."""
         if self.published is None or self.published[0] != header.hash or self.outcome:
             return None
         return self.published[1]
 
     def served_hash(self) -> int:
-        """Returns the hash of the whole state that the process serves."""
+        """Returns the hash of the whole state that this process serves to joiners."""
         return hash(self.published[1]) if self.published is not None else 0
 
     def serve_copy(self, header: Header) -> State | None:
-        """Returns the copy of the state for a learner; None: not yet.
+        """Returns the copy of the state that is kept for learners; None if it is not complete yet.
 
         Raises:
             LookupError: The copy is not here, and will not be.
@@ -476,8 +480,8 @@ class Node(Connected):
         return None if self.outcome else state
 
     def serve_entry(self, at: Header) -> tuple[SumEntry | None, int]:
-        """Returns for a learner the log's entry after header `at` (None: not committed yet), and the last slot of the
-        log.
+        """Returns, for a learner, the log entry after header `at` (None: not committed yet), and the number of the
+        log's last slot.
 
         Raises:
             LookupError: The entry is not here, and will not be.
@@ -487,13 +491,13 @@ class Node(Connected):
     # ------------------------------------------------------------------ a state that it is served
 
     def kept_ranges(self, header: Header) -> dict[int, int]:
-        """Returns the state ranges that a joiner need not pull since it holds them: none, for it threw its state away
-        (11).
+        """Returns state ranges that a joiner has already and need not pull: none, as it dropped its state when it was
+        put out (11).
         """
         return {}
 
     def accept_state(self, equal: bool) -> bool:
-        """Returns whether a pulled state is promoted, given whether its hash equals the donors' (19)."""
+        """Returns whether to use a pulled state; `equal`: its hash is the donors' (19)."""
         return equal
 
     # ------------------------------------------------------------------ going
@@ -540,7 +544,7 @@ class Node(Connected):
         self.timer(self.kernel.between(0.01, 0.05), self.connect)
 
     def restart(self) -> None:
-        """Lets a process that was thrown out join again; all its training state goes (protocol.md 11)."""
+        """Makes a process that was put out join again, without its old training state (protocol.md 11)."""
         self.life += 1
         if self._pull is not None:
             self._pull.stop()
@@ -557,12 +561,12 @@ class Node(Connected):
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the old training state, as for a fresh start."""
+        """Drops the old training state, as in a newly started process."""
         self.kept = None
         self.state = self.live = initial_state(self.world.program, self.number + 1000 * self.life)
 
     def kill(self) -> None:
-        """Kills the process by SIGKILL: the kernel closes its sockets."""
+        """Kills the process as SIGKILL does: the kernel closes its sockets."""
         if not self.alive:
             return
         self.die()

@@ -1,4 +1,4 @@
-"""Simulates replay joins: what members keep for newcomers that follow their log (protocol.md 15-18).
+"""Simulates joining by replay: what members keep for learners, and how these pull and replay it (protocol.md 15-18).
 
 Theory of operation. A `Keeper` is a member's part, as replication/snapshot.py and log.py are a real one's. At the
 first header that names a learner it copies the state, if it is a donor: what forward passes change at once, the rest
@@ -36,14 +36,14 @@ _ROUNDS = 10
 
 @dataclass(slots=True)
 class Copy:
-    """Copy of the state at one header, as far as it is made."""
+    """Copy of the training state at one header, as far as it is finished."""
 
     header: Header
     ranges: dict[int, int]
 
 
 class Keeper:
-    """Copy of the state and the log that a member keeps for learners.
+    """Keeper of one member's copy of the state and of the log, both for learners.
 
     Args:
         job: Job whose plan it follows.
@@ -75,7 +75,9 @@ class Keeper:
                 self._take(self.copy, index)
 
     def committed(self, before: Header, header: Header) -> None:
-        """Takes in a slot that is committed and applied here."""
+        """Handles a slot that this member has committed and applied: logs it, and begins a copy if learners need
+        one.
+        """
         if self._observed:
             self._log(header)
         if self._observed and not header.learners:
@@ -118,7 +120,7 @@ class Keeper:
         node.timer(node.kernel.between(0.0, self._job.plan.replaying.log_s), keep)
 
     def release(self) -> None:
-        """Forgets the log, as no learner observes any more."""
+        """Drops the log and the copy, as no learner needs them any more."""
         self.gone = max(self.gone, self.newest)
         self._generation += 1
         self.copy = None
@@ -127,7 +129,7 @@ class Keeper:
     # ------------------------------------------------------------------ what learners are given
 
     def state_at(self, header: Header) -> State | None:
-        """Returns the copy of the state at exactly this header; None while it is being made.
+        """Returns the copy of the state at exactly this header; None while it is unfinished.
 
         Raises:
             LookupError: The copy is not here, and will not be.
@@ -156,7 +158,7 @@ class Keeper:
 
 @dataclass(slots=True)
 class _Source:
-    """Member that is asked for the copy and the log."""
+    """Member that a learner asks for the copy of the state and for the log."""
 
     member: str
     asked_at: float | None = None
@@ -166,14 +168,14 @@ class _Source:
 
 @dataclass(slots=True)
 class _Log:
-    """Progress of the newcomer in the log."""
+    """Position of a learner in the log."""
 
     at: Header
     newest: int
 
 
 class Observation(Pull):
-    """Work of the newcomer: it pulls a copy, and applies a log to it.
+    """Replay by a learner: it pulls a copy of the state, and applies the log to it.
 
     Args:
         job: Job that it comes to.
@@ -202,7 +204,9 @@ class Observation(Pull):
     # ------------------------------------------------------------------ let in
 
     def followed(self, target: Header) -> bool:
-        """Lets the newcomer in at this header; returns whether all entries up to it are applied, or will not be."""
+        """Prepares the learner's admission at this header; returns whether all log entries up to it are applied, or
+        will never be.
+        """
         now = self.node.kernel.now
         if self._target is None:
             self._target, self._give_up_at = target, now + self.catching_up.final_wait_s
@@ -230,7 +234,7 @@ class Observation(Pull):
         self.node.timer(0.03, self._round)
 
     def _serve_copy(self, node: Endpoint, source: _Source, index: int) -> None:
-        """Serves a range of the copy, at the source."""
+        """Serves a range of the copied state; runs in the source's process."""
         try:
             state = node.serve_copy(self.header)
         except LookupError as error:
@@ -263,7 +267,7 @@ class Observation(Pull):
     # ------------------------------------------------------------------ the log
 
     def _next(self) -> None:
-        """Asks for the entry after the last one, of the oldest source that has not failed."""
+        """Asks the oldest source that has not failed for the next log entry."""
         if self.stopped:
             return
         living = self._living()
@@ -277,7 +281,7 @@ class Observation(Pull):
         self.node.timer(_POLL_S, self._next)
 
     def _serve_entry(self, node: Endpoint, source: _Source, at: Header) -> None:
-        """Serves an entry of the log, at the source."""
+        """Serves a log entry; runs in the source's process."""
         try:
             entry, newest = node.serve_entry(at)
         except LookupError as error:
@@ -319,7 +323,7 @@ class Observation(Pull):
             self._give_up(hopeless)
 
     def apply(self, entry: SumEntry) -> None:
-        """Applies a step of the log, as a pure function of state and results."""
+        """Applies a step of the log to the state, as a pure function of state and results."""
         if entry.results is not None and self.state is not None:
             self.state = apply_result(self.state, entry.results)
 
@@ -346,7 +350,7 @@ class Observation(Pull):
         source.failed = why
 
     def _give_up(self, reason: str) -> None:
-        """Says that the newcomer cannot catch up, unless it is let in already."""
+        """Reports to the scheduler that this learner cannot catch up, unless it is being let in already."""
         if self._target is None:
             self.node.say(CatchUp(self.log.at.seq, able=False, reason=reason, attempt=self._attempt))
         self.stop()
@@ -356,7 +360,7 @@ class Observation(Pull):
 
 
 class StatePull(Pull):
-    """Pull of a joiner's state at one header, from the members that hold it.
+    """Pull of a joiner's training state at one header, from members that have it.
 
     Args:
         job: Job that it comes to.

@@ -1,4 +1,4 @@
-"""Checks the rules that must hold while a simulated job runs and when it ends.
+"""Checks, with knowledge of all processes, the rules that must hold while a simulated job runs and when it ends.
 
 Theory of operation. The oracle sees everything: every contribution made, every header committed by anyone with the
 state it led to, every slot that somebody treated as stable, every ejection and every join. Headers form a tree (a
@@ -19,12 +19,12 @@ from lab.simulate.training import Program, State
 
 
 class Violation(Exception):
-    """Error that the protocol broke: says how, where and when."""
+    """Error: the protocol broke a rule; the message says how, where and when."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Contribution to a STEP, as its maker computed it."""
+    """Contribution to a STEP, as the contributing member computed it."""
 
     member: str
     seq: int
@@ -37,7 +37,7 @@ class Made:
 
 @dataclass(slots=True)
 class Oracle:
-    """Oracle of a simulated job, which sees everything and checks it (see the module)."""
+    """Checker of a simulated job that sees the state of all processes."""
 
     program: Program
     views: Callable[[], Sequence[View]] = tuple
@@ -78,8 +78,8 @@ class Oracle:
         self.votes.setdefault((member, seq), set()).add(payload)
 
     def founded(self, lineage: str, state: State, holders: Sequence[str]) -> None:
-        """Notes that a job begins, or begins anew; `holders` live, if only frozen, and hold the state of an earlier
-        beginning.
+        """Checks that a job is founded, or founded again, only if none of the `holders` still has the state of an
+        earlier founding.
         """
         if holders and lineage != self.lineage:
             words = f"view {lineage} founds the job again although {holders[0]} holds its state"
@@ -91,7 +91,7 @@ class Oracle:
         self.headers[key] = GENESIS
 
     def loaded(self, who: str, lineage: str, header: Header, state: State) -> None:
-        """Checks the state of a joiner that says that it is complete (contract 4, protocol.md 15, 19)."""
+        """Checks a joiner's state that is reported to be complete (contract 4, protocol.md 15, 19)."""
         self.joins += 1
         expected = self.states.get((lineage, header.hash))
         if expected != state:
@@ -101,7 +101,9 @@ class Oracle:
             )
 
     def replayed(self, who: str, header: Header, moved: int, calm: bool) -> None:
-        """Counts a newcomer that had caught up and is in; `moved` ranges of its state were not the donors' (16, 18)."""
+        """Counts a learner that was let in; checks that if nothing went wrong, it had to pull no range (`moved`) again
+        (16, 18).
+        """
         self.replays += 1
         self.moved += moved
         if calm and moved:
@@ -120,7 +122,7 @@ class Oracle:
         state: State,
         results: Sequence[Result] | None,
     ) -> None:
-        """Checks a commit: `who` applied `header`; `state` is the outcome, `results` the sums it used."""
+        """Checks that member `who` committed `header` with the right state and results."""
         self.commits += 1
         if header.prev_hash != before.hash:
             raise Violation(f"{who} stands on {before.hash}, yet applied a header that is on {header.prev_hash} (4a)")
@@ -176,7 +178,7 @@ class Oracle:
             )
 
     def _check_progress(self, lineage: str, before: Header, header: Header) -> None:
-        """Checks that no step is empty while there are samples for every member that the assigning view names
+        """Checks that no step is empty while samples are left for every member of the view that assigns them
         (protocol.md 10).
         """
         named = str(before.next_view) if before.seq else lineage
@@ -202,8 +204,8 @@ class Oracle:
                 raise Violation(f"slot {header.seq}: {member} never voted {answer!r} (28)")
 
     def externalised(self, who: str, lineage: str, header: Header) -> None:
-        """Takes note that `who` lets this slot leave the job: a checkpoint, a log line, a decision (contract 2,
-        protocol.md 4).
+        """Checks a slot that `who` makes visible outside the job, as in a checkpoint: all members must show the same
+        (contract 2, protocol.md 4).
         """
         key = (lineage, header.seq)
         first, witness = self.external.setdefault(key, (header.hash, who))
@@ -213,13 +215,17 @@ class Oracle:
             )
 
     def lost(self) -> bool:
-        """Returns whether the job cannot go on: no living member holds what it needs, and its members are told so."""
+        """Returns whether the job can never go on: no living member has the state that it needs, and the members were
+        told so.
+        """
         return False
 
     # ------------------------------------------------------------------ at the end
 
     def finished(self, lineage: str, last: Header) -> None:
-        """Checks that the finished chain holds every externalised slot, and every sample exactly once (contract 3)."""
+        """Checks that the finished job's chain contains every externalised slot, and every sample exactly once
+        (contract 3).
+        """
         chain: dict[int, Header] = {}
         header = last
         while header.seq > 0:
@@ -245,7 +251,7 @@ class Oracle:
 
 
 def check_chain(views: Sequence[View]) -> None:
-    """Checks that the stored chain is well-formed (protocol.md 7)."""
+    """Checks the order of numbers and views in the stored chain (protocol.md 7)."""
     for before, view in pairwise(views):
         if view.predecessor != before.id or not view.id > before.id or view.id.number <= before.id.number:
             raise Violation(f"view {view.id} with predecessor {view.predecessor} follows {before.id} (7)")

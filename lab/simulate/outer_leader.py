@@ -1,4 +1,4 @@
-"""Leads a simulated elastic cluster of outer sync as its parameter server, by a script of answers and versions.
+"""Simulates the leader (parameter server) of an elastic cluster in outer sync, by a script of answers and versions.
 
 Theory of operation. The members of a simulated job may be ranks of a cluster of outer sync (outer_ranks.py). Their
 leader is no machine here, for lab/outer simulates that one; it is a script with the words of outer/rules/messages.py.
@@ -52,7 +52,7 @@ from lab.simulate.plan import OuterScript
 
 
 class OuterRank(Protocol):
-    """Rank of the cluster, as its leader's side sees it."""
+    """Interface of a rank of the cluster for the simulated leader."""
 
     name: str
     alive: bool
@@ -69,7 +69,7 @@ class OuterRank(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """Stream of a rank to the leader."""
+    """Stream between a rank and the leader."""
 
     rank: OuterRank
     up: Pipe
@@ -80,7 +80,7 @@ class Line:
 
 @dataclass(slots=True)
 class InnerSteps:
-    """Record of what became of the progress of each inner step.
+    """Record of what became of each inner step: counted in an accepted push, or thrown away.
 
     Attributes:
         counted: Push that was accepted with each inner step, and the beginning of the job that the step was trained in.
@@ -93,18 +93,18 @@ class InnerSteps:
     """Last slot that a rank has taken, by beginning."""
 
     def accept(self, push: PushId, pushed: Pushed, lineage: str) -> None:
-        """Counts a push that was accepted."""
+        """Records the inner steps of an accepted push."""
         for step in pushed.steps:
             if step in self.counted:
                 raise Violation(f"inner step {step:x} is in {push} and in {self.counted[step][0]} (O9)")
             self.counted[step] = (push, lineage)
 
     def reopen(self, pushes: Collection[PushId]) -> None:
-        """Counts these pushes no more."""
+        """Removes these pushes, which are unanswered again, from the record."""
         self.counted = {step: known for step, known in self.counted.items() if known[0] not in pushes}
 
     def took(self, lineage: str, before: Header, header: Header, step: int, gone: set[int], content: Content) -> None:
-        """Checks the inner steps when a rank has taken a commit."""
+        """Checks, when a rank has committed a slot, that no inner step is missing and none is counted twice."""
         if (lineage, header.hash) in self._at:
             return
         trained, thrown = self._at.get((lineage, before.hash), (frozenset(), frozenset()))
@@ -125,7 +125,7 @@ class InnerSteps:
 
 
 class ScriptedLeader:
-    """Leader that follows a script (see the module).
+    """Leader that answers pushes and makes versions by a script.
 
     Args:
         kernel: Kernel of the job.
@@ -174,18 +174,18 @@ class ScriptedLeader:
             kernel.at(at, self._others)
 
     def has(self, version: VersionId) -> bool:
-        """Returns whether followers serve this version: it is one of the two newest."""
+        """Returns whether followers serve this version, which must be one of the two newest."""
         return version != NO_VERSION and self._newest.number - 1 <= version.number <= self._newest.number
 
     def number_of(self, part: RankPart) -> int:
-        """Returns a number that stands for a rank's outer state: equal for equal states."""
+        """Returns a number for a rank's outer state; equal states have equal numbers."""
         text = part.facts()
         number = self._numbers.setdefault(text, 2 * len(self._numbers) + 2)  # even: a damaged one is none
         self._states[number] = text
         return number
 
     def facts_of(self, number: int) -> bytes:
-        """Returns the outer state for which this number stands, as it travels."""
+        """Returns the encoded outer state with this number."""
         return self._states[number]
 
     # ------------------------------------------------------------------ streams
@@ -197,12 +197,12 @@ class ScriptedLeader:
         return line
 
     def say(self, line: Line, message: FromCluster) -> None:
-        """Takes a message of a rank."""
+        """Handles a message from a rank."""
         header = line.rank.header
         line.up.send(message, lambda _: self._hear(line, message, header))
 
     def close(self, line: Line) -> None:
-        """Closes the stream of a process that is gone, or has hung up; its last messages may be lost."""
+        """Closes the stream of a process that died or hung up; its last messages may be lost."""
         now = self._kernel.now
         line.up.cut(now + self._kernel.between(0.0, 0.02))
         line.down.cut(now)
@@ -214,7 +214,7 @@ class ScriptedLeader:
                 line.down.send(message, lambda m: line.rank.deliver(lambda: line.hear(line, m)))
 
     def _cut(self) -> None:
-        """Lets another leader take over; an answer that the former one was about to give may be decided, and untold."""
+        """Replaces the leader by a new one; the old leader's last answer may be decided but not delivered."""
         self._term += 1
         lines, self._lines, self._line = self._lines, [], None
         for line in lines:
@@ -321,7 +321,7 @@ class ScriptedLeader:
         return PushAnswer.VOID if drawn < self.script.rejects + self.script.voids else PushAnswer.ACCEPTED
 
     def _make(self) -> None:
-        """Makes a version, which is served a while later; the one two older is durable."""
+        """Makes a version, which is served a little later; the version two before it is durable now."""
         number = self._newest.number + 1
         self._newest = VersionId(number, f"{number:032x}")
         self._kernel.after(self._kernel.between(0.0, 0.06), self._serve)
@@ -347,7 +347,7 @@ class ScriptedLeader:
             self._tell(Dismissed(self._term, "it was removed", True))
 
     def _roll_back(self) -> None:
-        """Rolls back: accepted pushes that are kept are unanswered again."""
+        """Undoes accepted pushes whose versions are not durable yet: they are unanswered again."""
         if self._who is None or self._over:
             return
         pushes = sorted(push for push in self._kept if push.incarnation == self._who[0])

@@ -1,4 +1,5 @@
-"""Simulates members that are ranks of a cluster of outer sync: they hold its outer state, and adopt versions.
+"""Simulates members that are ranks of an outer-sync cluster: they hold its outer state, and adopt new versions of the
+model.
 
 Theory of operation. A rank is to the simulator what strategies/session.py, strategies/elastic.py and
 outer/cluster/elastic.py are to a process. Beside its gradient each rank says what its `RankPart` says, and where the
@@ -42,25 +43,25 @@ _RATES = (100.0, 50.0)
 
 
 def _number(header: Header) -> int:
-    """Returns the number of an inner step; a slot that is made otherwise by survivors is another one."""
+    """Returns a number for the inner step of this header; a step that survivors redo has another number."""
     return int(header.hash[:12], 16) if header.kind is Kind.STEP else 0
 
 
 def _adopted(state: State, ranges: int, version: VersionId, *, outright: bool) -> State:
-    """Returns the state when its parameters are a version's, with the training since then on top unless the adoption is
-    outright.
+    """Returns the state after a version's parameters are adopted; unless `outright`, later training is kept on top of
+    them.
     """
     return (*(hash((old, version.number, outright)) for old in state[:ranges]), *state[ranges:])
 
 
 def _take(part: RankPart, me: str, header: Header, contributors: tuple[str, ...]) -> None:
-    """Takes in the content of a committed header, or else notes that the one before is known to all."""
+    """Updates a rank's outer state with the content of a committed header."""
     said = header.kind is Kind.STEP or header.name == MEETING
     part.commit(me, contributors, header.answers if said else (), _number(header))
 
 
 class Replica:
-    """Outer state of a newcomer that observes: it takes commits in, says nothing and serves nothing.
+    """Outer state of a learner: it follows commits, but sends nothing and serves nothing.
 
     Args:
         observation: Observation of this newcomer.
@@ -73,22 +74,22 @@ class Replica:
         return self._observation.stopped
 
     def attend(self) -> None:
-        """Ignores the call: the newcomer contributes nothing."""
+        """Does nothing: a learner contributes nothing."""
 
     again = to_encode = attend
 
     def tell_leader(self, message: object) -> None:
-        """Drops the message: the newcomer has no leader."""
+        """Drops the message: a learner has no leader."""
 
     def sealed(self, push: PushId, pushed: Pushed) -> None:
-        """Ignores the push, which the newcomer has encoded, too."""
+        """Ignores the push: a learner computes it as all ranks do, but sends nothing."""
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
         self._observation.adopts(version, outright=outright)
 
 
 class OuterObservation(Observation):
-    """Observation of a newcomer that replays, and so passes over versions that the members adopt."""
+    """Replay by a learner whose log includes adoptions of outer-sync versions."""
 
     node: OuterNode  # type: ignore[assignment]
     part: RankPart | None = None
@@ -104,9 +105,7 @@ class OuterObservation(Observation):
             self.state = (*self.state[:-1], self.node.leader.number_of(self.part))
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
-        """Adopts a version that some member must still have, as its base or fetched; gives the replay up if none
-        has.
-        """
+        """Adopts a version if some member still has it; otherwise gives up the replay."""
         found = (node.part for node in self.node.leader.ranks if node.alive and not node.frozen)
         if not any(version in (part.content.base, part.fetched) for part in found if part is not None):
             self._give_up(f"version {version}, which slot {self.log.at.seq + 1} adopted, is at no member any more")
@@ -116,7 +115,7 @@ class OuterObservation(Observation):
 
 
 class OuterNode(Node):
-    """Process of a rank that holds the cluster's outer state (see the module)."""
+    """Process of a rank that holds the outer-sync cluster's outer state."""
 
     observation_class = OuterObservation
     machines = Machines()
@@ -136,7 +135,7 @@ class OuterNode(Node):
         return self.world.outer
 
     def made(self, home: OuterNode | Replica, facts: int) -> RankPart:
-        """Returns a rank's outer state: that of a founder (0), or another member's."""
+        """Creates a rank's outer state: a founder's first one (`facts` 0), or a copy of another member's."""
         script, view = self.leader.script, self.machine.view
         held = self.leader.facts_of(facts) if facts else b""
         nonce = read_text(Held, held).state.nonce if held else view.chain if view is not None else ""
@@ -210,7 +209,9 @@ class OuterNode(Node):
         self.timer(TICK_S, lambda: self._tick(life))
 
     def _fetch(self, life: int) -> None:
-        """Gets the version that is wanted: from ranks that have it, or, as the first rank, from the followers."""
+        """Fetches the version that this rank needs: from ranks that have it or, as the first rank, from the
+        followers.
+        """
         part = self.part
         if life != self.life or part is None:
             return
@@ -236,12 +237,16 @@ class OuterNode(Node):
     # ------------------------------------------------------------------ the training thread
 
     def strays(self) -> bool:
-        """Returns False: Lightning's loops let a rank go between two steps."""
+        """Returns False: a leaving rank follows the script to the end, as in Lightning's loops, which let ranks go
+        between steps.
+        """
         return False
 
     @property
     def meets(self) -> bool:
-        """Whether the ranks may not train now, or not any more; the same at all of them."""
+        """Whether the next slot must be a meeting of the ranks rather than a step; all ranks compute the same
+        answer.
+        """
         part, kind = self.part, super().next_kind()
         if part is None or part.state.over or kind not in (Kind.STEP, Kind.CLOSING):
             return False
@@ -292,7 +297,7 @@ class OuterNode(Node):
         self.timer(self.kernel.between(0.001, 0.03), encoded)
 
     def sealed(self, push: PushId, pushed: Pushed) -> None:
-        """Ignores the push: the oracle compares it with those of the other ranks, as part of the state."""
+        """Ignores the push: as part of the state it is compared by the oracle."""
 
     def adopts(self, version: VersionId, *, outright: bool) -> None:
         part = self.part
@@ -304,6 +309,6 @@ class OuterNode(Node):
 
 
 class OuterHooks(Hooks):
-    """Hooks of jobs whose members are ranks of a cluster."""
+    """Hooks for jobs whose members are ranks of an outer-sync cluster."""
 
     node_class = OuterNode

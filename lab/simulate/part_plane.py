@@ -1,4 +1,5 @@
-"""Reduces by parts in a simulated job: each layer among its owners, over a tree whose root changes with the slot.
+"""Simulates the reduction by parts of the model: each layer among its owners, over a tree whose root changes with the
+slot.
 
 Theory of operation. An owner gives its raw sum of a layer once its last unit of that layer is over. Sums are merged on
 their way to the root, which is an owner, too, and sends the result back. The tree has the fewest hops that the links of
@@ -20,7 +21,7 @@ from lab.simulate.staged_training import RawSum
 
 @dataclass(frozen=True, slots=True)
 class SumUp:
-    """Raw sums of an owner and those below it, to the next owner on the way to the root."""
+    """Message to the next owner up the tree: the raw sum of its sender and of the owners below it."""
 
     view: ViewId
     seq: int
@@ -31,7 +32,7 @@ class SumUp:
 
 @dataclass(frozen=True, slots=True)
 class SumDown:
-    """Result of a part, from the root."""
+    """Message down the tree from the root: the result for a part."""
 
     view: ViewId
     seq: int
@@ -53,7 +54,7 @@ class _Open:
 
 
 class PartPlane:
-    """Part of one member in the reduction by parts.
+    """One member's data plane for the reduction by parts.
 
     Args:
         send: Function that sends to a member.
@@ -69,28 +70,28 @@ class PartPlane:
         self._early: dict[tuple[ViewId, int], list[SumUp | SumDown]] = {}
 
     def open(self, view: View, seq: int) -> None:
-        """Starts an attempt, and drops everything of the one before."""
+        """Starts an attempt, and drops all data of the previous one."""
         self._open = _Open(view, seq, division(view))
         for message in self._early.pop((view.id, seq), []):
             self.take(message)
         self._early = {k: v for k, v in self._early.items() if k > (view.id, seq)}
 
     def drop(self, view: ViewId) -> None:
-        """Drops attempts of this and older views: none of them completes any more."""
+        """Drops all attempts of this view and older ones: none of them completes any more."""
         self._dropped = max(self._dropped, view)
         if self._open is not None and self._open.view.id <= view:
             self._open.dropped = True
 
     def _layers(self, opened: _Open, member: str) -> tuple[int, ...]:
-        """Returns the parts that this member has reduced: all that it owns but the rest."""
+        """Returns the parts that this member reduces: all that it owns, except the one that all members own."""
         return tuple(p for p in numbers(opened.division.owned(member)) if p < len(opened.division.names) - 1)
 
     def owners(self, parts: Division, part: int) -> tuple[str, ...]:
-        """Returns the members that add up a part's sums."""
+        """Returns the members whose sums of a part are added up."""
         return parts.owners[part]
 
     def give(self, part: int, raw: RawSum) -> None:
-        """Takes in this member's raw sum of a layer, which is final."""
+        """Starts to reduce this member's raw sum of a layer, which is final."""
         opened = self._open
         if opened is None or opened.dropped:
             return
@@ -106,7 +107,7 @@ class PartPlane:
         return opened.trees[part]
 
     def take(self, message: SumUp | SumDown) -> None:
-        """Takes bytes of another member, or an own sum in the middle."""
+        """Handles a sum or a result from another member, or this member's own sum."""
         opened = self._open
         if message.view <= self._dropped:
             return
@@ -132,7 +133,7 @@ class PartPlane:
         self.look()
 
     def look(self) -> None:
-        """Tells, once, that all parts are reduced here."""
+        """Reports, once, that all parts of this member are reduced."""
         opened = self._open
         if opened is None or opened.told or opened.dropped:
             return
@@ -141,6 +142,6 @@ class PartPlane:
             self._done(opened.view.id, opened.seq)
 
     def results(self, view: ViewId, seq: int) -> Mapping[int, RawSum]:
-        """Returns the results of this attempt; none of any other."""
+        """Returns the results of exactly this attempt; empty for any other."""
         opened = self._open
         return opened.results if opened is not None and (opened.view.id, opened.seq) == (view, seq) else {}

@@ -1,4 +1,5 @@
-"""Plans the pipelines of simulated jobs: stages dealt in turn, and after a death either a reroute or another deal.
+"""Plans the pipelines of simulated jobs: assigns stages to members in turn, and after a death reroutes micro-batches or
+assigns anew.
 
 Theory of operation. This is a real planner in small: it makes plans and texts of planning/pipelines, and knows no
 times. Members get the stages of one pipeline after the other, in an order that is drawn anew for each set of members.
@@ -33,7 +34,7 @@ _TURNS = 8
 
 @cache
 def asked(program: Program) -> str:
-    """Returns the request of members of this job for pipelines, as text; "" if it has none."""
+    """Returns, as text, the request for pipelines that members of this job make; "" if it has none."""
     if not program.layers:
         return ""
     each_s = program.work_s / (3 * program.layers * program.micro_batches)
@@ -52,7 +53,7 @@ def _shared(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 class RoundRobin(ViewPipeliner):
-    """Planner that deals the stages of pipelines in turn.
+    """Planner that assigns the stages of pipelines to members in turn.
 
     Args:
         program: Says how many layers, stages and micro-batches there are, and what members have room for.
@@ -74,7 +75,7 @@ class RoundRobin(ViewPipeliner):
         held: Mapping[str, tuple[Span, ...]] | None = None,
         links: Collection[Pair] = (),
     ) -> PipelineChoice:
-        """Returns pipelines for these members; see `ViewPipeliner.reroute`."""
+        """Returns pipelines for these members after a change; see `ViewPipeliner.reroute`."""
         text, reason = self._rerouted(before, members, links)
         return PipelineChoice(text=text, reason=reason)
 
@@ -96,7 +97,7 @@ class RoundRobin(ViewPipeliner):
         return "", "no border between stages has a link"
 
     def _is_linked(self, plan: PipelinePlan, links: Collection[Pair]) -> bool:
-        """Returns whether each border of a route has a link, and links connect the owners of each part."""
+        """Returns whether links exist between all neighbouring stages, and connect the owners of each part."""
         holders = plan.holders()
         shared = (sorted(set().union(*(holders[x] for x in users))) for users in self._shared.values())
         if not all(connected(owners, links) for owners in (*set(plan.owners), *shared)):
@@ -105,7 +106,7 @@ class RoundRobin(ViewPipeliner):
         return all(frozenset((a.device, b.device)) in links for route in routes for a, b in pairwise(route))
 
     def _draw(self, what: str, ids: Sequence[str]) -> int:
-        """Returns a number that is the same for the same members."""
+        """Returns a pseudo-random number that depends only on the seed, the purpose and the members."""
         said = f"{self._seed} {what} {' '.join(ids)}"
         return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=4).digest(), "big")
 
@@ -126,7 +127,9 @@ class RoundRobin(ViewPipeliner):
         return PipelinePlan(self._layers, tuple(rows), idle=tuple(sorted(order[count * stages :])))
 
     def _cut(self, stages: int, turn: int) -> list[int]:
-        """Returns the layers where stages begin: as evenly as can be, or a layer later where all have room for that."""
+        """Returns the first layers of all stages: evenly spaced, or now and then shifted by one layer if members have
+        room for that.
+        """
         even = [k * self._layers // stages for k in range(stages + 1)]
         later = [0, *(min(c + 1, self._layers - (stages - k)) for k, c in enumerate(even[1:-1], 1)), self._layers]
         lengths = [b - a for a, b in pairwise(later)]
@@ -135,7 +138,9 @@ class RoundRobin(ViewPipeliner):
     # ------------------------------------------------------------------ rerouted
 
     def _vacated(self, plan: PipelinePlan, here: Collection[str], ids: Sequence[str]) -> PipelinePlan | None:
-        """Returns the plan with the places of members that are gone vacant; None if a layer has no owner any more."""
+        """Returns the plan without the members that are gone, whose places stay vacant; None if a layer has no owner
+        left.
+        """
         rows = tuple(
             replace(p, stages=tuple(s if s.device in here else s._replace(device=VACANT) for s in p.stages))
             for p in plan.pipelines
@@ -160,8 +165,8 @@ class RoundRobin(ViewPipeliner):
         return replace(left, detours=tuple(detours))
 
     def _text(self, plan: PipelinePlan) -> str:
-        """Returns the text of a plan; pipelines that share micro-batches get lists that run one micro-batch after the
-        other.
+        """Returns the text of a plan; pipelines that share micro-batches get instruction lists that run one micro-batch
+        at a time.
         """
         together, lists = set(coupled(plan)), dict[str, list[Instruction]]()
         for j, q in enumerate(plan.homes):

@@ -1,4 +1,4 @@
-"""Describes one run of a simulated job as values: its processes, its faults, and its outcome."""
+"""Describes one run of a simulated job in data classes: its processes, its faults, and its outcome."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaying:
-    """Conditions of replay joins in a simulated job.
+    """Conditions under which newcomers of a simulated job join by replay.
 
     Attributes:
         log_entries: Slots that each member's log holds.
@@ -59,7 +59,7 @@ class Replaying:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Fault that strikes at a time or at an effect.
+    """Fault that happens at a given time or just before a given effect.
 
     Attributes:
         action: "kill", "kill-too" (and `other` with it), "kill-spared" (see schedulers.py),
@@ -89,7 +89,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterScript:
-    """Script of a cluster of outer sync whose ranks the members are: how it trains, and what its leader does
+    """Script of a cluster in outer sync whose ranks are the job's members: how it trains, and how its leader behaves
     (outer_leader.py).
 
     Attributes:
@@ -165,12 +165,12 @@ class Plan:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Places at which candidates listen."""
+        """Machines on which candidates for the scheduler's role run."""
         return tuple(f"h{index}" for index in range(self.candidates))
 
     @property
     def several(self) -> bool:
-        """Whether several schedulers stand by."""
+        """Whether there are several candidates for the scheduler's role."""
         return self.candidates > 1
 
 

@@ -1,5 +1,5 @@
-"""Checks the liveness of a simulated job: views have causes, lead to committed slots, and members that are stuck can
-say why.
+"""Checks the liveness of a simulated job: every view has a cause, views lead to committed slots, and members that are
+stuck can say why.
 
 Theory of operation. Three things must hold in every run, whatever goes wrong:
 
@@ -42,7 +42,7 @@ _WATCH_S = 0.25
 
 
 class Progress:
-    """Counts of numbers, slots and views of one job, and the limits that they must keep (see the module).
+    """Counters of a job's reserved numbers, slots and views, with the limits that they must not exceed.
 
     Args:
         world: The job.
@@ -58,19 +58,17 @@ class Progress:
         """Most numbers that were taken between two slots."""
 
     def struck(self, troubles: int = 1, causes: int = 1) -> None:
-        """Counts troubles, and causes of views: something went wrong or ended, or a process came. Each cause may lead
-        to a view or two.
-        """
+        """Counts faults and other events, each of which may cause a view or two."""
         self._troubles += troubles
         self._causes += causes
 
     def committed(self) -> None:
-        """Counts a slot as committed that no member had committed before."""
+        """Counts a slot when the first member commits it."""
         self._numbers = self._troubles = 0
         self._since = self._world.kernel.now
 
     def wrote(self, entry: Persist) -> None:
-        """Takes an entry that is in the store, and checks the limits."""
+        """Counts an entry that was written to the store, and checks the limits."""
         if entry.kind not in ("reserve", "view"):
             return
         world = self._world
@@ -94,7 +92,7 @@ class Progress:
     # ------------------------------------------------------------------ at the end
 
     def explained(self, may_link: Callable[[Endpoint, Endpoint], bool]) -> bool:
-        """Returns whether a job that did not end could not go on, and its members know why.
+        """Returns whether a job that did not end had a reason to stop, which its members know.
 
         Args:
             may_link: Whether the network and everybody's wishes allow a link (`edges.Edges.may_link`).
@@ -112,7 +110,7 @@ class Progress:
 
 
 class Patience:
-    """Watch that newcomers get in, and leavers out, whatever happened before (liveness from states in mid-run).
+    """Check that newcomers get in and leavers out in time, whatever happened before (liveness from states in mid-run).
 
     Args:
         world: The job; its plan says how long they may wait once the last fault is over (protocol.md 18, 2).
@@ -129,7 +127,7 @@ class Patience:
             world.kernel.after(_WATCH_S, self._look)
 
     def disturbed(self) -> None:
-        """Notes that something goes wrong now."""
+        """Notes that a fault happens now, which restarts the time limits."""
         self._calm_at = self._world.kernel.now + self._longest_s
 
     def _look(self) -> None:

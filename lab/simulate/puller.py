@@ -1,4 +1,5 @@
-"""Simulates bulk transfers; one of them fetches the raw result of a handed-on slot (states: observing.py).
+"""Simulates bulk transfers, such as that of a slot's raw result that a recovery hands on (transfers of the state:
+observing.py).
 
 Theory of operation. Ranges are asked for one by one, each from a source chosen by chance; a source that is dead,
 frozen or without these very bytes does not answer (or answers later), and the range is asked for elsewhere. Some
@@ -17,7 +18,7 @@ from lab.simulate.job import Job
 
 
 class Pull:
-    """Transfer that asks sources until all ranges are here or it is stopped."""
+    """Transfer that asks sources until all ranges have arrived or it is stopped."""
 
     def __init__(self, job: Job, node: Endpoint, header: Header) -> None:
         self.job = job
@@ -32,7 +33,7 @@ class Pull:
         self.stopped = True
 
     def _ask(self, member: str, serve: Callable[[Endpoint], None]) -> None:
-        """Runs `serve` in the source's process; its answer travels by `_answer`."""
+        """Runs `serve` in the source's process, whose answer comes back by `_answer`."""
         fabric = self.job.fabric
         source = fabric.nodes.get(member)
         if source is None or not fabric.reaches(self.node.name, source.name):
@@ -53,7 +54,7 @@ class Pull:
 
 
 class ResultPull(Pull):
-    """Transfer of the raw reduced ranges of a slot that others committed, verbatim."""
+    """Transfer of the raw reduced ranges of a slot that others have committed, unchanged."""
 
     def __init__(self, job: Job, node: Endpoint, header: Header, sources: tuple[Source, ...]) -> None:
         super().__init__(job, node, header)

@@ -1,4 +1,4 @@
-"""Simulates the schedulers of a job: the one that leads, those that stand by, and the faults that strike them.
+"""Simulates the schedulers of a job: the leading one, those on standby, and their faults.
 
 Theory of operation. With one place (`Plan.candidates` 1) a scheduler that died is started again on its file after a
 while. With several, each life of a scheduler is a candidate of its own on a remote store. When the leader dies, or is
@@ -54,7 +54,7 @@ WAKE_S = 0.4
 
 
 class Schedulers:
-    """Schedulers of one job (see the module).
+    """All schedulers of one simulated job, one after the other or side by side.
 
     Args:
         world: The job.
@@ -78,7 +78,7 @@ class Schedulers:
     # ------------------------------------------------------------------ lives
 
     def _start(self, rebuild: bool = False) -> SchedulerHost:
-        """Starts a scheduler, which takes the chain.
+        """Starts a scheduler, which takes over the chain.
 
         Raises:
             StoreError: The store does not answer.
@@ -102,8 +102,8 @@ class Schedulers:
         return host
 
     def _hears_s(self) -> float:
-        """Returns the seconds that a new scheduler listens: none if no member looks for it, or it stood by and has seen
-        the chain live.
+        """Returns the seconds for which a new scheduler only listens: 0 if it is the first one, or followed the live
+        chain on standby.
         """
         if self._watched or not self._hosts:
             return 0.0
@@ -111,7 +111,9 @@ class Schedulers:
         return hears_s(len(views[-1].members) if views else 0, several=self._world.plan.several)
 
     def ask(self, place: str) -> SchedulerHost | Conversation:
-        """Returns the host that takes itself for the leader at this place; or the words that a member hears instead."""
+        """Returns the scheduler that believes to lead at this address; if there is none, the answer that a member gets
+        there.
+        """
         host = next((h for h in reversed(self._hosts) if h.alive and h.candidacy.place == place), None)
         if host is not None or not self._world.plan.several or place in self._dead:
             return host or Conversation()
@@ -119,11 +121,11 @@ class Schedulers:
         return Conversation(standby=True, leader=self.leader.candidacy.place if leads else "")
 
     def _stands(self, host: SchedulerHost) -> bool:
-        """Returns whether a scheduler leads: it lives and holds the lease, if there is one."""
+        """Returns whether this scheduler leads: it lives and, if there are several, has the lease."""
         return host.alive and (not self._world.plan.several or self._world.store.leader == host.candidacy.number)
 
     def _follow(self, gap: float) -> None:
-        """Lets a standby candidate lead after so many seconds, if no scheduler does by then."""
+        """Makes a standby candidate lead after some seconds, if no scheduler leads by then."""
         world = self._world
         world.expect(1)
 
@@ -142,12 +144,12 @@ class Schedulers:
         world.kernel.after(gap, try_it)
 
     def _gap_s(self) -> float:
-        """Returns the seconds until another candidate leads after the leader's death."""
+        """Returns the seconds from the leading scheduler's death until another candidate leads."""
         kernel = self._world.kernel
         return kernel.between(0.02, 0.4) if kernel.random.random() < 0.5 else kernel.between(*LEASE_S)
 
     def _ended(self, host: SchedulerHost) -> None:
-        """Takes the end of a scheduler that was deposed, or whose store failed for too long."""
+        """Handles the end of a scheduler that was deposed, or whose store failed for too long."""
         self._world.say(f"scheduler {host.machine.book.term} stands by: it leads no more")
         self._world.cut_streams += host.lost
         if host.machine.phase is not SchedulerPhase.FINISHED:
@@ -161,7 +163,7 @@ class Schedulers:
             self._watched = self._watched or (self._world.plan.several and led_s > WATCHED_S)
 
     def crash(self, host: SchedulerHost, lasts: float) -> None:
-        """Kills a scheduler by SIGKILL, or with its machine."""
+        """Kills a scheduler, by SIGKILL or with its machine."""
         if not host.alive:
             return
         world = self._world
@@ -178,7 +180,7 @@ class Schedulers:
             self._follow(gap + 0.001)
 
     def freeze(self, host: SchedulerHost, lasts: float) -> None:
-        """Stops a scheduler by SIGSTOP and, later, goes on with SIGCONT."""
+        """Freezes a scheduler by SIGSTOP, and lets it go on later by SIGCONT."""
         world, kernel = self._world, self._world.kernel
         world.say(f"the scheduler freezes for {lasts:g} s")
         since = kernel.now
@@ -196,12 +198,12 @@ class Schedulers:
         kernel.after(patience, lapse)
 
     def _lapse(self, host: SchedulerHost) -> None:
-        """Ends a scheduler's lease, though it lives."""
+        """Takes the lease from a scheduler that still lives."""
         self._release(host)
         self._follow(self._world.kernel.between(0.005, 0.3))
 
     def _cut(self, host: SchedulerHost, lasts: float) -> None:
-        """Cuts the leader off from the store; its members can reach it."""
+        """Cuts the leading scheduler off from the store, while members can still reach it."""
         world, kernel = self._world, self._world.kernel
         world.say(f"scheduler {host.machine.book.term} is cut off from its store for {lasts:g} s")
         host.cut_off = True
@@ -223,14 +225,16 @@ class Schedulers:
         kernel.after(lease, lapse)
 
     def _lose(self, host: SchedulerHost, lasts: float) -> None:
-        """Loses the leader's machine, and the chain with it; another scheduler begins with nothing."""
+        """Destroys the leading scheduler's machine and the chain on it; another scheduler begins with an empty
+        store.
+        """
         self._world.say("the scheduler's machine is gone, and the chain with it")
         self._world.store.lose()
         self._watched, self._led_since = False, self._world.kernel.now
         self.crash(host, lasts)
 
     def _replace(self, host: SchedulerHost, lasts: float, backup: Backup, words: str) -> None:
-        """Kills the scheduler; all that are started from now on find another store in place of the job's."""
+        """Kills all schedulers and replaces the job's store by another one, on which new schedulers start."""
         store = self._world.store
         self._world.say(f"the scheduler dies, and {words} takes the place")
         self.newest = self.newest or store.backup()
@@ -238,8 +242,8 @@ class Schedulers:
         self._end_all(host, lasts)
 
     def _exchange(self, backup: Backup) -> None:
-        """Exchanges the store, as etcd's own data may be replaced: the leader goes on, and finds the other store at its
-        next write.
+        """Replaces the store's content by an older copy while the leading scheduler lives, which notices it at its next
+        write.
         """
         self._world.say("an older copy of the store takes its place, and the scheduler lives")
         self.newest = self.newest or self._world.store.backup()
@@ -248,7 +252,7 @@ class Schedulers:
         self._watched, self._led_since = False, self._world.kernel.now
 
     def _bring_back(self, host: SchedulerHost, lasts: float) -> None:
-        """Puts the job's own store back, which the operator has found."""
+        """Puts the job's own store back in place, as an operator who has found it would."""
         if self.newest is None:
             return
         self._world.say("the operator brings the job's own store back")
@@ -257,7 +261,7 @@ class Schedulers:
         self._end_all(host, lasts)
 
     def _end_all(self, host: SchedulerHost, lasts: float) -> None:
-        """Ends all schedulers, so that none writes to a store that is replaced."""
+        """Ends all schedulers, so that none of them writes to the replaced store."""
         for other in self._hosts:
             if other.alive and other is not host:
                 other.crash()
@@ -265,7 +269,7 @@ class Schedulers:
         self.crash(host, lasts)
 
     def _rebuild(self) -> None:
-        """Starts a scheduler with which the operator has the chain rebuilt."""
+        """Starts a scheduler that rebuilds the chain, as at an operator's request."""
         self._world.say("the operator starts a scheduler with --rebuild")
         if not self._world.store.views or self.newest is not None:
             self.newest = None
@@ -273,7 +277,7 @@ class Schedulers:
             self._start(rebuild=True)
 
     def can_spare(self, node: Endpoint) -> bool:
-        """Returns whether a lost chain can be rebuilt without this node (protocol.md 14a).
+        """Returns whether a lost chain can still be rebuilt if this node is missing (protocol.md 14a).
 
         So it is if of the last view that somebody stands in, and of a later one that a header may carry, more than half
         of the members live and hold the state.
@@ -292,7 +296,7 @@ class Schedulers:
     # ------------------------------------------------------------------ faults
 
     def strike(self, fault: Fault) -> None:
-        """Strikes with one of SCHEDULER_FAULTS, now or, with a trap, before an effect."""
+        """Carries out one of SCHEDULER_FAULTS, immediately or, with a trap, just before an effect."""
         host, store = self.leader, self._world.store
         match fault.action:
             case "sched-crash":

@@ -1,4 +1,4 @@
-"""Reads scenarios in plain text: one run, spelled out.
+"""Reads scenarios: text files that describe one simulated run.
 
 Theory of operation. A line says one thing; "#" starts a comment. What is not said is chance, from the seed.
 
@@ -53,7 +53,7 @@ _KINDS: dict[str, Callable[[str], object]] = {
 
 
 class Script:
-    """Plan in the making, from the lines of a scenario."""
+    """Plan under construction, from the lines of a scenario."""
 
     def __init__(self) -> None:
         self.seed = 0
@@ -168,7 +168,7 @@ def _number(kind: type[Settings] | type[Program], name: str, value: str) -> dict
 
 
 def parse(text: str) -> Plan:
-    """Returns the plan that a scenario spells out.
+    """Returns the plan that a scenario's text describes.
 
     Raises:
         ConfigurationError: a line makes no sense; the message names its number.

@@ -1,4 +1,5 @@
-"""Simulates a training process of a job with pipelines: units, tensors between stages, parts of the state that move.
+"""Simulates a training process of a job with pipelines: units, tensors between stages, parts of the state that move
+between members.
 
 Theory of operation. The member's machine is the real one. The training thread runs the units that the entered view
 gives it, one after the other, each when its tensor is here; it hands the raw sum of a layer to the plane as soon as its
@@ -53,7 +54,7 @@ _ASKS_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Tensor between stages, on a link."""
+    """Message with a tensor that one stage sends to the next."""
 
     attempt: Attempt
     key: BorderKey
@@ -62,7 +63,7 @@ class Border:
 
 @dataclass(slots=True)
 class Run:
-    """Attempt of the training thread at a step, or at a round of evaluation."""
+    """One attempt of the training thread at a step or at a round of evaluation."""
 
     kind: Kind
     attempt: Attempt
@@ -84,7 +85,7 @@ class Run:
 
 
 class StagedNode(Node):
-    """Training process of a job with pipelines (see the module)."""
+    """Simulated training process of a job with pipelines."""
 
     part_plane_class: type[PartPlane] = PartPlane
 
@@ -135,7 +136,7 @@ class StagedNode(Node):
         self._check_parts()
 
     def _check_parts(self) -> None:
-        """Checks that the parts are here which the machine says it holds, and no others."""
+        """Checks that the process has exactly the parts of the state that its state machine believes it holds."""
         machine = self.machine
         quiet = self.alive and not self.frozen and not self.outcome and machine.phase is MemberPhase.ACTIVE
         if quiet and self.training and machine.header is self.header and self._opened is machine.view:
@@ -195,12 +196,12 @@ class StagedNode(Node):
             self._start(GENESIS)
 
     def _offered(self) -> tuple[Kept, Parts, str] | None:
-        """Returns the file of the process whose place this one takes."""
+        """Returns the kept-state file of the process that this one replaces; None if there is none."""
         before = self.world.nodes.get(self.spec.after)
         return before.file if isinstance(before, StagedNode) else None
 
     def connect(self) -> None:
-        """Connects once the process has ended in whose place this one is started."""
+        """Connects once the process that this one replaces has ended."""
         before, offered = self.world.nodes.get(self.spec.after), self._offered()
         if before is not None and before.alive:
             self.timer(self.kernel.between(0.1, 0.6), self.connect)
@@ -209,7 +210,7 @@ class StagedNode(Node):
         super().connect()
 
     def _resume(self, view: View) -> None:
-        """Takes its own part of the state when the job is founded on files (14c, P13)."""
+        """Loads the parts in its file when the job is founded on files (14c, P13)."""
         offered, header = self._offered(), self.machine.header
         if offered is None or self.training or offered[0].header.hash != header.hash or self.lineage:
             return
@@ -220,7 +221,7 @@ class StagedNode(Node):
             self._start(header)
 
     def parts_loaded(self, header: Header, view: View, values: Parts, lineage: str) -> None:
-        """Takes the parts of a complete pull, each of which equals the donors'."""
+        """Stores the parts of a complete pull, each of which equals the donors'."""
         machine = self.machine
         entered = machine.view.id if machine.view is not None else NO_VIEW
         if machine.header.hash != header.hash or (header.seq == GENESIS.seq and entered != view.id):
@@ -239,16 +240,16 @@ class StagedNode(Node):
     # ------------------------------------------------------------------ the training thread
 
     def strays(self) -> bool:
-        """Returns False: others wait for its tensors, so it trains on until it is let go."""
+        """Returns False: other members need its tensors, so a leaver trains on until it is let go."""
         return False
 
     def runs_units(self) -> bool:
-        """Returns whether units run for the open slot."""
+        """Returns whether units run in the open slot."""
         kind = self.next_kind()
         return kind is Kind.STEP or (kind is Kind.GATHER and self.world.program.evaluates)
 
     def lacks(self, view: View) -> bool:
-        """Returns whether a part is lacking here that the member owns in this view."""
+        """Returns whether the process lacks a part that it owns in this view."""
         return any(p not in self.values for p in numbers(division(view).owned(self.me)))
 
     def _begin(self) -> None:
@@ -258,7 +259,7 @@ class StagedNode(Node):
             super()._begin()
 
     def _go(self) -> None:
-        """Begins to run the units of the open attempt, if all parts that they use are here."""
+        """Begins the units of the open attempt, if all parts that they use are here."""
         view, header = self._opened, self.header
         if view is None or not self.training or self.outcome or self.machine.phase is not MemberPhase.ACTIVE:
             return
@@ -292,7 +293,7 @@ class StagedNode(Node):
         return run
 
     def _closes(self, units: tuple[StepUnit, ...]) -> deque[tuple[int, ...]]:
-        """Returns, by unit, the parts whose raw sum is final here after it."""
+        """Returns, for each unit, the parts whose raw sums are final once it has run."""
         rows, program = list(closing(units)), self.world.program
         last = max((i for i, row in enumerate(rows) if set(row) & set(program.users)), default=-1)
         if last >= 0:
@@ -300,11 +301,13 @@ class StagedNode(Node):
         return deque(rows)
 
     def with_units(self, run: Run, units: tuple[StepUnit, ...]) -> Run:
-        """Returns the same run with other units."""
+        """Returns the same run with other units to execute."""
         return replace(run, units=deque(units), all_units=units, closes=self._closes(units))
 
     def _reduced(self, parts: Division) -> list[int]:
-        """Returns the parts that the member owns and whose gradients are summed: all but the rest."""
+        """Returns the parts that the member owns and whose gradients are summed: all but the one that every member
+        owns.
+        """
         return [p for p in numbers(parts.owned(self.me)) if p < len(parts.names) - 1]
 
     def _give(self, run: Run, part: int) -> None:
@@ -312,7 +315,7 @@ class StagedNode(Node):
             self.parts_plane.give(part, tuple(sorted(run.grads[part])))
 
     def takes(self, run: Run, tensor: Border) -> bool:
-        """Returns whether a tensor counts for a run: in its own attempt only (P7)."""
+        """Returns whether a tensor belongs to this run: only one of the same attempt does (P7)."""
         return tensor.attempt == run.attempt
 
     def _arrived(self, tensor: Border) -> None:
@@ -324,7 +327,7 @@ class StagedNode(Node):
             self._early.append(tensor)
 
     def _next(self, run: Run) -> None:
-        """Begins the next unit, if its tensor is here; after the last one the member contributes."""
+        """Begins the next unit if its input has arrived; contributes after the last unit."""
         if run is not self.run or run.busy or not self.alive:
             return
         if not run.units:
@@ -344,7 +347,7 @@ class StagedNode(Node):
         self.timer(lasts, lambda: self._unit_over(run))
 
     def sprung(self, kind: str) -> bool:
-        """Returns whether a trap of this kind springs now, so that the process is stopped here."""
+        """Returns whether a trap of this kind stops the process now."""
         trap = next((t for t in self.traps if t.kind == kind and self.machine.seq >= t.seq), None)
         if trap is None:
             return False
@@ -371,7 +374,7 @@ class StagedNode(Node):
         self._next(run)
 
     def weight(self, layer: int) -> int:
-        """Returns the values that a layer computes with."""
+        """Returns the value that stands for a layer's weights in computations."""
         return weight(self.world.program, self.values, layer)
 
     def _forward(self, run: Run, unit: StepUnit) -> int:
@@ -401,7 +404,9 @@ class StagedNode(Node):
             self._units_over(self.run)
 
     def _units_over(self, run: Run) -> None:
-        """Contributes once all units have run and, for a step, the sums whose norms the member tells are here."""
+        """Contributes once all units have run and, for a step, the sums have arrived whose norms this member
+        reports.
+        """
         if run.kind is Kind.GATHER:
             self._round_over(run)
             return
@@ -412,7 +417,7 @@ class StagedNode(Node):
             self._step_over(run, norms({p: results[p] for p in told}) if told else b"")
 
     def _hashes(self, run: Run) -> tuple[str, ...]:
-        """Returns hashes of the parts that the member owns; one of them may have drifted, if older owners can tell
+        """Returns hashes of the member's own parts; may let one of them drift, if older owners can notice that
         (P12).
         """
         drift, parts = self.world.plan.drift, division(run.view)
@@ -426,7 +431,7 @@ class StagedNode(Node):
         return tuple(str(self.values[p] ^ (p == self._drifted)) for p in owned)
 
     def _round_over(self, run: Run) -> None:
-        """Contributes to a round of evaluation: the counts of its last layers."""
+        """Contributes the metric counts of the last layers to a round of evaluation."""
         batches, payload = [j for j in range(len(run.batch.positions)) if j not in run.batch.empty], b""
         if run.counts:
             payload = json.dumps(run.counts).encode()
@@ -441,7 +446,9 @@ class StagedNode(Node):
         )
 
     def _step_over(self, run: Run, said: bytes) -> None:
-        """Contributes to a step: the layers that its sums cover, and the samples of first and last layers."""
+        """Contributes to a step: states the layers that its sums cover, and the samples that its first and last layers
+        used.
+        """
         batch, layers = run.batch, self.world.program.layers
         forwards = [u for u in run.all_units if u.kind == FORWARD]
         spans = [s for u in forwards if u.first == 0 for s in batch.positions[u.micro_batch]]
@@ -499,14 +506,14 @@ class StagedNode(Node):
         self._part(header.view_change)
 
     def clipped(self, header: Header, results: Mapping[int, RawSum]) -> str:
-        """Returns the norms by which this member's step is clipped, from those that the header hands on (P11)."""
+        """Returns the gradient norms by which this member clips its step, from the header's payloads (P11)."""
         return clipping(header.answers)
 
     # ------------------------------------------------------------------ serving others
 
     def serve_part(self, header: Header, view: View, part: int) -> int | None:
-        """Returns the part at exactly this header, if it is here (P8); at GENESIS, if this view has it made here
-        (P14).
+        """Returns a part of the state at exactly this header if it is here (P8); before slot 1 only if this view has
+        the part made here (P14).
         """
         if self.outcome or part not in self.values or self.header.hash != header.hash:
             return None
@@ -519,7 +526,7 @@ class StagedNode(Node):
     # ------------------------------------------------------------------ going
 
     def _part(self, view: View | None) -> None:
-        """Writes the member's parts down when all leave, and says so (P13)."""
+        """Writes the member's parts to a file when all members leave, and reports that (P13)."""
         if view is not None and not view.members and any(m.id == self.me for m in view.leaving):
             self._write_down()
 
@@ -570,7 +577,7 @@ class StagedNode(Node):
 
 
 class PartsPull(Pull):
-    """Pull of parts that a member owns and lacks, from members of the view, or let go by it, that hold them."""
+    """Pull of the parts of the state that a member owns and lacks, from members or leavers that hold them."""
 
     def __init__(self, job: Job, node: StagedNode, header: Header, view: View, parts: tuple[int, ...]) -> None:
         super().__init__(job, node, header)

@@ -1,4 +1,4 @@
-"""Hooks of jobs with pipelines: the behaviour of their processes."""
+"""Chooses the classes of simulated jobs with pipelines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lab.simulate.world import Hooks
 
 
 class StagedHooks(Hooks):
-    """Hooks of jobs with pipelines; planted bugs replace some of it."""
+    """Hooks for jobs with pipelines: the classes of their processes, which planted bugs may replace."""
 
     node_class: type[Node] = StagedNode
     oracle_class: type[Oracle] = StagedOracle

@@ -1,4 +1,4 @@
-"""Oracle of a job with pipelines: it computes each step itself, with all parts at one place.
+"""Checks jobs with pipelines: computes each step itself, with all parts of the state in one place, and compares.
 
 Theory of operation. Whatever a member holds after a header must be what one process would hold that has all parts and
 ran every micro-batch once, in the attempt that the header closed. So a sum that misses a micro-batch, has one twice, or
@@ -34,7 +34,7 @@ _Key = tuple[str, str]
 
 
 class HoldsParts(Protocol):
-    """Process of a member, as the oracle sees it."""
+    """Interface of a member's process for the oracle."""
 
     alive: bool
     frozen: bool
@@ -48,7 +48,7 @@ class HoldsParts(Protocol):
 
 @dataclass(slots=True)
 class StagedOracle(Oracle):
-    """Oracle of a job with pipelines (see the module)."""
+    """Checker of a job with pipelines that sees the state of all processes."""
 
     truths: dict[_Key, Parts] = field(default_factory=dict)
     """Values of all parts, by lineage and header; of GENESIS by lineage and view."""
@@ -58,14 +58,14 @@ class StagedOracle(Oracle):
     """Processes of all members."""
 
     def view(self, number: ViewId) -> View:
-        """Returns the stored view of this number."""
+        """Returns the stored view with this number."""
         return next(v for v in self.views() if v.id == number)
 
     def _key(self, lineage: str, header: Header, view: ViewId) -> _Key:
         return (lineage, header.hash) if header.seq > GENESIS.seq else (lineage, f"{GENESIS.hash} in {view}")
 
     def makes(self, lineage: str, view: ViewId, made: Mapping[int, int]) -> None:
-        """Notes parts of the state before slot 1 that their first owner made; refuses one that was made otherwise
+        """Checks parts of the state that their first owner made before slot 1: none is made twice with different values
         (P14).
         """
         truth = self.truths.setdefault(self._key(lineage, GENESIS, view), {})
@@ -74,13 +74,13 @@ class StagedOracle(Oracle):
                 raise Violation(f"part {part} of view {view} is made twice (P14)")
 
     def resumed(self, lineage: str, header: Header) -> None:
-        """Notes the state on which the job is founded, which files hold at the header before this one (P13)."""
+        """Notes the state on which the job is founded: that which files contain at the header before this one (P13)."""
         key = (lineage, header.hash)
         self.truths[key], self.headers[key] = self.truths[lineage, header.prev_hash], header
 
     def begins_anew(self) -> None:
-        """Checks a founding from nothing, which is wrong if all have parted in good order, or files hold every part
-        (P13).
+        """Checks that a job is founded anew only if members died before they left in good order, and files lack some
+        part (P13).
         """
         files = [m.file[0] for m in self.members if m.file is not None]
         whole = any(self._filed(k.header.prev_hash) >= self.every for k in files)
@@ -89,17 +89,17 @@ class StagedOracle(Oracle):
             raise Violation(f"the job begins again from nothing, and this was written down: {where} (P13)")
 
     def _filed(self, head: str) -> set[int]:
-        """Returns the parts that lie in files at this header."""
+        """Returns the parts of the state that files contain at this header."""
         files = [m.file[0] for m in self.members if m.file is not None]
         return {p for k in files if k.header.prev_hash == head for p in numbers(k.parts)}
 
     @property
     def every(self) -> set[int]:
-        """Numbers of all parts."""
+        """Numbers of all parts of the state."""
         return set(range(self.program.rest + 1))
 
     def put_out(self, who: str, member: HoldsParts) -> None:
-        """Checks a living member that is put out: no part of the state may go with it that no other member has (P6).
+        """Checks that no part of the state is lost when a living member is put out (P6).
 
         At GENESIS owners make their parts, so nothing is lost for those that stand there (P14).
         """
@@ -112,11 +112,11 @@ class StagedOracle(Oracle):
             raise Violation(f"{who} is out, and the others do not hold all parts of the state without it (P6)")
 
     def _whole(self, here: list[HoldsParts]) -> bool:
-        """Returns whether these members and files hold all parts at one header."""
+        """Returns whether these members and the files together hold all parts at some header."""
         return any(self._held(m.header, here) | self._filed(m.header.hash) >= self.every for m in here)
 
     def pulled(self, who: str, lineage: str, header: Header, view: ViewId, values: Mapping[int, int]) -> None:
-        """Checks parts that a member lacked and says are here (P8)."""
+        """Checks the parts that a member reports to have pulled (P8)."""
         self.joins += 1
         self.pulls += len(values)
         self._compare(f"{who} pulled", lineage, header, view, values)
@@ -135,7 +135,7 @@ class StagedOracle(Oracle):
         contributors: tuple[str, ...],
         values: Mapping[int, int],
     ) -> None:
-        """Checks a commit: `who` applied `header`, and holds these parts now."""
+        """Checks a commit: `who` has applied `header`, and holds these parts of the state now."""
         self.commits += 1
         if header.prev_hash != before.hash:
             raise Violation(f"{who} stands on {before.hash}, yet applied a header that is on {header.prev_hash} (4a)")
@@ -155,7 +155,7 @@ class StagedOracle(Oracle):
         self._compare(f"{who} committed", lineage, header, header.view, values)
 
     def lost(self) -> bool:
-        """Returns whether at no header all parts are held by members that live, or would be if it were handed on (P5,
+        """Returns whether the living members hold all parts at no header, not even after a hand-on, and know that (P5,
         P14).
         """
         here = [m for m in self.members if m.alive and not m.outcome and m.training]
@@ -164,8 +164,8 @@ class StagedOracle(Oracle):
         return not self._whole(here) and all(m.machine.notice for m in here)
 
     def passed_over(self, who: str, header: Header) -> None:
-        """Checks a member at this header that is put out, since a part of the state at it is held by no member that
-        answers (P5).
+        """Checks that a member at this header is put out only if no answering member holds some part of the state there
+        (P5).
 
         Nothing is lost where its side of a split goes on from GENESIS, for owners make their parts there (P14).
         """
@@ -178,13 +178,13 @@ class StagedOracle(Oracle):
             )
 
     def goes_without(self, who: str, member: HoldsParts) -> None:
-        """Checks a member that is let go because other parts are said to be lost (P14)."""
+        """Checks that a member is released because parts of the state are lost only if they really are (P14)."""
         here = [m for m in self.members if m.alive and not m.frozen and not m.outcome and m.training]
         if member.header.seq != GENESIS.seq and self._whole(here):
             raise Violation(f"{who} is let go for lost parts, and all are there at slot {member.header.seq} (P14)")
 
     def goes(self, who: str, member: HoldsParts) -> None:
-        """Checks the end of a member that was let go: members that lack a part at its header must be able to get it
+        """Checks that a released member leaves only when members that lack a part at its header can get it elsewhere
         (P9).
 
         After the closing header nobody needs any, nor where other parts are lost, so that nobody can go on (P14).
@@ -209,7 +209,7 @@ class StagedOracle(Oracle):
         return found
 
     def _next(self, lineage: str, before: Header, header: Header) -> Parts:
-        """Returns all parts after this header."""
+        """Returns the values of all parts after this header."""
         base = self.truths[self._key(lineage, before, header.view)]
         if header.kind is not Kind.STEP:
             if header.kind is Kind.GATHER and self.program.evaluates:
@@ -232,7 +232,7 @@ class StagedOracle(Oracle):
         return stepped(base, sums, program.rest, header, clipping([norms(sums)]))
 
     def _check_round(self, before: Header, header: Header, base: Parts) -> None:
-        """Checks that a round of evaluation has counted each of its batches once, in the attempt that its header closed
+        """Checks that a round of evaluation counts each of its batches once, in the attempt that its header closed
         (P17).
         """
         program, batch = self.program, work_of(self.program, before, header.kind)

@@ -1,4 +1,5 @@
-"""Symbolic training in pipelines: computes the results of units, and the value of each part after a step.
+"""Computes training in pipelines symbolically: the results of units, and the value of each part of the state after a
+step.
 
 Theory of operation. The training state has parts (membership/parts.py): layers and the rest, each a number. A tensor
 between stages and a gradient are numbers, too: hashes of everything that went into them, of the attempt above all. So
@@ -24,7 +25,7 @@ Parts = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples of one step, by micro-batch.
+    """Samples of one step, grouped by micro-batch.
 
     Attributes:
         epoch: Epoch of the samples.
@@ -44,7 +45,7 @@ class Batch:
 
 
 def batch_of(program: Program, ledger: Ledger) -> Batch:
-    """Returns the samples of the step after a header with this ledger: they follow from it alone (P2)."""
+    """Returns the samples of the next step, given the record of used samples in the last header (P2)."""
     epoch = program.epoch(ledger)
     left = [p for start, stop in program.unspent(ledger, epoch) for p in range(start, stop)]
     size = program.micro_batch_size
@@ -53,7 +54,7 @@ def batch_of(program: Program, ledger: Ledger) -> Batch:
 
 
 def work_of(program: Program, before: Header, kind: Kind) -> Batch:
-    """Returns the samples of the slot after this header: of a step, or of a round of evaluation (P17)."""
+    """Returns the samples of the slot after this header, which is a step or a round of evaluation (P17)."""
     if kind is Kind.STEP:
         return batch_of(program, before.ledger)
     count = 1 + before.seq % program.micro_batches
@@ -62,7 +63,7 @@ def work_of(program: Program, before: Header, kind: Kind) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Attempt at a step, whose fields tell its tensors from all others."""
+    """Identity of one attempt at a step, by which its tensors are told from others."""
 
     view: ViewId
     seq: int
@@ -71,32 +72,32 @@ class Attempt:
 
 
 def entering(attempt: Attempt, batch: Batch, micro_batch: int) -> int:
-    """Returns the tensor that enters layer 0."""
+    """Returns the symbolic input tensor of layer 0 for a micro-batch."""
     return hash((attempt.view, attempt.base, batch.epoch, batch.positions[micro_batch]))
 
 
 def weight(program: Program, parts: Mapping[int, int], layer: int) -> int:
-    """Returns the values that a layer computes with: its own part, and the shared one if it uses that."""
+    """Returns the value of a layer's weights: its own part, combined with the shared one if the layer uses that."""
     return hash((parts[layer], parts[program.layers])) if layer in program.users else parts[layer]
 
 
 def forward(tensor: int, layer: int, value: int) -> int:
-    """Returns the tensor that leaves a layer of this value."""
+    """Returns the symbolic output tensor of a layer whose weights have this value."""
     return hash(("forward", tensor, layer, value))
 
 
 def loss(tensor: int) -> int:
-    """Returns the gradient of the tensor that leaves the last layer."""
+    """Returns the symbolic gradient of the last layer's output tensor."""
     return hash(("loss", tensor))
 
 
 def backward(gradient: int, tensor: int, layer: int, value: int) -> tuple[int, int]:
-    """Returns the gradient of the tensor that entered a layer, and the layer's own."""
+    """Returns the symbolic gradients of a layer's input tensor and of its weights."""
     return hash(("backward", gradient, tensor, layer, value)), hash(("gradient", gradient, tensor, layer, value))
 
 
 def tensors_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[int, int], j: int) -> list[int]:
-    """Returns the tensors that enter each layer in one micro-batch, and the one that leaves the last layer."""
+    """Returns the input tensors of all layers for one micro-batch, and the last layer's output."""
     tensors = [entering(attempt, batch, j)]
     for layer in range(program.layers):
         tensors.append(forward(tensors[-1], layer, weight(program, parts, layer)))
@@ -104,7 +105,7 @@ def tensors_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[
 
 
 def result_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[int, int]) -> list[RawSum]:
-    """Returns the sum of each part over all micro-batches, as one process computes it that has all parts."""
+    """Returns each part's gradient sum over all micro-batches, as a single process with all parts would compute it."""
     sums: list[list[int]] = [[] for _ in range(program.rest)]
     for j in range(program.micro_batches):
         if j in batch.empty:
@@ -120,7 +121,7 @@ def result_of(program: Program, attempt: Attempt, batch: Batch, parts: Mapping[i
 
 
 def shared(own: int) -> int:
-    """Returns the gradient of the shared parameter that belongs to this gradient of a layer that uses it."""
+    """Returns the shared parameter's gradient, given the weights' gradient of a layer that uses it."""
     return hash(("shared", own))
 
 
@@ -128,19 +129,20 @@ def shared(own: int) -> int:
 
 
 def norms(sums: Mapping[int, RawSum]) -> bytes:
-    """Returns the payload in which the oldest owners of these parts tell the norms of their reduced sums."""
+    """Returns the payload in which the oldest owners of these parts report the norms of their reduced sums."""
     values = {part: hash(row) % 1009 for part, row in sums.items()}
     return json.dumps({part: value if value % 17 else float("nan") for part, value in values.items()}).encode()
 
 
 def clipping(said: Sequence[bytes]) -> str:
-    """Returns the norms of all parts, in their order, by which the step of every part is clipped."""
+    """Returns the norms of all parts, in order, by which every part's step is clipped."""
     found = {int(part): value for text in said if text for part, value in json.loads(text).items()}
     return str(sorted(found.items()))
 
 
 def stepped(parts: Mapping[int, int], results: Mapping[int, RawSum], rest: int, header: Header, clipped: str) -> Parts:
-    """Returns parts after a step: layers and shared parameters by their sums, the rest by the header.
+    """Returns the parts after a step: layers and shared parameters change by their sums, the part that all own by the
+    header.
 
     Args:
         parts: Before, as far as they are here.

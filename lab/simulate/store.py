@@ -1,4 +1,4 @@
-"""Coordination store of a simulated job: one chain, judged as every real chain is (control/chain.py).
+"""Simulates the coordination store: one chain, with the same checks as every real store (control/chain.py).
 
 Theory of operation. `write` applies the rule that all stores share to one entry, at one instant. What makes stores
 differ is around it, and is here, too. A *remote* store (etcd) applies a write that is under way whatever becomes of
@@ -39,15 +39,15 @@ from chaos_lightning.protocol.types import View
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """Content of a store at a moment."""
+    """Copy of a store's content."""
 
     tip: Tip
     entries: tuple[ChainEntry, ...] = ()
     kept: tuple[ChainEntry, ...] = ()
 
     def leftover(self) -> Backup:
-        """Returns the same content under another id and by other processes: what a job of the day before has left
-        behind.
+        """Returns the content under another chain id and with other processes, as an earlier job of the same name would
+        have left it.
         """
         end = replace(self.tip.end, id=LEFTOVER)
         others = (tuple(map(_by_others, entries)) for entries in (self.entries, self.kept))
@@ -73,7 +73,7 @@ CUT_EVERY = 2
 
 
 class Store:
-    """Store of a simulated job (see the module)."""
+    """Simulated store of one job's chain."""
 
     def __init__(self) -> None:
         self.tip = Tip()
@@ -101,11 +101,11 @@ class Store:
 
     @property
     def views(self) -> list[View]:
-        """Views that were decided."""
+        """Views that were decided, oldest first."""
         return [e.view for e in self.entries if e.view is not None]
 
     def open(self, above: int = 0, chain: str = "") -> Chain:
-        """Opens the chain for a scheduler that starts: its term outranks every older one, and all up to `above`.
+        """Opens the chain for a starting scheduler, whose term is above every older one and above `above`.
 
         Raises:
             StoreError: The store cannot be reached.
@@ -119,7 +119,7 @@ class Store:
         return chain_of(self.tip, self.tip.term, self._read())
 
     def write(self, term: int, persist: Persist, candidate: int = 0, seen: Tip | None = None) -> Appended:
-        """Writes by compare-and-set, for a writer that has seen the chain end with `seen`.
+        """Writes by compare-and-set; `seen` is the end of the chain that the writer knows.
 
         Raises:
             StoreError: The entry was not written, or it was and the answer is lost.
@@ -138,21 +138,21 @@ class Store:
         return verdict
 
     def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
-        """Judges an entry by the rule that all stores share."""
+        """Checks an entry by the rule that all stores share."""
         return judge(self.tip, term, entry_of(persist), seen)
 
     def guards(self, candidate: int) -> bool:
-        """Returns whether this candidate may write, as far as its lease goes."""
+        """Returns whether this candidate may write, as far as the lease is concerned."""
         return not self.remote or candidate == self.leader
 
     def forget(self) -> None:
-        """Loses the chain, as with a process's memory; terms go on counting."""
+        """Loses the chain, as if it was in a process's memory; terms go on from the last one."""
         self.entries.clear()
         self.kept.clear()
         self.tip = Tip(self.tip.end, self.tip.highest)
 
     def lose(self) -> None:
-        """Loses the disk and all; a store that begins in its place knows nothing."""
+        """Loses everything, as with a disk; a store that begins in its place knows nothing."""
         self.forget()
         self.tip = Tip()
 
@@ -161,7 +161,7 @@ class Store:
         return Backup(self.tip, tuple(self.entries), tuple(self.kept))
 
     def restore(self, backup: Backup) -> None:
-        """Replaces the content by a backup."""
+        """Replaces the content by that of a backup."""
         self.tip, self.entries, self.kept = backup.tip, list(backup.entries), list(backup.kept)
 
     def _append(self, persist: Persist) -> None:
@@ -172,7 +172,7 @@ class Store:
         self.on_write(persist)
 
     def _cut(self) -> None:
-        """Writes one record in place of all, once its writer has heard that a view is in the store."""
+        """Replaces all records by a single summary record, once a view is in the store and its writer knows."""
         entry, whole = self._summary(), summary_of(self.tip, self.entries)
         assert entry == whole, f"the cut chain says {entry.summed}, the whole one {whole.summed}"
         end = replace(self.tip.end, position=self.tip.end.position + 1)
@@ -182,15 +182,15 @@ class Store:
         self.tip = advance(Tip(), self.kept[0], end)
 
     def _summary(self) -> ChainEntry:
-        """Returns the entry that sums up the content of the store."""
+        """Returns the entry that summarises the content of the store."""
         return summary_of(self.tip, self._read())
 
     def _told(self, entry: ChainEntry) -> ChainEntry:
-        """Returns the entry with the content of its record."""
+        """Returns the entry with the record that stores it."""
         return told(self.tip, entry)
 
     def _read(self) -> list[ChainEntry]:
-        """Returns the entries as a scheduler reads them from their records."""
+        """Returns the entries as a scheduler decodes them from the records."""
         found: list[ChainEntry] = []
         tip = Tip()
         for entry in self.kept:

@@ -1,4 +1,4 @@
-"""Symbolic training: which slot comes next, which samples a member uses in it, and the state afterwards.
+"""Computes training symbolically: which slot comes next, which samples a member uses in it, and the state afterwards.
 
 Theory of operation. The training state is a tuple of numbers, one per range of the result and one for buffers that
 forward passes change (BatchNorm statistics); what travels beside these (outer_ranks.py) comes after them. Applying a
@@ -59,26 +59,26 @@ class Program:
 
     @property
     def needed(self) -> int:
-        """Least number of members with which a plan fits; 1 without pipelines."""
+        """Smallest number of members for which pipelines are possible; 1 without pipelines."""
         return max(self.least, -(-self.layers // self.most) if self.most else 1)
 
     @property
     def users(self) -> tuple[int, ...]:
-        """Layers that use the shared parameter; its part has the number behind theirs."""
+        """Layers that use the shared parameter, whose part has the number after the last layer's."""
         return (0, self.layers - 1) if self.shared else ()
 
     @property
     def rest(self) -> int:
-        """Number of the part that all members own."""
+        """Number of the part of the state that all members own."""
         return self.layers + self.shared
 
     def epoch(self, ledger: Ledger) -> int:
-        """Returns the epoch of the next step; `epochs` when all are spent."""
+        """Returns the epoch of the next step; `epochs` when all samples are used."""
         current = max((s.epoch for s in ledger.streams), default=0)
         return current + 1 if is_spent(ledger, "", current, self.length) else current
 
     def next_kind(self, header: Header) -> Kind:
-        """Returns the kind of the slot after `header`."""
+        """Returns the kind of the slot that follows `header`."""
         after_step = header.kind is Kind.STEP
         if after_step and self.gather_every and header.step % self.gather_every == 0:
             return Kind.GATHER
@@ -87,7 +87,7 @@ class Program:
         return Kind.CLOSING if self.epoch(header.ledger) >= self.epochs else Kind.STEP
 
     def share(self, view: View | None, member: str, ledger: Ledger) -> tuple[int, tuple[Span, ...]]:
-        """Returns (epoch, positions) of this member's part of the next step."""
+        """Returns (epoch, positions) of this member's samples in the next step."""
         epoch = self.epoch(ledger)
         if view is None or view.find(member) is None:
             return epoch, ()
@@ -99,19 +99,19 @@ class Program:
 
 
 def initial_state(program: Program, seed: int) -> State:
-    """Returns a process's own state before it meets others."""
+    """Returns a process's own initial state, before it joins a job."""
     return tuple(hash((seed, i)) for i in range(program.ranges + 1))
 
 
 def apply_result(state: State, results: Sequence[Result]) -> State:
-    """Returns the state after a step's results, one per range; the buffers are averaged with them."""
+    """Returns the state after a step, given the results of all ranges; the buffers are averaged, too."""
     new = [hash((old, tuple(sorted(result)))) for old, result in zip(state, results, strict=False)]
     buffers = len(results)
     return (*new, hash((state[buffers], new[0])), *state[buffers + 1 :])
 
 
 def after_forward(program: Program, state: State, uid: int) -> State:
-    """Returns the state after a forward pass: only buffers change, until the next commit averages them."""
+    """Returns the state after a forward pass, which changes only the buffers until the next commit averages them."""
     buffers = program.ranges
     return (*state[:buffers], hash((state[buffers], uid)), *state[buffers + 1 :])
 

@@ -1,4 +1,4 @@
-"""Runs one simulated job, from a plan to a verdict: scheduler, nodes, network, faults, oracle.
+"""Runs one simulated job from plan to outcome: scheduler, nodes, network, faults, oracle.
 
 Theory of operation. A `Plan` says who takes part and what goes wrong when; everything else is chance from the plan's
 seed. The run ends when every process has finished, left or died and the scheduler has released all, or when virtual
@@ -38,7 +38,7 @@ NOTICED_S = 0.05
 
 
 class Hooks:
-    """Classes of a simulated job that planted bugs replace; the right ones here."""
+    """Classes that make up a simulated job, without bugs; planted bugs replace some of them."""
 
     node_class: type[Node] = Node
     scheduler_class: type[SchedulerMachine] = SchedulerMachine
@@ -58,7 +58,7 @@ class _Counters:
 
 
 class World:
-    """Simulated job with all its parts (see the module)."""
+    """One simulated job with all its parts."""
 
     def __init__(self, plan: Plan, hooks: Hooks | None = None, *, validate: bool = True) -> None:
         self.plan = plan
@@ -120,18 +120,18 @@ class World:
         return host
 
     def _scheduler_class(self) -> Callable[[Settings, Chain], SchedulerMachine]:
-        """Returns the machine of a scheduler, with a maker of pipelines if the job has any."""
+        """Returns a maker of the scheduler's state machine, with pipelines if the job has any."""
         if not self.program.layers:
             return self.hooks.scheduler_class
         made = self.hooks.pipeliner_for(self.program, self.plan.seed)
         return partial(self.hooks.scheduler_class, pipeliner_for=made)
 
     def founding_of(self, view: View) -> str:
-        """Returns the number of the last founding view up to this view."""
+        """Returns the number of the last founding view up to and including this view."""
         return str(max(v.id for v in self.store.views if v.id <= view.id and v.reason.startswith("founded")))
 
     def heed(self, host: SchedulerHost, note: Note) -> None:
-        """Takes a scheduler's note for the event log, and checks it."""
+        """Handles a line that a scheduler writes to the event log: checks what it reports, and passes it on."""
         if note.name == "view":
             self.edges.check(host.machine.book.views)
         if note.name == "prepare" and self.plan.unfailing:
@@ -141,14 +141,14 @@ class World:
         self.on_note(note)
 
     def reported(self, member: str, report: Report) -> None:
-        """Takes a member's answer to a Prepare; its pending header is here even where it only names that one."""
+        """Notes a member's answer to a Prepare, for later checks of the recovery."""
         if report.number > self._reported[0]:
             self._reported = (report.number, {})
         if report.number == self._reported[0]:
             self._reported[1].setdefault(member, report)
 
     def _check_redo(self, decided: Mapping[str, Any]) -> None:
-        """Checks that no slot is reduced again of which the members that go on have the header and all bytes (9)."""
+        """Checks that a recovery does not redo a slot whose header and bytes the members that go on still have (9)."""
         number, reports = self._reported
         if decided["hand_on"] or decided["id"] != str(number):
             return
@@ -160,18 +160,16 @@ class World:
                 raise Violation(f"view {number} has slot {header.seq} reduced again, which its members hold (9)")
 
     def gone(self, place: str, member: str) -> bool:
-        """Returns whether the process table of a scheduler's machine shows that this member is gone."""
+        """Returns whether this member's process ran on a scheduler's machine and is gone from its process table."""
         node = self.fabric.nodes.get(member)
         return node is not None and node.spec.host == place and not node.alive
 
     def expect(self, more: int) -> None:
-        """Counts so many more things as expected: the run may not end before they have happened."""
+        """Registers events that must happen before the run may end."""
         self._todo += more
 
     def copies(self, message: object) -> int:
-        """Returns the number of times that a control message arrives; a stream begins with one Hello and one
-        Welcome.
-        """
+        """Returns how many copies of a control message arrive; a Hello or Welcome is never duplicated."""
         if not self.plan.doubled or isinstance(message, Hello | Welcome):
             return 1
         return 1 + (self.kernel.random.random() < self.plan.doubled)
@@ -185,19 +183,21 @@ class World:
         return self._counters.uid
 
     def ask(self, place: str) -> SchedulerHost | Conversation:
-        """Returns the host that takes itself for the leader at this place; or the words that a member hears instead."""
+        """Returns the scheduler that believes to lead at this address; if there is none, the answer that a member gets
+        there.
+        """
         return self.schedulers.ask(place)
 
     def struck(self, troubles: int = 1, causes: int = 1) -> None:
-        """Counts troubles and causes of views (`Progress.struck`)."""
+        """Counts faults and other events that may cause views (`Progress.struck`)."""
         self.progress.struck(troubles, causes)
 
     def look(self) -> None:
-        """Checks whether the graph may be in parts."""
+        """Notes which members may be put out for lack of links (`Edges.look`)."""
         self.edges.look()
 
     def founds(self, founder: Endpoint) -> None:
-        """Notes that this process begins the job, or begins it again.
+        """Checks and notes that this process founds the job, or founds it again.
 
         Raises:
             Violation: The process was ready in time to get the state before the last member left, and nothing else went
@@ -214,7 +214,8 @@ class World:
         self.oracle.founded(founder.lineage, founder.state, self._holders(founder))
 
     def _holders(self, founder: Endpoint) -> list[str]:
-        """Returns the members whose state the founding view forgets though it is there (contract 5, protocol.md 12a).
+        """Returns the members whose state is forgotten by the new founding although it still exists (contract 5,
+        protocol.md 12a).
 
         Those that have not been in trouble lately, and all that live, stopped ones included, in the view before it. Who
         was asked to go holds nothing, nor does who was silent for longer than anybody is waited for.
@@ -261,8 +262,8 @@ class World:
                 self._hit(fault, node)
 
     def _crash_in_write(self, fault: Fault, entry: Persist) -> float:
-        """Lets the scheduler die while it writes the view that excludes `fault.node`. Then that node wakes, and the
-        others, which were in that view, are frozen.
+        """Kills the scheduler while it writes the view that excludes `fault.node`; then wakes that node, and freezes
+        the view's members.
         """
         excluded = self.nodes[fault.node]
         if entry.view is None or entry.view.find(excluded.machine.member_id) is not None or not self.store.views:
@@ -284,7 +285,7 @@ class World:
         return 1.0
 
     def say(self, words: str) -> None:
-        """Notes in words that something went wrong, or is well again."""
+        """Logs a fault or its end."""
         self.log.append(f"{self.kernel.now:.4f} {words}")
         self._patience.disturbed()
         self.progress.struck()
@@ -333,7 +334,7 @@ class World:
         self.scheduler.feed(Drain(name))
 
     def _lag(self, node: Node, lasts: float) -> None:
-        """Makes a node's control stream slow for a while; the process and its links are fine."""
+        """Slows a node's control stream down for a while; the process and its links are not affected."""
         extra = self.kernel.between(0.3, 1.2)
         node.control_lag = extra
         if node.stream is not None:
@@ -359,15 +360,15 @@ class World:
         return not any(n.alive for n in self.nodes.values())
 
     def _came_too_late(self) -> bool:
-        """Returns whether the members finished the job while no scheduler could note it, and too few newcomers for
-        another job wait.
+        """Returns whether the members finished while no scheduler could record it, and too few newcomers wait to found
+        another job.
         """
         alive = [n for n in self.nodes.values() if n.alive]
         finished = any(n.header.kind is Kind.CLOSING and n.outcome.startswith("left") for n in self.nodes.values())
         return finished and len(alive) < self.settings.min_nodes and not any(n.training for n in alive)
 
     def run(self) -> Outcome:
-        """Runs the plan to its end and returns the verdict."""
+        """Runs the plan to its end and returns the outcome."""
         violation = ""
         try:
             ended = self.kernel.run(self.plan.limit_s, self._over) or self._came_too_late()
@@ -418,8 +419,8 @@ class World:
             raise Violation(f"nobody finished the job: {outcomes}")
 
     def _all_went(self) -> bool:
-        """Returns whether all members were killed, asked to leave or put out, since they differed: none is there that
-        could finish.
+        """Returns whether all members were killed, asked to leave, or put out as they differed, so that none could
+        finish the job.
         """
         return all(
             n.outcome == "killed" or n.leaving or (n.spec.parts_at and n.outcome.startswith("refused"))
@@ -427,7 +428,7 @@ class World:
         ) or any(f.action == "drain" for f in self.plan.faults)
 
     def describe(self) -> str:
-        """Returns the state of all processes in words, for a report."""
+        """Returns a text on the state of all processes, for a report."""
         lines = [f"scheduler {self.scheduler.machine.phase} {self.scheduler.machine.snapshot()}"]
         for node in self.nodes.values():
             machine = node.machine
@@ -441,5 +442,5 @@ class World:
 
 
 def simulate(plan: Plan, hooks: Callable[[], Hooks] = Hooks, *, validate: bool = True) -> Outcome:
-    """Runs one plan in a world of its own, and returns the verdict."""
+    """Runs one plan in a world of its own, and returns the outcome."""
     return World(plan, hooks(), validate=validate).run()

@@ -1,5 +1,5 @@
-"""Runs scenario files: a small language in which one machine gets events, line by line; its effects are written below
-each line.
+"""Runs scenario files, in a small language: one state machine gets an event by each line, and its effects are written
+below the line.
 
 Lines that begin with ">" are told to the machine (or define a name); the indented lines below are its effects. Run the
 tests with CHAOS_REWRITE=1 to write the effects anew, and read the difference before keeping it.
@@ -70,7 +70,7 @@ def member(member_id: str) -> Member:
 
 
 def stored(view: View) -> View:
-    """Returns this view as a scheduler's file has it: with the processes of the hellos."""
+    """Returns this view as a scheduler's store has it: its members have the process ids of their hellos."""
     return replace(view, members=tuple(replace(m, pid=1, pid_start=1) for m in view.members))
 
 
@@ -80,7 +80,7 @@ def number(text: str) -> ViewId:
 
 
 def contribution(view: View, prev: Header, kind: str, who: str, **fields: object) -> Contribution:
-    """Returns the contribution of a well-behaved member to the slot after `prev`."""
+    """Returns the contribution of a correct member to the slot after `prev`."""
     if view.pipelines and kind == "step":
         pipelines = ViewPipelines.from_json(view.pipelines)
         ran = {"micro_batches": ((0, pipelines.plan.micro_batches),), "coverage": coverage(pipelines.units(who))}
@@ -102,8 +102,8 @@ def contribution(view: View, prev: Header, kind: str, who: str, **fields: object
 def header_after(
     view: View, prev: Header, kind: str, waiting: View | None = None, learners: tuple[str, ...] | None = None
 ) -> Header:
-    """Returns the header of the slot after `prev`, as the root of `view` makes it; by default it repeats the
-    learners.
+    """Returns the header of the slot after `prev`, as the root of `view` makes it; by default it names the same
+    learners as `prev`.
     """
     box = {m: contribution(view, prev, kind, m) for m in view.ids()}
     named = prev.learners if learners is None else learners
@@ -111,8 +111,8 @@ def header_after(
 
 
 def pipelines_of(text: str, shared: str = "") -> str:
-    """Returns the text of a view's pipelines, each with one micro-batch: "a~1:2+b~2:2,c~3:4" are two, and a~1 has two
-    layers.
+    """Returns the JSON text of a view's pipelines, each with one micro-batch, from a short form: in "a~1:2+b~2:2,c~3:4"
+    there are two, and a~1 has two layers.
 
     `shared`: parameters that several layers use, such as "wte:0.3".
     """
@@ -129,7 +129,7 @@ def pipelines_of(text: str, shared: str = "") -> str:
 
 
 class Names:
-    """Views and headers that a script has named."""
+    """Views and headers that a scenario has defined, by name."""
 
     def __init__(self) -> None:
         self.views: dict[str, View] = {}
@@ -182,7 +182,7 @@ class Names:
 
 
 def told(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Returns plain words and key=value words apart."""
+    """Splits these words into plain ones and key=value ones."""
     plain = [w for w in words if "=" not in w]
     return plain, dict(w.split("=", 1) for w in words if "=" in w)
 
@@ -192,12 +192,12 @@ def spans(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def hashes(keys: dict[str, str]) -> tuple[str, ...]:
-    """Returns the state hashes of the parts that a member owns: `hashes=x,y`."""
+    """Returns the hashes of the parts of the state that a member owns, from a word such as `hashes=x,y`."""
     return tuple(filter(None, keys.get("hashes", "").split(",")))
 
 
 class MemberScript:
-    """Script that drives a MemberMachine."""
+    """Scenario interpreter that drives a MemberMachine."""
 
     def __init__(self) -> None:
         self.names = Names()
@@ -205,7 +205,7 @@ class MemberScript:
         self.now = 0.0
 
     def line(self, words: list[str]) -> list[str]:
-        """Carries out one line; returns the effects in words."""
+        """Carries out one line of a scenario; returns the effects in words."""
         if self.names.define(words):
             return []
         if words[0] == "after":
@@ -318,8 +318,8 @@ class MemberScript:
 
 
 class SchedulerScript:
-    """Script that drives a SchedulerMachine. Streams have their members' names; writes succeed at once unless `store
-    waits`.
+    """Scenario interpreter that drives a SchedulerMachine. Streams have their members' names; writes succeed at once
+    unless `store waits`.
     """
 
     def __init__(self) -> None:
@@ -511,7 +511,7 @@ class SchedulerScript:
 
 
 def replay(path: Path, make: Callable[[], MemberScript | SchedulerScript]) -> tuple[str, str]:
-    """Returns (the text of the file, the text that it would have if written now)."""
+    """Runs a scenario file; returns its text, and the text that it would have with the present effects."""
     script = make()
     text = path.read_text()
     lines: list[str] = []

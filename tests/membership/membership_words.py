@@ -1,4 +1,4 @@
-"""Writes messages of the protocol in words, for scenario files."""
+"""Writes protocol messages in words, for scenario files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def message_words(names: Names, message: object) -> str:
-    """Returns a message in words."""
+    """Returns a protocol message in the words of scenario files."""
     match message:
         case Contribution():
             votes = f" {message.payload.decode()!r}" if message.payload else ""
@@ -94,7 +94,7 @@ def message_words(names: Names, message: object) -> str:
 
 
 def parts_words(parts: tuple[Span, ...]) -> str:
-    """Returns parts of the state in words."""
+    """Returns these parts of the state in the words of scenario files."""
     return "parts " + ",".join(f"{start}-{stop}" for start, stop in parts)
 
 

@@ -1,4 +1,4 @@
-"""A scheduler of a job with pipelines, and members whose messages a test chooses."""
+"""Provides the scheduler of a job with pipelines, and members whose messages a test chooses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROGRAM = Program(layers=4, stages=2, micro_batches=4)
 
 
 class Talk:
-    """Scheduler, and members whose messages a test chooses."""
+    """Scheduler of a job with pipelines, and members whose messages a test chooses."""
 
     def __init__(
         self,
@@ -109,17 +109,17 @@ class Talk:
             self.feed(fx.SchedulerTick())
 
     def come(self, name: str, kept: Kept | None = None) -> None:
-        """Sends a newcomer's hello and its word that it is ready."""
+        """Sends a newcomer's hello, and then its message that it is ready."""
         self.pids[name] = self.hello(name, kept=kept, chain="c" if kept else "")
         self.say(name, Ready())
 
     def come_back(self, name: str) -> None:
-        """Sends a member's hello to a scheduler that was started anew, and its position."""
+        """Sends a known member's hello and its position to a scheduler that was restarted."""
         self.hello(name, resume=self.ids[name], view=self.view.id, term=1, chain="c", pid=self.pids[name])
         self.stand(name)
 
     def hello(self, name: str, **more: Any) -> int:
-        """Says hello on a new stream, whose number it returns."""
+        """Sends a hello on a new stream, and returns the stream's number."""
         conn = self.conns[name] = 1 + max(self.conns.values(), default=0)
         self.heard[name] = []
         values: dict[str, Any] = {
@@ -136,7 +136,7 @@ class Talk:
         return conn
 
     def die(self, name: str) -> None:
-        """Ends a member as the process table of the scheduler's machine shows it."""
+        """Reports a member's death to the scheduler, as its own machine's process table would show it."""
         conn = self.conns.pop(name)
         self.feed(fx.Closed(conn))
         self.feed(fx.Gone(self.ids[name], "no such process"))
@@ -158,14 +158,14 @@ class Talk:
             self.stand(name)
 
     def stand(self, name: str, parts: tuple[Span, ...] | None = None) -> None:
-        """Reports that a member has entered the latest view with these parts; by default with all that it owns
-        there.
+        """Reports that a member has entered the latest view and holds these parts of the state; by default all that it
+        owns there.
         """
         held = self.owned(name) if parts is None else parts
         self.say(name, Entered(self.view.id, self.head.seq, self.head.step, self.head.hash, held))
 
     def commit(self, change: View | None = None) -> None:
-        """Commits a step of all members, under the view that ruled; `change` is a view that its header carries."""
+        """Records a step that all members have committed; `change` is a view that its header carries."""
         closed = self.view if change is None else self.machine.book.views[-2]
         self.head = Header(
             self.head.seq + 1, Kind.STEP, self.head.step + 1, closed.id, self.head.hash,

@@ -1,4 +1,6 @@
-"""A scheduler that is to rebuild a lost chain, and members that talk with it (test_membership_rebuilding.py)."""
+"""Provides a scheduler that is to rebuild a lost chain, and members that report to it
+(test_membership_rebuilding.py).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def hello(name: str, stands: View | None = None, *, term: int = 1, new: bool = F
 
 
 class Talk:
-    """Scheduler on a store whose answers a test chooses, and the messages that it sends."""
+    """Scheduler with a store whose answers a test chooses, and with records of the messages that it sends."""
 
     def __init__(self, *, rebuild: bool = True, min_nodes: int = 1, chain: fx.Chain | None = None) -> None:
         rules = Settings(min_nodes=min_nodes, reconnect_grace_s=GRACE_S)
@@ -101,7 +103,7 @@ class Talk:
         self.feed(fx.MessageIn(self.conns[name], message))
 
     def reports(self, name: str, stands: View | None, waiting: View | None = None, promised: int = 0) -> None:
-        """Brings a member back, which reports its view, its waiting view and its promise."""
+        """Makes a member come back and report its view, its waiting view and its promise."""
         self.comes(replace(hello(name, stands), pipelines=self.asks))
         assert self.heard(name, Recall)
         if stands is not None:
@@ -117,7 +119,7 @@ class Talk:
         self.says(name, Report(number, stands, last.seq, last.hash, WHOLE if loaded else (), last=last))
 
     def passes(self, seconds: float) -> None:
-        """Lets time pass with ticks, and with heartbeats of all connected members."""
+        """Lets time pass, with ticks and with heartbeats of all connected members."""
         until = self.now + seconds
         while self.now < until:
             self.now += 0.1
@@ -126,7 +128,7 @@ class Talk:
             self.feed(fx.SchedulerTick())
 
     def heard(self, name: str, kind: type) -> list[object]:
-        """Returns the messages to this member on its present stream."""
+        """Returns the messages that this member got on its present stream."""
         return [m for m in self.said.get(self.conns[name], []) if isinstance(m, kind)]
 
     def views(self) -> list[View]:
@@ -138,7 +140,9 @@ class Talk:
 
 
 def half_promised() -> Talk:
-    """Returns a talk with a, b and c: the first two report, c is no longer waited for, and a has promised."""
+    """Returns a scheduler that rebuilds a chain with members a and b, without c: both have reported, and a has
+    promised.
+    """
     talk = Talk()
     for name in "ab":
         talk.reports(name, ABC)

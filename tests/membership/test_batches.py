@@ -1,4 +1,4 @@
-"""The choice of events that the scheduler's machine gets in one batch."""
+"""Tests which events the scheduler's state machine gets in one batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Reports of a large job name headers, and few contain them: a header that was committed, or may have been, is found
-anyway.
+"""Tests recoveries of large jobs, where most reports give headers only by hash: headers that were or may have been
+committed are found.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COUNT = 40
 
 
 class Job(Stage):
-    """Stand-ins whose reports are kept, and may be changed.
+    """Large job of stand-ins for members, whose reports are recorded and may be changed.
 
     Attributes:
         change: What a member says in place of its report; None: nothing.
@@ -72,12 +72,12 @@ class Job(Stage):
         super().say(one, message)
 
     def comes_back(self, one: StandIn) -> None:
-        """Breaks a stand-in's stream, and lets it say hello on another one, which has the same number here."""
+        """Breaks the stream of a stand-in for a member, and makes it say hello on a new one."""
         self._send(fx.Closed(one.number, True), 0.001)
         self.open(one, 0.002)
 
     def lose(self, place: int, *, of: int = COUNT) -> None:
-        """Kills the member of this rank; goes on until the others stand in a view."""
+        """Kills the member of this rank, and waits until the others have entered a view without it."""
         self.kill(self.members[self.view.ids()[place]])
         self.wait(self.calm, "a view without it")
         self.machine.validate_state()
@@ -98,7 +98,7 @@ def test_in_a_small_job_all_reports_tell_it() -> None:
 
 
 def ahead(job: Job, members: set[str]) -> Callable[[StandIn, Report], Report]:
-    """Returns a change of reports by which these members have committed a slot more than the others."""
+    """Returns a function that changes reports so that these members have committed one slot more than the others."""
     committed = next_header(job.view, job.header, Kind.STEP)
 
     def change(one: StandIn, report: Report) -> Report:
@@ -111,8 +111,8 @@ def ahead(job: Job, members: set[str]) -> Callable[[StandIn, Report], Report]:
 
 
 def waiting(job: Job, members: set[str]) -> Callable[[StandIn, Report], Report]:
-    """Returns a change of reports by which these members have the next header; its bytes are shared out over all
-    members.
+    """Returns a function that changes reports so that these members have the next header, and each member has half of
+    its bytes.
     """
     header, ids = next_header(job.view, job.header, Kind.STEP), job.view.ids()
 
@@ -179,9 +179,7 @@ def test_a_brief_report_that_was_under_way_when_the_header_was_asked_for_is_no_a
 
 @pytest.mark.parametrize("place", [1, SMALL_JOB, SMALL_JOB + 1, COUNT - 1])
 def test_who_comes_back_during_a_recovery_is_asked_as_before(place: int) -> None:
-    """A member is asked for a whole report only if it was before: the oldest living ones, and one that alone told of a
-    header.
-    """
+    """A member whose stream breaks during a recovery is asked again for a whole report only if it was before."""
     job = Job()
     back, alone = job.view.ids()[place], place == COUNT - 1
     change = ahead(job, {back} if alone else set())
@@ -233,7 +231,7 @@ def test_who_was_asked_for_the_header_and_dies_is_replaced_by_another_that_knows
 @pytest.mark.parametrize("lie", [{"seq": 9, "head": "f" * 16}, {"pending_hash": "f" * 16}], ids=["last", "pending"])
 @pytest.mark.parametrize("place", [1, COUNT - 1], ids=["told whole", "told briefly"])
 def test_who_names_a_header_and_does_not_tell_it_is_put_out(place: int, lie: dict[str, Any]) -> None:
-    """A member that names a header and does not send it may lie; it is put out, and the scheduler goes on."""
+    """A member that reports a header by hash but does not send it may lie: it is put out, and the recovery goes on."""
     job = Job()
     liar = job.view.ids()[place]
     job.change = lambda one, report: replace(report, **lie) if one.id == liar else report
@@ -254,7 +252,9 @@ def test_who_answers_briefly_whatever_it_is_asked_is_put_out_at_once() -> None:
 
 
 def test_a_header_that_is_not_the_one_named_does_not_count() -> None:
-    """Other members on that header stay in the job when the one that sent a wrong header goes."""
+    """A member sends another header than the one that it named: it is put out, and the others at the named header
+    stay.
+    """
     job = Job()
     knows = job.view.ids()[-3:]
     change, wrong = ahead(job, set(knows)), next_header(job.view, job.header, Kind.CLOSING)
@@ -271,7 +271,9 @@ def test_a_header_that_is_not_the_one_named_does_not_count() -> None:
 
 
 def decided_by_chance(seed: int) -> tuple[object, ...]:
-    """Returns the decision if, at random, some have committed a slot, some have its header, and bytes are spread."""
+    """Returns the decision of a recovery with random reports: some members have committed a slot, some have its header,
+    and its bytes are scattered.
+    """
     random, job = Random(seed), Job(24)
     header, ids = next_header(job.view, job.header, Kind.STEP), job.view.ids()
     other = replace(header, hyper="another attempt")

@@ -1,4 +1,6 @@
-"""A newcomer in replay goes on while it is projected to catch up soon; if not, it says why in figures."""
+"""Tests when a replaying newcomer is given up: only if it is not projected to catch up soon, with figures in the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from chaos_lightning.membership.catching_up import (
 
 
 def judge(lags: Iterable[float], every_s: float = 0.1, since: float = 1000.0) -> tuple[int, str]:
-    """Returns (entries taken in, verdict) of the first verdict, or of all entries if there is none."""
+    """Returns the first verdict that a newcomer with these lags will never catch up ("": none), and the number of log
+    entries until then.
+    """
     catching_up, taken = CatchingUp(), 0
     for taken, lag in enumerate(lags, 1):
         verdict = catching_up.hopeless(int(lag), since + taken * every_s)
@@ -42,7 +46,7 @@ def test_a_lag_that_grows_says_how_fast() -> None:
 
 
 def test_a_slot_less_per_window_is_given_up_with_its_projection() -> None:
-    """A newcomer that lags by 300 slots and gains one per 3 s would take 900 s."""
+    """A newcomer that is 300 slots behind and gains one in 3 s is given up: it would take 900 s, as the reason says."""
     lags = [300 - i // 30 for i in range(100)]
     taken, verdict = judge(lags)
     assert taken <= 40
@@ -97,7 +101,7 @@ def test_a_state_that_is_younger_than_a_step_needs_no_entry() -> None:
 
 
 def test_who_has_not_caught_up_lets_nobody_wait_for_the_last_entries() -> None:
-    """A newcomer that has not caught up comes in by a pause; the others ended their log when that was decided."""
+    """A newcomer that has not caught up comes in by a pause, and does not wait for the log's last entries."""
     catching_up = CatchingUp()
     catching_up.applied = 5
     assert catching_up.final_wait_s == 0

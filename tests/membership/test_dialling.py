@@ -1,4 +1,4 @@
-"""Tests which members one dials, when it dials again, and which ones it lets in."""
+"""Tests which members a member dials, when it retries, and from which ones it accepts links."""
 
 from __future__ import annotations
 

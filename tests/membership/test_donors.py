@@ -1,5 +1,5 @@
-"""A newcomer has a fixed number of donors, all members agree on them, and copies spread as a tree (protocol.md
-15-18).
+"""Tests the choice of donors: a fixed number for each newcomer, the same at all members, and copies of the state that
+spread as a tree (protocol.md 15-18).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from chaos_lightning.protocol.types import (
 
 
 def view(size: int, joiners: int = 0, links: tuple[tuple[int, int], ...] = ()) -> View:
-    """Returns a view of so many members, the last of which are joiners; links are given by rank."""
+    """Returns a view of `size` members, the last ones of which are joiners; links are pairs of ranks."""
     members = tuple(member(f"m{i}~{i}") for i in range(size))
     names = [m.id for m in members]
     return View(
@@ -96,8 +96,8 @@ def test_some_of_its_own_machine_come_first_and_not_all() -> None:
 
 
 def loads(founded: View, near: dict[str, set[str]]) -> tuple[int, Counter[str]]:
-    """Returns the rounds in which all have loaded, if each loads one round after one of its donors; and how many ask
-    whom.
+    """Returns the number of rounds until all joiners have the state, if each gets it a round after a donor, and how
+    many joiners ask each member.
     """
     asked = {j: [m.id for m in groups(founded, j, near.get(j, set()))[0]] for j in founded.joiners}
     loaded, rounds = set(founded.ids()) - set(founded.joiners), 0
@@ -138,7 +138,7 @@ def test_where_shares_are_fixed_nobody_is_asked_that_still_loads() -> None:
 
 
 def copies(founded: View, near: dict[str, set[str]], slow: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Returns when each founder has the state; unit: the time that one copy takes over a usual network card.
+    """Returns when each founder has the state, in units of the time that one copy takes over a usual network card.
 
     Args:
         founded: All but one or few are joiners.
@@ -172,7 +172,9 @@ def copies(founded: View, near: dict[str, set[str]], slow: Mapping[str, float] |
 
 
 def as_founded(size: int) -> tuple[View, dict[str, set[str]]]:
-    """Returns the founding view of so many members, with the scheduler's links, and the neighbours of each."""
+    """Returns the founding view of `size` members with the links that the scheduler assigns, and the neighbours of each
+    member.
+    """
     job = Job(min_nodes=size, **{**PATIENT, "max_nodes": size})
     job.machine.validate_state = lambda: None  # type: ignore[method-assign]
     for i in range(size):
@@ -190,8 +192,8 @@ def as_founded(size: int) -> tuple[View, dict[str, set[str]]]:
 @pytest.mark.parametrize("size", [64, 256])
 @pytest.mark.parametrize("every_pair", [False, True])
 def test_a_founding_takes_time_by_the_logarithm_of_its_size(size: int, every_pair: bool) -> None:
-    """A member that sends to `PULLS` others at a time has helped to make as many donors after as many copies. One after
-    the other they would take `size` - 1 copies; a usual graph of 256 takes 12.3.
+    """All founders have the state after a time logarithmic in their number, as those that have it pass it on; one after
+    the other would take `size` - 1 copies.
     """
     founded, near = (view(size, joiners=size - 1), {}) if every_pair else as_founded(size)
     loaded = copies(founded, near)
@@ -199,7 +201,9 @@ def test_a_founding_takes_time_by_the_logarithm_of_its_size(size: int, every_pai
 
 
 def test_a_slow_founder_holds_up_few() -> None:
-    """The slow founder's card takes twenty times as long, and it is the first that gets the state."""
+    """The first founder to get the state passes it on 20 times slower than usual: the others are delayed only a
+    little.
+    """
     founded, near = as_founded(256)
     first = founded.joiners[0]
     usual, loaded = copies(founded, near), copies(founded, near, {first: 0.05})
@@ -243,7 +247,9 @@ def header(*learners: str) -> object:
     ],
 )
 def test_a_member_keeps_state_and_log_if_it_is_a_donor(size: int, told: bool | None, linked: bool, keeps: bool) -> None:
-    """A member that was not told of this learner yet keeps them if it has a link with it: the header may be quicker."""
+    """A member keeps state and log for a learner if it is named as a donor or, if the list is still to come, has a link
+    with the learner.
+    """
     ruling, serving = view(size), Serving()
     if told is not None:
         named = ruling.members[:1] if told else ()
@@ -273,7 +279,9 @@ def test_the_scheduler_names_few_donors_and_tells_the_root_last() -> None:
 
 
 def test_a_learner_that_is_named_once_more_is_served_by_those_that_keep_nothing_yet() -> None:
-    """A member that keeps a copy for another learner goes on with that one."""
+    """A learner begins again: members without a copy make one for it, while a member that keeps one for another learner
+    goes on with that.
+    """
     ruling, first, again = view(40), header("x~200", "y~201"), header("x~200", "x~200", "y~201")
     keeper, other, late = Serving(), Serving(), Serving()
     for serving, names in ((keeper, ("m0~0",)), (other, ()), (late, ())):
@@ -292,7 +300,9 @@ def test_a_learner_that_is_named_once_more_is_served_by_those_that_keep_nothing_
 
 
 def test_a_learner_waits_until_it_is_given_members_that_live() -> None:
-    """All donors may be gone when a learner is told again; its work at the header before counts no more."""
+    """A learner whose list of donors is empty waits; once it has donors it begins at the newest header that names
+    it.
+    """
     learning, ruling = Learning(), view(40)
     first, later = (replace(GENESIS, seq=i, kind=Kind.STEP, learners=("m1~1",) * i) for i in (1, 2))
     assert learning.told(replace(ruling, members=())) == []
@@ -306,7 +316,7 @@ def test_a_learner_waits_until_it_is_given_members_that_live() -> None:
 def test_all_members_of_a_machine_that_may_copy_the_state_share_its_memory(
     size: int, learners: int, share: int
 ) -> None:
-    """Each of several learners has other donors, and all of these may be on one machine."""
+    """Several learners have different donors, which may all be on one machine: these share its memory for copies."""
     ruling = view(size)
     here = replace(ruling, members=tuple(replace(m, host="here") for m in ruling.members))
     assert copiers(here, "here", learners) == share

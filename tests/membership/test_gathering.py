@@ -1,4 +1,4 @@
-"""Newcomers that come at once are let in at once; if few come, none has to wait for more."""
+"""Tests that newcomers that come at once are let in at once, and that few newcomers need not wait for more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMBERS = 32
 
 
 class Wave:
-    """Running job, and newcomers that come one every `STEP_S` or all together.
+    """Running job, and newcomers that come one per `STEP_S` or all together.
 
     Args:
         members: Number of members to begin with.
@@ -46,7 +46,7 @@ class Wave:
             self.job.comes(hello(f"n-{i}", pid=2000 + i, replay=self.replay))
 
     def passes(self, seconds: float) -> None:
-        """Lets time pass; views settle `SETTLES_S` after they were decided."""
+        """Lets time pass, and has each decided view entered by all members `SETTLES_S` later."""
         until = self.job.now + seconds
         while self.job.now < until:
             self._due += [(self.job.now + SETTLES_S, view) for view in self.job.views[self._seen :]]
@@ -57,7 +57,7 @@ class Wave:
                 self._stand(self._due.pop(0)[1])
 
     def catch_up(self) -> None:
-        """Lets learners say, four each `STEP_S`, that they have caught up."""
+        """Makes learners report that they have caught up, four per `STEP_S`."""
         learners = [p for p in self.job.machine.roster.peers.values() if p.standing is Standing.OBSERVING]
         for i, peer in enumerate(learners):
             assert peer.conn is not None
@@ -66,7 +66,7 @@ class Wave:
                 self.passes(STEP_S)
 
     def views(self) -> list[View]:
-        """Returns the views that were decided since the job was founded."""
+        """Returns the views that were decided after the founding one."""
         return self.job.views[self.founded :]
 
 
@@ -100,7 +100,7 @@ def test_one_that_comes_alone_waits_for_nobody_nor_does_a_small_job(members: int
 
 
 def test_nobody_waits_without_end_for_one_that_does_not_get_ready() -> None:
-    """One newcomer takes more than a moment, so the ready ones go without it."""
+    """One newcomer does not get ready: those that are ready go in without it after a moment."""
     wave = Wave(MEMBERS)
     for event in (Opened(7), MessageIn(7, hello("late", pid=7))):
         wave.job.machine.on(wave.job.now, event)  # it does not answer OpenLinks
@@ -123,7 +123,7 @@ def test_a_wave_of_learners_that_is_overdue_comes_in_by_a_pause_at_once() -> Non
 
 
 def test_late_words_of_a_learners_first_attempt_come_to_nothing() -> None:
-    """The learner's donors were gone, and it was given others before the scheduler heard that it could not go on."""
+    """Reports of a learner's first attempt that arrive after it was given new donors are ignored."""
     wave = Wave(MEMBERS, replays=True)
     wave.come(range(1))
     wave.passes(1.5)
@@ -140,7 +140,7 @@ def test_late_words_of_a_learners_first_attempt_come_to_nothing() -> None:
 
 
 def founding(members: int) -> tuple[Job, View]:
-    """Returns a job in whose first view one member has the state, and all others wait for it."""
+    """Returns a job and its first view, in which one member has the state and all others wait for it."""
     job = Job(min_nodes=members, join_timeout_s=10.0, **PATIENT)
     for i in range(members):
         job.comes(hello(f"m-{i}", pid=1000 + i))
@@ -155,7 +155,9 @@ def founding(members: int) -> tuple[Job, View]:
 
 @pytest.mark.parametrize(("members", "later"), [(MEMBERS, True), (4, False)])
 def test_a_large_founding_has_time_as_long_as_somebody_loads_the_state(members: int, later: bool) -> None:
-    """Founders load the state one after the other, each within `join_timeout_s` after the one before."""
+    """Founders load the state one after the other: in a large job each gets `join_timeout_s` from the previous one
+    on.
+    """
     job, founded = founding(members)
     for member in founded.members[1:4]:
         job.passes(6.0)
@@ -166,7 +168,9 @@ def test_a_large_founding_has_time_as_long_as_somebody_loads_the_state(members: 
 
 
 def test_a_large_founding_has_time_as_long_as_the_first_copies_grow() -> None:
-    """The first copies are sent at the same time, so the first one takes as long as all of them."""
+    """The first copies of the state are sent all at once and so take long: founders are waited for as long as these
+    copies grow.
+    """
     job, founded = founding(MEMBERS)
     last = founded.members[-1].name
     for nbytes in (100, 200, 300):

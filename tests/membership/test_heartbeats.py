@@ -1,4 +1,4 @@
-"""Heartbeats that grow rarer with the number of members (protocol.md 12)."""
+"""Tests that heartbeats become less frequent as the number of members grows (protocol.md 12)."""
 
 from __future__ import annotations
 

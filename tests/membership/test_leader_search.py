@@ -1,4 +1,6 @@
-"""Tests which candidates a member asks for the leading scheduler: times and chance are the test's."""
+"""Tests which scheduler candidates a member asks to find the leading one; each test sets the times and the random
+draws.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many members at once: groups that die, crowds that come, and both in between (the benchmark's stand-ins answer)."""
+"""Tests jobs of many members (the benchmark's stand-ins): groups that die, crowds that join, and both at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEGREE = 8
 
 
 def stage(size: int, degree: int = DEGREE) -> Stage:
-    """Returns so many members in one view, in a job that goes on with half of them and takes in as many again."""
+    """Returns a job with `size` members in one view, which can go on with half of them and take in as many again."""
     made = Stage(replace(rules(size, degree), min_nodes=size // 2, max_nodes=2 * size))
     made.start(size)
     made.wait(lambda: made.settled(size), "the founding")
@@ -83,8 +83,8 @@ def test_members_die_and_leave_while_others_come(seed: int) -> None:
 
 
 def test_a_machine_that_falls_silent_is_put_out_on_its_neighbours_word() -> None:
-    """Members with lower ids have links with the machine that the view does not use: their denials count for
-    nothing.
+    """A silent member is put out when its neighbours in the view confirm it, although other members with an unused link
+    to it deny its death.
     """
     job, size = stage(24, 3), 24
     near, first = job.near(job.view), sorted(job.view.ids())[:2]
@@ -111,7 +111,9 @@ def test_neighbours_that_stay_out_of_reach_are_replaced() -> None:
 
 
 def test_views_with_one_part_are_not_divided_when_all_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divisions are cached by the ids of all members, so each look-up would go through all of them."""
+    """Judging all members of a job without pipelines never divides the view's state into parts, which would be slow for
+    each look-up.
+    """
     asked: list[View] = []
     for module in (judging, roster):
         monkeypatch.setattr(module, "division", asked.append)

@@ -1,4 +1,5 @@
-"""Members of a job with pipelines, under a scheduler that decides at random: no part is lost, and the job goes on.
+"""Tests members of a job with pipelines under a scheduler that decides at random: no part of the state is lost, and the
+job goes on.
 
 Messages between two processes keep their order; all else happens in any order. Views move layers at random, by headers
 and by decisions; members join, leave, die and drift, each where another member still has what they hold.
@@ -42,7 +43,7 @@ SHARED = "wte:0.2"
 
 
 def divided(chance: random.Random, members: list[str]) -> str:
-    """Returns pipelines of some of these members, cut anywhere."""
+    """Returns, as text, random pipelines of some of these members, cut at random layers."""
     left, rows = list(members), []
     chance.shuffle(left)
     while left and (not rows or chance.random() < 0.8):
@@ -54,7 +55,7 @@ def divided(chance: random.Random, members: list[str]) -> str:
 
 @dataclass(eq=False)
 class Node:
-    """Process of a member: its machine, and the parts that lie in its memory."""
+    """Process of a member: its state machine, and the parts of the state in its memory."""
 
     id: str
     machine: MemberMachine = field(default_factory=MemberMachine)
@@ -67,7 +68,7 @@ class Node:
 
 
 class World:
-    """All processes of a job, and its scheduler."""
+    """All processes of a random job, and its scheduler."""
 
     def __init__(self, seed: int, count: int = 4) -> None:
         self.chance = random.Random(seed)
@@ -94,7 +95,7 @@ class World:
         return who
 
     def view(self, members: list[str], joiners: list[str] = [], leaving: list[str] = []) -> View:  # noqa: B006
-        """Returns the next view, with layers at random."""
+        """Returns the next view, with layers assigned at random."""
         last = self.number
         self.number = ViewId(1, last.number + 1)
         view = View(
@@ -115,7 +116,7 @@ class World:
         return [n for n in self.nodes.values() if not n.dead and n.machine.phase is not MemberPhase.GONE]
 
     def step(self) -> bool:
-        """Delivers a message; returns False if none is under way."""
+        """Delivers a random message; returns False if none is under way."""
         ready = [key for key, queue in self.queues.items() if queue and key[1] in self.nodes]
         if not ready:
             return False
@@ -179,9 +180,7 @@ class World:
         return f"{head}/{view.id}" if head == GENESIS.hash else head
 
     def run_units(self, node: Node, view: View, seq: int) -> None:
-        """Contributes as if the training thread had run its units, unless the slot is over. This thread may not have
-        heard yet of a recovery.
-        """
+        """Contributes to a slot as a training thread would that has run its units, unless the slot is over."""
         machine = node.machine
         if machine.phase is not MemberPhase.ACTIVE or machine.seq + 1 != seq or machine.contribution is not None:
             return
@@ -200,7 +199,7 @@ class World:
         self.feed(node, fx.Contribute(said))
 
     def drift(self, node: Node, view: View, hashes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the state hashes of this member, a part of which has drifted now and then."""
+        """Returns the state hashes that this member reports; now and then lets one of its parts drift."""
         owners, mine = division(view).owners, numbers(division(view).owned(node.id))
         alive = {n.id: n for n in self.alive() if n is not node}
         others = {p for n in alive.values() for p in n.drifted}
@@ -237,7 +236,9 @@ class World:
         assert all(node.memory.get(p) == state for p in numbers(machine.parts.held)), (node, machine.parts.held, state)
 
     def pull(self, node: Node, what: object) -> None:
-        """Fetches some of the missing parts from their holders, and asks again for the others."""
+        """Fetches a random choice of the missing parts from members that hold them, and asks again later for the
+        others.
+        """
         wants = node.wants
         if what is not wants or wants is None or node.machine.header.hash != wants.header.hash:
             return
@@ -262,7 +263,7 @@ class World:
         return [self.nodes[m] for m in self.latest.ids() if not self.nodes[m].dead]
 
     def look(self) -> None:
-        """Releases leavers once the latest view is settled (P8, P9), and decides once all have reported."""
+        """Releases leavers once the latest view is settled (P8, P9), and decides a recovery once all have reported."""
         latest = self.latest
         here = [n.machine for n in self.inside()]
         if not self.settled and all(m.view == latest and not m.parts.missing and m.loaded for m in here):
@@ -296,7 +297,7 @@ class World:
             self.send("scheduler", who.id, fx.ControlIn(Prepare(self.number, "a test")))
 
     def kill(self) -> None:
-        """Ends a member from which others fetch parts just now."""
+        """Kills a random member, perhaps while others fetch parts from it, unless that would lose a part."""
         members = self.inside()
         dying = self.chance.choice(members)
         others = [n for n in members if n is not dying]
@@ -315,7 +316,7 @@ class World:
         return division(self.latest)
 
     def decide(self, reports: dict[str, Report]) -> None:
-        """Decides as P5 does, and gives layers to others."""
+        """Decides a recovery by rule P5, and assigns layers to other members."""
         best = max((r for r in reports.values() if r.parts), key=lambda r: (r.entered, r.seq))
         candidates = [self.headers[best.head]]
         if best.seq:
@@ -377,7 +378,7 @@ def stir(world: World, events: int) -> None:
 
 
 def go_on(world: World) -> None:
-    """Runs without further trouble until all members of the latest view have committed five more slots in it."""
+    """Runs without further faults until all members of the latest view have committed five more slots in it."""
     start = max(n.machine.seq for n in world.alive())
     for _ in range(20_000):
         moving = world.step()
@@ -434,7 +435,7 @@ def test_a_founder_holds_what_lies_in_its_file() -> None:
 
 
 def alone_at(base: Header, view: View) -> MemberMachine:
-    """Returns a member that stands on this header, in a view of its own."""
+    """Returns a member at this header, in a view that has no other member."""
     machine = MemberMachine()
     machine.on(0.0, fx.ControlIn(Welcome(member("a~1"), 1, "founder", "hello", 0.1, 0.35)))
     machine.parts.kept = Kept(base, "a~1", parts=division(view).everything)
@@ -447,7 +448,9 @@ def alone_at(base: Header, view: View) -> MemberMachine:
 def test_a_decision_that_lets_a_member_go_is_told_and_after_the_closing_header_it_has_finished(
     kind: Kind, behind: bool
 ) -> None:
-    """No plan fits the remaining members, and the job is finished: none of them waits for more members."""
+    """A recovery hands a header on and lets the only member go: if that is the closing header, the member reports that
+    it has finished.
+    """
     first = View(ViewId(2, 1), NO_VIEW, (member("a~1"),), pipelines=pipelines_of("a~1:4"))
     after = replace(first, id=ViewId(2, 2), predecessor=first.id, members=(), leaving=first.members)
     stood = replace(GENESIS, seq=4, view=ViewId(1, 9))

@@ -1,4 +1,4 @@
-"""Tests which members count as dead, and which are waited for: one look of the detector after another (protocol.md 12,
+"""Tests which members count as dead, and which are waited for, look after look of the death detector (protocol.md 12,
 12a).
 """
 
@@ -26,7 +26,9 @@ END = "closed (end of stream)"
 
 
 class Look:
-    """Detector with members (all but `empty` hold the state) and newcomers; all but `silent` speak all the time."""
+    """Death detector with members (all but `empty` hold the state) and newcomers, all of which speak all the time until
+    they fall silent.
+    """
 
     def __init__(
         self, members: str, newcomers: str = "", *, empty: str = "", hosts: dict[str, str] | None = None
@@ -103,7 +105,9 @@ def test_denied_member_dies_while_another_holds_the_state() -> None:
 
 
 def dies_of_silence(look: Look, name: str, since: float, times: tuple[float, ...]) -> float | None:
-    """Returns after how many seconds of silence `name` was taken for dead, if there is no other evidence."""
+    """Returns the seconds of silence after which member `name` was taken for dead without other evidence; None if it
+    was not.
+    """
     look.fall_silent(name)
     for silence in times:
         if look.run(since + silence):
@@ -116,7 +120,9 @@ LONG = tuple(0.1 * n for n in range(4, 200))
 
 
 def test_silence_alone_is_a_death_only_after_a_time_in_which_no_process_is_busy() -> None:
-    """A member on another machine that holds the interpreter's lock is as silent as a dead one."""
+    """Without other evidence a silent member is taken for dead only after silence_timeout_s: a living process may hold
+    the interpreter's lock that long.
+    """
     look = Look("ab")
     look.run(0.0)
     assert dies_of_silence(look, "b", 0.0, LONG) == pytest.approx(SETTINGS.silence_timeout_s + 0.1)
@@ -204,7 +210,9 @@ def test_last_holder_outlives_denials_and_the_hang_timeout(other: str) -> None:
 def test_a_closed_stream_and_link_are_no_death_while_nearly_all_have_left_a_silent_scheduler(
     left: str, dies: bool
 ) -> None:
-    """Members leave a scheduler that is silent, and come back one by one; a link may be closed meanwhile."""
+    """While most members have left a silent scheduler and are coming back, a closed stream and a closed link are no
+    proof of a death.
+    """
     look = Look("abcde")
     for name in left:
         look.close(name)
@@ -247,7 +255,7 @@ def test_joiner_without_the_state_is_no_last_holder() -> None:
 
 
 def test_process_table_needs_no_time() -> None:
-    """The process table proves a death at once, even if others still heard something."""
+    """A process table proves a death at once, even if another witness still heard the member."""
     look = Look("a", "nm", hosts={"n": "host-a"})
     look.close("a")
     assert names(look.at(1.0).probes) == {"n", "m"}
@@ -300,8 +308,8 @@ def test_two_silent_holders_never_die_of_the_same_silence() -> None:
 
 
 def test_holder_that_fell_silent_unseen_does_not_let_the_other_die() -> None:
-    """Two members have been silent too long at the detector's next look, and the one that is looked at first would die
-    of it.
+    """Both holders of the state have been silent for too long at one look of the detector: neither is taken for dead,
+    since each may be the last holder.
     """
     look = Look("ab", "n")
     look.at(0.0)
@@ -320,7 +328,7 @@ def test_closed_connections_are_proof_once_there_was_time_to_come_back() -> None
 
 
 def test_connections_that_timed_out_are_no_proof() -> None:
-    """A machine that was cut off for a while comes back with all its processes."""
+    """Connections of a last holder that timed out prove no death: its machine may only have been cut off."""
     look = Look("a", "n")
     look.close("a")
     look.peers["n"].down["a~1"] = "closed (Connection timed out)"
@@ -355,7 +363,9 @@ def test_last_holder_that_talks_but_owes_a_report_is_waited_for_no_longer() -> N
 
 
 def test_neighbours_are_asked_whoever_else_knows_of_a_link_and_others_once_they_are_gone() -> None:
-    """The first two members have links with the suspect that the view does not use: their denials count for nothing."""
+    """The suspect's neighbours in the view are asked about it; other members with a link to it only when these are
+    gone.
+    """
     look = Look("abcdef")
     look.near = "de"
     look.peers["a"].up.add("f~6")

@@ -24,7 +24,7 @@ from chaos_lightning.protocol.types import (
 
 
 def finished(*names: str, **rules: object) -> Job:
-    """Returns a job that these members have finished together."""
+    """Returns a job that these members have finished together, with the scheduler's last messages."""
     job = Job(min_nodes=len(names), **rules)
     for name in names:
         job.comes(hello(name))
@@ -125,7 +125,9 @@ def test_the_store_keeps_the_end_of_a_job_of_two() -> None:
 
 
 def test_members_elsewhere_make_the_scheduler_stay() -> None:
-    """Newcomers on other machines could not start a scheduler, so this one stays."""
+    """The scheduler of a finished job stays if members were on other machines, since newcomers there could not start
+    one.
+    """
     job = finished("c", "d", finished_s=60.0)  # of one machine
     assert [d.tells_s for d in job.done if isinstance(d, SchedulerDone)] == [0.0]
     job = finished("a", "c", finished_s=60.0)
@@ -154,7 +156,9 @@ def test_a_founder_with_the_final_state_tells_a_scheduler_that_missed_the_end() 
 
 
 def test_a_newcomer_that_no_header_has_let_in_is_told_like_one_that_waits() -> None:
-    """A view names the newcomer already, and the last step was made without it."""
+    """The job ends when a view names a newcomer but no header has let it in: it is told of the end, not released as a
+    member.
+    """
     job = Job()
     job.comes(hello("a"))
     job.enters("a")

@@ -1,4 +1,4 @@
-"""Events arrive in any order: the member machine keeps its invariants and its promises."""
+"""Tests that a member's state machine keeps its invariants and its promises when events arrive in any order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ STAGED = (
 
 
 def tree(views: Sequence[View]) -> list[Header]:
-    """Returns headers of every kind, on each other, in every view: most of them will be out of place."""
+    """Returns headers of every kind in every view, each following another: most of them will not fit the member's
+    state.
+    """
     v1, v2, v4, *_ = views
     found = [GENESIS]
     frontier = [GENESIS]
@@ -80,7 +82,7 @@ def from_peer(who: str, of: View, prev: Header, kind: str) -> fx.PeerIn:
 
 
 def events_in(views: Sequence[View]) -> st.SearchStrategy[fx.MemberEvent | Kind]:
-    """Returns a strategy of all events that may reach a member of a job with these views."""
+    """Returns a Hypothesis strategy of all events that may reach a member of a job with these views."""
     headers, ids = st.sampled_from(tree(views)), st.sampled_from([v.id for v in views])
     sources = st.just((Source("c~3", ()),))
     parts = st.sampled_from([WHOLE, ((0, 1), (2, 3)), ((1, 2),), ((0, 3),)])
@@ -106,7 +108,7 @@ both = pytest.mark.parametrize("views", [VIEWS, STAGED], ids=["whole", "staged"]
 
 
 class Watch:
-    """Checks on a member machine that hold after every order of events."""
+    """Member's state machine with checks that must hold after every order of events."""
 
     def __init__(self, *, staged: bool = False) -> None:
         self.staged = staged
@@ -186,7 +188,9 @@ def test_same_events_give_the_same_effects(script: list[fx.MemberEvent | Kind]) 
 
 
 def test_one_that_stands_in_a_view_and_is_taken_for_another_process_begins_anew() -> None:
-    """No correct scheduler sends this; one that did ended the member with an assertion."""
+    """Former bug: a scheduler's welcome to a member of a view, under another id, ended the member with an assertion; it
+    joins again now.
+    """
     machine = MemberMachine()
     machine.on(0.0, fx.ControlIn(Welcome(member(ME), 1, "founder", "hello", 0.1, 0.35)))
     machine.on(0.0, fx.ControlIn(Decide(V1, GENESIS)))

@@ -1,4 +1,4 @@
-"""A store of another job, or an old copy, as the scheduler sees it beside members (protocol.md 7, 14a)."""
+"""Tests a scheduler whose store is another job's or an old copy, when members connect to it (protocol.md 7, 14a)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def of(chain: str, given: View) -> View:
 
 
 def stored(*views: View, chain: str = Y, term: int = 2, hears_s: float = 0.0, **more: object) -> fx.Chain:
-    """Returns the content of a store that is opened under this term."""
+    """Returns the content of a store with these views, opened under this term."""
     numbers = Numbers.of(v.id for v in views)
     return fx.Chain(
         term, views[-1].id, tuple(of(chain, v) for v in views), id=chain, numbers=numbers, hears_s=hears_s,
@@ -62,7 +62,9 @@ AB = view(2, 1, "ab", joiners="b")
 
 @pytest.mark.parametrize("stands", [A, AB, ABC])
 def test_a_leftover_of_another_chain_puts_out_and_releases_nobody(stands: View) -> None:
-    """The other chain has the same names, ids and numbers, as on the day before; b left politely then."""
+    """The store is an earlier job's, with the same names, ids and numbers: members are refused for now, and none is put
+    out or released.
+    """
     talk = Talk(
         rebuild=False,
         chain=replace(stored(A, AB, replace(A, id=ViewId(1, 3), predecessor=AB.id)), changes=(ViewId(1, 3),)),
@@ -98,7 +100,9 @@ def test_a_finished_leftover_sends_no_member_of_another_chain_home() -> None:
 
 
 def test_a_newcomer_that_another_chains_view_lets_in_is_dropped_and_not_put_out() -> None:
-    """The newcomer had found this scheduler before a header carried another chain's view that names it."""
+    """A newcomer is welcomed here, and then a header of another chain lets it in: this scheduler refuses it, and does
+    not put it out.
+    """
     talk = Talk(rebuild=False, chain=stored(A))
     talk.comes(replace(hello("d", new=True), term=0))
     talk.says("d", Entered(AB.id, HEAD.seq, HEAD.step, HEAD.hash, chain=X))
@@ -108,7 +112,9 @@ def test_a_newcomer_that_another_chains_view_lets_in_is_dropped_and_not_put_out(
 
 
 def test_a_newcomer_forgets_the_numbers_of_the_chain_before() -> None:
-    """Otherwise the newcomer would wait for ever for a view above those that it has promised."""
+    """A newcomer that is welcomed by another chain forgets its former promises; otherwise it would wait for a higher
+    number for ever.
+    """
     machine = MemberMachine()
     rules = Settings()
     beats = (rules.heartbeat_interval_s, rules.heartbeat_timeout_s)
@@ -125,8 +131,8 @@ def test_a_newcomer_forgets_the_numbers_of_the_chain_before() -> None:
 
 
 def test_who_was_put_out_comes_again_and_still_knows_what_was_in_the_jobs_store() -> None:
-    """Otherwise a copy that knows of this member alone would take all others for dead, and found the job a second
-    time.
+    """A member that was put out and joins again still reports the job's numbers; otherwise a scheduler on an old copy
+    would found a second job.
     """
     machine = MemberMachine()
     rules = Settings()
@@ -146,7 +152,9 @@ def test_who_was_put_out_comes_again_and_still_knows_what_was_in_the_jobs_store(
 
 
 def test_a_member_of_the_last_stored_view_that_stands_in_a_later_one_stops_everything() -> None:
-    """The copy of the store knows {A}; A went on to a view with B and C, froze, and is the first that comes."""
+    """The store has a view of A alone, and A comes in a later view: the scheduler knows that its store is old, and
+    decides nothing.
+    """
     talk = Talk(rebuild=False, chain=stored(A, chain=X))
     talk.comes(says_hello("a", view(3, 1, "abc")))
     assert talk.machine.phase is SchedulerPhase.STALE
@@ -184,7 +192,9 @@ def test_a_recovery_that_is_under_way_stops_when_somebody_knows_more() -> None:
 
 @pytest.mark.parametrize("by", ["heartbeat", "entered"])
 def test_what_a_member_learns_later_counts_as_well(by: str) -> None:
-    """A header that was under way brings a view that the copy lacks, when the member is back already."""
+    """A member that is already back learns of a view that the store lacks: the scheduler then knows that its store is
+    old.
+    """
     talk = Talk(rebuild=False, chain=stored(A, AB, chain=X))
     talk.comes(says_hello("a", AB))
     later = ViewId(1, 3)
@@ -210,7 +220,9 @@ def test_a_term_that_another_scheduler_took_before_shows_a_copy() -> None:
 
 
 def test_a_scheduler_that_has_just_started_decides_nothing_before_all_could_come() -> None:
-    """The copy has {A, B}, of whom B went on with C and D; A is the first to come, then no other for a while."""
+    """A new scheduler on an old copy of the store hears only A at first: it decides nothing until others could come,
+    which show that the copy is old.
+    """
     talk = Talk(rebuild=False, chain=stored(A, AB, chain=X, hears_s=1.0))
     talk.comes(says_hello("a", AB))
     talk.feed(fx.Gone("b~2", "its process is gone"))
@@ -273,7 +285,9 @@ def test_a_stale_store_is_rebuilt_on_the_operators_word_and_keeps_what_it_has() 
 
 @pytest.mark.parametrize("holds_views", [False, True])
 def test_a_member_of_a_chain_that_an_operator_ended_is_let_go_and_nobody_waits_for_it(*, holds_views: bool) -> None:
-    """The member's stream was down while the job was ended."""
+    """A member whose control stream was down when an operator ended its job is released when it comes back, and a new
+    job does not wait for it.
+    """
     chain = stored(A) if holds_views else fx.Chain(2, NO_VIEW, id=Y)
     talk = Talk(rebuild=False, chain=replace(chain, ended=(X,)))
     talk.comes(says_hello("b", AB))
@@ -300,7 +314,9 @@ def test_who_was_in_no_view_of_a_chain_that_an_operator_ended_founds_the_next_jo
 
 
 def test_the_operators_word_is_used_up_once_the_job_goes_on_by_the_chain_as_it_is() -> None:
-    """Hours later a member that was frozen knows a later view: this must not put out all that trained since."""
+    """The chain needed no rebuilding after all: a member that later comes with a newer view must not start a rebuild
+    that puts others out.
+    """
     talk = Talk(chain=stored(A, AB, chain=X, rebuild=True))
     for name in "ab":
         talk.comes(says_hello(name, AB))

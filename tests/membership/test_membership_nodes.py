@@ -1,4 +1,6 @@
-"""min_nodes and max_nodes count nodes, however many workers each has."""
+"""Tests that min_nodes and max_nodes count nodes, whatever number of workers each has, and what becomes of a kept
+state.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_workers_of_one_node_are_one_node() -> None:
 
 
 class Room:
-    """Scheduler, and members that carry out its orders at once."""
+    """Scheduler, and members that carry out its orders immediately."""
 
     def __init__(self, settings: Settings, chain: fx.Chain | None = None) -> None:
         self.machine = SchedulerMachine(settings, chain or fx.Chain(1, NO_VIEW, id="c"))
@@ -97,7 +99,9 @@ def test_a_job_for_two_nodes_does_not_begin_with_two_workers_of_one() -> None:
 
 
 def left_alone(settings: Settings | None = None) -> tuple[Room, Kept]:
-    """Returns a job whose only member is let go at step 7, and has not closed its stream yet."""
+    """Returns a job whose only member was let go at step 7 and has yet to close its stream, and the record of the state
+    that it keeps.
+    """
     room = Room(settings or Settings())
     room.come(1, "a")
     view = room.enter(1, 7, 7).view
@@ -144,7 +148,9 @@ def test_founders_wait_for_the_machine_on_which_the_state_lies() -> None:
 
 
 def test_who_comes_to_that_machine_and_does_not_go_on_from_the_state_founds_the_job() -> None:
-    """A script was edited, loads a checkpoint, or lacks the state's file: it is asked once, and then believed."""
+    """A process on the kept state's machine does not go on from it: it is asked once more, and then the job is founded
+    without that state.
+    """
     room, kept = left_alone()
     room.feed(fx.MessageIn(1, kept))
     room.feed(fx.Closed(1, abrupt=False))
@@ -177,7 +183,9 @@ def test_without_it_the_job_begins_anew_in_the_end_and_says_what_is_lost() -> No
 
 
 def test_who_offers_the_kept_state_and_never_gets_ready_is_named_and_not_waited_for_without_end() -> None:
-    """The holder of the state was stopped after its hello, say, or no link leads to it."""
+    """A newcomer that has the kept state never gets ready: others are told whom they wait for, and go on without it
+    after a time.
+    """
     room, kept = left_alone(Settings(last_holder_timeout_s=5.0))
     room.feed(fx.MessageIn(1, kept))
     room.feed(fx.Closed(1, abrupt=False))
@@ -220,7 +228,9 @@ def test_an_older_kept_state_is_gone_on_from_where_the_newest_ones_holder_never_
 
 
 def test_a_kept_state_is_believed_only_of_who_leaves() -> None:
-    """A training member or a newcomer that claimed it would make the others wait for a state that does not exist."""
+    """A kept state that a training member or a newcomer claims to have is ignored; others would wait for a state that
+    does not exist.
+    """
     room = Room(Settings())
     room.come(1, "a")
     view = room.enter(1, 7, 7).view
@@ -263,7 +273,9 @@ def test_an_older_state_than_the_jobs_is_gone_on_from_but_not_silently() -> None
 
 
 def test_a_node_founds_the_job_with_all_of_its_workers() -> None:
-    """The workers of a node are started together, and one of them alone would train the first steps."""
+    """A node founds the job only when all of its workers are there; else one of them would train the first steps
+    alone.
+    """
     job = Job()
     job.comes(hello("n-0", pid=1, node="n", workers=2))
     assert not job.views

@@ -1,5 +1,5 @@
-"""A lost chain, as the scheduler sees it: which members are waited for, where the job goes on, which are put out
-(protocol.md 14a).
+"""Tests the rebuilding of a lost chain by the scheduler: which members it waits for, where the job goes on, and which
+are put out (protocol.md 14a).
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def test_one_that_knows_a_later_view_comes_while_the_others_promise() -> None:
 
 
 def test_a_header_that_was_under_way_carries_a_later_view_while_absent_ones_are_waited_for() -> None:
-    """Members are asked again for all that they reported before."""
+    """A member that has reported enters a later view by a late header: it is asked to report again."""
     talk = Talk()
     later = view(5, 3, "abd", joiners="d")
     for name in "ab":
@@ -205,7 +205,7 @@ def test_one_that_moved_when_it_promised_is_asked_before_anything_is_decided() -
 
 
 def test_who_came_and_did_not_tell_what_it_knows_is_absent_until_it_comes_again() -> None:
-    """The member froze, say, between hello and answer."""
+    """A member that said hello but does not report (it froze, for example) counts as absent until it comes again."""
     talk = Talk()
     for name in "ab":
         talk.reports(name, ABC)
@@ -296,7 +296,9 @@ def test_a_newcomer_with_another_program_that_comes_first_does_not_end_the_membe
 
 
 def test_a_member_of_another_job_is_sent_away_and_trains_on() -> None:
-    """A scheduler of another job was started at the endpoint of the member's own."""
+    """A member meets a scheduler of another job at its own scheduler's address: it is refused, but may try again and
+    trains on.
+    """
     talk = Talk(rebuild=False)
     talk.comes(replace(hello("a", ABC), job="other"))
     (refused,) = talk.heard("a", Refused)
@@ -332,7 +334,7 @@ def test_a_newcomer_that_reports_and_asks_to_leave_is_let_go_at_once() -> None:
 
 
 def test_a_newcomer_of_a_lost_chain_is_not_put_out_while_members_knock() -> None:
-    """A header may carry the view that lets the newcomer in."""
+    """A newcomer of the lost chain is refused but not put out while members come: a late header may still let it in."""
     talk = Talk(rebuild=False)
     for _ in range(20):
         talk.comes(hello("a", ABC))
@@ -344,7 +346,9 @@ def test_a_newcomer_of_a_lost_chain_is_not_put_out_while_members_knock() -> None
 
 
 def test_newcomers_of_a_chain_that_nobody_stands_in_are_welcomed_anew_after_a_moment() -> None:
-    """The scheduler was started again on an empty store before the job was founded."""
+    """The scheduler restarts on an empty store before the job was founded: newcomers of the old chain are welcomed anew
+    after a moment.
+    """
     talk = Talk(rebuild=False)
     talk.comes(hello("d"))
     assert talk.heard("d", Refused)
@@ -372,7 +376,9 @@ def test_after_a_restart_on_the_rebuilt_chain_older_members_join_again_and_later
 
 
 def test_a_newcomer_of_this_very_scheduler_whose_stream_breaks_is_no_reporter() -> None:
-    """No view of the lost chain names the newcomer, and it may be needed for min_nodes."""
+    """A newcomer that this scheduler has welcomed reconnects while the chain is rebuilt: it is welcomed again, not
+    asked to report.
+    """
     talk = Talk()
     talk.comes(hello("d", new=True))
     (welcome,) = talk.heard("d", Welcome)
@@ -383,7 +389,7 @@ def test_a_newcomer_of_this_very_scheduler_whose_stream_breaks_is_no_reporter() 
 
 
 def test_a_hello_tells_the_id_of_who_waits_for_its_first_view() -> None:
-    """A view that a header will carry may name the newcomer by this id."""
+    """The hello of a newcomer that waits for its first view includes its id, by which a coming view may name it."""
     machine = MemberMachine()
     nothing = {"resume": "", "view": NO_VIEW, "term": 0, "chain": "", "known": NO_VIEW}
     assert machine.knowledge() == nothing

@@ -1,4 +1,6 @@
-"""A lost chain: reporters that come, answer or fall silent late, and those that cannot go on (protocol.md 14a)."""
+"""Tests the rebuilding of a lost chain with members that come, report or fall silent late, and with those that cannot
+go on (protocol.md 14a).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from chaos_lightning.protocol.types import (
 
 
 def test_too_few_can_go_on_and_newcomers_up_to_min_nodes_do_not_make_up_for_them() -> None:
-    """No member is put out of a chain that cannot be begun without it, and the scheduler does not retry without end."""
+    """Enough members report, but too few can go on: none is put out, and the scheduler waits rather than retry for
+    ever.
+    """
     talk = Talk(min_nodes=3)
     for name in "ab":
         talk.reports(name, ABC)
@@ -101,7 +105,7 @@ def test_one_that_freezes_before_it_answers_is_sent_to_join_again_when_the_chain
 
 
 def test_one_that_beats_and_does_not_answer_is_waited_for_a_while_and_named() -> None:
-    """A member's heartbeats come from another thread than its answer, which may hang."""
+    """A member sends heartbeats but does not report: it is named and waited for, but only for report_timeout_s."""
     talk = half_promised()
     talk.comes(hello("d", view(2, 1, "abd")))
     talk.promises("b", ABC)

@@ -1,4 +1,4 @@
-"""The ruling after a failure (protocol.md 9): base, hand-on or redo, and the members that go on."""
+"""Tests the ruling after a failure (protocol.md 9): base, hand-on or redo, and the members that go on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def report(header: Header, entered: View = V1, **fields: object) -> Report:
 
 
 def rule(chain: Sequence[View], reports: Mapping[str, Report]) -> Ruling:
-    """Returns the ruling if all these views were decided."""
+    """Returns the recovery's ruling by these reports, given all decided views."""
     return recovery.rule(chain[-1], Past.of(chain), reports)
 
 
@@ -44,7 +44,9 @@ def test_nobody_has_the_next_header_so_the_slot_is_reduced_again() -> None:
 
 
 def test_root_dies_after_one_member_committed() -> None:
-    """The others get the slot of the member that committed it, verbatim."""
+    """The commit root dies after one member committed its header: the others commit that slot with that member's
+    bytes.
+    """
     ruling = rule([V1], {"b~2": report(H1), "c~3": report(H2), "d~4": report(H1)})
     assert (ruling.base, ruling.hand_on, ruling.sources) == (H2, True, (Source("c~3", ()),))
     assert ruling.members == ("b~2", "c~3", "d~4")
@@ -81,7 +83,9 @@ def test_collective_needs_no_bytes() -> None:
 
 
 def test_ranges_of_another_attempt_do_not_count() -> None:
-    """Member c stands on the same header, but its bytes were summed in another view."""
+    """A member is at the right header, but summed its bytes in another view: they do not count, and the slot is not
+    handed on.
+    """
     v2 = view(2, 1, "a~1", "b~2", "c~3", "d~4")
     header = header_after(v2, H1, "step")
     whole = with_scope(SCOPE, SCOPE)
@@ -90,7 +94,7 @@ def test_ranges_of_another_attempt_do_not_count() -> None:
 
 
 def test_report_of_a_member_that_a_later_view_excluded_does_not_count() -> None:
-    """A restarted scheduler that hears excluded members must not take their reports for the base."""
+    """A report of a member that a later view excluded is not taken for the base, and the member must join again."""
     v2 = view(2, 1, "b~2", "c~3", "d~4")
     v3 = view(3, 2, "a~1", "b~2", "c~3", joiners=("a~1",))
     ruling = rule([V1, v2, v3], {"a~1": report(H2), "b~2": report(H1, entered=v2)})
@@ -144,8 +148,8 @@ def test_nobody_holds_the_state() -> None:
 
 
 def test_founders_that_load_when_a_recovery_comes_load_on() -> None:
-    """Founders load on, before slot 1 as well. A member that never heard of the founding view cannot tell how that slot
-    is assigned, and waits.
+    """A recovery comes while founders load the state: they go on loading; one that never heard of the founding view
+    waits.
     """
     founded = view(1, 0, "a~1", "b~2", "c~3", "d~4", joiners=("b~2", "c~3", "d~4"))
     loading = report(GENESIS, founded, parts=(), raw=False)
@@ -157,7 +161,9 @@ def test_founders_that_load_when_a_recovery_comes_load_on() -> None:
 
 
 def test_founder_that_loads_on_assigns_the_first_slot_by_the_founding_view() -> None:
-    """The loading founder assigns the slot like those that had the state (protocol.md 10)."""
+    """A founder that goes on loading after a recovery assigns the first slot's samples by the founding view, as the
+    others do (protocol.md 10).
+    """
     founder = MemberScript()
     lines = """
         view v1 1.1 0.0 a~1 b~2* c~3*
@@ -189,8 +195,8 @@ def test_scope_survives_the_report(pairs: list[tuple[int, int]]) -> None:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> dict[str, Report]:
-    """Returns reports that can come of one view: slots 1 or 2 committed, header 2 here or there, some ranges, some
-    loading.
+    """Returns random reports of one view's members: slot 1 or 2 committed, header 2 known or not, some ranges reduced,
+    some members loading.
     """
     reports = {}
     for name in draw(st.sets(st.sampled_from(V1.ids()), min_size=1)):

@@ -1,4 +1,6 @@
-"""Runs scenario files: a machine's events and its effects, word by word (see membership_script.py)."""
+"""Tests state machines against scenario files: their events and the expected effects, word by word (see
+membership_script.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways in for newcomers, and the learners that members serve, in whatever order events happen (protocol.md
+"""Tests by which ways newcomers come in, and which learners members serve, in any order of events (protocol.md
 15-18).
 """
 
@@ -34,19 +34,19 @@ b entered 1.2 on=h2
 
 
 def script(text: str) -> SchedulerScript:
-    """Returns a scheduler that was given all these lines."""
+    """Returns a scheduler after these lines of a scenario."""
     made = SchedulerScript()
     say(made, text)
     return made
 
 
 def say(to: SchedulerScript | MemberScript, text: str) -> list[str]:
-    """Carries out these lines; returns all effects, in words."""
+    """Carries out these lines of a scenario; returns all effects, in words."""
     return [words for line in text.splitlines() if line for words in to.line(line.split())]
 
 
 def linked(name: str) -> str:
-    """Returns lines by which a newcomer has links with a and b, as both ends say."""
+    """Returns the lines of a scenario that give a newcomer links with a and b."""
     return "".join(f"{name} link {m} up\n{m} link {name} up\n" for m in "ab")
 
 
@@ -71,7 +71,7 @@ def test_one_that_did_not_offer_to_replay_is_no_learner() -> None:
 
 
 def test_one_generation_at_a_time() -> None:
-    """Members keep one state beside their own, whatever other newcomers come meanwhile."""
+    """Members serve one group of learners at a time, and so keep one copy of the state: later newcomers wait."""
     scheduler = script(JOB + newcomers("c"))
     say(scheduler, newcomers("d", "e"))
     assert observing(scheduler) == {"c"}
@@ -91,7 +91,9 @@ def test_newcomers_of_one_moment_are_one_generation() -> None:
 
 @pytest.mark.parametrize("leaver", ["a", "b"])
 def test_one_of_two_leaves_and_nobody_hurries(leaver: str) -> None:
-    """The member that holds the state stays, so the learner may take its time."""
+    """One of two members leaves while a newcomer learns: the other keeps the state, so the learner goes on
+    replaying.
+    """
     scheduler = script(JOB + newcomers("c"))
     told = say(scheduler, f"{leaver} leaves")
     assert observing(scheduler) == {"c"}
@@ -99,7 +101,9 @@ def test_one_of_two_leaves_and_nobody_hurries(leaver: str) -> None:
 
 
 def test_list_stands_while_a_caught_up_newcomer_loads() -> None:
-    """Until the newcomer stands in its view it may lack the last entries (rule 18)."""
+    """A caught-up newcomer stays on the list of learners until it has entered its view, as it may lack the last entries
+    (18).
+    """
     scheduler = script(JOB + newcomers("c"))
     told = say(
         scheduler,
@@ -118,7 +122,7 @@ beats a b c for=0.3""",
 
 
 def test_members_of_a_restarted_scheduler_hear_that_nobody_observes() -> None:
-    """Otherwise members would keep a log for learners that only the old scheduler knew, as long as the job lasts."""
+    """A restarted scheduler tells members that nobody learns any more; otherwise they would keep the log for ever."""
     scheduler = script("view v1 1.1 0.0 a~1 b~2\nheader h1 genesis v1 step for=c~3\nchain 1.1 v1")
     told = say(scheduler, "a hello resume=a~1\nb hello resume=b~2\na entered 1.1 on=h1\nb entered 1.1 on=h1")
     assert [w.partition(";")[0] for w in told if "learners" in w] == [f"to {m}: learners: nobody" for m in "ab"]
@@ -141,7 +145,9 @@ def test_learners_are_part_of_the_headers_hash() -> None:
 
 
 def test_header_with_an_error_names_nobody_new() -> None:
-    """No member applies a slot with an error, so no member could keep the state at it."""
+    """A header with an error names no new learners: members do not apply that slot, and so cannot copy the state at
+    it.
+    """
     box = {m: contribution(VIEW, GENESIS, "step", m, spent=(Spent("", 0, ((0, 4),)),)) for m in IDS}
     header = close_slot(view=VIEW, prev=GENESIS, contributions=box, learners=("c~3",))
     assert header.error
@@ -176,7 +182,7 @@ WORDS = st.sampled_from(
 
 
 class Watch:
-    """Script of a scheduler whose messages to members about learners are recorded."""
+    """Scenario of a scheduler that records its messages on learners to each member."""
 
     def __init__(self) -> None:
         self.script = script("set observe_timeout_s 0.4\nset hang_timeout_s 0.8\n" + JOB)

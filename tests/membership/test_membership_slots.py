@@ -1,4 +1,4 @@
-"""Closing a slot: agreement, folding, votes, and which header carries a view."""
+"""Tests how a slot is closed: agreement, folding, votes, and which header carries a view."""
 
 from __future__ import annotations
 
@@ -243,7 +243,9 @@ def test_joiners_ride_on_a_boundary_only() -> None:
 
 @given(kind=st.sampled_from(Kind), lets_go=st.booleans(), joins=st.booleans())
 def test_a_collective_carries_a_leave_only_if_it_lets_go(kind: Kind, lets_go: bool, joins: bool) -> None:
-    """The flag `lets_go` changes nothing about a step, a boundary and the closing slot."""
+    """The header of a collective lets a member leave only if the call has `lets_go`; this flag does not affect other
+    kinds of slots.
+    """
     contributions = box(str(kind), lets_go=lets_go)
     waiting = replace(VIEW, id=ViewId(1, 2), predecessor=VIEW.id, joiners=("c~3",) if joins else ())
     change, boundary = carried(kind, waiting, lets_go=kind is Kind.GATHER and lets_go)
@@ -279,7 +281,7 @@ def test_error_header_carries_no_view() -> None:
 
 
 def drifted_at(view: View, hashes: dict[str, tuple[str, ...]]) -> list[tuple[str, int]]:
-    """Returns members and parts that the header of a step with these hashes names as drifted."""
+    """Returns the (member, part) pairs that a step's header reports as drifted, given the members' hashes."""
     box = {m: contribution(view, GENESIS, "step", m, state_hashes=hashes.get(m, ())) for m in view.ids()}
     header = close_slot(view=view, prev=GENESIS, contributions=box)
     assert not header.error
@@ -293,7 +295,7 @@ def test_minority_of_state_hashes_has_drifted_and_the_oldest_decides_a_tie() -> 
 
 
 def test_each_part_is_compared_among_its_owners() -> None:
-    """Members a and b own both layers, c owns layer 1 alone; part 2 is the rest (P12)."""
+    """Hashes of a part are compared only among its owners: a and b own both layers, c and d one each (P12)."""
     view = replace(VIEW, pipelines=pipelines_of("a~1:2,b~2:2,d~4:1+c~3:1"), members=(*VIEW.members, member("d~4")))
     alike = {"a~1": ("0", "1", "r"), "b~2": ("0", "1", "r"), "c~3": ("1", "r"), "d~4": ("0", "r")}
     assert drifted_at(view, alike) == []

@@ -1,6 +1,4 @@
-"""Tests that machines remember events in a readable form, and none of the payload of a slot (see
-membership/stimuli.py).
-"""
+"""Tests that state machines log events in readable form, without the payload of slots (see membership/stimuli.py)."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def header_of(machine: MemberMachine) -> Header:
 
 
 def test_a_member_keeps_no_payload_of_slots_that_are_over() -> None:
-    """Each of these slots gathers 2 MiB; only the last header may be asked for again."""
+    """Members that commit several slots with 2 MiB of payload each keep only the last header's in memory."""
     root, other = founded("a~1"), founded("b~2")
     tracemalloc.start()
     try:

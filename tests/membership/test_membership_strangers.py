@@ -1,4 +1,4 @@
-"""Two jobs have one name: after a restart of the scheduler, the one that the chain describes is the job."""
+"""Tests two jobs with the same name: after a scheduler's restart the one that the chain describes counts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def test_newcomers_of_the_same_program_stay_when_the_members_are_back() -> None:
 
 
 def test_where_nobody_came_back_a_member_of_another_program_does_not_vouch() -> None:
-    """A hello that claims to resume an unknown member is fenced, and proves nothing about the job."""
+    """A process of another program claims to be an unknown member: it says nothing about the job, and a real member
+    that comes later is accepted.
+    """
     machine = SchedulerMachine(Settings(min_nodes=1), CHAIN)
     stranger = replace(HELLO, resume="q~77", fingerprint=(("model", "large"),))
     said(machine, 1, stranger)
@@ -86,8 +88,8 @@ def test_where_nobody_came_back_a_member_of_another_program_does_not_vouch() -> 
 def test_a_process_of_another_version_is_refused_by_name_before_anything_that_it_says_counts(
     version: int, spoken: str, view: ViewId
 ) -> None:
-    """A refused process that stands in a view trains on, and comes again: it may find the scheduler of its own
-    version.
+    """A process with another protocol version is refused by name; if it is in a view it may try again, perhaps at
+    another scheduler.
     """
     machine = SchedulerMachine(Settings(min_nodes=1), CHAIN)
     hello = replace(returning(0) if view != NO_VIEW else HELLO, version=version, view=view, known=ViewId(9, 9), term=9)
@@ -100,7 +102,9 @@ def test_a_process_of_another_version_is_refused_by_name_before_anything_that_it
 
 @pytest.mark.parametrize("known", [True, False])
 def test_no_job_is_founded_beside_members_of_another_version_that_train_on(known: bool) -> None:
-    """Members of another version are refused every few seconds: that is a sign of life, however long it lasts."""
+    """Members with another protocol version are refused again and again: they count as living, and no second job is
+    founded.
+    """
     settings = Settings(min_nodes=1, reconnect_grace_s=2.0, last_holder_timeout_s=20.0)
     machine = SchedulerMachine(settings, CHAIN if known else Chain(term=2, highest=NO_VIEW))
     old, effects = [replace(returning(i), version=3, view=ViewId(1, 1)) for i in range(2)], list[SchedulerEffect]()

@@ -1,5 +1,5 @@
-"""Tests the settings of a job: its living members define them; the dead refuse no newcomer, and an operator ends their
-job (protocol.md 12b).
+"""Tests who defines a job's terms: its living members; dead ones refuse no newcomer, and an operator can end their job
+(protocol.md 12b).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def hello(name: str, *, large: bool = False, pid: int = 0, **changes: object) ->
 
 
 class Job:
-    """Scheduler on a store whose answers a test chooses; members answer to `OpenLinks` by themselves."""
+    """Scheduler with a store whose answers a test chooses; members answer `OpenLinks` by themselves."""
 
     def __init__(self, chain: Chain | None = None, **rules: object) -> None:
         settings = Settings(**{"min_nodes": 1, "reconnect_grace_s": 1.0, **rules})  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ class Job:
         self.feed(MessageIn(self.conns[name], message))
 
     def enters(self, name: str) -> None:
-        """Reports that a member stands in the last view, with the state."""
+        """Reports that a member has entered the last view and holds the state."""
         self.says(name, Entered(self.views[-1].id, 0, 0, GENESIS.hash))
 
     def closes(self, name: str, *, abrupt: bool = True) -> None:
@@ -162,7 +162,9 @@ def test_also_where_its_process_is_known_to_be_dead() -> None:
 
 
 def test_another_program_from_the_machine_of_the_dead_is_a_witness() -> None:
-    """The scheduler cannot look into that machine's process table, nor could a refused program."""
+    """A newcomer with another program, on the dead member's machine, is asked about it; its answer proves the death,
+    and it founds the job.
+    """
     job = trained_alone()
     job.closes("a")
     job.comes(hello("b", large=True))
@@ -207,7 +209,9 @@ def test_after_its_time_is_over_the_job_is_that_of_who_is_here() -> None:
 
 
 def test_a_member_that_comes_back_before_the_job_is_founded_again_says_what_it_is() -> None:
-    """The member was given up only for want of time, and holds the state."""
+    """A member that was given up comes back before another program founds the job: its terms count, and the other
+    program is refused.
+    """
     job = trained_alone(last_holder_timeout_s=20.0, min_nodes=1)
     job.closes("a")
     job.passes(21.0)
@@ -238,7 +242,9 @@ def test_a_founder_that_is_silent_and_holds_nothing_refuses_nobody() -> None:
 
 
 def test_two_programs_wait_for_the_members_of_a_restarted_scheduler() -> None:
-    """Only a member, which comes later than both, can say which of the two programs is the job's."""
+    """After a scheduler's restart newcomers of two programs come: both wait until a member shows which program is the
+    job's.
+    """
     member = Member("a~1", "a", "there", "10.0.0.9", 1, pid=ord("a"), pid_start=7)
     job = Job(Chain(2, ViewId(1, 1), (View(ViewId(1, 1), NO_VIEW, (member,)),)))
     job.comes(hello("c", large=True))
@@ -324,7 +330,7 @@ def test_what_the_address_tells_of_a_new_start_of_the_machine_is_no_proof_agains
 
 
 def test_a_newcomer_for_whom_no_record_has_room_is_refused_and_the_job_goes_on() -> None:
-    """Former bug: a view too large for the store ended the scheduler."""
+    """Former bug: a newcomer that made the view too large for the store ended the scheduler; it is refused now."""
     job = trained_alone()
     job.room = 2
     for name in "bc":

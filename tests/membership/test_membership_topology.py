@@ -1,4 +1,4 @@
-"""The graph of links: its division into parts, the part that may go on, and the times at which a link may be used."""
+"""Tests the graph of links: which groups are connected, which group may go on, and when a link may be used."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_parts_are_what_paths_connect(graph: tuple[tuple[str, ...], frozenset[fr
 
 @given(graphs())
 def test_one_part_goes_on_and_never_two(graph: tuple[tuple[str, ...], frozenset[frozenset[str]]]) -> None:
-    """The part with more members goes on; of equal ones the one with the oldest member, so that there are no ties."""
+    """The largest of several separated groups of members goes on; of equal ones the one with the oldest member, so that
+    there are no ties.
+    """
     ids, pairs = graph
     best, *others = ranked(components(ids, pairs), ids)
     for other in others:
@@ -201,7 +203,7 @@ def test_removed_link_stays_removed_for_the_next_incarnation() -> None:
 
 
 def test_a_link_that_an_operator_adds_has_never_failed() -> None:
-    """Otherwise the next view would leave it out for as long as a link that fails again and again."""
+    """A link that an operator adds loses its record of failures; otherwise the next views would leave it out."""
     script = SchedulerScript()
     written = Path(__file__).parent / "scenarios" / "scheduler_link_removed_and_added.txt"
     for line in (line[2:].split() for line in written.read_text().splitlines() if line.startswith("> ")):

@@ -1,4 +1,4 @@
-"""Views and their plans: the user's where it fits, and the reason where it does not (any more)."""
+"""Tests views and their reduction plans: the user's plan where it fits, and the reason where it does not (any more)."""
 
 from __future__ import annotations
 

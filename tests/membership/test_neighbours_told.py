@@ -1,4 +1,4 @@
-"""Tests how a member is told which links to have: in full, or by changes."""
+"""Tests how a member is told which links to have: by a full list or by changes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Routes across a network that lacks links: shortest, the same for all, without circles; and routed messages as
-bytes.
+"""Tests routes in a network that lacks links: shortest, the same at all members, without circles; and routed messages
+as bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def graphs(draw: st.DrawFn) -> tuple[list[str], list[LinkSpec]]:
 
 
 def distances(start: str, members: list[str], links: list[LinkSpec]) -> dict[str, int]:
-    """Returns distances in links from `start` by relaxation, unlike the code under test."""
+    """Returns each member's distance from `start`, in links, by relaxation: another algorithm than the tested one."""
     far = len(members) + 1
     found = dict.fromkeys(members, far) | {start: 0}
     for _ in members:

@@ -1,4 +1,6 @@
-"""Views that no store takes, without newcomers that could be refused: each is refused once, and the job goes on."""
+"""Tests views that are too large for the store when no newcomer can be refused instead: each is refused once, and the
+job goes on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ NAMES = "abcdef"
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
-    """Six members, each linked with each; the link of a and b is removed where a record has room for no such view."""
+    """Returns a job of six members with all links, and with a limit on the size of stored views."""
     for module in ("graph", "topology"):
         monkeypatch.setattr(f"chaos_lightning.membership.{module}.THIN_DEGREE", 1)
     job = Job()
@@ -47,7 +49,9 @@ def test_where_all_links_find_no_room_a_few_do(job: Job) -> None:
 
 
 def test_a_view_that_finds_no_room_in_any_way_is_refused_once_and_the_scheduler_hears_on(job: Job) -> None:
-    """Former bug: the view was written again without end, and the scheduler handled no message meanwhile."""
+    """Former bug: a view too large for the store was written again without end, and the scheduler handled no
+    messages.
+    """
     job.most_links = 0
     before = job.views[-1]
     job.feed(ChangeLink(1, "a", "b", False))

@@ -1,4 +1,4 @@
-"""The wanted pairs of members: updated step by step, equal to a computation from names, wishes and gifts."""
+"""Tests the pairs of members that are to have links: updated step by step, they equal those computed from scratch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def test_a_given_link_that_stays_down_is_replaced_and_not_given_again() -> None:
 
 
 def test_a_link_that_stays_down_is_no_path() -> None:
-    """A pair that was asked for is wanted as before; other pairs make up for its dead link."""
+    """A requested link stays down: it is still wanted, but other pairs are added so that no node's loss separates the
+    rest.
+    """
     peers = [peer(number) for number in range(39)]
     ids = [p.id for p in peers]
     partners = Partners(DEGREE)

@@ -1,4 +1,4 @@
-"""A past gives the same answers as the forgotten views themselves."""
+"""Tests that the summary of old views gives the same answers as the views themselves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ IDS = ("a~1", "b~2", "c~3", "d~12", "e")
 
 @st.composite
 def chains(draw: st.DrawFn) -> list[View]:
-    """Returns views that follow each other in any allowed way: members come again, numbers are left out, terms
-    begin.
-    """
+    """Returns random chains of views: members come again, numbers are left out, terms begin."""
     views: list[View] = []
     number = NO_VIEW
     for _ in range(draw(st.integers(1, 9))):
@@ -32,7 +30,7 @@ def chains(draw: st.DrawFn) -> list[View]:
 
 
 def around(views: list[View]) -> list[ViewId]:
-    """Returns the views' numbers, and some that lie between, before and behind them."""
+    """Returns the views' numbers, and some numbers between, before and behind them."""
     return [ViewId(v.id.term + t, v.id.number + n) for v in views for t in (0, 1) for n in (-1, 0, 1)] + [NO_VIEW]
 
 
@@ -127,14 +125,18 @@ def test_a_leaver_that_stays_counts_as_if_it_had_never_gone() -> None:
 
 
 def test_a_leaver_that_has_gone_is_known_to_have_been_let_go() -> None:
-    """The decision of a recovery also lets a leaver go, if that puts no other member out."""
+    """A view decided by a recovery that only drops a leaver counts as one that let it go; not if another member was put
+    out.
+    """
     past = Past.of([view(1, "a b c"), view(2, "", "a b c")])
     assert past.let_go_by("a", ViewId(1, 1)) == ViewId(1, 2)
     assert Past.of([view(1, "a b c"), view(2, "b", "a")]).let_go_by("c", ViewId(1, 1)) is None
 
 
 def test_a_leaver_whose_views_as_a_member_are_lost_counts() -> None:
-    """A rebuilt chain begins with a view that lets the leaver go."""
+    """A rebuilt chain begins with a view that lets a member go: its earlier membership counts although those views are
+    lost.
+    """
     past = Past.of([view(2, "b", "a")])
     assert past.in_all_after("a", ViewId(1, 1))
     past.add(view(3, "b a"))

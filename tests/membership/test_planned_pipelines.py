@@ -1,4 +1,6 @@
-"""The planner's pipelines at the scheduler: founding, losses, better plans, ends, and the messages to members."""
+"""Tests the planner's pipelines in the scheduler: founding, losses, better plans, ends of jobs, and messages to
+members.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def noted(talk: Talk, name: str) -> list[dict[str, Any]]:
 
 
 def loses(talk: Talk, name: str) -> None:
-    """Lets this member die, and the others report which parts they hold."""
+    """Kills this member, and lets the others report which parts of the state they hold."""
     before = talk.view
     talk.die(name)
     for other in list(talk.conns):
@@ -195,7 +197,9 @@ def test_a_loss_is_rerouted_and_the_decision_is_noted_with_what_it_was_chosen_am
 
 
 def test_a_loss_before_the_first_step_begins_with_another_first_plan() -> None:
-    """Other members make the parts of the dead one then, so none is lost (P14)."""
+    """A member dies before the first step: the others initialise its parts, so none is lost, and a new plan is made
+    (P14).
+    """
     talk = talk_of("a", "b", "c", asks=request(HALF, policy="restart"), min_nodes=2)
     before = talk.view
     running = next(m for m in "abc" if division(before).owned(talk.ids[m]) != ((4, 5),))
@@ -263,7 +267,7 @@ def test_a_member_that_comes_back_with_another_model_trains_on_elsewhere() -> No
 
 
 class Lopsided(PlannedPipeliner):
-    """Pipeliner that founds jobs with pipelines far from the best."""
+    """Pipeliner that founds jobs with deliberately bad pipelines."""
 
     def reroute(self, before: str, members: Sequence[Member], **more: Any) -> PipelineChoice:
         if before:
@@ -339,7 +343,9 @@ def test_a_planner_that_fails_is_survived_and_an_answer_for_other_members_is_dro
 
 
 def test_a_planner_that_fails_ends_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newcomer waits, with the reason in the log; after a death so do the survivors, until the planner works."""
+    """The planner raises an error: newcomers wait with the reason in the log, as do survivors of a death, until it
+    works again.
+    """
 
     def fails(*_: object, **__: object) -> PipelineChoice:
         raise ZeroDivisionError("units")
@@ -379,7 +385,7 @@ def test_nothing_moves_for_a_better_plan_while_somebody_is_about_to_leave() -> N
 
 
 def settled_with(*names: str) -> Talk:
-    """Returns a job whose first search for a better plan has found none."""
+    """Returns a job whose first search for a better plan found none."""
     talk = talk_of(*names, min_nodes=len(names))
     talk.wait(0.1)
     talk.feed(searched(talk.searches[-1]))
@@ -389,7 +395,7 @@ def settled_with(*names: str) -> Talk:
 
 
 def wished(talk: Talk) -> dict[str, float]:
-    """Returns the speeds of members in the last request for a plan, by name."""
+    """Returns the members' speeds, by name, in the last request for a plan."""
     return {
         d["name"].partition("~")[0]: d.get("speed", 1.0) for d in json.loads(talk.searches[-1].wish)["job"]["devices"]
     }
@@ -425,7 +431,7 @@ def test_a_member_that_has_become_slow_is_planned_around_and_the_event_says_by_h
 
 
 def tells_of_links(talk: Talk, rate_bps: float, latency_s: float = 0.002) -> None:
-    """Reports that each member has measured its links to all others."""
+    """Makes each member report this rate and latency for its links to all others."""
     for name in talk.conns:
         for other in talk.conns:
             if other != name:
@@ -434,7 +440,7 @@ def tells_of_links(talk: Talk, rate_bps: float, latency_s: float = 0.002) -> Non
 
 
 def between_hosts(talk: Talk) -> dict[str, float]:
-    """Returns the link between machines in the last request for a plan."""
+    """Returns the rate and latency between machines that the last request for a plan contains."""
     found: dict[str, float] = json.loads(talk.searches[-1].wish)["job"].get("between_hosts", {})
     return found
 
@@ -546,7 +552,7 @@ def test_a_scheduler_that_is_started_anew_hears_again_how_fast_members_are() -> 
 
 
 def beside_layers(talk: Talk) -> tuple[float, float]:
-    """Returns the measured costs of a unit and of the end of a step, in seconds."""
+    """Returns the measured costs, in seconds, of a unit and of the end of a step beyond the layers' own times."""
     found = talk.machine.snapshot()["overheads"]
     assert isinstance(found, dict)
     assert found["hop_s"] == 0.0
@@ -709,7 +715,7 @@ def _requests(draw: st.DrawFn) -> PipelineRequest:
 
 
 def _holds(text: str, members: Sequence[Member], asked: PipelineRequest, links: frozenset[frozenset[str]]) -> Division:
-    """Checks a text against the needs of a view; returns the division of the state."""
+    """Checks that pipelines (as text) have all that a view needs; returns how they divide the state."""
     pipelines = ViewPipelines.from_json(text)
     parts = Division(tuple(m.id for m in members), pipelines)
     assert parts.apart(tuple(x) for x in links) == ""  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The link between machines with which pipelines are planned, computed from members' reports."""
+"""Tests the estimate of links between machines, for plans of pipelines, from members' reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def at(name: str, host: str) -> Member:
 
 
 def look(rows: dict[str, float], hosts: str = "abc") -> LinkRate | None:
-    """Returns the usual link, if `rows` gives by "ab" how much a can send to b, in Mbps."""
+    """Returns the estimated usual link, where `rows` gives, for "ab", the rate from a to b in Mbps."""
     topology = Topology(())
     members = [at(name, host) for name, host in zip("abc", hosts, strict=True)]
     for (a, b), rate in rows.items():

@@ -1,4 +1,6 @@
-"""The ruling after a failure where members hold parts of the state (protocol.md P5), and where there is one part."""
+"""Tests the ruling after a failure when members hold parts of the state (protocol.md P5), and when there is only one
+part.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SCOPE: tuple[Span, ...] = ((0, 40), (60, 100))
 
 
 def text(*pipelines: str) -> str:
-    """Returns the text of pipelines of two stages, each given as "a b"; of one stage as "a"."""
+    """Returns the JSON text of pipelines, each with two stages ("a b") or one ("a")."""
     rows = []
     for names in pipelines:
         ids = names.split()
@@ -77,7 +79,9 @@ def test_a_step_is_the_base_if_those_to_whom_it_can_be_handed_on_own_the_rest_of
 
 
 def test_after_a_step_that_is_handed_on_a_member_has_what_it_owned_and_no_more() -> None:
-    """A member drops the parts that it holds for others when it commits a header under which it does not own them."""
+    """A step can be handed on to a member, but parts that it only holds for others do not survive that commit: the
+    earlier header is the base.
+    """
     reports = {"a~1": report(H2, LOW), "c~3": report(H1, ((0, 5),), owns=LOW)}
     ruling = rule([FOUR], reports)
     assert (ruling.base, ruling.hand_on) == (H1, False)
@@ -91,7 +95,9 @@ def test_after_another_slot_that_is_handed_on_it_has_what_it_holds() -> None:
 
 
 def test_the_header_before_is_tried_where_parts_are_missing_at_the_last_one() -> None:
-    """The first layers were given to d, which died when the first slot after that was through to a only; c has them."""
+    """The new owner of some layers died, and they are missing at the last header: the header before, at which c still
+    has them, is the base.
+    """
     moved = view(2, 1, "a~1 b~2 c~3 d~4", text("d~4 b~2"))
     last = header(2, moved, H1)
     rest = ((REST, REST + 1),)
@@ -112,7 +118,7 @@ def test_nobody_guesses_where_parts_are_lost() -> None:
 
 
 def test_a_plan_says_nothing_about_who_holds_what() -> None:
-    """Member c is to own the first layers in the new view, and has not fetched them."""
+    """Member c owns some layers in the new view but has not fetched them: a recovery must count them as lost."""
     two = view(2, 1, "b~2 c~3", text("c~3 b~2"))
     ruling = rule([FOUR, two], {"b~2": report(H1, HIGH, two), "c~3": report(H1, ((4, 5),), two, owns=LOW)})
     assert (ruling.base, ruling.lost) == (None, ((0, 2),))
@@ -145,14 +151,16 @@ def test_a_leaver_that_stays_counts_as_if_it_had_never_gone() -> None:
 
 
 def test_no_part_is_lost_at_genesis() -> None:
-    """The oldest owners of each view make the parts at genesis (P14)."""
+    """Before the first step no part can be lost: the oldest owners in each view initialise them (P14)."""
     ruling = rule([FOUR], {"b~2": report(GENESIS, ()), "c~3": report(GENESIS, ((0, 1),))})
     assert (ruling.base, ruling.members, ruling.joiners) == (GENESIS, ("b~2", "c~3"), ())
     assert ruling.held is None
 
 
 def test_what_was_written_down_counts_though_its_process_has_gone() -> None:
-    """All members part at one header; b has reported that its parts are in a file (P13)."""
+    """All members leave at one header; parts that b has reported to be in its file count although its process has ended
+    (P13).
+    """
     parted = view(2, 1, "", FOUR.pipelines, leaving="a~1 b~2 c~3 d~4")
     told = Report(NO_VIEW, FOUR.id, H1.seq, H1.hash, HIGH, raw=False)
     reports = {"a~1": report(H1, LOW)}
@@ -165,7 +173,7 @@ def test_what_was_written_down_counts_though_its_process_has_gone() -> None:
 
 
 def rule_of_one_part(latest: View, past: Past, reports: Mapping[str, Report]) -> Ruling:
-    """Returns the ruling as it was before the state had parts: a loaded member holds all of it."""
+    """Returns the ruling of the former algorithm, by which a member holds the whole state or nothing."""
     order = [m for m in latest.ids() if m in reports]
     counting = frozenset(m for m in order if past.in_all_after(m, reports[m].entered))
     able = {m: reports[m] for m in order if reports[m].loaded and m in counting}
@@ -201,7 +209,7 @@ def rule_of_one_part(latest: View, past: Past, reports: Mapping[str, Report]) ->
 
 
 def sorted_out(latest, counting, reports, base, hand_on, sources, unusable) -> Ruling:  # type: ignore[no-untyped-def]
-    """Returns the members that go on, load on, wait, or join again."""
+    """Returns a ruling on which members go on, go on loading, wait, or join again."""
     members, joiners, waiting, rejoin = [], [], [], []
     admitted = base.view_change.joiners if base is not None and base.view_change is not None else ()
     for name in [m for m in latest.ids() if m in reports]:
@@ -230,7 +238,7 @@ def sorted_out(latest, counting, reports, base, hand_on, sources, unusable) -> R
 
 
 class Counted(tuple[str, ...]):
-    """Tuple of ids that counts how often one is looked for in it."""
+    """Tuple of ids that counts how often an id is searched in it."""
 
     times = 0
 
@@ -250,8 +258,8 @@ PLAIN3 = replace(header(3, TWO, ADMITTED), reduced=False)
 
 @st.composite
 def reports(draw: st.DrawFn) -> tuple[list[View], dict[str, Report]]:
-    """Returns reports of a job whose members hold the whole state, or nothing; views and slots follow each other as
-    they can, and sometimes as they cannot.
+    """Returns random views and reports of a job without parts: members hold the whole state or nothing; some reports
+    contradict each other.
     """
     chain = draw(st.sampled_from([[ONE], [ONE, TWO]]))
     found = {}
@@ -284,7 +292,9 @@ def test_a_header_of_a_reduced_step_needs_no_bytes(reduced: bool) -> None:
 
 
 def test_who_has_all_its_parts_is_not_looked_for_among_the_joiners() -> None:
-    """In a job that begins nearly all members are joiners, and each would be looked for among all."""
+    """A member with all its parts is never searched among the joiners, which in a new job are nearly all members: that
+    would be slow.
+    """
     latest = replace(ONE, joiners=Counted(ONE.ids()[1:]))
     Counted.times = 0
     ruling = rule([latest], {m: report(PLAIN1, WHOLE, ONE) for m in ONE.ids()})

@@ -1,4 +1,4 @@
-"""Plans of many members: a quick one at once, a better one later, and never a stale one."""
+"""Tests reduction plans of many members: a quick one at once, a better one later, and never one for a former view."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def members(count: int = MANY) -> tuple[Member, ...]:
 
 
 def ring(ids: tuple[str, ...]) -> frozenset[Pair]:
-    """Returns pairs by which each member is next to the two before it and the two after it."""
+    """Returns pairs that link each member to the two before it and the two after it."""
     return frozenset(pair(ids[i], ids[(i + step) % len(ids)]) for i in range(len(ids)) for step in (1, 2))
 
 
@@ -40,7 +40,7 @@ def view_of(here: tuple[Member, ...], number: int = 1, plan: PlanSpec | None = N
 
 
 def without(view: View, place: int, number: int) -> View:
-    """Returns the next view, without the member of this rank."""
+    """Returns the next view, from which the member of rank `place` is missing."""
     rest = (*view.members[:place], *view.members[place + 1 :])
     net = Net(ring(tuple(m.id for m in rest)))
     change = Change(members=rest, joiners=(), reason="one is gone")
@@ -48,7 +48,7 @@ def without(view: View, place: int, number: int) -> View:
 
 
 class Machine:
-    """Machine around `Redrawing`: time, measurements, and effects."""
+    """`Redrawing` with a clock, measurements, and recorded effects."""
 
     def __init__(self, spec: PlanSpec = AUTO) -> None:
         self.desk = Desk(Settings(plan=spec))
@@ -58,7 +58,9 @@ class Machine:
         self.redrawing = Redrawing(self.desk, graph, self.topology)
 
     def turn(self, view: View, after_s: float = 0.0) -> tuple[Change | None, DrawPlan | None]:
-        """Returns the results of a turn: the next view's plan, and the requests."""
+        """Returns what one turn of `Redrawing` results in: the change of view (or None), and the request for a plan (or
+        None).
+        """
         self.desk.clock = self.desk.now + after_s
         self.desk.out = []
         found = self.redrawing.turn(view)
@@ -78,7 +80,7 @@ class Machine:
 
 
 def other_plan(view: View) -> PlanSpec:
-    """Returns a plan that no planner drew: a line."""
+    """Returns a reduction plan that no planner would make: all members in one line."""
     ids = view.ids()
     tree = view.plan.trees[0]
     return PlanSpec("trees", trees=(type(tree)(0, 0, ids, ("", *ids[:-1]), 1.0),))
@@ -134,7 +136,7 @@ def test_each_view_of_many_members_is_planned_for_once_and_the_answer_rides_on_a
 
 
 def without_a_link(view: View, number: int) -> View:
-    """Returns the next view, in which two neighbours have no link any more."""
+    """Returns the next view, in which two neighbours have lost their link."""
     cut = links_of(view) - {pair(view.ids()[4], view.ids()[5])}
     change = Change(members=view.members, joiners=(), reason="a link goes")
     return changed_view(view, ViewId(1, number), change, AUTO, Net(cut))
@@ -179,7 +181,9 @@ def test_a_view_of_few_members_gives_up_what_was_asked_for_many() -> None:
 
 
 def test_an_answer_costs_a_turn_nothing_whatever_was_measured_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand members' plan takes a second to weigh: new measurements count in the next request."""
+    """A planner's answer is used without a new evaluation, which takes a second; new measurements count in the next
+    request.
+    """
     monkeypatch.setattr(overlay, "plan", None)
     monkeypatch.setattr(overlay, "replan", None)
     machine, view = Machine(), view_of(members())

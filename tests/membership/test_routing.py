@@ -48,16 +48,16 @@ def test_the_last_hop_is_the_last() -> None:
 
 
 def test_no_message_goes_back_to_the_neighbour_it_came_from() -> None:
-    """Two members that stand in different views would otherwise forward a message to each other for ever."""
+    """A message whose next hop is the neighbour that it came from is dropped; otherwise two members in different views
+    would pass it back and forth.
+    """
     (step,) = router("b", CHAIN, "ac").arrived(routed("d", "a"), "c")
     assert isinstance(step, Drop)
     assert step.reason == "c, where it came from, is the next hop"
 
 
 def test_a_message_may_go_to_its_source_by_way_of_another_one() -> None:
-    """Where views have changed, the source may be on the way; only the neighbour that forwarded the message is left
-    out.
-    """
+    """A message may pass its source again when views have changed; only the neighbour that forwarded it is excluded."""
     (step,) = router("b", CHAIN, "ac").arrived(routed("d", "c"), "a")
     assert step == Hand("c", routed("d", "c", 3), bare=False)
 
@@ -80,8 +80,8 @@ def test_a_message_of_a_view_to_come_waits_for_it() -> None:
 
 
 def test_a_link_that_the_view_lacks_takes_what_is_for_none_of_its_members() -> None:
-    """A learner has such a link: if it breaks there is no recovery, and a message for a member would not be sent
-    again.
+    """A link that the view lacks, such as a learner's, carries messages to that learner but none to members, since its
+    break starts no recovery.
     """
     a = router("a", CHAIN, "bcx")
     assert [step.peer for step in a.send("c", b"x", ViewId(1, 1)) if isinstance(step, Hand)] == ["b"]

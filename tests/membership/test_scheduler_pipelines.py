@@ -1,5 +1,5 @@
-"""Views with pipelines at the scheduler: when members are let go, which come in with a decision, how all part
-(P8-P14).
+"""Tests the scheduler's views with pipelines: when members are let go, which newcomers come in by a recovery, how all
+members leave (P8-P14).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_a_view_is_settled_when_its_members_hold_what_they_own() -> None:
 
 
 def leave(talk: Talk, name: str) -> tuple[View, View]:
-    """Returns the views before and after this member has asked to leave and has been let go by a header."""
+    """Makes this member leave; returns the views before and after a header has let it go."""
     before = talk.view
     talk.say(name, Leave("Ctrl+C"))
     talk.wait(1.2)
@@ -173,7 +173,7 @@ def test_members_go_with_the_closing_header_though_no_plan_fits_those_who_are_le
 
 
 def parted(talk: Talk) -> View:
-    """Lets all members of the job leave; returns the view before."""
+    """Makes all members of the job leave; returns the view before."""
     before = talk.view
     first, *_ = talk.conns
     talk.stand(first, ((4, 5),))  # nobody is let go before the view is settled
@@ -190,7 +190,7 @@ def kept_of(talk: Talk, name: str, before: View) -> Kept:
 
 
 def tells(talk: Talk, name: str, before: View) -> Kept:
-    """Reports that a member has written its parts to a file; returns this record."""
+    """Makes a member report that it has written its parts to a file; returns this report."""
     kept = kept_of(talk, name, before)
     talk.say(name, kept)
     return kept
@@ -324,7 +324,9 @@ def test_an_only_holder_of_a_part_is_waited_for_though_others_hold_the_rest() ->
 
 
 def test_brief_reports_from_before_slot_1_have_its_header() -> None:
-    """Members that make no part hold none before slot 1, and go on from there all the same (P14)."""
+    """Members without parts before slot 1 report only the hash of its base header, and go on from there all the same
+    (P14).
+    """
     talk = Talk("a", "b")
     reporters = talk.machine.roster.living()
     for peer in reporters:
@@ -356,7 +358,7 @@ def test_a_joiner_that_gets_some_of_its_parts_and_not_the_others_goes_out_again(
 
 
 class Careless(ViewPipeliner):
-    """Pipeliner that gives the same text, whatever links there are."""
+    """Pipeliner that always returns the same pipelines, whatever links there are."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -1,4 +1,4 @@
-"""Tests the `status` of a large job: troubles in full, counts of the rest, and all members in pages."""
+"""Tests the `status` of a large job: abnormal members in full, counts of the others, and all members page by page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chaos_lightning.protocol.types import NO_VIEW, WHOLE, Settings
 
 
 def settled(count: int) -> SchedulerMachine:
-    """Returns a scheduler that was started anew, all of whose members are back and train."""
+    """Returns a restarted scheduler to which all members have come back, and which trains with them."""
     view = sparse_view(count)
     machine = SchedulerMachine(
         Settings(max_nodes=count), fx.Chain(2, view.id, (view,), id=view.chain, numbers=Numbers.of([NO_VIEW]))

@@ -1,4 +1,6 @@
-"""A founder that gets the state slowly delays the others for a while only, if enough nodes can do without it."""
+"""Tests that a founder that gets the state slowly delays the others only for a while, if enough nodes can do without
+it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ SLOW = 200
 
 
 class Spreading(Stage):
-    """Founders that load the state one after the other; the slow one reports a little progress each second.
+    """Founders that load the state one after the other; a slow one reports a little progress each second.
 
     Args:
         size: Number of founders.
@@ -72,7 +74,9 @@ class Spreading(Stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
 def test_256_founders_go_on_without_one_to_which_the_state_trickles(dies: int) -> None:
-    """The founders go on, though another one dies, and a recovery follows, when most have the state."""
+    """One of 256 founders gets the state very slowly: once most have it the others go on without it, even if another
+    one dies.
+    """
     job = Spreading(FOUNDERS, FOUNDERS - 2, slow_s=1000.0)
     for member in job.view.ids()[3 : 3 + dies]:
         job.wait(lambda: job.clock.now > job.founded_at + 0.8 * COPY_S * ROUNDS, "time to pass")
@@ -85,7 +89,9 @@ def test_256_founders_go_on_without_one_to_which_the_state_trickles(dies: int) -
 
 
 def test_deaths_are_no_copies_that_are_done() -> None:
-    """Half of the founders die before any of them has the state: the others are waited for as long as it comes."""
+    """Half of the founders die before any has the state: they do not count as having it, and the others are waited
+    for.
+    """
     desk = Desk(rules(FOUNDERS, 8))
     founders, peers = Founders(desk), [SimpleNamespace(id=f"n{i}~{i}") for i in range(1, FOUNDERS)]
     left, loads_s = peers[::2], 100.0
@@ -111,7 +117,7 @@ def test_a_scheduler_that_is_restarted_knows_that_most_get_the_state() -> None:
 
 
 def test_a_newcomer_to_whom_no_link_leads_is_no_node_to_spare() -> None:
-    """A newcomer without links does not count as a spare node, nor does a member that leaves."""
+    """Neither a newcomer without links nor a leaving member counts as a spare node for a slow founder."""
     job, founded = founding(32)
     machine = job.machine
     late = [machine.roster.peers[founded.ids()[-1]]]
@@ -138,8 +144,8 @@ def test_where_no_node_is_to_spare_all_wait_for_it_as_long_as_something_comes() 
 
 @pytest.mark.parametrize("left", [True, False])
 def test_one_that_was_left_behind_is_waited_for_no_more(left: bool) -> None:
-    """A founder left behind comes again before the first step is committed, and learns by replay what others get by a
-    pause.
+    """A founder that was left behind comes again before the first step: it must learn by replay, so that nobody waits
+    for it.
     """
     job, founded = founding(32)
     for member in founded.members:

@@ -1,5 +1,5 @@
-"""Speeds that members report, as plans use them: a factor common to all changes no choice, and small changes change
-nothing.
+"""Tests speeds of members as plans use them: a factor common to all changes no choice, and small changes are
+ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def request(layer_s: float = 1.0) -> PipelineRequest:
 
 
 class Told:
-    """Members a, b, ... and their reports."""
+    """Members a, b, ... and the speeds that they report."""
 
     def __init__(self, *layer_s: float) -> None:
         self.peers = {
@@ -66,7 +66,9 @@ def test_a_speed_that_wavers_counts_once_and_one_that_recovers_is_as_foreseen() 
 
 
 def test_each_member_is_measured_by_its_own_request_and_planned_by_the_oldest() -> None:
-    """A machine that was slow when it measured its layers foresees slow steps, and is slow all the same."""
+    """A slow machine that meets its own slow forecast still counts as slow, since plans forecast by the oldest member's
+    layer times.
+    """
     told = Told(1.0, 1.0, 3.0)
     assert told.tell(a=1.0, b=1.0, c=1.0) == {"a": 1.0, "b": 1.0, "c": pytest.approx(1 / 3, rel=0.01)}
     oldest_slow = Told(3.0, 1.0, 1.0)

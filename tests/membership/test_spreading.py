@@ -1,4 +1,6 @@
-"""Headers go down a tree: each member gets one once, over links of the view, and no member sends it to many."""
+"""Tests that headers go down a tree: each member gets one once, over links of the view, and no member sends it to
+many.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def a_view(count: int, links: list[tuple[int, int]] = [], joiners: tuple[int, ..
 
 
 def parents(view: View) -> dict[str, str]:
-    """Returns by member from which one it gets headers, as each of them computes it for itself."""
+    """Returns, for each member, the one from which it gets headers; every sender computes its own receivers."""
     found: dict[str, str] = {}
     for sender in view.ids():
         for receiver in Spreading(Spread()).below(view, sender):
@@ -106,7 +108,7 @@ CHAIN = a_view(4)
 
 
 def standing(me: str) -> MemberMachine:
-    """Returns one of four members that hand headers on down a chain."""
+    """Returns one of four members that forward headers along a chain."""
     machine = MemberMachine(Spread(direct=1, width=1))
     machine.on(0.0, fx.ControlIn(Welcome(member(me), 1, "founder", "", 0.1, 0.3)))
     machine.on(0.0, fx.ControlIn(Decide(CHAIN, GENESIS)))

@@ -1,4 +1,4 @@
-"""Parts of the training state, and their owners."""
+"""Tests the parts of the training state, and their owners."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_shared_parameters_come_back_in_the_order_of_names() -> None:
 
 @given(st.integers(0, 1 << 30))
 def test_every_part_has_owners_and_owners_add_up(seed: int) -> None:
-    """Owners equal those of a reference that goes through layers one by one."""
+    """The owners of random pipelines' parts equal those of a simple reference that goes through the layers one by
+    one.
+    """
     chance = random.Random(seed)
     layers, members = chance.randint(1, 6), [f"m~{i}" for i in range(chance.randint(1, 6))]
     left, rows = list(members), []

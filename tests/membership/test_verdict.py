@@ -1,4 +1,4 @@
-"""Tests a member's answer about another one: by process table, by link, by the other machine's word."""
+"""Tests a member's answer on whether another one lives: by process table, by link, by the other machine's report."""
 
 from __future__ import annotations
 

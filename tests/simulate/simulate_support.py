@@ -1,4 +1,4 @@
-"""Runs a scenario written in a test, and finds seeds that show a planted bug."""
+"""Helpers of tests: run a scenario from a test's text, and find seeds at which a planted bug breaks a rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lab.simulate.world import World, simulate
 
 
 def run(text: str) -> tuple[World, Outcome]:
-    """Returns the finished world and its outcome; raises the violation, if there is one."""
+    """Runs this scenario; returns the finished world and its outcome; raises Violation if a rule was broken."""
     world = World(parse(text))
     outcome = world.run()
     if outcome.violation:
@@ -22,7 +22,7 @@ def run(text: str) -> tuple[World, Outcome]:
 
 
 def notes(world: World, name: str) -> list[dict[str, object]]:
-    """Returns the fields of all notes of this name by the scheduler alive at the end."""
+    """Returns the fields of all event-log lines with this name by the scheduler that lives at the end."""
     return [dict(note.fields) for _, note in world.scheduler.notes if note.name == name]
 
 
@@ -65,13 +65,15 @@ run, and may go."""
 
 @cache
 def violation(name: str, seed: int) -> str:
-    """Returns the violation that this bug causes in the job of this seed; "" for none."""
+    """Returns the violation that this planted bug causes in the run with this seed; "" if none."""
     bug = BUGS[name]
     return simulate(bug.plan(seed), bug.hooks, validate=False).violation
 
 
 def showing(name: str) -> Iterator[tuple[int, str]]:
-    """Yields seeds below BOUND that show the bug, with the violation; the one of SHOWED comes first."""
+    """Yields seeds below BOUND at which the planted bug breaks a rule, with the violation; the seed in SHOWED comes
+    first.
+    """
     first = SHOWED.get(name, 0)
     for seed in (first, *(s for s in range(BOUND) if s != first)):
         if found := violation(name, seed):

@@ -1,4 +1,6 @@
-"""Jobs on simulated fleets, by policy: the use of their time, the trained samples, and the command."""
+"""Tests simulated jobs on fleets of devices under each policy: their use of time, the samples trained, and the
+command.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histories of fleets: drawn, written and read back, and refused if they are impossible."""
+"""Tests histories of a fleet's devices: random ones, written and read again, and refusals of impossible ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUSY = Chance(devices=40, hours=20, rate=0.1, group=6, repair_hours=1.0, slow_ra
 
 
 def removals(trace: Trace) -> list[int]:
-    """Returns by loss how many devices it took."""
+    """Returns the number of devices that each loss in this trace removes."""
     return [len(c.devices) for c in trace.changes if c.kind == "remove"]
 
 
@@ -120,7 +120,7 @@ def test_chance_that_cannot_be_is_refused() -> None:
 
 
 def by_counts(trace: Trace) -> list[tuple[float, int]]:
-    """Returns the segments of a step function."""
+    """Returns the trace's number of devices as a step function: pairs of time and count."""
     found: dict[float, int] = {}
     for at, count in trace.counts():
         found[round(at, 2)] = count

@@ -1,4 +1,4 @@
-"""Jobs on simulated fleets of several kinds of devices: at their own speeds, memory and links."""
+"""Tests jobs on simulated fleets of several kinds of devices, with different speeds, memory and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each starred rule of protocol.md, broken on purpose, is noticed; with only the masking guard off, no violation is."""
+"""Tests that the simulator notices each starred rule of protocol.md that is broken on purpose, and reports nothing
+without the bug.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def test_planted_bug_is_noticed(name: str) -> None:
 @pytest.mark.slow  # the seeds of test_simulated_*.py show the same in the ordinary run
 @pytest.mark.parametrize("name", BUGS)
 def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
-    """Otherwise the plan, or the other guard that is off, could be the cause of the violation."""
+    """The same seeds run clean without the bug, so that neither the plan nor a disabled guard causes its violation."""
     bug = BUGS[name]
     found, _ = next(showing(name))
     for seed in range(max(found + 1, 10)):
@@ -36,7 +38,9 @@ def test_without_the_bug_the_same_jobs_are_well(name: str) -> None:
 
 @pytest.mark.parametrize("module", [members, learners, links, schedulers, staged])
 def test_each_planted_behaviour_replaces_one_that_is_there(module: object) -> None:
-    """A planted method replaces none if it was renamed in the machines, and then plants no bug."""
+    """Each method of a planted bug overrides an existing one; it would plant nothing if that was renamed in the
+    product.
+    """
     own = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == getattr(module, "__name__", "")]
     assert own
     for kind in own:
@@ -52,7 +56,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_of_rules_of_pipelines_names_what_there_is() -> None:
-    """The table lists all planted bugs by name, and tests by their ids."""
+    """The table of pipeline rules in protocol.md names all their planted bugs, and only tests that exist."""
     text = (ROOT / "docs/protocol.md").read_text()
     table = text.partition("### Where they are tested")[2].partition("\n## ")[0]
     planted = set(re.findall(r"`(P\d+-[a-z-]+)`", table))

@@ -1,4 +1,4 @@
-"""Runs the command `python -m lab.simulate`."""
+"""Tests the command `python -m lab.simulate`."""
 
 from __future__ import annotations
 

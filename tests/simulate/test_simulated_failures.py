@@ -1,4 +1,4 @@
-"""One simulated job per failure, named after it."""
+"""Tests one simulated job for each kind of failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ program work_s 0.01
 
 
 def test_root_dies_after_one_member_committed() -> None:
-    """One of two survivors has the header: both end with that slot."""
+    """The commit root dies when one of two survivors has its header: a recovery hands it on, and both commit that
+    slot.
+    """
     world, outcome = run(THREE + "when n0 header 6 1 kill n0")
     decided = notes(world, "decide")[-1]
     assert decided["hand_on"] is True
@@ -24,7 +26,9 @@ def test_root_dies_after_one_member_committed() -> None:
 
 
 def test_root_dies_before_anybody_has_the_header() -> None:
-    """No other member committed: the slot is reduced again without the dead, whose samples go to others."""
+    """The commit root dies before any member has its header: the slot is reduced again without it, and others get its
+    samples.
+    """
     world, _ = run(THREE + "when n0 header 6 0 kill n0")
     assert notes(world, "decide")[-1]["hand_on"] is False
 
@@ -38,7 +42,7 @@ def test_frozen_member_wakes_up_excluded_and_joins_again() -> None:
 
 
 def test_frozen_member_that_wakes_before_the_decision_stays_in() -> None:
-    """The frozen member's death is taken back as long as no view has excluded it."""
+    """A frozen member that was taken for dead wakes before a view excludes it: it stays in."""
     world, outcome = run("seed 4\nnodes n0 n1 n2\nset min_nodes 3\nprogram length 80\nat 0.20 freeze n1 for 1.2")
     assert [str(n["member"]).partition("~")[0] for n in notes(world, "death")] == ["n1"]
     assert outcome.ejections == 0
@@ -56,7 +60,9 @@ def test_all_but_one_die() -> None:
 
 
 def test_last_member_dies_and_the_job_begins_again() -> None:
-    """No member holds the state: the next newcomer founds the job again, and says so."""
+    """When the last member has died nobody holds the state: the next newcomer founds the job again, and the view's
+    reason says so.
+    """
     world, _ = run("seed 3\nnodes n0\nat 0.2 kill n0\nlater j0 at 0.3")
     assert "founded again" in world.store.views[-1].reason
 
@@ -106,7 +112,7 @@ def test_donor_dies_while_a_joiner_loads() -> None:
 
 
 def test_control_streams_break() -> None:
-    """All control streams break in turn: no member is put out, no view changes."""
+    """All members' control streams break, one after the other: no member is put out, and no view changes."""
     world, outcome = run(
         "seed 7\nnodes n0 n1 n2\nset min_nodes 3\nat 0.2 stream n0\nat 0.21 stream n1\nat 0.3 stream n2"
     )
@@ -115,7 +121,9 @@ def test_control_streams_break() -> None:
 
 
 def test_link_breaks_between_the_living() -> None:
-    """All bytes under way on the link are lost: the slot is reduced again in a view with the same members."""
+    """A link between living members breaks and loses all bytes on it: the slot is reduced again in a view with the same
+    members.
+    """
     world, outcome = run("seed 7\nnodes n0 n1 n2\nset min_nodes 3\nat 0.2 link n0 n1")
     assert outcome.ejections == 0
     last = world.store.views[-1]
@@ -124,7 +132,7 @@ def test_link_breaks_between_the_living() -> None:
 
 
 def test_heartbeats_late_but_links_alive() -> None:
-    """A member's heartbeats are late; the neighbours do not confirm the suspicion."""
+    """A member's heartbeats are late while its links work: neighbours deny its death, and it stays in."""
     world, outcome = run("seed 8\nnodes n0 n1 n2\nset min_nodes 3\nprogram length 80\nat 0.2 lag n1 for 0.8")
     assert notes(world, "suspect")
     assert not notes(world, "death")
@@ -150,14 +158,16 @@ def test_scheduler_restarts_and_nobody_is_touched() -> None:
 
 
 def test_scheduler_dies_after_it_reserved_a_number() -> None:
-    """Members may have promised it and wait: a restarted scheduler must not leave them there."""
+    """The scheduler dies after members promised its reserved number and wait: a restarted scheduler lets them go on."""
     world, _ = run("seed 2\nnodes n0 n1 n2\nprogram length 80\nat 0.2 kill n1\nat 0.209 sched-crash for 0.2")
     check_chain(world.store.views)
     assert world.store.views[-1].id.term == 2
 
 
 def test_stale_gradient_is_refused_by_name() -> None:
-    """A member whose thread missed a commit is put out by name, and no member applies the sum (4a, 6b)."""
+    """A member whose training thread missed a commit is put out by name, and no member applies its gradient (4a,
+    6b).
+    """
     world, outcome = run("seed 9\nnodes n0 n1 n2\nset min_nodes 3\nat 0.2 stale n1")
     assert (outcome.violation, outcome.errors, outcome.ejections) == ("", 0, 1), "it is put out (6b)"
     assert any("n1~" in view.reason and "prev_hash" in view.reason for view in world.store.views)
@@ -171,7 +181,7 @@ def test_standby_gets_a_dead_members_place() -> None:
 @pytest.mark.parametrize("seq", range(1, 12))
 @pytest.mark.parametrize("skip", [0, 1])
 def test_root_dies_at_any_header(seq: int, skip: int) -> None:
-    """The root dies at a slot of any kind, after any number of its headers were sent."""
+    """The commit root dies at a slot of any kind, after it has sent any number of its headers: the job goes on."""
     run(f"{THREE}program gather_every 1\nset min_nodes 2\nlater j0 at 0.12\nwhen n0 header {seq} {skip} kill n0")
 
 

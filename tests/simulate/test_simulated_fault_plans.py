@@ -1,4 +1,4 @@
-"""A FaultPlan in simulation: each action and phase happens, and impossible ones are refused by name."""
+"""Tests FaultPlans in simulation: each action and phase is carried out, and impossible ones are refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lab.simulate.plan import Fault
 
 
 def told(text: str, seed: int = 0) -> tuple[PlannedWorld, str]:
-    """Runs this plan; returns the world afterwards, and the notes."""
+    """Simulates this FaultPlan; returns the world afterwards, and the run's description."""
     faults = FaultPlan.parse(text)
     plan = job(faults, seed)
     world = PlannedWorld(plan, faults)

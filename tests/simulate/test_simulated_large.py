@@ -1,4 +1,4 @@
-"""Large jobs: sparse graphs, headers down a tree, events that wait for a tick, waves and deaths by the dozen."""
+"""Tests large simulated jobs: few links per member, headers down a tree, many joins and deaths at once."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_where_few_links_are_given_others_make_up_for_a_nodes_loss() -> None:
 
 
 def given_donors(monkeypatch: pytest.MonkeyPatch, size: int) -> tuple[str, float, tuple[str, ...]]:
-    """Returns a job of so many members with a learner j0, the time at which it is told to begin (s), and its donors'
-    names.
+    """Returns the scenario of a job with `size` members and a learner j0, the time at which j0 is told to begin (s),
+    and its donors' names.
     """
     chosen: list[tuple[float, tuple[str, ...]]] = []
     choose = Learners._donors_of
@@ -56,7 +56,7 @@ def given_donors(monkeypatch: pytest.MonkeyPatch, size: int) -> tuple[str, float
 
 
 def begins_again(job: str) -> None:
-    """Checks that this job's learner comes in by replay, and was given other donors on its way."""
+    """Checks that in this scenario the learner j0 gets new donors on its way, and still comes in by replay."""
     world, outcome = run(job)
     ways = [(n["way"], str(n["reason"])[:15]) for n in notes(world, "way_in") if str(n["member"]).startswith("j0~")]
     assert [way for way, _ in ways] == ["replay", "replay"]
@@ -70,14 +70,16 @@ def begins_again(job: str) -> None:
 def test_a_learner_whose_donors_all_die_before_it_begins_gets_others_at_once(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """So few of 20 members are left that all of them serve the learner."""
+    """All donors of a learner die before it begins: it gets others at once; of 20 members all that are left serve
+    it.
+    """
     job, at, donors = given_donors(monkeypatch, size)
     begins_again(job + "".join(f"at {at + 0.0002:.6f} kill {name}\n" for name in donors))
 
 
 @pytest.mark.slow
 def test_a_learner_that_sleeps_while_its_donors_die_begins_again_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once awake, the learner says that no donor serves it, though it was given others meanwhile."""
+    """A learner is frozen while its donors die: when it wakes it begins again with the new donors that it was given."""
     job, at, donors = given_donors(monkeypatch, 27)
     job += "when j0 observe 0 0 freeze j0 for 0.25\n"
     begins_again(job + "".join(f"at {at + 0.1:.6f} kill {name}\n" for name in donors))

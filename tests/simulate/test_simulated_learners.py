@@ -1,4 +1,4 @@
-"""Newcomers come in by replay, and one thing goes wrong meanwhile: one simulated job each (protocol.md 15-19)."""
+"""Tests simulated jobs in which newcomers come in by replay while one thing goes wrong (protocol.md 15-19)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ JOIN = THREE + "later j0:replay=yes at 0.1\n"
 
 
 def run_with(text: str, replaying: Replaying, **nodes: bool) -> tuple[World, Outcome]:
-    """Runs a scenario with this kind of replay; `nodes` says which have memory for a copy."""
+    """Runs a scenario under these conditions of replay; `nodes` says which nodes have memory for a copy of the
+    state.
+    """
     plan = replace(parse(text), replaying=replaying)
     specs = tuple(replace(n, memory=nodes.get(n.name, True)) for n in plan.nodes)
     world = World(replace(plan, nodes=specs))
@@ -50,7 +52,7 @@ def run_with(text: str, replaying: Replaying, **nodes: bool) -> tuple[World, Out
 
 
 def ways(world: World, name: str) -> list[tuple[object, object]]:
-    """Returns the ways in that the scheduler chose for this node, with its reasons."""
+    """Returns the ways by which the scheduler decided to let this node in, with its reasons."""
     return [(n["way"], n["reason"]) for n in notes(world, "way_in") if str(n["member"]).startswith(f"{name}~")]
 
 
@@ -62,7 +64,7 @@ def test_nothing_is_left_to_move_when_a_newcomer_comes_in_by_replay() -> None:
 
 
 def test_members_train_on_while_it_pulls_and_replays() -> None:
-    """During a long transfer members commit step after step before they rest for the newcomer."""
+    """While a newcomer's transfer takes long, members commit step after step, and pause only to let it in."""
     world, outcome = run_with(JOIN, Replaying(pull_s=0.25))
     observation = world.nodes["j0"].observation
     assert observation is not None
@@ -72,7 +74,9 @@ def test_members_train_on_while_it_pulls_and_replays() -> None:
 
 @pytest.mark.parametrize("skip", range(3))
 def test_root_dies_while_it_greets_the_learner(skip: int) -> None:
-    """The header has reached some members: it is handed on or made again, and the newcomer gets in."""
+    """The commit root dies when some members have the header that names a learner: the job goes on, and the learner
+    gets in.
+    """
     world, outcome = run(
         f"{JOIN}when n0 greeting 1 0 kill n0\nlater j1:replay=yes at 0.1\nwhen n1 greeting 1 {skip} stream n1"
     )
@@ -92,7 +96,7 @@ def test_root_dies_at_any_slot_around_a_replay(kind: str, seq: int) -> None:
 @pytest.mark.parametrize("trap", ["observe", "pull", "entered"])
 @pytest.mark.parametrize("how", ["kill j0", "freeze j0 for 1.5", "leave j0", "stream j0", "link j0 n0"])
 def test_learner_comes_to_harm(trap: str, how: str) -> None:
-    """The learner fails: no other member is touched, and members keep nothing for it in the end."""
+    """A learner fails: no member is affected, and members keep nothing for it in the end."""
     world, outcome = run(f"{JOIN}program length 270\nwhen j0 {trap} 0 0 {how}")
     assert all(outcome_of(world, n).startswith("left: the job is finished") for n in ("n0", "n1", "n2"))
     assert all(world.nodes[n].keeper.copy is None for n in ("n0", "n1", "n2"))
@@ -106,7 +110,9 @@ def test_all_donors_but_the_newest_die_while_it_observes() -> None:
 
 
 def test_last_donor_dies_and_the_learner_founds_the_job_from_its_own_state() -> None:
-    """The learner's pulled bytes were of another beginning of the job; the chain says that the job begins again."""
+    """A learner's only donor, the last member, dies: the learner founds the job again, and does not use the bytes that
+    it pulled.
+    """
     world, outcome = run_with(
         "seed 3\nnodes n0\nprogram length 60\nlater j0:replay=yes at 0.1\nat 0.2 kill n0",
         Replaying(pull_s=0.3),
@@ -116,7 +122,9 @@ def test_last_donor_dies_and_the_learner_founds_the_job_from_its_own_state() -> 
 
 
 def test_scheduler_restarts_while_a_newcomer_observes() -> None:
-    """The new scheduler knows no learners, nor do members any more; the newcomer knocks again and comes in."""
+    """The scheduler restarts while a newcomer learns: the learner is forgotten at first, says hello again, and comes
+    in.
+    """
     world, _ = run(f"{JOIN}program length 200\nwhen n1 greeting 1 0 lag n1 for 0.01\nat 0.16 sched-crash for 0.2")
     assert world.store.term == 2
     assert any(m.startswith("j0~") for m in world.store.views[-1].ids())
@@ -163,8 +171,8 @@ def test_no_donor_has_memory_for_a_copy() -> None:
 
 
 def test_steps_that_are_no_pure_function_cost_a_pull_and_harm_nobody() -> None:
-    """A member vouched for such steps wrongly: bytes that differ are moved while all wait, and the hash is the proof
-    (19).
+    """A member wrongly declared its steps pure functions: the learner's state differs by hash, and it pulls the
+    different bytes in a pause (19).
     """
     world, outcome = run_with(f"{JOIN}program length 150", Replaying(impure=1.0, pull_s=0.1))
     assert outcome.replays == 1
@@ -219,7 +227,7 @@ def test_first_seeds_hold_all_contracts(plan: Callable[[int], Plan], seeds: int)
 
 
 def test_families_of_plans_do_come_in_by_replay() -> None:
-    """If no plan used replay, seeds without violations would prove nothing."""
+    """Random plans contain many joins by replay; otherwise seeds without violations would prove nothing."""
     outcomes = [simulate(learner_plan(seed)) for seed in range(40)]
     assert sum(o.replays for o in outcomes) >= 20
     assert sum(o.moved for o in outcomes) > 0

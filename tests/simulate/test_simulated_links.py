@@ -1,4 +1,4 @@
-"""Links fail, come back, are removed and added, and graphs fall apart, in whole simulated jobs."""
+"""Tests whole simulated jobs whose links fail, come back, are removed and added, or leave members unconnected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINE = "seed 7\nnodes n0:neighbours=n1 n1:neighbours=n0+n2 n2:neighbours=n1+n3 n
 
 
 def names(world: World, number: int) -> set[frozenset[str]]:
-    """Returns the links of the view with this number, by node."""
+    """Returns the links of the view with this number, as pairs of node names."""
     view = next(v for v in world.store.views if v.id.number == number)
     return {frozenset(m.partition("~")[0] for m in ends) for ends in links_of(view)}
 
@@ -164,7 +164,7 @@ def test_bridge_that_dies_lets_one_side_go_on() -> None:
 
 
 def test_silent_member_is_not_judged_by_those_who_never_had_a_link_to_it() -> None:
-    """The member's stream is slow, and only its neighbour can say that it lives."""
+    """A member's control stream is slow, and only its one neighbour knows that it lives: it is not taken for dead."""
     world, outcome = run(f"{LINE}set min_nodes 4\nat 0.6 lag n3 for 1")
     assert outcome.ejections == 0
     assert not notes(world, "death")
@@ -236,19 +236,23 @@ def test_aimed_plans_hold_all_contracts(plan: object, seed: int) -> None:
 
 
 def test_removal_of_a_link_of_a_view_that_is_still_to_come_breaks_nothing() -> None:
-    """One end had entered that view, the other not yet; it closed the link, which the first one needed."""
+    """Former bug: one end of a removed link had not entered the view with it, and closed the link, which the other end
+    already used.
+    """
     assert simulate(removal_plan(28)).violation == ""
 
 
 def test_nodes_that_cannot_reach_each_other_found_one_job_and_not_two() -> None:
-    """The node that is not in the founding waits, as it has no link to the other."""
+    """Two nodes have no link: one of them founds the job; the other has to wait."""
     world, _ = run("seed 7\nnodes n0 n1\nunlinked n0 n1\nprogram length 60")
     assert len(world.store.views) == 1
     assert len(world.store.views[0].members) == 1
 
 
 def test_scheduler_restarts_while_a_link_is_cut() -> None:
-    """A member that is back first has no link to a living one, and is not believed before the others are asked."""
+    """The scheduler restarts while a link is cut: a member that is back first and misses that link is not believed
+    before others are asked.
+    """
     assert simulate(wired_plan(1605)).violation == ""
     for seed in range(6):
         hosts = "n0:host=h0 n1:host=h1 n2:host=h2"

@@ -1,4 +1,6 @@
-"""Simulated jobs with pipelines: no part is lost wherever in a step a member dies, and whatever moves meanwhile."""
+"""Tests simulated jobs with pipelines: no part of the state is lost, whenever in a step a member dies and whatever
+parts are moving.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_jobs_of_the_family_are_well(seed: int) -> None:
 
 
 def test_members_that_have_no_room_for_all_layers_may_wait_for_others() -> None:
-    """Two members have room for two layers each of six; no other one comes."""
+    """Two members with room for two layers each of six wait for others, which never come: the run reports no
+    violation.
+    """
     world = World(staged.staged_plan(650), StagedHooks())
     assert world.run().violation == ""
     assert not world.store.views
@@ -75,7 +79,7 @@ def test_many_jobs_are_well(plan: Callable[[int], Plan]) -> None:
 
 
 class PlannedHooks(StagedHooks):
-    """Hooks with the planner's pipelines, as in a real scheduler."""
+    """Hooks for jobs whose pipelines come from the planner, as in a real scheduler."""
 
     def pipeliner_for(self, program: Program, seed: int) -> PipelinerFactory:
         return planned
@@ -93,14 +97,16 @@ def test_jobs_at_which_something_is_aimed_are_well_with_the_planners_pipelines(p
 
 
 class HastyHooks(StagedHooks):
-    """Hooks whose decisions deal stages in turn, and search for better pipelines later."""
+    """Hooks for jobs whose recoveries assign stages in turn, and whose scheduler searches for better pipelines
+    later.
+    """
 
     def pipeliner_for(self, program: Program, seed: int) -> PipelinerFactory:
         return lambda requests: DealtAtFirst(requests, RoundRobin(program, seed))
 
 
 class DealtAtFirst(PlannedPipeliner):
-    """Pipeliner of HastyHooks: deals stages in turn at first, and plans later."""
+    """Pipeliner of HastyHooks: at first assigns stages in turn, later uses the planner."""
 
     def __init__(self, requests: Mapping[str, PipelineRequest], dealer: RoundRobin) -> None:
         super().__init__(requests)
@@ -128,7 +134,7 @@ def test_many_jobs_are_well_with_the_planners_pipelines(plan: Callable[[int], Pl
 
 
 def job_plan(*faults: Fault, members: int = 4, stages: int = 2, length: int = 480, **program: Any) -> Plan:
-    """Returns the plan of a job of length / 4 steps."""
+    """Returns the plan of a job with pipelines of `length` / 4 steps."""
     return Plan(
         seed=5,
         settings=Settings(job="sim", min_nodes=members - 1),
@@ -146,7 +152,7 @@ def run(plan: Plan) -> World:
 
 
 def job(*faults: Fault, members: int = 4, stages: int = 2) -> World:
-    """Returns the world of a finished job of 120 steps."""
+    """Runs a job of 120 steps with these faults; returns its world."""
     return run(job_plan(*faults, members=members, stages=stages))
 
 
@@ -174,7 +180,9 @@ def steps(world: World) -> int:
 
 
 def test_all_come_back_and_go_on_from_what_each_wrote_down() -> None:
-    """Each member has some of the parts in its file, and gets none of them from the others."""
+    """All members leave with their own parts in files, and processes that replace them go on from these files without
+    pulling parts.
+    """
     plan = job_plan(*(Fault(action="leave", node=f"n{i}", at=0.4) for i in range(2)), members=2)
     again = tuple(NodeSpec(name=f"r{i}", after=f"n{i}") for i in range(2))
     world = run(replace(plan, nodes=(*plan.nodes, *again), starts=(*plan.starts, 0.1, 0.1)))
@@ -191,7 +199,9 @@ def test_all_come_back_and_go_on_from_what_each_wrote_down() -> None:
 
 
 def test_a_job_begins_anew_only_where_a_file_is_missing() -> None:
-    """Member n1 dies before it has written its layers, which no other one has; n0 keeps its own, and need not wait."""
+    """All leave, but n1 dies before it has written its layers, which no other member has: n0 writes its own, and need
+    not wait.
+    """
     faults = [Fault(action="leave", node=f"n{i}", at=0.4) for i in range(2)]
     plan = job_plan(*faults, Fault(action="kill", node="n1", trap=("keeps", 0, 0)), members=2)
     world = World(plan, StagedHooks())
@@ -223,8 +233,8 @@ MACHINES = {"the root": "n0", "another member": "n2", "the scheduler": ""}
 
 
 def dying(machine: str, skip: int) -> Plan:
-    """Returns a plan in which a machine dies before the effect with this number; a member leaves, and its layers
-    move.
+    """Returns a plan in which the given machine dies just before effect number `skip`, while a member leaves and its
+    layers move.
     """
     node, more = MACHINES[machine], {"gather_every": 3, "evaluates": True, "shared": True, "work_s": 0.4}
     fault = Fault(action="kill" if node else "sched-crash", node=node, lasts=0.1, trap=("any", 0, skip))
@@ -236,7 +246,9 @@ def dying(machine: str, skip: int) -> Plan:
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 12))])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_death_before_any_effect_loses_nothing(machine: str, part: int) -> None:
-    """The root, another member and the scheduler die before each of their effects in turn."""
+    """The commit root, another member or the scheduler dies before any one of its effects: no part of the state is
+    lost.
+    """
     deaths = 0
     for skip in range(part, 1200, 12):
         world = run(dying(machine, skip))
@@ -257,7 +269,7 @@ def test_all_leave_at_one_header() -> None:
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_pipelines_that_are_dealt_run_each_micro_batch_once(members: int, stages: int) -> None:
-    """Each micro-batch runs once, also after members have gone, one after the other."""
+    """Pipelines assigned in turn run each micro-batch once, even after members have gone one by one."""
     program = Program(layers=5, stages=stages, micro_batches=4)
     for seed in range(6):
         dealer, text = RoundRobin(program, seed), ""

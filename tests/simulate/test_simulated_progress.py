@@ -1,4 +1,4 @@
-"""Jobs with many faults make progress, or can say why they do not (lab/simulate/progress.py)."""
+"""Tests that jobs with many faults make progress, or can say why not (lab/simulate/progress.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_newcomer_that_bridges_a_link_that_carries_nothing_comes_in_with_one_vie
 
 
 def test_two_newcomers_whose_link_carries_nothing_come_in() -> None:
-    """The newcomers' links are judged in the view with which they are to come in: its nodes are in a row, so it needs
-    the link that carries nothing.
+    """Two newcomers come in although the link between them carries no data, as their view would fall apart without
+    it.
     """
     world, _ = run(
         "seed 3\nnodes n0:neighbours=n1 n1:neighbours=n0\nmeasured\nprogram length 120\n"

@@ -1,4 +1,4 @@
-"""Members that are ranks of a cluster of outer sync adopt versions while others join, replay, die and wake."""
+"""Tests members that are ranks of an outer-sync cluster and adopt versions while others join, replay, die and wake."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_ranks_that_wait_for_answers_let_the_others_go() -> None:
 
 @pytest.mark.parametrize("seed", [235, 432, 1039, 1096, 1744])
 def test_what_broke_a_contract_once_holds_it(seed: int) -> None:
-    """235 and 1096: ranks that thaw when the others have put them out. 432, 1039, 1744: tests/BUGS.md."""
+    """Seeds that once broke a contract: in 235 and 1096 ranks wake after they were put out; for 432, 1039, 1744 see
+    tests/BUGS.md.
+    """
     run(World(outer_plan(seed), OuterHooks()))
 
 
@@ -62,7 +64,7 @@ def test_a_rule_of_ranks_that_is_broken_shows_within_forty_seeds(name: str) -> N
 
 
 def joined(seed: int, script: OuterScript, replaying: Replaying) -> World:
-    """Returns a world without faults, in which newcomers that replay come while versions are adopted."""
+    """Returns a world without faults, in which newcomers come in by replay while versions are adopted."""
     plan = calm_plan(seed)
     starts = tuple(at + 0.6 if at > 0.05 else at for at in plan.starts)
     return World(replace(plan, outer=script, replaying=replaying, starts=starts), OuterHooks())
@@ -70,7 +72,9 @@ def joined(seed: int, script: OuterScript, replaying: Replaying) -> World:
 
 @pytest.mark.slow
 def test_who_replays_passes_over_the_adoption_of_a_version_and_nothing_moves() -> None:
-    """The newcomer's replayed state equals the members' (18)."""
+    """A newcomer that replays also adopts a version as the members did: its state equals theirs, so it pulls nothing
+    when it is let in (18).
+    """
     script = OuterScript(inner_steps=2, lossy=True, answer_s=(0.02, 0.06))
     outcomes = [run(joined(seed, script, Replaying(calm=True, pull_s=0.1))) for seed in range(6)]
     assert sum(outcome.passed for outcome in outcomes) > 3

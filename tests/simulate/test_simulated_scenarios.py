@@ -1,4 +1,6 @@
-"""Whole jobs, line by line: the scenario above the dashes, its events below. CHAOS_REWRITE=1 writes them anew."""
+"""Tests whole jobs against files: a scenario above the dashes, the expected events below. CHAOS_REWRITE=1 rewrites the
+events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Schedulers that die between two effects, wake up deposed, or lose their chain; some found by chance, kept by seed."""
+"""Tests schedulers that die between two effects, wake up after they were deposed, or lose their chain; some cases are
+former failures, by seed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ FOUR = "seed 4\nnodes n0:host=h1 n1:host=h1 n2:host=h2 n3:host=h2\nprogram lengt
 
 @pytest.mark.parametrize("number", range(1000, 1015))
 def test_plans_with_failing_schedulers_hold_all_contracts(number: int) -> None:
-    """Each kind of plan runs; others of them are among the seeds of test_simulated_seeds.py."""
+    """One run of each kind of plan with failing schedulers holds all contracts; more seeds run in
+    test_simulated_seeds.py.
+    """
     assert simulate(failing_family(number)).violation == ""
 
 
@@ -80,8 +84,8 @@ def test_members_of_a_lost_chain_train_on() -> None:
 
 
 def test_a_newcomer_whose_view_was_announced_comes_in_though_the_chain_is_lost() -> None:
-    """The newcomer is in no view when it finds the next scheduler, and is in one a moment later, when the header
-    comes.
+    """The chain is lost when a newcomer's view was announced: the newcomer meets the next scheduler without a view, and
+    comes in by the late header.
     """
     world = World(replace(parse(FOUR + "program work_s 0.2\nlater j0 at 0.5"), limit_s=6.0))
     lost = Fault(action="chain-lost", lasts=0.02)

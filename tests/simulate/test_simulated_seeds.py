@@ -1,4 +1,4 @@
-"""Many short jobs with random faults of every kind must hold all contracts."""
+"""Tests that many short jobs with random faults of every kind hold all contracts."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_five_thousand_seeds_hold_all_contracts() -> None:
 
 
 def test_a_link_that_was_taken_away_and_is_given_back_was_not_made_anew() -> None:
-    """One end reports the link when a view that has it is stored, and both ends are in the view before, which
-    lacks it.
+    """A link that the ruling view lacks, and the next view has, is reported by one end in between: it does not count as
+    broken and made again.
     """
     (outcome,) = [o for chunk in outcomes(2245, 1, "", 1) for o in chunk]
     assert not outcome.violation
@@ -66,7 +66,9 @@ def test_run_is_a_function_of_its_seed(seed: int) -> None:
 
 
 def test_run_is_the_same_in_every_process() -> None:
-    """Python orders a set of strings anew in each process; this changed the events of these seeds."""
+    """Former bug: these seeds' events depended on the order of a set of strings, which differs between Python
+    processes.
+    """
     both = "from lab.simulate.__main__ import main; main(['--tell', '113']); main(['--tell', '149'])"
 
     def told(order: int) -> str:

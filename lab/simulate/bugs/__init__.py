@@ -1,5 +1,5 @@
-"""Planted bugs: for every starred rule of protocol.md that these machines implement, and for the duties of ranks that
-hold outer state to each other (docs/outer.md), that rule broken on purpose.
+"""Planted bugs: breaks, one at a time, the starred rules of protocol.md and the duties of outer-sync ranks in
+docs/outer.md, so that the simulator must find them.
 
 Theory of operation. A simulator that never finds anything proves nothing; so each rule is taken away once, and a run
 must show it (tests/simulate/test_planted_bugs.py). A bug is a `Hooks` whose classes override one method each;

@@ -1,5 +1,5 @@
-"""Frame of planted bugs: the parts of a bug, the guards that are off if they would mask it, and parts that two bugs
-share.
+"""Defines what a planted bug consists of, helpers that replace classes by broken ones, and two broken classes that
+several bugs share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Machine = TypeVar("Machine", MemberMachine, SchedulerMachine)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """Planted bug: a rule of protocol.md or outer.md, broken.
+    """Planted bug: a rule of protocol.md or outer.md, broken on purpose.
 
     Attributes:
         rule: Number in protocol.md, or with an O in outer.md.
@@ -51,7 +51,7 @@ def hooks_of(
     keeper: type[Keeper] = Keeper,
     observation: type[Observation] = Observation,
 ) -> Callable[[], Hooks]:
-    """Returns a maker of hooks with some classes replaced."""
+    """Returns a class of simulation hooks in which the given classes replace the right ones."""
     parts = {
         "machine_class": machine, "plane_class": plane, "keeper_class": keeper, "observation_class": observation
     }  # fmt: skip
@@ -60,12 +60,12 @@ def hooks_of(
 
 
 def with_parts(**parts: type[Any]) -> type[SchedulerMachine]:
-    """Returns a class of schedulers some of whose parts behave otherwise. See `planted`."""
+    """Returns a scheduler class some of whose components are replaced by broken ones. See `planted`."""
     return planted(SchedulerMachine, **parts)
 
 
 def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
-    """Returns a class of machines some of whose parts behave otherwise.
+    """Returns a subclass of a state machine some of whose components are replaced by broken ones.
 
     Args:
         base: Class of machines whose other parts are kept.
@@ -86,14 +86,14 @@ def planted(base: type[Machine], **parts: type[Any]) -> type[Machine]:
 
 
 class TrustingNode(Node):
-    """Process that accepts a joiner's state without comparing hashes."""
+    """Planted bug: a process accepts a joiner's state without comparing hashes."""
 
     def accept_state(self, equal: bool) -> bool:
         return True
 
 
 class HastyBook(Book):
-    """Chain writer that announces a view before it is stored, and goes on."""
+    """Planted bug: the scheduler announces a view before the store has it, and goes on."""
 
     def persist(self, entry: Persist, then: Callable[[], None]) -> None:
         super().persist(entry, (lambda: None) if entry.kind == "view" else then)

@@ -1,4 +1,4 @@
-"""Planted bugs of replay joins (protocol.md 8, 15, 17, 18, 19).
+"""Planted bugs in joining by replay (protocol.md 8, 15, 17, 18, 19).
 
 Theory of operation. A newcomer's state is compared with the members' when it is let in (19). That makes good whatever
 went wrong before, at the price of a pause; so what breaks 15 and 17 only shows with this proof off: `UnprovenNode`
@@ -36,7 +36,9 @@ from lab.simulate.training import State
 
 
 class LateKeeper(Keeper):
-    """Keeper that copies the state one step late, and serves it under the header before."""
+    """Planted bug: a member copies the state for learners one step too late, but serves it as that of the header
+    before.
+    """
 
     _waits: Header | None = None
 
@@ -51,14 +53,18 @@ class LateKeeper(Keeper):
 
 
 class MixingKeeper(Keeper):
-    """Keeper for whose copy the optimizer does not wait, so that it holds ranges of two steps."""
+    """Planted bug: the optimizer does not wait for a learner's copy of the state, which so mixes ranges of two
+    steps.
+    """
 
     def settle(self) -> None:
         return
 
 
 class ForwardKeeper(Keeper):
-    """Keeper that copies the buffers that a forward pass changes as late as the rest."""
+    """Planted bug: buffers that a forward pass changes are copied for learners too late, after the pass has changed
+    them.
+    """
 
     def state_at(self, header: Header) -> tuple[int, ...] | None:
         state = super().state_at(header)
@@ -66,7 +72,7 @@ class ForwardKeeper(Keeper):
 
 
 class EagerNode(Node):
-    """Process that gives other founders its own state while it still loads that of the job."""
+    """Planted bug: a founder gives other founders its own state while it is still loading the job's."""
 
     def serve_state(self, header: Header) -> State | None:
         if self.machine.phase is MemberPhase.LOADING and header.hash == self.machine.header.hash:
@@ -78,7 +84,9 @@ class EagerNode(Node):
 
 
 class SkippingKeeper(Keeper):
-    """Keeper that gives the newest entry instead of the one that stands on the newcomer's header."""
+    """Planted bug: a member gives a learner the log's newest entry instead of the one that follows the learner's
+    header.
+    """
 
     def after(self, at: Header) -> SumEntry | None:
         super().after(at)
@@ -87,7 +95,7 @@ class SkippingKeeper(Keeper):
 
 
 class RepeatingObservation(Observation):
-    """Observation that applies an entry again whose answer came twice."""
+    """Planted bug: a learner applies some log entries twice, as if their answer had come twice."""
 
     def apply(self, entry: SumEntry) -> None:
         super().apply(entry)
@@ -99,21 +107,21 @@ class RepeatingObservation(Observation):
 
 
 class HastyLearners(Learners):
-    """Learners of which those that have caught up are not served any more."""
+    """Planted bug: learners that have caught up, but are not in yet, are no longer given the log."""
 
     def _listed(self) -> tuple[str, ...]:
         return tuple(m for m in super()._listed() if not self._roster.peers[m].caught_up)
 
 
 class PatientLearners(Learners):
-    """Learners that are waited for without end."""
+    """Planted bug: learners are waited for without limit."""
 
     def _overdue(self, peer: Peer) -> str:
         return ""
 
 
 class LeisurelyLearners(Learners):
-    """Learners that may take their time although no member will be left that trains, or holds the state."""
+    """Planted bug: learners go on replaying though too few members stay to train or to hold the state."""
 
     def _too_few(self) -> str:
         return ""
@@ -123,7 +131,7 @@ class LeisurelyLearners(Learners):
 
 
 class UnprovenNode(TrustingNode):
-    """Process that takes the state that a newcomer replayed for the job's, without comparing anything."""
+    """Planted bug: a newcomer's replayed state counts as the job's without any comparison of hashes."""
 
     def kept_ranges(self, header: Header) -> dict[int, int]:
         observation = self.observation
@@ -136,7 +144,7 @@ class UnprovenNode(TrustingNode):
 
 
 class CountingAdmission(Admission):
-    """Admission that takes any word of a learner for a member's report."""
+    """Planted bug: any message of a learner counts as a member's report for a recovery."""
 
     def on_message(self, conn: int, message: FromMember) -> None:
         super().on_message(conn, message)
@@ -150,8 +158,8 @@ class CountingAdmission(Admission):
 
 
 def _impure_plan(seed: int) -> Plan:
-    """Plans a job whose steps are no pure function, though the user vouched for them: its end is not calm, but no state
-    may differ.
+    """Returns a plan whose steps are not pure functions although the user said so: replay fails, but no state may
+    differ.
     """
     plan = calm_plan(seed)
     return replace(plan, replaying=replace(plan.replaying, calm=False, impure=0.3))

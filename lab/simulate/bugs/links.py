@@ -1,4 +1,6 @@
-"""Planted bugs about links and progress: schedulers whose views bring nothing, tear apart or keep others out (31)."""
+"""Planted bugs about links and progress: schedulers whose views lead to no commit, need missing links or keep others
+out (31).
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,14 @@ from lab.simulate.store import Store
 
 
 class ForgetfulGraph(Graph):
-    """Graph that treats every wanted link as one that stands."""
+    """Planted bug: every wanted link counts as one that stands."""
 
     def _stands(self, one: Peer, other: Peer, *, patient: bool) -> bool:
         return True
 
 
 class UndividedGraph(Graph):
-    """Graph that puts all members into one view, though no link leads from some to others."""
+    """Planted bug: a view spans members that no links connect."""
 
     def pairs(self, members: Iterable[str]) -> frozenset[Pair]:
         ids = list(members)
@@ -55,14 +57,14 @@ class UndividedGraph(Graph):
 
 
 class UndividedRewiring(Rewiring):
-    """Rewiring that keeps all members in, though no link leads from some to others."""
+    """Planted bug: a recovery keeps all members in one view though no links connect some of them."""
 
     def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
         return reports
 
 
 class HarshRewiring(Rewiring):
-    """Rewiring that puts out members without a link to the oldest one, though other links lead there."""
+    """Planted bug: members without a direct link to the oldest one are put out, though other links lead to it."""
 
     def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
         side = super().side(reports, rule)
@@ -75,7 +77,7 @@ class HarshRewiring(Rewiring):
 
 
 class TwofoldScheduler(SchedulerMachine):
-    """Scheduler that lets the side that is cut off go on, too, in a view of its own."""
+    """Planted bug: the members that a lost link cuts off go on, too, in a second view of their own."""
 
     def _sort_out(self, old: Iterable[Peer], view: View | None, ruling: Ruling) -> None:
         peers = list(old)
@@ -91,8 +93,8 @@ class TwofoldScheduler(SchedulerMachine):
 
 
 class HurriedMachine(MemberMachine):
-    """Member that closes links of the view before at once when it enters the next, whatever is still to come over
-    them.
+    """Planted bug: a member that enters a view closes the previous view's links at once, while messages are still to
+    come over them.
     """
 
     def _connect(self) -> None:
@@ -101,7 +103,9 @@ class HurriedMachine(MemberMachine):
 
 
 class OwnWays(Router):
-    """Router that sends routed messages on by the view that the member stands in itself, whatever view they are of."""
+    """Planted bug: a router forwards messages by its own member's view rather than by the view that the message belongs
+    to.
+    """
 
     def hop(self, to: str, view: ViewId = NO_VIEW) -> str | None:
         return super().hop(to, NO_VIEW)
@@ -116,7 +120,7 @@ def _without_wishes(entry: ChainEntry) -> ChainEntry:
 
 
 class WishlessStore(Store):
-    """Store that keeps views only: wishes about links die with the scheduler."""
+    """Planted bug: the store loses granted link requests when the scheduler dies."""
 
     def open(self, above: int = 0, chain: str = "") -> Chain:
         self.entries = [e for e in self.entries if e.wish is None]
@@ -125,7 +129,7 @@ class WishlessStore(Store):
 
 
 class GenerousScheduler(SchedulerMachine):
-    """Scheduler that grants wishes about links before they are stored."""
+    """Planted bug: the scheduler grants link requests before the store has them."""
 
     def on(self, now: float, *events: SchedulerEvent) -> list[SchedulerEffect]:
         effects = super().on(now, *events)
@@ -139,8 +143,8 @@ class GenerousScheduler(SchedulerMachine):
 
 
 class AnnouncedRewiring(Rewiring):
-    """Rewiring that judges which links are missed by the announced view, in which a recovery would not put all
-    members.
+    """Planted bug: lost links are judged by the announced view, although a recovery would leave out some of its
+    newcomers.
     """
 
     def _remaining(self) -> list[str]:
@@ -148,28 +152,30 @@ class AnnouncedRewiring(Rewiring):
 
 
 class RestlessRecovery(Recovery):
-    """Recovery that begins whenever there is a cause, whatever became of those before."""
+    """Planted bug: a recovery begins at every cause, without a pause after recoveries that led to no committed slot."""
 
     def paced(self, why: str) -> bool:
         return False
 
 
 class HospitableGraph(Graph):
-    """Graph that keeps a place for the newcomer that came first, though no link leads to it."""
+    """Planted bug: a newcomer without any link keeps its place under max_nodes."""
 
     def strand(self, newcomers: list[Peer], members: list[Peer]) -> None:
         pass
 
 
 class StubbornScheduler(SchedulerMachine):
-    """Scheduler that has members that are cut off wait for min_nodes, though they would count as newcomers."""
+    """Planted bug: members that are cut off stay members and wait for min_nodes, although as newcomers they could come
+    in.
+    """
 
     def _bridged(self, ruling: Ruling) -> tuple[tuple[str, str], ...]:
         return ()
 
 
 class ClingingRewiring(Rewiring):
-    """Rewiring that keeps the places of members that are cut off, though too few are left without them."""
+    """Planted bug: members that are cut off keep their places, so that newcomers cannot replace them."""
 
     def side(self, reports: Mapping[str, Report], rule: Rule) -> Mapping[str, Report] | None:
         side = super().side(reports, rule)
@@ -179,28 +185,28 @@ class ClingingRewiring(Rewiring):
 
 
 class ChoosyGraph(Graph):
-    """Graph that lets no newcomer in by a link that carries nothing, though too few members are left."""
+    """Planted bug: no newcomer comes in over a link that carries no data, even if too few members are left."""
 
     def _few(self) -> bool:
         return False
 
 
 class StaleRedrawing(Redrawing):
-    """Redrawing that uses a plan that was drawn for a view that no longer rules."""
+    """Planted bug: the scheduler uses a reduction plan that was made for a previous view."""
 
     def drop(self) -> None:
         pass
 
 
 class LoosePartners(Partners):
-    """Partners without the links that make up for a node's loss."""
+    """Planted bug: no links are added for the case that a node whose links connect others is lost."""
 
     def secure(self) -> None:
         pass
 
 
 class LooseScheduler(SchedulerMachine):
-    """Scheduler that gives no member the links that make up for a node's loss."""
+    """Planted bug: a scheduler with `LoosePartners`, which adds no links for the loss of a node."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         super().__init__(settings, chain)
@@ -208,7 +214,7 @@ class LooseScheduler(SchedulerMachine):
 
 
 class BlindTopology(Topology):
-    """Topology that does not notice that a link is down, so that judgements rest on links that were down before."""
+    """Planted bug: the scheduler does not notice that a link goes down, and decides by outdated records."""
 
     def _look_at(self, one: str, other: str, fact: Fact) -> None:
         self.news = True

@@ -1,4 +1,4 @@
-"""Planted bugs about members: what they commit, hold, promise, use and vote (1 to 4a, 8 to 11, 15, 19, 25, 28)."""
+"""Planted bugs in what members commit, hold, promise, use and vote (1 to 4a, 8 to 11, 15, 19, 25, 28)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from lab.simulate.world import Hooks
 
 
 class SubsetMachine(MemberMachine):
-    """Member that, as the root, commits as soon as all but one have contributed."""
+    """Planted bug: the commit root commits as soon as all members but one have contributed."""
 
     def _all_in(self, view: View, box: Mapping[str, Contribution]) -> bool:
         return len(box) >= max(1, len(view.members) - 1)
@@ -67,7 +67,9 @@ class SubsetMachine(MemberMachine):
 
 
 class MixedPlane(DataPlane):
-    """Data plane whose ranges carry the step only: bytes of an older view get into the sums of a newer one."""
+    """Planted bug: messages with gradients carry the step but not the view, so that bytes of an older view enter a
+    newer view's sums.
+    """
 
     def take(self, message: Up | Down) -> None:
         attempt = self.attempt
@@ -84,22 +86,22 @@ class MixedPlane(DataPlane):
 
 
 class EagerMachine(MemberMachine):
-    """Member that commits on the header alone, as a root, too."""
+    """Planted bug: every member, the commit root too, commits on a header without the reduced bytes."""
 
     def _has_bytes(self, header: Header) -> bool:
         return True
 
 
 class EagerFollower(MemberMachine):
-    """Member that commits on the header alone, unless it is the root."""
+    """Planted bug: members other than the commit root commit on a header without the reduced bytes."""
 
     def _has_bytes(self, header: Header) -> bool:
         return super()._has_bytes(header) or not self.is_root
 
 
 class UncountedMachine(MemberMachine):
-    """Member that counts a slot as committed only once all members below it in the header's tree have the header; until
-    then it reports the slot before.
+    """Planted bug: a member that forwards headers reports a committed slot as uncommitted while members below it in the
+    header's tree lack the header.
     """
 
     _before = GENESIS
@@ -123,7 +125,7 @@ class UncountedMachine(MemberMachine):
 
 
 class OneBufferPlane(DataPlane):
-    """Data plane whose next attempt writes over the committed slot's raw bytes."""
+    """Planted bug: the next slot's reduction overwrites the raw bytes of the last committed slot."""
 
     BUFFERS = 1
 
@@ -135,7 +137,7 @@ class OneBufferPlane(DataPlane):
 
 
 class CarelessRoot(MemberMachine):
-    """Member that, as the root, commits whatever is contributed."""
+    """Planted bug: the commit root does not check that the contributions agree."""
 
     def _differing_in(self, view: View, box: Mapping[str, Contribution]) -> tuple[Differs, ...]:
         return ()
@@ -145,7 +147,7 @@ class CarelessRoot(MemberMachine):
 
 
 class HastyNode(Node):
-    """Process that writes its checkpoint when a step commits here."""
+    """Planted bug: a process writes its checkpoint when it commits a step, before the step is known to be stable."""
 
     def externalise(self, before: Header, header: Header) -> None:
         self.world.oracle.externalised(self.machine.member_id, self.lineage, header)
@@ -155,8 +157,8 @@ class HastyNode(Node):
 
 
 class BlindMachine(MemberMachine):
-    """Member that stamps its own header's hash on whatever the training thread brings, instead of carrying the
-    thread's.
+    """Planted bug: a member marks contributions as based on its newest header, whatever header the training thread
+    computed them on.
     """
 
     def _on_own(self, contribution: Contribution) -> None:
@@ -167,7 +169,7 @@ class BlindMachine(MemberMachine):
 
 
 class MemoryStore(Store):
-    """Store that dies with the scheduler's process."""
+    """Planted bug: the store's content is lost when the scheduler's process ends."""
 
     def open(self, above: int = 0, chain: str = "") -> fx.Chain:
         self.forget()
@@ -175,8 +177,8 @@ class MemoryStore(Store):
 
 
 class CarefreeIdentity(Identity):
-    """Identity check that takes members of unknown views for newcomers, whom the real one sends away, and founds a job
-    beside them.
+    """Planted bug: members whose view the store lacks are taken for newcomers, and a second job is founded beside
+    theirs.
     """
 
     def _is_foreign(self, hello: Hello) -> bool:
@@ -190,7 +192,7 @@ CarefreeScheduler = with_parts(identity=CarefreeIdentity)
 
 
 class FickleMachine(MemberMachine):
-    """Member that reports, and goes on with the old view all the same."""
+    """Planted bug: a member promises to leave its view, but goes on committing in it."""
 
     def _outdated(self, view: ViewId) -> bool:
         return view < self._entered_id
@@ -204,7 +206,7 @@ class FickleMachine(MemberMachine):
 
 
 class LowBaseScheduler(SchedulerMachine):
-    """Scheduler that takes the lowest report as the base and always redoes."""
+    """Planted bug: a recovery takes the lowest reported header as its base, and always redoes the slot."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         ruling = super().rule(reports)
@@ -216,7 +218,7 @@ class LowBaseScheduler(SchedulerMachine):
 
 
 class CarelessScheduler(SchedulerMachine):
-    """Scheduler that hands on a header although some of its bytes are nowhere."""
+    """Planted bug: a recovery hands on a header although no member holds some of its bytes."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         ruling = super().rule(reports)
@@ -228,8 +230,8 @@ class CarelessScheduler(SchedulerMachine):
 
 
 class BriefRecovery(Recovery):
-    """Recovery that is content with brief reports of all members but the youngest, as of the younger ones of a large
-    job.
+    """Recovery that takes only hashes, not headers, in the reports of all members but the youngest, as in a large job
+    (control of `UnaskedRecovery`).
     """
 
     def _tellers(self, living: Sequence[Peer]) -> set[str]:
@@ -237,7 +239,7 @@ class BriefRecovery(Recovery):
 
 
 class UnaskedRecovery(BriefRecovery):
-    """Recovery that asks no member for a pending header that reports only name."""
+    """Planted bug: a recovery never asks for the pending header whose hash alone a report contains."""
 
     def _needs(self, report: Report) -> tuple[str, ...]:
         return (report.head,)
@@ -247,7 +249,7 @@ class UnaskedRecovery(BriefRecovery):
 
 
 class ReassigningNode(Node):
-    """Process that assigns anew whenever the view changes."""
+    """Planted bug: a process assigns samples anew whenever the view changes."""
 
     def samples(self) -> tuple[int, tuple[Span, ...]]:
         return self.world.program.share(self.machine.view, self.machine.member_id, self.header.ledger)
@@ -261,8 +263,8 @@ class ReassigningNode(Node):
 
 
 class FirstOnlyNode(Node):
-    """Process that assigns its first step by a view without predecessor only, so that a job founded again begins with
-    an empty one.
+    """Planted bug: a process gets samples for its first step only if the view has no predecessor, so that a job that is
+    founded again begins with an empty step.
     """
 
     def samples(self) -> tuple[int, tuple[Span, ...]]:
@@ -275,7 +277,9 @@ class FirstOnlyNode(Node):
 
 
 class StubbornNode(TrustingNode):
-    """Process that, thrown out, keeps its training state for the next join, and takes it for the job's."""
+    """Planted bug: a process that was put out keeps its training state, and takes it for the job's when it joins
+    again.
+    """
 
     def forget(self) -> None:
         return
@@ -288,7 +292,7 @@ class StubbornNode(TrustingNode):
 
 
 class LiveNode(TrustingNode):
-    """Process that serves its memory as it is, not the snapshot at the header."""
+    """Planted bug: a process serves its present memory to joiners instead of the snapshot at the header."""
 
     def serve_state(self, header: Header) -> State | None:
         return None if super().serve_state(header) is None else self.live
@@ -298,7 +302,7 @@ class LiveNode(TrustingNode):
 
 
 class DrawingNode(Node):
-    """Process that takes all samples for spent that were assigned to any member."""
+    """Planted bug: samples count as used once they are assigned to a member, even if they are never committed."""
 
     _drawn: tuple[int, set[int]] = (0, set())
 
@@ -330,7 +334,7 @@ class DrawingNode(Node):
 
 
 class DoubleVoteMachine(MemberMachine):
-    """Member that keeps the votes of earlier attempts and counts them, too."""
+    """Planted bug: the commit root counts votes of earlier attempts besides those of the present one."""
 
     _heard: dict[int, list[Contribution]]
 

@@ -1,4 +1,6 @@
-"""Planted bugs of ranks that hold outer state (docs/outer.md O8, O8a); their control is the same jobs without them."""
+"""Planted bugs in how ranks of an outer-sync cluster share its outer state (docs/outer.md O8, O8a); as a control, the
+same jobs run without them.
+"""
 
 from __future__ import annotations
 

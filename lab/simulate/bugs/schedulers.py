@@ -1,4 +1,5 @@
-"""Planted bugs about schedulers that misjudge the dead, wake up deposed, or lose their store (7, 9, 12 to 12b, 14a).
+"""Planted bugs in schedulers that misjudge deaths, go on after they were deposed, or lose their store (7, 9, 12 to 12b,
+14a).
 
 Two guards mask each other: a store that refuses whoever leads no more, and members that tell a scheduler that there is
 a later term. So stores that refuse nothing come with a control of their own.
@@ -48,21 +49,21 @@ from lab.simulate.store import Store
 
 
 class RashDetector(Detector):
-    """Detector that takes a missed heartbeat for a death."""
+    """Planted bug: a missed heartbeat counts as a death."""
 
     def _confirmed(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
         return suspicion.why
 
 
 class HastySilences(Silences):
-    """Silences that count as deaths as soon as a neighbour confirms them."""
+    """Planted bug: no silence is tolerated once a neighbour confirms it."""
 
     def patience_s(self, now: float, member: Member) -> float:
         return 0.0
 
 
 class HastyJudge(SchedulerMachine):
-    """Scheduler that takes silence for a death as soon as a neighbour confirms it."""
+    """Planted bug: the scheduler takes a silent member for dead as soon as a neighbour confirms the silence."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         super().__init__(settings, chain)
@@ -70,32 +71,32 @@ class HastyJudge(SchedulerMachine):
 
 
 class ImpatientDetector(Detector):
-    """Detector that judges the last member that holds the state like all others."""
+    """Planted bug: the last member that holds the state is taken for dead as quickly as any other."""
 
     def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
         return False
 
 
 class StubbornDeaths(Deaths):
-    """Deaths that are never taken back, whichever members have died since."""
+    """Planted bug: unproven deaths are never taken back, even if the state is lost with them."""
 
     def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
         return False
 
 
 class CredulousDetector(Detector):
-    """Detector that takes closed connections for the proof of a death at once."""
+    """Planted bug: closed connections count at once as proof of a last holder's death."""
 
     def _proof(self, now: float, peer: Peer, suspicion: Suspicion, scene: Scene) -> str:
         return super()._proof(now, peer, suspicion, scene) or scene.fact(peer)
 
 
 class DeafDetector(RashDetector, ImpatientDetector):
-    """Detector that takes a missed heartbeat of the last member that holds the state for a death, too."""
+    """Planted bug: a missed heartbeat counts as a death, even that of the last member that holds the state."""
 
 
 class DeafDeaths(StubbornDeaths):
-    """Deaths that are never taken back, nor revoked by a word of a member that is taken for dead."""
+    """Planted bug: deaths are never taken back, not even when the member that was taken for dead speaks again."""
 
     def revive(self, peer: Peer) -> None:
         self._detector.heard(peer.id)
@@ -109,7 +110,7 @@ DeafScheduler = with_parts(detector=DeafDetector, deaths=DeafDeaths)
 
 
 class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
-    """Scheduler that judges all members by its own sleep."""
+    """Planted bug: a scheduler that was frozen counts that time as silence of all members."""
 
     def _forgive(self, now: float) -> None:
         before = self.desk.clock
@@ -121,14 +122,14 @@ class UnforgivingScheduler(DeafScheduler):  # type: ignore[valid-type, misc]
 
 
 class FaithfulTerms(Terms):
-    """Job spec check that turns away processes of another program than the members had, even if none of these lives."""
+    """Planted bug: processes of another program are refused even if no member of the old program lives."""
 
     def authorities(self) -> list[Peer]:
         return [p for p in self._roster.peers.values() if not p.differs]
 
 
 class FaithfulRoster(Roster):
-    """Peers whose words are not forgotten when they are dead."""
+    """Planted bug: the terms of a job are remembered even when all its members are dead."""
 
     def forget_terms(self) -> None:
         pass
@@ -138,7 +139,7 @@ FaithfulScheduler = with_parts(terms=FaithfulTerms, roster=FaithfulRoster)
 
 
 class LaxStore(Store):
-    """Store that takes whatever it is given: it checks no term, no lease, no predecessor."""
+    """Planted bug: the store accepts every write, without a check of term, lease or predecessor."""
 
     def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
         return Appended(True)
@@ -148,14 +149,16 @@ class LaxStore(Store):
 
 
 class OpenStore(Store):
-    """Store that takes entries of a scheduler that has seen a newer end of the chain than the store has."""
+    """Planted bug: the store accepts writes of a scheduler that has seen newer entries than the store has."""
 
     def judge(self, term: int, persist: Persist, seen: Tip | None) -> Appended:
         return super().judge(term, persist, None)
 
 
 class BlindStore(Store):
-    """Store whose records change the view before the last one, and whose readers do not look which view they change."""
+    """Planted bug: records describe changes of the wrong view, the one before the last, and readers do not check
+    that.
+    """
 
     def _told(self, entry: ChainEntry) -> ChainEntry:
         if entry.view is None or len(self.views) < 2:
@@ -169,7 +172,7 @@ class BlindStore(Store):
 
 
 class ForgetfulStore(Store):
-    """Store whose records that sum up say nothing of the views before the last two."""
+    """Planted bug: a store's summary record leaves out all views before the last two."""
 
     def _summary(self) -> ChainEntry:
         entry = super()._summary()
@@ -178,23 +181,23 @@ class ForgetfulStore(Store):
 
 
 class DeafIdentity(Identity):
-    """Identity check that does not heed facts that members know and the store lacks."""
+    """Planted bug: the scheduler ignores that members know of views which its store lacks."""
 
     def _lacking(self, message: Hello | Entered | Heartbeat) -> str:
         return ""
 
 
 class RuthlessIdentity(DeafIdentity):
-    """Identity check that, moreover, takes processes that stand in a view unknown to it for excluded by one that it
-    knows.
-    """
+    """Planted bug: as `DeafIdentity` and, besides, members of a view that the store lacks count as excluded."""
 
     def _is_foreign(self, hello: Hello) -> bool:
         return False
 
 
 class ReissuingScheduler(SchedulerMachine):
-    """Scheduler that goes on from the last view's number, whatever numbers were reserved and promised since."""
+    """Planted bug: a new scheduler numbers views from the last view on, although higher numbers were reserved or
+    promised.
+    """
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         last = chain.views[-1].id if chain.views else NO_VIEW
@@ -202,14 +205,14 @@ class ReissuingScheduler(SchedulerMachine):
 
 
 class ShortsightedScheduler(SchedulerMachine):
-    """Scheduler that reads an older end of the chain, and so takes the excluded for members."""
+    """Planted bug: a new scheduler overlooks the last view, and so takes members that it excluded for members."""
 
     def __init__(self, settings: Settings, chain: Chain) -> None:
         super().__init__(settings, replace(chain, views=chain.views[:-1] or chain.views))
 
 
 class IndifferentIdentity(Identity):
-    """Identity check that takes the numbers of any chain for those of its own."""
+    """Planted bug: view numbers of another chain count as numbers of the scheduler's own."""
 
     def _is_another(self, chain: str) -> bool:
         return False
@@ -219,7 +222,7 @@ class IndifferentIdentity(Identity):
 
 
 class HurriedIdentity(Identity):
-    """Identity check that decides as soon as it has started, from the processes that are there."""
+    """Planted bug: a new scheduler decides at once, without waiting to hear members that may know more."""
 
     @property
     def hearing(self) -> bool:
@@ -227,7 +230,9 @@ class HurriedIdentity(Identity):
 
 
 class HastyRebuild(Rebuild):
-    """Rebuild of a lost chain from the processes that are there first."""
+    """Planted bug: a lost chain is rebuilt from the first reports, without waiting for more than half of the
+    members.
+    """
 
     def enough(self, here: int, view: View) -> bool:
         return here > 0
@@ -238,7 +243,7 @@ class HastyRebuild(Rebuild):
 
 
 class GullibleDetector(Detector):
-    """Detector that takes a missing link of a newcomer that never had one for a sign of death."""
+    """Planted bug: a newcomer that never had a link to a suspect may confirm that the suspect's link is gone."""
 
     def verdict(self, by: str, verdict: Verdict, *, stranger: bool = False) -> None:
         super().verdict(by, verdict)

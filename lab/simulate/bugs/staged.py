@@ -1,4 +1,4 @@
-"""Planted bugs about jobs with pipelines: parts, attempts, moves and leaves (P1 to P17).
+"""Planted bugs in jobs with pipelines: parts of the state, attempts, moves of parts, and leaves (P1 to P17).
 
 Theory of operation. Coverage masks some of them: a sum that lacks a micro-batch is refused by the root before it does
 harm, which is a finding, too, since members of one attempt have one plan. These are planted with that check off, too.
@@ -59,13 +59,13 @@ def hooks(
     machine: type[MemberMachine] = MemberMachine,
     scheduler: type[SchedulerMachine] = SchedulerMachine,
 ) -> type[Hooks]:
-    """Returns hooks with some classes replaced."""
+    """Returns a class of hooks in which the given classes replace the right ones."""
     node_with: type[Node] = type(node.__name__, (node,), {"machine_class": machine})
     return type("BugHooks", (StagedHooks,), {"node_class": node_with, "scheduler_class": scheduler})
 
 
 class UncheckedMachine(MemberMachine):
-    """Member that, as the root, does not check which micro-batches sums cover."""
+    """Planted bug: the commit root does not check which micro-batches the sums cover."""
 
     def _make_header(self, view: View, box: Mapping[str, Contribution]) -> Header:
         return super()._make_header(replace(view, pipelines=""), box)
@@ -75,7 +75,7 @@ class UncheckedMachine(MemberMachine):
 
 
 class ForeseeingNode(StagedNode):
-    """Process that runs the units of a view as soon as the view is announced."""
+    """Planted bug: a process runs units by an announced view before it has entered that view."""
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         return super()._new_run(attempt, self.machine.waiting_view or view)
@@ -85,7 +85,7 @@ class ForeseeingNode(StagedNode):
 
 
 class ShrinkingNode(StagedNode):
-    """Process that leaves out a micro-batch after a recovery, as if the dead had taken it along."""
+    """Planted bug: a process leaves out a micro-batch after a recovery, as if it was lost with the dead member."""
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         run = super()._new_run(attempt, view)
@@ -100,46 +100,48 @@ class ShrinkingNode(StagedNode):
 
 
 class HastyParts(MemberParts):
-    """Parts of a member that contributes to a step before they are reduced."""
+    """Planted bug: a member contributes to a step before the sums of its parts are reduced."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return not self.missing
 
 
 class KeepingParts(MemberParts):
-    """Parts of a member that contributes again what was reduced in an earlier view."""
+    """Planted bug: sums that were reduced in an earlier view count in the present one."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return not self.missing and (contribution.reduced or super().may_contribute(view, contribution, complete))
 
 
 class KeepingMachine(MemberMachine):
-    """Member that sends a step's contribution again in the next view, with `KeepingParts`."""
+    """Planted bug: a member sends the contribution of an earlier view again in the next one (with `KeepingParts`)."""
 
     def _rerun(self, view: View) -> None:
         return
 
 
 class UncheckedKeepingMachine(KeepingMachine, UncheckedMachine):
-    """Member as `KeepingMachine`, whose root does not check which micro-batches sums cover, either."""
+    """Planted bug: as `KeepingMachine` and, besides, the commit root does not check which micro-batches the sums
+    cover.
+    """
 
 
 class LaxParts(MemberParts):
-    """Parts of a member that only before steps, not before other slots, checks that it holds them."""
+    """Planted bug: a member checks that it holds its parts of the state only before steps, not before other slots."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return contribution.kind is not Kind.STEP or super().may_contribute(view, contribution, complete)
 
 
 class BareParts(MemberParts):
-    """Parts of a member that contributes to steps without a check that it holds them."""
+    """Planted bug: a member contributes to steps without checking that it holds its parts of the state."""
 
     def may_contribute(self, view: View, contribution: Contribution, complete: tuple[ViewId, int] | None) -> bool:
         return contribution.kind is not Kind.STEP or complete == (view.id, contribution.seq)
 
 
 class BareNode(StagedNode):
-    """Process that runs units though parts are missing."""
+    """Planted bug: a process runs units although it lacks parts of the state."""
 
     def lacks(self, view: View) -> bool:
         return False
@@ -149,7 +151,7 @@ class BareNode(StagedNode):
 
 
 class RestlessParts(MemberParts):
-    """Parts of a member that begins without the part called the rest, which all members own."""
+    """Planted bug: a member starts work without the one part of the state that all members own."""
 
     @property
     def missing(self) -> tuple[Span, ...]:
@@ -161,14 +163,14 @@ class RestlessParts(MemberParts):
 
 
 class ForgetfulScheduler(SchedulerMachine):
-    """Scheduler that does not count the members to which a step can be handed on."""
+    """Planted bug: a recovery ignores parts that members would hold after a step is handed on to them."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         return super().rule({m: replace(r, owns=()) for m, r in reports.items()})
 
 
 class StrictScheduler(SchedulerMachine):
-    """Scheduler that tries no header but the last."""
+    """Planted bug: a recovery tries only the last header as its base, never an earlier one."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         ruling = super().rule(reports)
@@ -180,7 +182,7 @@ class StrictScheduler(SchedulerMachine):
 
 
 class BelievingScheduler(SchedulerMachine):
-    """Scheduler that believes that members hold the parts that the view says they own."""
+    """Planted bug: a recovery assumes that members hold all parts that they own, whatever they report."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         assert self.book.latest is not None
@@ -192,23 +194,23 @@ class BelievingScheduler(SchedulerMachine):
 
 
 class EagerDetector(Detector):
-    """Detector that counts a member as a last holder only if no other member holds anything."""
+    """Planted bug: a member that alone holds some part counts as a last holder only if no other member holds any
+    part.
+    """
 
     def _is_last_holder(self, member: str, scene: Scene, answered: tuple[Span, ...]) -> bool:
         return not answered and super()._is_last_holder(member, scene, answered)
 
 
 class EagerDeaths(Deaths):
-    """Deaths that are not taken back for parts of the state that are lost with them."""
+    """Planted bug: unproven deaths stand although parts of the state are lost with them."""
 
     def take_back(self, lost: tuple[Span, ...] | None = None) -> bool:
         return lost is None and super().take_back()
 
 
 class OneSidedScheduler(SchedulerMachine):
-    """Scheduler that lets one side of a graph in parts pass for all of it: reports of the other side count as if they
-    were here.
-    """
+    """Planted bug: the members on one side of a broken link go on as if they held the parts of the other side."""
 
     def rule(self, reports: Mapping[str, Report]) -> Ruling:
         ruling = super().rule({p.id: p.report for p in self.roster.party() if p.report is not None})
@@ -224,7 +226,7 @@ class OneSidedScheduler(SchedulerMachine):
 
 
 class RetentiveNode(StagedNode):
-    """Process that keeps its raw sums when the step begins anew."""
+    """Planted bug: a process keeps its raw sums when a step begins anew."""
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         before, run = self.last_run, super()._new_run(attempt, view)
@@ -235,7 +237,7 @@ class RetentiveNode(StagedNode):
 
 
 class HurriedNode(StagedNode):
-    """Process that begins a step anew in the midst of a unit, whose gradient then lands in the new sums."""
+    """Planted bug: a process begins a step anew in the middle of a unit, whose gradient then enters the new sums."""
 
     def _unit_over(self, run: Run) -> None:
         new, unit = self.run, next(iter(run.units), None)
@@ -247,7 +249,9 @@ class HurriedNode(StagedNode):
 
 
 class NumberingNode(StagedNode):
-    """Process that tells tensors of different attempts apart by the slot's number alone."""
+    """Planted bug: tensors of different attempts at the same slot are mixed up, since only the slot number is
+    compared.
+    """
 
     def takes(self, run: Run, tensor: Border) -> bool:
         return tensor.attempt.seq == run.attempt.seq
@@ -257,7 +261,7 @@ class NumberingNode(StagedNode):
 
 
 class TidyParts(MemberParts):
-    """Parts that an old owner drops when it enters, by a header, a view in which it does not own them."""
+    """Planted bug: a former owner drops its parts at once when a header brings a view in which it does not own them."""
 
     def pull(self, header: Header, view: View) -> list[fx.MemberEffect]:
         gone = _dropped(self) if header.next_view == view.id else []
@@ -265,7 +269,7 @@ class TidyParts(MemberParts):
 
 
 class TidyAtDecideParts(MemberParts):
-    """Parts that an old owner drops with the decision of a recovery that names it no owner of them."""
+    """Planted bug: a former owner drops its parts at once when a recovery's decision gives them to others."""
 
     def pull(self, header: Header, view: View) -> list[fx.MemberEffect]:
         gone = _dropped(self) if header.next_view != view.id else []
@@ -273,7 +277,7 @@ class TidyAtDecideParts(MemberParts):
 
 
 def _dropped(parts: MemberParts) -> list[fx.MemberEffect]:
-    """Drops the parts that the member does not own; returns the effects that the shell must carry out."""
+    """Drops the parts that the member does not own; returns the effects that the process must carry out."""
     gone = subtract(parts.held, parts.owned)
     parts.held = common(parts.held, parts.owned)
     return [fx.DropParts(gone)] if gone else []
@@ -283,14 +287,14 @@ def _dropped(parts: MemberParts) -> list[fx.MemberEffect]:
 
 
 class SelfishNode(StagedNode):
-    """Process that serves nothing once it is let go."""
+    """Planted bug: a process that is let go serves its parts to nobody."""
 
     def serve_part(self, header: Header, view: View, part: int) -> int | None:
         return None if self.machine.phase is MemberPhase.LEAVING else super().serve_part(header, view, part)
 
 
 class LingeringMachine(MemberMachine):
-    """Member that goes when it has lingered for long enough, whichever members still need its parts."""
+    """Planted bug: a leaver goes after a fixed time, even if members still need its parts."""
 
     def _on_tick(self) -> None:
         self.parts.serves = False
@@ -298,7 +302,9 @@ class LingeringMachine(MemberMachine):
 
 
 class ReleasingRoster(Roster):
-    """Peers of a scheduler that releases leavers when all have entered the view."""
+    """Planted bug: the scheduler releases leavers once all members have entered the view, even if some still lack
+    parts.
+    """
 
     @property
     def settled(self) -> bool:
@@ -308,14 +314,14 @@ class ReleasingRoster(Roster):
 
 
 class UnaskingRoster(Roster):
-    """Peers of a scheduler whose recoveries ask members alone for the parts that they hold."""
+    """Planted bug: a recovery does not ask leavers which parts they hold."""
 
     def party(self) -> list[Peer]:
         return self.living()
 
 
 class ForgettingPipelining(Pipelining):
-    """Pipelining whose decision names no leaver that the view before has named."""
+    """Planted bug: a recovery's view leaves out the leavers that the previous view named."""
 
     def lineup(self, latest: View, ruling: Ruling) -> Lineup | str:
         found = super().lineup(latest, ruling)
@@ -328,7 +334,7 @@ class ForgettingPipelining(Pipelining):
 
 
 class WaitingPipelining(Pipelining):
-    """Pipelining in which newcomers wait for a boundary, whatever members lack."""
+    """Planted bug: newcomers wait for a boundary even if no plan is possible without them."""
 
     def lineup(self, latest: View, ruling: Ruling) -> Lineup | str:
         found = super().lineup(latest, ruling)
@@ -342,14 +348,14 @@ class WaitingPipelining(Pipelining):
 
 
 class OwnNormNode(StagedNode):
-    """Process that clips by the norm of the parts that it owns."""
+    """Planted bug: a process clips gradients by the norm of its own parts only."""
 
     def clipped(self, header: Header, results: Mapping[int, RawSum]) -> str:
         return clipping([norms(results)])
 
 
 class FiniteNode(StagedNode):
-    """Process that ends where a norm is no number."""
+    """Planted bug: a process ends when a gradient norm is NaN."""
 
     def _commit(self, header: Header, contributors: tuple[str, ...]) -> None:
         super()._commit(header, contributors)
@@ -359,7 +365,9 @@ class FiniteNode(StagedNode):
 
 
 class SternMachine(MemberMachine):
-    """Member that joins again if one of its parts has drifted, as it does without pipelines."""
+    """Planted bug: a member leaves and joins again when one of its parts has drifted, as would be right without
+    pipelines.
+    """
 
     def _commit(self, header: Header) -> None:
         super()._commit(header)
@@ -371,7 +379,7 @@ class SternMachine(MemberMachine):
 
 
 class OwnHeaderNode(StagedNode):
-    """Process that writes its parts down as soon as it is to leave, at the header where it stands."""
+    """Planted bug: a process that is to leave writes its parts to a file at once, at whatever header it is."""
 
     def leave(self, reason: str) -> None:
         super().leave(reason)
@@ -382,7 +390,7 @@ class OwnHeaderNode(StagedNode):
 
 
 class ExitingNode(StagedNode):
-    """Process that writes its parts down and exits without a word."""
+    """Planted bug: a process writes its parts to a file and exits without telling the scheduler."""
 
     def _keep(self, file: tuple[Kept, Parts, str]) -> None:
         self.file, self.outcome = file, "left: it has written its parts down"
@@ -390,14 +398,14 @@ class ExitingNode(StagedNode):
 
 
 class HastyKeeper(Keeper):
-    """Keeper that lets all leavers go once one of them has told which parts it wrote down."""
+    """Planted bug: all leavers are released once one of them has reported its file."""
 
     def all_told(self, leavers: Sequence[Peer]) -> bool:
         return super().all_told(leavers) or any(self.has_told(p) for p in leavers)
 
 
 class ForgetfulKeeper(Keeper):
-    """Keeper that ignores which parts members said they wrote down as all left."""
+    """Planted bug: the scheduler ignores what leavers reported about their files."""
 
     def told_reports(self) -> list[Report]:
         return []
@@ -407,7 +415,7 @@ class ForgetfulKeeper(Keeper):
 
 
 class CopyingParts(MemberParts):
-    """Parts of a member that counts, before slot 1, parts that it pulled in the view before as held."""
+    """Planted bug: before slot 1, parts that a member pulled in the previous view count as held."""
 
     def stand_in(self, me: str, view: View, seq: int) -> None:
         before = self.held
@@ -417,7 +425,9 @@ class CopyingParts(MemberParts):
 
 
 class CopyingNode(StagedNode):
-    """Process that keeps the parts that it pulled in the view before, with `CopyingParts`."""
+    """Planted bug: before slot 1, a process keeps the values of parts that it pulled in the previous view (with
+    `CopyingParts`).
+    """
 
     def _viewed(self, view: View) -> None:
         before = self.values
@@ -427,7 +437,7 @@ class CopyingNode(StagedNode):
 
 
 class GenerousNode(StagedNode):
-    """Process that serves, before slot 1, any part that it has, whichever view the part was made in."""
+    """Planted bug: before slot 1, a process serves any part that it has, even one that was made in another view."""
 
     def serve_part(self, header: Header, view: View, part: int) -> int | None:
         if header.seq > 0:
@@ -445,7 +455,9 @@ class GenerousNode(StagedNode):
 
 
 class SplitPlane(PartPlane):
-    """Reduction in which sums of a shared parameter stay among the owners of one of its layers."""
+    """Planted bug: a shared parameter's gradients are summed in two separate groups of its owners: those of layer 0 and
+    the others.
+    """
 
     def owners(self, parts: Division, part: int) -> tuple[str, ...]:
         if parts.layer_count <= part < len(parts.names) - 1:
@@ -459,7 +471,7 @@ class SplittingNode(StagedNode):
 
 
 class CountingNode(StagedNode):
-    """Process that keeps the counts of metrics in a round that begins anew."""
+    """Planted bug: a round of evaluation that begins anew keeps the metric counts of the attempt before."""
 
     def _new_run(self, attempt: Attempt, view: View) -> Run:
         before, run = self.last_run, super()._new_run(attempt, view)
@@ -472,12 +484,12 @@ class CountingNode(StagedNode):
 def _parts(
     kind: type[MemberParts], base: type[MemberMachine] = MemberMachine, node: type[StagedNode] = StagedNode
 ) -> type[Hooks]:
-    """Returns hooks whose members keep their parts by this class."""
+    """Returns hooks whose members use this class to keep track of their parts of the state."""
     return hooks(node=node, machine=planted(base, parts=kind))
 
 
 def _scheduler(**parts: type[object]) -> type[Hooks]:
-    """Returns hooks whose scheduler has these classes for some of its parts."""
+    """Returns hooks whose scheduler uses these classes for some of its components."""
     return hooks(scheduler=with_parts(**parts))
 
 

@@ -1,1 +1,3 @@
-"""Plans by chance, by what goes wrong: members, learners, links, schedulers; families.py draws from all of them."""
+"""Random plans of simulated jobs, sorted by what goes wrong: members, learners, links, schedulers; families.py draws
+from all of them.
+"""

@@ -1,4 +1,4 @@
-"""Families of plans: all of them, or those about one subject."""
+"""Combines kinds of random plans into families: all of them, or those on one subject."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _OTHERS: tuple[Callable[[int], Plan], ...] = (*DYING, *JOINING, *WIRED, *SPARSE)
 
 
 def failing_family(number: int, seed: int | None = None) -> Plan:
-    """Returns a plan about failing schedulers and stores; kinds of plans take turns by `number`, which is the seed,
-    too, if none is given.
+    """Returns a plan with failing schedulers and stores, of kind `number` modulo the number of kinds; the seed is
+    `number` by default.
     """
     return FAILING[number % len(FAILING)](number if seed is None else seed)
 
 
 def sparse_family(seed: int) -> Plan:
-    """Returns a plan on few links in which much goes wrong at once; kinds of plans take turns by the seed."""
+    """Returns a plan with few links in which many faults occur together; the seed also chooses the kind of plan."""
     return SPARSE[seed % len(SPARSE)](seed)
 
 
 def any_plan(seed: int) -> Plan:
-    """Returns a plan for a long run: every third seed about failing schedulers, the others random or aimed at rare
+    """Returns a plan for a long test: every third seed with failing schedulers, the others random or aimed at rare
     orders of events.
     """
     return failing_family(seed // 3, seed) if seed % 3 == 2 else _OTHERS[seed % len(_OTHERS)](seed)

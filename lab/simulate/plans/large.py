@@ -1,4 +1,5 @@
-"""Plans by chance for large jobs: the graph is sparse, headers go down a tree, and events wait for a tick.
+"""Makes random plans for large jobs: few links for each member, headers go down a tree, and the scheduler handles many
+events only at ticks.
 
 Theory of operation. All that differs beyond 16 members is drawn together here: founders that come at once, waves of
 newcomers, deaths one by one and by the dozen, nodes of several workers that die as one, links that are cut, and a
@@ -19,7 +20,7 @@ WORKERS = 4
 
 
 def large_plan(seed: int, count: int = 20, degree: int = 8) -> Plan:
-    """Plans a job that is founded by `count` members, most of which stay.
+    """Returns a plan of a job that `count` members found, most of which stay.
 
     Args:
         seed: Seed of all chance.
@@ -54,7 +55,7 @@ def large_plan(seed: int, count: int = 20, degree: int = 8) -> Plan:
 
 
 def _faults(random: Random, names: list[str]) -> list[Fault]:
-    """Draws deaths of a quarter of these members at most; other faults that strike them are over soon."""
+    """Draws the deaths of up to a quarter of these members, and other faults that are soon over."""
     at = random.uniform(0.4, 1.2)
     mortal = random.sample(names, len(names) // 4)
     faults = [Fault(action="kill", node=mortal[0], at=at)]
@@ -76,5 +77,7 @@ def _faults(random: Random, names: list[str]) -> list[Fault]:
 
 
 def thin_plan(seed: int) -> Plan:
-    """Plans so few links that a job depends on each of them, but for those that are added to spare it that."""
+    """Returns a plan with so few links that each one is needed, if the scheduler did not add some against the loss of a
+    node.
+    """
     return replace(large_plan(seed, 20, 1), faults=())

@@ -1,4 +1,4 @@
-"""Plans around replay joins: newcomers observe while members, others and the scheduler come to harm."""
+"""Makes random plans with joins by replay: newcomers learn while faults strike members, learners and the scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _NEWCOMER_TRAPS = ("observe", "observe", "pull", "entered")
 
 
 def _job(seed: int, founders: int, newcomers: Sequence[float], **fields: object) -> Plan:
-    """Plans a job of some founders, and newcomers that offer to replay and say hello at these times (s)."""
+    """Returns a plan with some founders, and with newcomers that start at these times (s) and offer to join by
+    replay.
+    """
     random = Random(seed * 6007 + 11)
     hosts = random.choice((("h0",), ("h0", "h1"), ("h0", "h1", "h2", "h3")))
     names = [f"n{i}" for i in range(founders)] + [f"j{i}" for i in range(len(newcomers))]
@@ -36,7 +38,9 @@ def _job(seed: int, founders: int, newcomers: Sequence[float], **fields: object)
 
 
 def calm_plan(seed: int) -> Plan:
-    """Plans that nothing goes wrong: newcomers that caught up have nothing left to move when they are let in."""
+    """Returns a plan without faults, in which newcomers that caught up have nothing left to pull when they are let
+    in.
+    """
     random = Random(seed)
     newcomers = [random.uniform(0.06, 0.4) for _ in range(random.randint(1, 3))]
     plan = _job(seed, random.randint(1, 3), newcomers)
@@ -48,8 +52,8 @@ def calm_plan(seed: int) -> Plan:
 
 
 def learner_plan(seed: int) -> Plan:
-    """Plans up to three faults, most of them where learners are named, hear of it, catch up, are announced and let
-    in.
+    """Returns a plan with up to three faults, mostly at the moments when learners are named, told, caught up, announced
+    or let in.
     """
     random = Random(seed * 101 + 3)
     founders, joins = random.randint(2, 4), random.randint(1, 3)
@@ -120,7 +124,7 @@ def _any_replaying(random: Random) -> Replaying:
 
 
 def crowd_plan(seed: int) -> Plan:
-    """Plans ten newcomers at once, and perhaps a death meanwhile."""
+    """Returns a plan with ten newcomers at once, and perhaps a death while they join."""
     random = Random(seed * 17 + 1)
     moment = random.uniform(0.06, 0.2)
     plan = _job(seed, random.randint(2, 3), [moment + random.uniform(0.0, 0.003) for _ in range(10)])
@@ -137,8 +141,8 @@ def crowd_plan(seed: int) -> Plan:
 
 
 def founding_plan(seed: int) -> Plan:
-    """Plans that many processes found a job, get its state from one another, and some of them die meanwhile; others
-    come in by replay.
+    """Returns a plan in which many processes found a job and pass its state on, some of them die, and others join by
+    replay.
     """
     random = Random(seed * 19 + 5)
     founders, dead = random.choice((7, 12, 20)), random.randint(0, 3)
@@ -155,7 +159,7 @@ def founding_plan(seed: int) -> Plan:
 
 
 def flapping_plan(seed: int) -> Plan:
-    """Plans a member that joins and leaves again and again while others want to come in."""
+    """Returns a plan in which a member joins and leaves again and again while others try to join."""
     random = Random(seed * 13 + 7)
     period = random.uniform(0.08, 0.3)
     flaps = 6
@@ -174,7 +178,7 @@ def flapping_plan(seed: int) -> Plan:
 
 
 def patient_plan(seed: int) -> Plan:
-    """Plans a long job: whatever happened, processes that stay alive must be in soon after."""
+    """Returns a plan of a long job in which all surviving processes must be let in soon after the last fault."""
     random = Random(seed * 29 + 3)
     plan = learner_plan(seed)
     settings = replace(plan.settings, min_nodes=1, max_nodes=16, observe_timeout_s=1.0, reconnect_grace_s=1.0)
@@ -197,7 +201,9 @@ def patient_plan(seed: int) -> Plan:
 
 
 def all_leave_plan(seed: int) -> Plan:
-    """Plans that all members leave while a newcomer observes: the training state must not go with them."""
+    """Returns a plan in which all members leave while a newcomer is learning, which must still get the training
+    state.
+    """
     random = Random(seed * 3 + 1)
     founders = random.randint(1, 3)
     plan = _job(seed, founders, [random.uniform(0.06, 0.12)])
@@ -207,7 +213,7 @@ def all_leave_plan(seed: int) -> Plan:
 
 
 def promise_plan(seed: int) -> Plan:
-    """Plans that a member dies while newcomers observe, and the words of the others come late."""
+    """Returns a plan in which a member dies while newcomers are learning, and some survivors' messages are delayed."""
     random = Random(seed * 7 + 2)
     founders = random.randint(3, 4)
     moment = random.uniform(0.06, 0.2)
@@ -223,7 +229,9 @@ def promise_plan(seed: int) -> Plan:
 
 
 def silent_plan(seed: int) -> Plan:
-    """Plans that a learner is stopped for long, in the middle or when it has caught up; others come after it."""
+    """Returns a plan in which a learner is frozen for long, before or after it has caught up, and more learners come
+    after it.
+    """
     random = Random(seed * 5 + 9)
     moment = random.uniform(0.06, 0.2)
     plan = _job(seed, random.randint(1, 3), [moment, *(moment + random.uniform(0.02, 0.5) for _ in range(2))])

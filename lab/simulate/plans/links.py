@@ -1,4 +1,4 @@
-"""Plans by chance for jobs on graphs of links: what goes wrong between nodes in the run with a given seed.
+"""Makes random plans for jobs on graphs of links: the seed decides which faults strike which nodes and links.
 
 Theory of operation. A graph is drawn, which the nodes either name as their neighbours or find out about, as all other
 links are refused. On it links are cut and come back, flap, swallow, carry less, are removed and added, and the graph is
@@ -43,19 +43,21 @@ RATES_BPS = (1e7, 1e8, 1e9)
 
 
 def random_graph(random: Random, names: list[str]) -> list[Edge]:
-    """Returns a random tree over these nodes, each after the first below an earlier one, with some more edges."""
+    """Returns a random tree over these nodes, in which each node but the first is linked to an earlier one, with some
+    additional edges.
+    """
     edges = [(random.choice(names[:i]), name) for i, name in enumerate(names) if i]
     more = random.choice((0.0, 0.3, 0.6))
     return edges + [e for e in combinations(names, 2) if e not in edges and random.random() < more]
 
 
 def _near(names: Iterable[str], edges: Sequence[Edge]) -> dict[str, tuple[str, ...]]:
-    """Returns the nodes to which each node has an edge."""
+    """Returns, for each node, the nodes to which it has an edge."""
     return {n: tuple(sorted({a if b == n else b for a, b in edges if n in (a, b)})) for n in names}
 
 
 def _unlinked(names: Iterable[str], edges: Iterable[Edge]) -> tuple[Edge, ...]:
-    """Returns all pairs of these nodes but those that have an edge."""
+    """Returns all pairs of these nodes that have no edge."""
     there = {frozenset(e) for e in edges}
     return tuple(e for e in combinations(names, 2) if frozenset(e) not in there)
 
@@ -91,7 +93,7 @@ def _link_faults(random: Random, edges: list[Edge], names: list[str]) -> list[Fa
 
 
 def wired_plan(seed: int, kinds: tuple[str, ...] = OTHERS) -> Plan:
-    """Plans a job on a graph of links that changes."""
+    """Returns a plan of a job on a graph of links that changes during the run."""
     random = Random(seed * 104_729 + 3)
     plan = random_plan(seed, kinds, damage=0.02)
     names = [n.name for n in plan.nodes]
@@ -122,7 +124,7 @@ def wired_plan(seed: int, kinds: tuple[str, ...] = OTHERS) -> Plan:
 
 
 def _job(seed: int, count: int, hosts: tuple[str, ...]) -> Plan:
-    """Plans a job of some seconds with founders n0, n1, ... that are all well."""
+    """Returns a plan of a job of some seconds with founders n0, n1, ... and without faults."""
     random = Random(seed)
     plan = random_plan(seed, ("join",), damage=0.0)
     return replace(
@@ -136,8 +138,8 @@ def _job(seed: int, count: int, hosts: tuple[str, ...]) -> Plan:
 
 
 def split_plan(seed: int) -> Plan:
-    """Plans that the graph falls in two, as a rule in halves, while headers are under way; often another fault strikes
-    then.
+    """Returns a plan in which cut links divide the members into two groups while headers are under way, often with
+    another fault.
     """
     random = Random(seed * 17 + 1)
     count = random.choice((2, 4, 4, 5, 6))
@@ -155,8 +157,8 @@ def split_plan(seed: int) -> Plan:
 
 
 def lost_link_plan(seed: int) -> Plan:
-    """Plans that one link between two of several members is cut for good; all members are well, and none may be put
-    out.
+    """Returns a plan in which one link between two of several members is cut for good; no member may be put out for
+    it.
     """
     random = Random(seed * 13 + 7)
     plan = _job(seed, random.choice((3, 4, 5)), ("h0", "h1"))
@@ -169,8 +171,8 @@ def lost_link_plan(seed: int) -> Plan:
 
 
 def removal_plan(seed: int) -> Plan:
-    """Plans that on a ring with some chords links are removed and added, often one after the other; all members are
-    well.
+    """Returns a plan in which an operator removes and adds links of a ring with some chords; all members stay
+    healthy.
     """
     random = Random(seed * 19 + 11)
     count = random.choice((4, 5, 6))
@@ -199,7 +201,9 @@ def removal_plan(seed: int) -> Plan:
 
 
 def forgetting_plan(seed: int) -> Plan:
-    """Plans that the scheduler dies when it has granted a removal, or is about to; later another view is decided."""
+    """Returns a plan in which the scheduler dies just before or after it grants a link's removal, and another view is
+    decided later.
+    """
     random = Random(seed * 29 + 13)
     plan = _job(seed, random.choice((4, 5)), ("h0", "h1"))
     one, other, victim = random.sample([n.name for n in plan.nodes], 3)
@@ -221,7 +225,7 @@ def forgetting_plan(seed: int) -> Plan:
 
 
 def ring_plan(seed: int) -> Plan:
-    """Plans that on a ring one link is cut for good, so that most ways turn around; all members are well."""
+    """Returns a plan in which one link of a ring is cut for good, so that many routes must go the other way round."""
     random = Random(seed * 23 + 5)
     count = random.choice((4, 5, 6))
     plan = _job(seed, count, ("h0", "h1"))
@@ -256,7 +260,7 @@ HOSTS = (("h0",), ("h0", "h1"), ("h0", "h1", "h2", "h3"))
 
 
 def shape(random: Random, how: str, names: list[str]) -> list[Edge]:
-    """Returns the links of a graph of this shape over these nodes, in their order."""
+    """Returns the links of a graph of this shape over these nodes, in the nodes' order."""
     pairs = list(pairwise(names))
     match how:
         case "row":
@@ -302,7 +306,7 @@ def _fault(random: Random, names: list[str], edges: list[Edge]) -> list[Fault]:
 
 
 def _newcomers(random: Random, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Draws newcomers, and the members to which each has links: all, some, one, or now and then none."""
+    """Draws newcomers, each with links to all, some, one, or now and then none of the members."""
     found: dict[str, tuple[str, ...]] = {}
     for i in range(random.choice((0, 1, 1, 2, 3))):
         count = random.choice((len(names), len(names), 1, random.randint(1, len(names)), 0))
@@ -311,8 +315,8 @@ def _newcomers(random: Random, names: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _calm(faults: list[Fault]) -> list[Fault]:
-    """Leaves out streams that break beside a link: both together are a death, though the process lives (protocol.md
-    12).
+    """Returns the faults without broken control streams near broken links: both together would look like a death
+    (protocol.md 12).
     """
     links = [f for f in faults if f.action in ("cut", "split", "mute", "mute-one", "flap", "link")]
 
@@ -323,7 +327,7 @@ def _calm(faults: list[Fault]) -> list[Fault]:
 
 
 def sparse_plan(seed: int) -> Plan:
-    """Plans any faults on a sparse graph."""
+    """Returns a plan with any kind of fault on a graph with few links."""
     random = Random(seed * 131_071 + 7)
     plan = random_plan(seed, ("join",), damage=0.02)
     names = [f"n{i}" for i in range(random.choice((2, 3, 3, 4, 4, 5, 6)))]
@@ -377,8 +381,8 @@ def sparse_plan(seed: int) -> Plan:
 
 
 def bridging_plan(seed: int) -> Plan:
-    """Plans that a link carries nothing and is needed all the same, until a newcomer with links to all makes up for
-    it.
+    """Returns a plan in which a link that carries no data is needed until a newcomer with links to all members has
+    come.
     """
     random = Random(seed * 151 + 3)
     plan = sparse_plan(seed)
@@ -401,8 +405,8 @@ def bridging_plan(seed: int) -> Plan:
 
 
 def flapping_link_plan(seed: int) -> Plan:
-    """Plans that the only link between two parts breaks again and again, while a step takes longer than the link
-    stands.
+    """Returns a plan in which the only link between two groups of members breaks again and again, sooner than a step
+    takes.
     """
     random = Random(seed * 157 + 5)
     plan = bridging_plan(seed)
@@ -421,7 +425,7 @@ def flapping_link_plan(seed: int) -> Plan:
 
 
 def stranded_plan(seed: int) -> Plan:
-    """Plans newcomers without any link first, needed ones after them, and a small max_nodes."""
+    """Returns a plan with newcomers that have no link, later ones that are needed, and a small max_nodes."""
     random = Random(seed * 163 + 9)
     plan = sparse_plan(seed)
     count = random.choice((2, 3))
@@ -447,7 +451,9 @@ def stranded_plan(seed: int) -> Plan:
 
 
 def bridge_plan(seed: int) -> Plan:
-    """Plans that a bridge dies or leaves, and a newcomer that links both sides is there, or comes; all are needed."""
+    """Returns a plan in which a node that alone links two groups is lost, and a newcomer links both; all others are
+    needed.
+    """
     random = Random(seed * 167 + 11)
     plan = sparse_plan(seed)
     names = [f"n{i}" for i in range(random.choice((3, 3, 4)))]
@@ -470,8 +476,8 @@ def bridge_plan(seed: int) -> Plan:
 
 
 def needed_plan(seed: int) -> Plan:
-    """Plans that all members are needed, and one is lost; the only newcomer that can help has no place, or an idle
-    link.
+    """Returns a plan in which a needed member is lost, and the only newcomer to replace it has no place, or only a link
+    without data.
     """
     random = Random(seed * 173 + 13)
     plan = sparse_plan(seed)
@@ -502,8 +508,8 @@ def needed_plan(seed: int) -> Plan:
 
 
 def crowd_plan(seed: int) -> Plan:
-    """Plans more members than trees are drawn for at once, on few uneven links; some go, and links, while a plan is
-    drawn.
+    """Returns a plan with more members than reduction trees are computed for at once, on few uneven links, of which
+    some fail during the computation.
     """
     random = Random(seed * 179 + 17)
     names = [f"n{i}" for i in range(random.choice((17, 18, 19)))]

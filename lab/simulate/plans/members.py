@@ -1,4 +1,4 @@
-"""Plans by chance for jobs whose members die, freeze, leave and join: what goes wrong in the run with a given seed.
+"""Makes random plans for jobs whose members die, freeze, leave and join.
 
 Theory of operation. `random_plan` mixes everything. Some orders of events are too rare to wait for: a header that is
 through to one member only, bytes that outlive their sender, a scheduler that dies inside a write. For each of these a
@@ -27,8 +27,8 @@ KINDS = (
 def _strikes(
     random: Random, kinds: tuple[str, ...], names: list[str], starts: list[float]
 ) -> tuple[list[Fault], list[tuple[str, str, float]], int, int]:
-    """Draws up to four faults of these kinds; returns them, slow links, the number of newcomers, and that of members
-    that go.
+    """Draws up to four faults of these kinds; returns them, slow links, the number of newcomers, and the number of
+    members that go.
     """
     count = len(names)
     faults: list[Fault] = []
@@ -85,7 +85,7 @@ def _strikes(
 
 
 def random_plan(seed: int, kinds: tuple[str, ...] = KINDS, *, damage: float = 0.05) -> Plan:
-    """Plans a short job of three to five members with up to four faults of these kinds.
+    """Returns a plan of a short job of three to five members with up to four faults of these kinds.
 
     At least as many members as the job needs are left alone, so that it must finish.
     """
@@ -144,7 +144,9 @@ def plans_of(*kinds: str, damage: float = 0.0) -> Callable[[int], Plan]:
 
 
 def half_sent_plan(seed: int) -> Plan:
-    """Plans that the likeliest commit root dies while it sends a header, alone or with another; some links are slow."""
+    """Returns a plan in which the likeliest commit root dies while it sends a header, alone or together with another
+    member.
+    """
     random = Random(seed)
     plan = random_plan(seed, ("join",), damage=0.0)
     founders = [n.name for n in plan.nodes if n.name.startswith("n")]
@@ -168,7 +170,7 @@ def half_sent_plan(seed: int) -> Plan:
 
 
 def late_plans(kind: str) -> Callable[[int], Plan]:
-    """Returns plans in which a member dies right after it sent a message that is long under way, and so meets the next
+    """Returns a maker of plans in which a member dies right after it sent a slow message, which so arrives in the next
     view.
     """
 
@@ -190,8 +192,8 @@ def late_plans(kind: str) -> Callable[[int], Plan]:
 
 
 def lost_range_plan(seed: int) -> Plan:
-    """Plans that a commit root and a range's root die together; the header is through to some member, the range to
-    none.
+    """Returns a plan in which the commit root and a range's root die together: a header has arrived at some member,
+    that range's result at none.
     """
     random = Random(seed)
     plan = half_sent_plan(seed)
@@ -205,8 +207,8 @@ def lost_range_plan(seed: int) -> Plan:
 
 
 def scattered_plan(seed: int) -> Plan:
-    """Plans that the commit root dies when its header is through to some members, between which bytes are slow: none of
-    them has all bytes.
+    """Returns a plan in which the commit root dies after a header has arrived at some members, none of which has all
+    reduced bytes yet.
     """
     plan = half_sent_plan(seed)
     while len([n for n in plan.nodes if n.name.startswith("n")]) < 3:
@@ -220,7 +222,9 @@ def scattered_plan(seed: int) -> Plan:
 
 
 def swallowed_plan(seed: int) -> Plan:
-    """Plans that headers go down a chain or a tree, and a member in its middle dies before it hands one on."""
+    """Returns a plan in which headers are forwarded along a chain or a tree, and a member in the middle dies before it
+    forwards one.
+    """
     plan = half_sent_plan(seed)
     while len([n for n in plan.nodes if n.name.startswith("n")]) < 3:
         seed += 1_000_003
@@ -231,7 +235,9 @@ def swallowed_plan(seed: int) -> Plan:
 
 
 def stale_plan(seed: int) -> Plan:
-    """Plans that one member brings a gradient that it computed on the state before the last header."""
+    """Returns a plan in which one member contributes a gradient that it computed on the state before the last
+    header.
+    """
     plan = random_plan(seed, ("join",), damage=0.0)
     at = 0.05 + 0.2 * Random(seed).random()
     settings = replace(plan.settings, min_nodes=1)  # the members stop; a newcomer must not wait for them
@@ -239,15 +245,15 @@ def stale_plan(seed: int) -> Plan:
 
 
 def sleepy_scheduler_plan(seed: int) -> Plan:
-    """Plans that only the scheduler sleeps; all members are well."""
+    """Returns a plan in which only the scheduler freezes; all members are well."""
     random = Random(seed)
     plan = random_plan(seed, ("join",), damage=0.0)
     return replace(plan, faults=(Fault(action="sched-freeze", at=random.uniform(0.05, 0.3), lasts=2.0),))
 
 
 def forgetful_plan(seed: int) -> Plan:
-    """Plans that one member freezes and is excluded; the scheduler dies in that write; the others freeze, and the
-    excluded one wakes.
+    """Returns a plan in which the scheduler dies while it writes a view without a frozen member, which then wakes while
+    the others freeze.
 
     Its stream breaks meanwhile, or it would find the notice of its exclusion in its socket.
     """
@@ -266,8 +272,8 @@ def forgetful_plan(seed: int) -> Plan:
 
 
 def edited_plan(seed: int) -> Plan:
-    """Plans that all members die, and an edited script comes in their place; the scheduler may die meanwhile
-    (protocol.md 12b).
+    """Returns a plan in which all members die and processes with an edited script replace them; the scheduler may die,
+    too (protocol.md 12b).
     """
     random = Random(seed * 37 + 19)
     plan = random_plan(seed, ("join",), damage=0.0)
@@ -288,8 +294,8 @@ def edited_plan(seed: int) -> Plan:
 
 
 def parting_plan(seed: int) -> Plan:
-    """Plans that the hyperparameters of one member that is not the oldest become others; meanwhile another fault may
-    strike.
+    """Returns a plan in which the hyperparameters of a member, not the oldest, come to differ from the others'; another
+    fault may strike.
     """
     random = Random(seed * 41 + 23)
     kinds = random.choice((("join",), ("kill", "join"), ("leave", "stream"), ("sched-crash", "link"), ("kill-trap",)))
@@ -304,8 +310,8 @@ def parting_plan(seed: int) -> Plan:
 
 
 def last_holder_plan(seed: int) -> Plan:
-    """Plans that all members that hold the state freeze or die while newcomers wait, or come; as a rule the last one
-    wakes up.
+    """Returns a plan in which all members with the state freeze or die while newcomers wait; mostly the last one wakes
+    up.
 
     Often that is after more than hang_timeout_s, seldom after more than last_holder_timeout_s.
     """
@@ -346,8 +352,8 @@ def last_holder_plan(seed: int) -> Plan:
 
 
 def blip_plan(seed: int) -> Plan:
-    """Plans that all connections of the only holder break at once while a newcomer waits for the boundary; all
-    processes are well.
+    """Returns a plan in which all connections of the only member with the state break at once while a newcomer waits to
+    be let in; no process fails.
     """
     random = Random(seed)
     plan = random_plan(seed, ("join",), damage=0.0)
@@ -363,8 +369,8 @@ def blip_plan(seed: int) -> Plan:
 
 
 def busy_plan(seed: int) -> Plan:
-    """Plans that members on machines of their own compute for up to 1.3 s without a word, some while another fault
-    strikes.
+    """Returns a plan in which members on separate machines compute for up to 1.3 s without sending anything, some
+    during another fault.
     """
     random = Random(seed * 17 + 3)
     plan = random_plan(seed, ("join",), damage=0.0)

@@ -1,4 +1,6 @@
-"""Plans in which the members are ranks of a cluster of outer sync, and adopt versions while they come, go and die."""
+"""Makes random plans in which the members are ranks of an outer-sync cluster, and adopt versions while members come, go
+and die.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def _times(random: Random, most: int, last_s: float) -> tuple[float, ...]:
 
 
 def outer_plan(seed: int) -> Plan:
-    """Plans a job of ranks with the faults that strike members; their leader answers, and falls silent at times."""
+    """Returns a plan of a job of ranks with faults of members, and with a leader that answers but is silent now and
+    then.
+    """
     random = Random(seed * 7919 + 5)
     plan = _UNDER[seed % len(_UNDER)](seed)
     script = OuterScript(
@@ -43,7 +47,7 @@ def outer_plan(seed: int) -> Plan:
 
 
 def waiting_plan(seed: int) -> Plan:
-    """Plans that the ranks wait for answers that take long, and all but one are asked to leave meanwhile."""
+    """Returns a plan in which the ranks wait for slow answers while all but one are asked to leave."""
     random = Random(seed * 977 + 3)
     names = [f"n{i}" for i in range(random.randint(2, 4))]
     leavers = random.sample(names, len(names) - 1)
@@ -60,7 +64,9 @@ def waiting_plan(seed: int) -> Plan:
 
 
 def _later(random: Random, plan: Plan) -> Plan:
-    """Moves faults and newcomers to later moments, when versions are adopted; the founders are there as before."""
+    """Returns the plan with faults and newcomers postponed to times at which versions are adopted; the founders start
+    as before.
+    """
     seconds, slots = random.uniform(0.0, 0.7), random.randint(0, 30)
 
     def moved(fault: Fault) -> Fault:

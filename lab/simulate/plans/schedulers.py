@@ -1,4 +1,4 @@
-"""Plans by chance for jobs whose schedulers and stores fail: what goes wrong in the run with a given seed.
+"""Makes random plans for jobs whose schedulers and stores fail.
 
 Theory of operation. A short job with deaths, joins and leaves, so that the scheduler has something to decide, on which
 schedulers die or stop between any two of their effects, lose their store or their lease, and are followed by the same
@@ -56,7 +56,7 @@ def scheduler_faults(random: Random, count: int, first: float = 0.02, last: floa
 
 
 def _on(random: Random, plan: Plan, *more: Fault) -> Plan:
-    """Returns this plan with schedulers that can fail."""
+    """Returns this plan with several candidates for the scheduler's role, and with more faults."""
     hosts = ("h0", "h1", "h2")
     return replace(
         plan,
@@ -71,14 +71,16 @@ def _on(random: Random, plan: Plan, *more: Fault) -> Plan:
 
 
 def failing_plan(seed: int) -> Plan:
-    """Plans any mixture of faults of members, schedulers and stores."""
+    """Returns a plan with any mixture of faults of members, schedulers and stores."""
     random = Random(seed * 41 + 17)
     plan = random_plan(seed, MEMBERS, damage=0.02)
     return _on(random, plan, *scheduler_faults(random, random.randint(1, 4)))
 
 
 def aimed_plan(seed: int) -> Plan:
-    """Plans that the scheduler fails between the effects by which it answers a death, a join or a leave."""
+    """Returns a plan in which the scheduler fails between the effects by which it responds to a death, a join or a
+    leave.
+    """
     random = Random(seed * 43 + 19)
     plan = random_plan(seed, ("kill", "kill-too", "freeze", "leave", "join", "join"), damage=0.0)
     moments = [f.at for f in plan.faults] + [s for s in plan.starts if s > 0.03] or [0.1]
@@ -89,8 +91,8 @@ def aimed_plan(seed: int) -> Plan:
 
 
 def waking_plan(seed: int) -> Plan:
-    """Plans that a leader stops between two effects, another one is elected, and the first wakes while some members
-    still talk to it.
+    """Returns a plan in which a leading scheduler freezes between two effects and wakes after another was elected,
+    while some members still talk to it.
     """
     random = Random(seed * 47 + 23)
     plan = random_plan(seed, ("kill", "freeze", "join", "join", "leave", "stream", "stream"), damage=0.0)
@@ -109,7 +111,9 @@ def waking_plan(seed: int) -> Plan:
 
 
 def orphaned_plan(seed: int) -> Plan:
-    """Plans a time without a leader, or without the store, in which members die, join and leave; then it goes on."""
+    """Returns a plan with a time without scheduler or store, in which members die, join and leave, before the job goes
+    on.
+    """
     random = Random(seed * 53 + 29)
     plan = random_plan(seed, ("kill", "kill-trap", "join", "leave", "freeze"), damage=0.0)
     at = min([f.at for f in plan.faults if f.trap is None] or [0.3]) - random.uniform(0.0, 0.05)
@@ -120,7 +124,9 @@ def orphaned_plan(seed: int) -> Plan:
 
 
 def overlapping_plan(seed: int) -> Plan:
-    """Plans that a leader wakes up when another one has just been elected, and a member dies at that moment."""
+    """Returns a plan in which a frozen scheduler wakes just after another was elected, and a member dies at that
+    moment.
+    """
     random = Random(seed * 73 + 47)
     plan = random_plan(seed, ("join",), damage=0.0)
     at, lasts = random.uniform(0.1, 0.4), random.choice((0.32, 0.4, 0.5))
@@ -132,7 +138,7 @@ def overlapping_plan(seed: int) -> Plan:
 
 
 def lingering_plan(seed: int) -> Plan:
-    """Plans that a leader cannot reach its store, so that another one is elected; members and newcomers find now one,
+    """Returns a plan in which a scheduler cannot reach its store, so that another is elected; members find now the one,
     now the other.
     """
     random = Random(seed * 59 + 31)
@@ -156,8 +162,8 @@ def lingering_plan(seed: int) -> Plan:
 
 
 def promised_plan(seed: int) -> Plan:
-    """Plans that a link breaks and is made again, and the scheduler dies while all members wait for the view that they
-    have promised.
+    """Returns a plan in which a link breaks and comes back, and the scheduler dies while all members wait for the view
+    that they promised.
     """
     random = Random(seed * 71 + 43)
     plan = random_plan(seed, ("join",), damage=0.0)
@@ -172,8 +178,8 @@ def promised_plan(seed: int) -> Plan:
 
 
 def forked_plan(seed: int) -> Plan:
-    """Plans that the scheduler dies with a view that excludes a member on its way to a store that is down, or just
-    written.
+    """Returns a plan in which the scheduler dies while its write of a view that excludes a member is under way or just
+    done.
 
     Then the excluded one wakes, and the others, who were in that view, are frozen.
     """
@@ -185,8 +191,8 @@ def forked_plan(seed: int) -> Plan:
 
 
 def lost_plan(seed: int) -> Plan:
-    """Plans that the chain is lost with the scheduler's machine, some members die, stop or leave, and the chain is
-    rebuilt.
+    """Returns a plan in which the chain is lost with the scheduler's machine, some members die, freeze or leave, and
+    the chain is rebuilt.
 
     Nobody dies whom the others cannot spare: more than half of the members of the last view stay, with the state. No
     newcomer comes while nobody rebuilds.
@@ -216,8 +222,8 @@ def lost_plan(seed: int) -> Plan:
 
 
 def _another_store(seed: int, kind: str) -> tuple[Random, Plan, float]:
-    """Plans a job of a few founders and newcomers; at 0.4 s, as a rule, the store is copied, and at the moment returned
-    another one replaces it.
+    """Returns a plan of a few founders and newcomers whose store is copied early and later replaced, with the random
+    generator and that later time (s).
     """
     random = Random(seed * 83 + 59)
     plan = random_plan(seed, ("join", "two-joins"), damage=0.0)
@@ -238,13 +244,15 @@ def _another_store(seed: int, kind: str) -> tuple[Random, Plan, float]:
 
 
 def exchanged_plan(seed: int) -> Plan:
-    """Plans as `restored_plan` does, but the present leader lives on as the older copy takes the place."""
+    """Returns a plan as `restored_plan` does, except that the leading scheduler survives when the older copy replaces
+    its store.
+    """
     return restored_plan(seed, "exchanged")
 
 
 def restored_plan(seed: int, kind: str = "restored") -> Plan:
-    """Plans that the scheduler begins on an older copy of its store. Members that were put out since may wake up then;
-    others may be dead.
+    """Returns a plan in which the scheduler restarts on an older copy of its store; members excluded since then may
+    wake up, others may be dead.
 
     In the end the operator brings the job's own store, or has the rest of the older one rebuilt.
     """
@@ -268,8 +276,8 @@ def restored_plan(seed: int, kind: str = "restored") -> Plan:
 
 
 def leftover_plan(seed: int) -> Plan:
-    """Plans that the scheduler begins on a store that a job by the same name has left the day before: the same names,
-    ids and numbers.
+    """Returns a plan in which the scheduler starts on the store of an earlier job of the same name, with the same ids
+    and numbers.
     """
     random, plan, at = _another_store(seed, "leftover")
     faults = list(plan.faults)
@@ -284,7 +292,8 @@ def leftover_plan(seed: int) -> Plan:
 
 
 def strange_plan(seed: int) -> Plan:
-    """Plans that the control streams of all members break at once while a newcomer that has no link to them is there.
+    """Returns a plan in which the control streams of all members break at once while a newcomer is there that has no
+    link to them.
 
     With no patience for silence, which would hide what the newcomer says.
     """

@@ -1,4 +1,5 @@
-"""Plans by chance for jobs with pipelines: deaths anywhere in a step, and parts of the state that move.
+"""Makes random plans for jobs with pipelines: deaths anywhere in a step, and parts of the state that move between
+members.
 
 Theory of operation. What goes wrong is drawn as for other jobs (members.py); traps strike in units, too. Members are
 few, so that the owners of a part often die together, and layers few, so that runs are fast. Some orders of events are
@@ -27,7 +28,7 @@ _DEATHS = ("kill-trap", "kill-trap", "kill-trap", "kill-too", "freeze-trap", "sl
 
 
 def staged_program(random: Random) -> Program:
-    """Returns a model of a few layers, and a job of some steps."""
+    """Returns a program with a model of a few layers and a few training steps."""
     micro_batches = random.randint(2, 6)
     layers = random.randint(2, 6)
     stages = random.randint(1, min(3, layers))
@@ -46,7 +47,7 @@ def staged_program(random: Random) -> Program:
 
 
 def staged_plan(seed: int, kinds: tuple[str, ...] = (*KINDS, *_DEATHS)) -> Plan:
-    """Plans a job of two to five members with up to four faults of these kinds."""
+    """Returns a plan of two to five members with up to four faults of these kinds."""
     random = Random(seed * 104_729 + 7)
     plan = random_plan(seed, kinds, damage=0.02)
     return replace(
@@ -59,7 +60,7 @@ def staged_plan(seed: int, kinds: tuple[str, ...] = (*KINDS, *_DEATHS)) -> Plan:
 
 
 def _aimed(random: Random, fault: Fault) -> Fault:
-    """Returns the same fault at another effect, if it strikes at one; a fault of a scheduler strikes before any of its
+    """Returns the same fault aimed at another effect, if it is aimed at one; a scheduler's fault may hit any of its
     effects.
     """
     if fault.action in ("sched-crash", "sched-freeze") and random.random() < 0.8:
@@ -73,7 +74,7 @@ def _aimed(random: Random, fault: Fault) -> Fault:
 
 
 def _job(seed: int, count: int, *, stages: int = 2, min_nodes: int = 1, faults: tuple[Fault, ...] = ()) -> Plan:
-    """Plans a job of `count` members that come at once, each on a machine of its own."""
+    """Returns a plan of `count` members that start together, each on a machine of its own."""
     random = Random(seed * 7907 + 11)
     plan = random_plan(seed, ("join",), damage=0.0)
     program = Program(
@@ -104,7 +105,7 @@ def _slow(random: Random, count: int, lags_s: tuple[float, ...]) -> tuple[tuple[
 
 
 def rerun_plan(seed: int) -> Plan:
-    """Plans that one member dies, or freezes, anywhere in a step; other members own its layers, too."""
+    """Returns a plan in which one member dies or freezes anywhere in a step, while others own its layers, too."""
     random = Random(seed * 31 + 1)
     count = random.choice((4, 5, 6))
     who = f"n{random.randrange(count)}"
@@ -115,7 +116,7 @@ def rerun_plan(seed: int) -> Plan:
 
 
 def founding_plan(seed: int) -> Plan:
-    """Plans faults of founders before the first slot is committed."""
+    """Returns a plan with faults of founders before the first slot is committed."""
     random = Random(seed * 37 + 2)
     count = random.choice((3, 4, 5))
     victims = random.sample(range(count), random.choice((1, 1, 2)))
@@ -128,8 +129,8 @@ def founding_plan(seed: int) -> Plan:
 
 
 def leaving_plan(seed: int) -> Plan:
-    """Plans that an only owner of some layers leaves, and the members that get them take their time; meanwhile others
-    may leave or die.
+    """Returns a plan in which the only owner of some layers leaves, their new owners are slow, and others may leave or
+    die.
     """
     random = Random(seed * 41 + 3)
     stages = random.choice((2, 3))
@@ -150,8 +151,8 @@ def leaving_plan(seed: int) -> Plan:
 
 
 def let_go_plan(seed: int) -> Plan:
-    """Plans that an only owner of some layers leaves, the member that gets them takes long, and a link breaks
-    meanwhile, maybe twice.
+    """Returns a plan in which the only owner of some layers leaves, their new owner is slow, and a link breaks once or
+    twice.
     """
     random = Random(seed * 83 + 13)
     plan = _job(seed, 3, stages=3, min_nodes=2)
@@ -166,8 +167,8 @@ def let_go_plan(seed: int) -> Plan:
 
 
 def announced_plan(seed: int) -> Plan:
-    """Plans that a view is announced while a header of the one before is under way: members open a slot that the
-    announced view does not rule.
+    """Returns a plan in which a view is announced while an earlier header is still under way, so that members open a
+    slot in the old view.
     """
     random = Random(seed * 43 + 4)
     count = random.choice((3, 4, 5))
@@ -178,8 +179,8 @@ def announced_plan(seed: int) -> Plan:
 
 
 def torn_plan(seed: int) -> Plan:
-    """Plans that a header is through to some members only when its sender dies, alone or with another; or links break,
-    too.
+    """Returns a plan in which a header has arrived at only some members when its sender dies; another member may die,
+    or links break.
     """
     random = Random(seed * 47 + 5)
     count = random.choice((4, 5, 6))
@@ -196,7 +197,7 @@ def torn_plan(seed: int) -> Plan:
 
 
 def early_plan(seed: int) -> Plan:
-    """Plans that a member dies while late tensors are under way, some of them for the next slot."""
+    """Returns a plan in which a member dies while delayed tensors are under way, some of them for the next slot."""
     random = Random(seed * 53 + 6)
     count = random.choice((4, 5, 6))
     plan = _job(seed, count, min_nodes=count - 1)
@@ -209,8 +210,8 @@ def early_plan(seed: int) -> Plan:
 
 
 def moved_plan(seed: int) -> Plan:
-    """Plans that parts have moved with a decision, and when the first step after it is through to some members only,
-    its sender dies with another.
+    """Returns a plan in which a recovery has moved parts, and then two members die when the next step's header has
+    arrived at only some.
     """
     random = Random(seed * 67 + 9)
     count = random.choice((5, 6, 7))
@@ -225,7 +226,9 @@ def moved_plan(seed: int) -> Plan:
 
 
 def frozen_plan(seed: int) -> Plan:
-    """Plans that the only holder of some layers freezes for long, and wakes; other members hold the other layers."""
+    """Returns a plan in which the only member with some layers freezes for long and wakes; other members hold the other
+    layers.
+    """
     random = Random(seed * 59 + 7)
     count = random.choice((2, 3))
     plan = _job(seed, count, stages=count, min_nodes=1)
@@ -238,7 +241,7 @@ def frozen_plan(seed: int) -> Plan:
 
 
 def crowded_plan(seed: int) -> Plan:
-    """Plans that a member dies, and no plan fits the remaining members until newcomers come."""
+    """Returns a plan in which a member dies, and no pipelines fit the remaining members until newcomers come."""
     random = Random(seed * 61 + 8)
     plan = _job(seed, 3, stages=2, min_nodes=1)
     at = random.uniform(0.2, 0.4)
@@ -253,8 +256,8 @@ def crowded_plan(seed: int) -> Plan:
 
 
 def sides_plan(seed: int) -> Plan:
-    """Plans that links break so that members are in two parts for a while; one of these may hold all parts of the
-    state.
+    """Returns a plan in which broken links divide the members into two groups for a while; one group may hold all parts
+    of the state.
     """
     random = Random(seed * 71 + 10)
     count = random.choice((3, 4, 5))
@@ -266,15 +269,15 @@ def sides_plan(seed: int) -> Plan:
 
 
 def drifting_plan(seed: int) -> Plan:
-    """Plans that parts drift at members; one member may die meanwhile."""
+    """Returns a plan in which some members' copies of parts drift; one member may die, too."""
     random = Random(seed * 73 + 11)
     plan = rerun_plan(seed)
     return replace(plan, drift=random.choice((0.05, 0.3)), faults=plan.faults if random.random() < 0.7 else ())
 
 
 def parting_plan(seed: int) -> Plan:
-    """Plans that all members leave at about the same time, and others are started in their places; one or two may die
-    meanwhile.
+    """Returns a plan in which all members leave at about the same time and others are started in their places; one or
+    two may die.
     """
     random = Random(seed * 79 + 12)
     count = random.choice((2, 3, 4))
@@ -296,7 +299,7 @@ def parting_plan(seed: int) -> Plan:
 
 
 def with_program(plan: Callable[[int], Plan], **fields: Any) -> Callable[[int], Plan]:
-    """Returns the same plans with these fields of the program."""
+    """Returns a maker of the same plans with these fields of the program changed."""
 
     def changed(seed: int) -> Plan:
         made = plan(seed)
@@ -329,5 +332,5 @@ STAGED: tuple[Callable[[int], Plan], ...] = (
 
 
 def staged_family(seed: int) -> Plan:
-    """Returns a plan about pipelines; kinds of plans take turns by the seed."""
+    """Returns a plan with pipelines; the seed also chooses the kind of plan."""
     return STAGED[seed % len(STAGED)](seed)
