@@ -106,7 +106,7 @@ class FaultInjectorCallback(Callback):
             self._strike(trainer, fault)
 
     def _due(self, trainer: Trainer, phase: LoopPhase | None) -> list[Fault]:
-        """Returns the faults of this process that come due here; those of others that do so are dropped."""
+        """Returns the faults of this process that are due now; due faults of other processes are dropped."""
         step, name, rank = self._who(trainer)
         if self._anywhere is None:
             own = self._own(trainer, name, step)

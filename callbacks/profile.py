@@ -1,4 +1,4 @@
-"""ModelProfile as a callback: measures the model that a Trainer trains, writes the planner's file, and trains on.
+"""ModelProfile as a callback: measures the model while a Trainer trains it, and writes the planner's file.
 
 Theory of operation. `pipeline.profile` measures; here it begins with fit, in rank 0, with the LightningModule as the
 model. `chaos-lightning profile` does the same without a callback, and asks a running job for its links.
