@@ -1,4 +1,4 @@
-"""Provides the torchrun rendezvous backend "chaos": workers come and go, and none is restarted for that.
+"""Provides the torchrun rendezvous backend "chaos": workers come and go without a restart of the others.
 
 torchrun finds `factory` through the entry-point group `torchrun.handlers`.
 """
