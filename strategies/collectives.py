@@ -67,8 +67,8 @@ def _site(frame: FrameType) -> str:
 
 
 def reduced(values: Sequence[Tensor], op: str) -> Tensor:
-    """Returns one tensor reduced from the members' tensors in rank order. Low precision is summed in float32; a mean of
-    integers is a float.
+    """Returns one tensor reduced from the members' tensors in rank order. Low precision is summed in float32; a mean
+    of integers is a float.
     """
     op = op.lower()
     first = values[0]
@@ -143,8 +143,8 @@ class Collectives:
         return [decode_payload(data, self._device()) if data else None for _, data in answers]
 
     def meet(self, name: str) -> set[str] | None:
-        """Meets the other members at the point `name`; returns the ids of all that came, None if this member is not in
-        the job.
+        """Meets the other members at the point `name`; returns the ids of all that came, None if this member is not
+        in the job.
         """
         answers = self._gather(name, b"", "")
         return None if answers is None else {member for member, _ in answers}
@@ -293,8 +293,8 @@ class Collectives:
         return self._owed is not None
 
     def went_along(self, name: str, payloads: Sequence[bytes]) -> None:
-        """Takes in the values that the others logged, from a slot that they closed while this member was about to fill
-        a later one. Any other slot is an error.
+        """Takes in the values that the others logged, from a slot that they closed while this member was about to
+        fill a later one. Any other slot is an error.
         """
         if self._owed is None or name != _LOGGED[self._owed[0]]:
             raise DisagreementError(
@@ -304,7 +304,7 @@ class Collectives:
         self._take(*self._owed, {}, [decode_payload(data, self._device()) for data in payloads if data])
 
     def settled(self) -> None:
-        """Notes that a slot closed with this member's contribution, so the others exchange no more values of an earlier
-        step.
+        """Notes that a slot closed with this member's contribution, so the others exchange no more values of an
+        earlier step.
         """
         self._owed = None

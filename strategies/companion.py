@@ -37,8 +37,8 @@ _log = logging.getLogger("chaos_lightning")
 
 
 def no_rows(value: Any) -> Any:
-    """Returns the value as it would be for zero samples: tensors get zero rows, containers are emptied, a scalar tensor
-    stays.
+    """Returns the value as it would be for zero samples: tensors get zero rows, containers are emptied, a scalar
+    tensor stays.
     """
     if isinstance(value, Tensor):
         return value.new_empty((0, *value.shape[1:])) if value.dim() else value.detach()

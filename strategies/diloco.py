@@ -303,8 +303,8 @@ class ClusterStrategy(DDPStrategy):
             self.fit.show_own()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of the version adopted last, so that a checkpoint holds parameters that all clusters
-        have.
+        """Returns the state dict of the version adopted last, so that a checkpoint holds parameters that all
+        clusters have.
         """
         fit = self.fit
         if fit is None or not fit.in_step or fit.shows_base:

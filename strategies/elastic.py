@@ -118,8 +118,8 @@ def words_of(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
 
 
 def _hyper_parameters(module: pl.LightningModule) -> dict[str, str]:
-    """Returns the module's hyperparameters as JSON, with which `ps export` constructs the model. Left out: values that
-    JSON cannot hold, and names in `chaos_own_hparams`.
+    """Returns the module's hyperparameters as JSON, with which `ps export` constructs the model. Left out: values
+    that JSON cannot hold, and names in `chaos_own_hparams`.
     """
     own = set(getattr(module, "chaos_own_hparams", ()))
     held = {}
@@ -275,8 +275,8 @@ class ElasticPart(FitHooks):
     # ------------------------------------------------------------------ commits
 
     def says(self, logged: bytes) -> bytes:
-        """Returns one payload of this rank's answer for the cluster and the logged values that it hands over; `split`
-        undoes it.
+        """Returns one payload of this rank's answer for the cluster and the logged values that it hands over;
+        `split` undoes it.
         """
         own = self.cluster.answer()
         return len(own).to_bytes(4, "little") + own + logged
@@ -294,8 +294,8 @@ class ElasticPart(FitHooks):
 
     def applied(self, fit: FitSession, output: Any) -> None:
         """Takes in a committed step of the cluster, and waits for samples if all leased ones are used. The wait also
-        ends if the epoch is over (the batch was its last one, and the base that is validated holds all of the epoch),
-        or if this rank leaves.
+        ends if the epoch is over (the batch was its last one, and the base that is validated holds all of the
+        epoch), or if this rank leaves.
         """
         due, self._due = self._due, None
         if due is None:
@@ -330,8 +330,8 @@ class ElasticPart(FitHooks):
         self.clock.adopt(given)
 
     def begins_pass(self, loader: JobLoader) -> bool:
-        """Makes the new pass iterate over the job's present epoch, if clusters share the data; returns whether they do.
-        Skips epochs that other clusters finished while this cluster waited for its first samples.
+        """Makes the new pass iterate over the job's present epoch, if clusters share the data; returns whether they
+        do. Skips epochs that other clusters finished while this cluster waited for its first samples.
         """
         if not self._shared:
             return False
@@ -431,8 +431,8 @@ class ElasticPart(FitHooks):
             self.cluster.show_own()
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the model's state dict with the version adopted last, so that a checkpoint holds parameters that all
-        clusters have.
+        """Returns the model's state dict with the version adopted last, so that a checkpoint holds parameters that
+        all clusters have.
         """
         shows = self._cluster is not None and self.cluster.shows_base
         self.show_base()
@@ -476,8 +476,8 @@ class ElasticPart(FitHooks):
             save_last_again(self._trainer)
 
     def _goes(self, fit: FitSession) -> bool:
-        """Lets newcomers in after a meeting of ranks whose loops are over; returns whether this rank is out of the job.
-        When the last rank leaves, the cluster leaves.
+        """Lets newcomers in after a meeting of ranks whose loops are over; returns whether this rank is out of the
+        job. When the last rank leaves, the cluster leaves.
         """
         if not self.cluster.over:
             fit.let_others_in()
@@ -516,8 +516,8 @@ class ElasticPart(FitHooks):
             self.cluster.alone()
 
     def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
-        """Returns signal handlers: the first signal calls `first`, the second prints what would be lost by ending now,
-        the third ends the process.
+        """Returns signal handlers: the first signal calls `first`, the second prints what would be lost by ending
+        now, the third ends the process.
         """
 
         def again(number: signal.Signals, frame: FrameType | None) -> None:

@@ -189,8 +189,8 @@ class DividedPass:
 
     @property
     def may_differ(self) -> bool:
-        """Whether other members may log values in this step although this one logs none: it is the first step, or some
-        members have no step now.
+        """Whether other members may log values in this step although this one logs none: it is the first step, or
+        some members have no step now.
         """
         return self.steps == 1 or self._rounds < self._uneven
 
@@ -205,7 +205,9 @@ class DividedPass:
         return True
 
     def _meet(self) -> bool:
-        """Meets the other members after this member's last step; returns True if there are steps of dead members to do."""
+        """Meets the other members after this member's last step; returns True if there are steps of dead members to
+        do.
+        """
         evaluation, collectives = self._evaluation, self._evaluation.collectives
         collection = evaluation.loop._results
         while self._rounds > 0:

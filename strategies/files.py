@@ -109,7 +109,9 @@ def save(logger: Logger) -> None:
 
 
 def forget(logger: Logger) -> None:
-    """Drops what a logger has not written yet: this member was put out of the job, and another member writes the files."""
+    """Drops what a logger has not written yet: this member was put out of the job, and another member writes the
+    files.
+    """
     if isinstance(logger, CSVLogger | TensorBoardLogger):
         logger._experiment = None
 
@@ -228,8 +230,8 @@ def _key(row: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
 
 
 def _own_folder(logger: Logger, name: str) -> None:
-    """Gives a logger a new folder if its present one belongs to another run: a file logger empties the folder that it
-    opens.
+    """Gives a logger a new folder if its present one belongs to another run: a file logger empties the folder that
+    it opens.
     """
     folder = getattr(logger, "log_dir", None)
     if hasattr(logger, "_version") and hasattr(logger, "_experiment") and folder and os.path.isdir(folder):

@@ -1,5 +1,5 @@
-"""Makes the fingerprint of a job: values that must be equal on all members. A newcomer is refused if one differs, and
-told which.
+"""Makes the fingerprint of a job: values that must be equal on all members. A newcomer is refused if one differs,
+and told which.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def words_of_run(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
 
 
 def advice(refusal: str, config: EngineConfig) -> str:
-    """Returns advice for a refusal because of a hyperparameter: this may be another run that met the job by accident."""
+    """Returns advice for a refusal because of a hyperparameter: this may be another run that met the job by
+    accident.
+    """
     if not re.search(r"\b(hyperparameter|layer|optimizer \d+) \S+ (of \S+ )?is ", refusal):
         return ""
     return (

@@ -81,8 +81,8 @@ class Handover:
         self.limit = min(MAX_STEP_NBYTES, max(MIN_STEP_NBYTES, gradient // 16))
 
     def says(self, member: Saying) -> bytes:
-        """Returns the bytes that this member sends with its next step: the values that it has logged and counted in the
-        epoch; b"" if none.
+        """Returns the bytes that this member sends with its next step: the values that it has logged and counted in
+        the epoch; b"" if none.
         """
         live = results.epoch_numbers(self._trainer.fit_loop.epoch_loop._results)
         limit = MAX_LEAVE_NBYTES if member.leaving else self.limit // max(1, member.world_size)
@@ -147,8 +147,8 @@ class Handover:
             )  # fmt: skip
 
     def _drop(self, name: str) -> None:
-        """Notes that a metric, or the logged values of the epoch, was reset. All members note it, as they run the same
-        script.
+        """Notes that a metric, or the logged values of the epoch, was reset. All members note it, as they run the
+        same script.
         """
         for parts in self._heard.values():
             for _, dropped in parts:

@@ -43,8 +43,8 @@ class Lengths:
 
     @property
     def _foreseen(self) -> int:
-        """Estimated number of members before this one is in the job: min_nodes times the workers per node. All members
-        compute the same.
+        """Estimated number of members before this one is in the job: min_nodes times the workers per node. All
+        members compute the same.
         """
         return self._min_nodes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -81,9 +81,9 @@ class Lengths:
             self._estimated = int(total)
 
     def words(self) -> dict[str, str]:
-        """Returns the estimated number of members, for the fingerprint, if a schedule of the user's own was made by it:
-        such schedules are equal only if all members estimated the same. Torch's schedules take their numbers from the
-        donors' state.
+        """Returns the estimated number of members, for the fingerprint, if a schedule of the user's own was made by
+        it: such schedules are equal only if all members estimated the same. Torch's schedules take their numbers
+        from the donors' state.
         """
         kept = (LambdaLR, MultiplicativeLR, SequentialLR, ChainedScheduler)
         schedulers = [c.scheduler for c in self._trainer.lr_scheduler_configs]

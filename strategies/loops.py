@@ -53,8 +53,8 @@ def epoch_of(trainer: Trainer) -> int:
 
 
 def stopped_within_epoch(trainer: Trainer) -> bool:
-    """Returns whether fit resumes from a checkpoint that was written within an epoch, by the checkpoint's own account.
-    Valid before the first batch only.
+    """Returns whether fit resumes from a checkpoint that was written within an epoch, by the checkpoint's own
+    account. Valid before the first batch only.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     current, _ = _processed(progress)
@@ -62,8 +62,8 @@ def stopped_within_epoch(trainer: Trainer) -> bool:
 
 
 def limited(trainer: Trainer, total: float) -> float:
-    """Returns an epoch's length under `limit_train_batches`: an int counts micro-batches of each member, a fraction is
-    rounded down as Lightning does. A batch that was the epoch's last stays the last, even if the length grows
+    """Returns an epoch's length under `limit_train_batches`: an int counts micro-batches of each member, a fraction
+    is rounded down as Lightning does. A batch that was the epoch's last stays the last, even if the length grows
     afterwards.
     """
     limit = trainer.limit_train_batches
@@ -124,8 +124,8 @@ def _refit_bars(trainer: Trainer, total: float) -> None:
 
 
 def unfinish_epoch(trainer: Trainer, *, begun: bool = True) -> None:
-    """Takes back that Lightning counts an epoch which a StopIteration ended midway, so that a checkpoint does not count
-    it. If this process has not `begun` the epoch, its counters are those of donors that finished it, and stay.
+    """Takes back that Lightning counts an epoch which a StopIteration ended midway, so that a checkpoint does not
+    count it. If this process has not `begun` the epoch, its counters are those of donors that finished it, and stay.
     """
     if not begun or not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
         for count in _processed(trainer.fit_loop.epoch_progress):
@@ -154,8 +154,8 @@ def start_clocks(trainer: Trainer, *, fresh: bool) -> None:
 
 
 def measure_anew(monitor: ThroughputMonitor) -> None:
-    """Restarts a throughput monitor's clocks. Lightning starts them on rank zero only, when a stage starts; this member
-    may become rank zero later.
+    """Restarts a throughput monitor's clocks. Lightning starts them on rank zero only, when a stage starts; this
+    member may become rank zero later.
     """
     for stage, throughput in monitor._throughputs.items():
         throughput.reset()
@@ -172,8 +172,8 @@ def refit_rates(trainer: Trainer, members: int) -> None:
 
 
 def agree_on_validation(trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
-    """Makes the writer's clock decide when to validate, if `val_check_interval` is a time. Otherwise each process would
-    ask its own clock after each batch.
+    """Makes the writer's clock decide when to validate, if `val_check_interval` is a time. Otherwise each process
+    would ask its own clock after each batch.
     """
     if getattr(trainer, "_val_check_time_interval", None) is None:
         return
@@ -336,8 +336,8 @@ def remake_validation_loaders(trainer: Trainer) -> None:
 
 
 def settle(loop: _Loop) -> None:
-    """Marks a loop as in the middle of its run, neither restarting nor resuming. Lightning's `restarting` setter would
-    mark it as restarting whenever max_steps is set.
+    """Marks a loop as in the middle of its run, neither restarting nor resuming. Lightning's `restarting` setter
+    would mark it as restarting whenever max_steps is set.
     """
     loop._restarting = False
     loop._loaded_from_state_dict = False

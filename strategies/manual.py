@@ -51,8 +51,8 @@ class ManualGradients:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Averages gradients at the end of each backward pass that the training step makes by `loss.backward()` within
-        this context.
+        """Averages gradients at the end of each backward pass that the training step makes by `loss.backward()`
+        within this context.
         """
         self._awaits_pass = True
         try:
@@ -136,8 +136,8 @@ class ManualGradients:
     # ------------------------------------------------------------------ what travels, and the end
 
     def manifest(self) -> dict[str, Any]:
-        """Returns the averaged gradients that are kept from one batch to the next, which newcomers need. To be called
-        at a safe point, where all members have the same ones.
+        """Returns the averaged gradients that are kept from one batch to the next, which newcomers need. To be
+        called at a safe point, where all members have the same ones.
         """
         kept = {
             name: param.grad.detach().clone()

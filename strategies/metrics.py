@@ -159,8 +159,8 @@ class MetricRoute:
             reduce_states(name, metric, [part for member in everybody for part in member])
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Gathers one tensor from all members. Has the signature of torchmetrics' `dist_sync_fn`, for metrics that call
-        that themselves.
+        """Gathers one tensor from all members. Has the signature of torchmetrics' `dist_sync_fn`, for metrics that
+        call that themselves.
         """
         everybody = self._exchange(f"tensor of a metric {_script()}", tensor)
         return [tensor] if everybody is None else [other.to(tensor.device) for other in everybody]
@@ -205,8 +205,8 @@ class MetricRoute:
         return states, left_out
 
     def inherit(self, path: str, states: list[Any]) -> None:
-        """Keeps the states of a member that is gone; until the metric is reset, they are synced like those of one more
-        member.
+        """Keeps the states of a member that is gone; until the metric is reset, they are synced like those of one
+        more member.
         """
         metric = next((other for name, other in metrics_of(self._trainer) if name == path), None)
         of, before = self._inherited.get(path, (None, []))
@@ -301,8 +301,8 @@ def reduce_states(name: str, metric: Metric, everybody: Sequence[Mapping[str, An
 
 
 def _moved(value: Any, device: Any) -> Any:
-    """Returns a value on `device`, where the metric keeps it. Received tensors are on the strategy's device, which may
-    be another one.
+    """Returns a value on `device`, where the metric keeps it. Received tensors are on the strategy's device, which
+    may be another one.
     """
     if isinstance(value, Tensor):
         return value.to(device)
@@ -370,8 +370,8 @@ _kept: list[_Kept] = []
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Makes `untouched` cheap within this context: it watches metrics by replacing `Metric.__setattr__`, which is slow
-    to replace, so it is done once here.
+    """Makes `untouched` cheap within this context: it watches metrics by replacing `Metric.__setattr__`, which is
+    slow to replace, so it is done once here.
     """
     real = Metric.__setattr__
     if vars(real).get("watches"):

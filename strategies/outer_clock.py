@@ -184,7 +184,7 @@ class JobClock:
 
 
 def _may_step(scheduler: Any) -> None:
-    """Marks a schedule's optimizer as having stepped. Torch warns if a schedule steps first, and here other clusters'
-    optimizers have stepped.
+    """Marks a schedule's optimizer as having stepped. Torch warns if a schedule steps first, and here other
+    clusters' optimizers have stepped.
     """
     scheduler.optimizer._opt_called = True

@@ -152,8 +152,8 @@ class OuterFit:
         return loader
 
     def start(self, session: OuterSession | RankedSession, timeout_s: float) -> None:
-        """Joins the outer job. Afterwards the parameters are those of the job's newest version; a founder's become the
-        first version.
+        """Joins the outer job. Afterwards the parameters are those of the job's newest version; a founder's become
+        the first version.
         """
         self._session = session
         try:
@@ -221,7 +221,9 @@ class OuterFit:
 
     @property
     def _leaving(self) -> bool:
-        """Whether the cluster was asked to leave. With several ranks, only once all know it, since they stop together."""
+        """Whether the cluster was asked to leave. With several ranks, only once all know it, since they stop
+        together.
+        """
         return self._asked if self.ranks == 1 else self.session.leaving
 
     @property
@@ -274,8 +276,8 @@ class OuterFit:
         self.clock.put(self.session.reckoned, in_batch=in_batch, counted=counted, back=boundary.outright)
 
     def _end_of_epoch(self, leased: LeasedLoader) -> None:
-        """Waits after the last known batch until it is clear whether more of the epoch is leased. If not, the epoch is
-        over, and the base version holds all of it.
+        """Waits after the last known batch until it is clear whether more of the epoch is leased. If not, the epoch
+        is over, and the base version holds all of it.
         """
         self._wait(lambda: leased.known or self.session.progress.epoch > leased.epoch)
         if leased.known:
@@ -290,8 +292,8 @@ class OuterFit:
         self.clock.put(self.session.reckoned, in_batch=True, back=True)
 
     def begins(self, epoch: int) -> None:
-        """Notes that the loader begins a pass over this epoch of the job. Skips epochs that others finished while this
-        cluster waited for its first samples.
+        """Notes that the loader begins a pass over this epoch of the job. Skips epochs that others finished while
+        this cluster waited for its first samples.
         """
         missed = self.clock.first_epoch + epoch - epoch_of(self.trainer)
         if missed > 0:
@@ -306,8 +308,8 @@ class OuterFit:
             raise StopIteration
 
     def _look_who_writes(self) -> None:
-        """Continues the log files of the oldest cluster that is gone, if this cluster is now the oldest. Called outside
-        of steps.
+        """Continues the log files of the oldest cluster that is gone, if this cluster is now the oldest. Called
+        outside of steps.
         """
         self._logs.stable()
         if not self._writes(self.session.oldest):
@@ -324,7 +326,9 @@ class OuterFit:
                 callback.dirpath = now
 
     def _mark_files(self) -> None:
-        """Marks this cluster's log folders, by which the next oldest cluster finds them if it shares the file system."""
+        """Marks this cluster's log folders, by which the next oldest cluster finds them if it shares the file
+        system.
+        """
         if self.trainer.is_global_zero:
             mark(self.trainer.loggers, self.session.job_id, self._logs.writer)
 

@@ -282,7 +282,9 @@ class RankedSession:
         return (Covered(found.epoch, taken),)
 
     def pause(self, timeout_s: float) -> None:
-        """Waits for news from the job at rank 0. Other ranks return at once, and wait for rank 0 at the next meeting."""
+        """Waits for news from the job at rank 0. Other ranks return at once, and wait for rank 0 at the next
+        meeting.
+        """
         if self.member is not None:
             self.member.pause(timeout_s)
 

@@ -1,4 +1,6 @@
-"""Refuses, before training starts, what a cluster of an outer job does not support; each error names it (refusals.py)."""
+"""Refuses, before training starts, what a cluster of an outer job does not support; each error names it
+(refusals.py).
+"""
 
 from __future__ import annotations
 

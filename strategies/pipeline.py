@@ -144,7 +144,9 @@ class ChaosPipelineStrategy(ChaosStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Lets a model that is built within this context take no memory; a part gets its memory when a member owns it."""
+        """Lets a model that is built within this context take no memory; a part gets its memory when a member owns
+        it.
+        """
         if (fit := self._fit) is None:
             yield
             return
@@ -201,8 +203,8 @@ class ChaosPipelineStrategy(ChaosStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether Lightning reads a checkpoint only after set-up. In fit it must: then the layers that this member does
-        not own have no memory, and are not read.
+        """Whether Lightning reads a checkpoint only after set-up. In fit it must: then the layers that this member
+        does not own have no memory, and are not read.
         """
         return self._fit is not None
 

@@ -277,8 +277,8 @@ class PipelineEvaluation:
         )
 
     def _arguments(self, these: Sequence[RoundBatch], j: int) -> StepArguments:
-        """Returns the arguments that Lightning would give to `validation_step`, made from a copy of the batch, since a
-        unit may run again.
+        """Returns the arguments that Lightning would give to `validation_step`, made from a copy of the batch, since
+        a unit may run again.
         """
         trainer, loop, given = self._trainer, self._loop, these[j]
         batch = trainer.precision_plugin.convert_input(copy.deepcopy(given.batch))

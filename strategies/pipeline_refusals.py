@@ -60,8 +60,8 @@ def _steps_by_parameter(optimizer: Optimizer) -> bool:
 
 
 def _unclear_chain(trainer: Trainer) -> str:
-    """Returns why no list of blocks can be chosen as the chain; "" if one can, or if `configure_model` has yet to build
-    the model.
+    """Returns why no list of blocks can be chosen as the chain; "" if one can, or if `configure_model` has yet to
+    build the model.
     """
     module = trainer.lightning_module
     if is_overridden("configure_model", module):

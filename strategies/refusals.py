@@ -159,7 +159,9 @@ def refuse(trainer: Trainer, *, early: bool, table: tuple[Refusal, ...] = TABLE,
 
 
 def refuse_loaders(trainer: Trainer, strategy: str = "chaos") -> None:
-    """Raises UnsupportedError if there are several training loaders. They are known only after Lightning has made them."""
+    """Raises UnsupportedError if there are several training loaders. They are known only after Lightning has made
+    them.
+    """
     combined = trainer.fit_loop._combined_loader
     if combined is not None and len(combined.flattened) != 1:
         raise UnsupportedError(
@@ -171,7 +173,9 @@ def refuse_loaders(trainer: Trainer, strategy: str = "chaos") -> None:
 
 
 def check_host_version(strategy: str = "chaos") -> None:
-    """Raises UnsupportedError unless Lightning has the supported minor version: the strategy uses its private fields."""
+    """Raises UnsupportedError unless Lightning has the supported minor version: the strategy uses its private
+    fields.
+    """
     found = version("lightning")
     if found.split(".")[:2] != ["2", "6"]:
         raise UnsupportedError(

@@ -134,8 +134,8 @@ def save(
 def write(
     io: CheckpointIO, session: FitSession | None, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
 ) -> None:
-    """Writes a checkpoint file. The caller ensures that this member is the writer, and that the step can no longer be
-    undone.
+    """Writes a checkpoint file. The caller ensures that this member is the writer, and that the step can no longer
+    be undone.
     """
     mark = "final"
     # A checkpoint that is written a second time has the loaders' states with ours already.

@@ -210,8 +210,8 @@ class FitSession:
         return self.loader.elastic
 
     def wrap(self, dataloader: Any) -> TrainLoader:
-        """Returns the loader that Lightning gets in place of the user's training loader. Each reload of loaders makes a
-        new one.
+        """Returns the loader that Lightning gets in place of the user's training loader. Each reload of loaders
+        makes a new one.
         """
         elastic = self.hooks.loader(
             dataloader,
@@ -248,8 +248,8 @@ class FitSession:
                 remake_validation_loaders(trainer)
 
     def begin_pass(self, epoch: int) -> None:
-        """Notes that the loader begins an epoch, and logs the epoch's length, unless hooks set the epoch or batches are
-        limited.
+        """Notes that the loader begins an epoch, and logs the epoch's length, unless hooks set the epoch or batches
+        are limited.
         """
         if not self.hooks.begins_pass(self.elastic) and self.entered and self.trainer.limit_train_batches == 1.0:
             training.tell_epoch(self.engine, self.elastic, epoch)
@@ -418,8 +418,8 @@ class FitSession:
         self.check_departure()
 
     def _give_up_accumulation(self) -> bool:
-        """Drops an unfinished accumulation when a new pass begins because `on_train_batch_start` returned -1; returns
-        whether it has. The accumulation's samples count as not used.
+        """Drops an unfinished accumulation when a new pass begins because `on_train_batch_start` returned -1;
+        returns whether it has. The accumulation's samples count as not used.
         """
         if self.loader.under_way or self.stepper.manual is not None:
             return False
@@ -552,8 +552,8 @@ class FitSession:
         return hooks(loss) if self.within and self.stepper.total_weight > 0 else loss
 
     def average_within(self) -> None:
-        """Averages gradients within the closure; only notes if the step does not take place, as Lightning must run the
-        closure to its end.
+        """Averages gradients within the closure; only notes if the step does not take place, as Lightning must run
+        the closure to its end.
         """
         try:
             self._average(0)
@@ -603,7 +603,9 @@ class FitSession:
         return answers
 
     def observe(self, *, fresh: bool = False) -> None:
-        """Updates rank, writer, logs, metrics and schedules after a slot was committed, or after this member entered."""
+        """Updates rank, writer, logs, metrics and schedules after a slot was committed, or after this member
+        entered.
+        """
         engine = self.engine
         self.writer.logs.stable()
         self.handover.metrics.forget_computed()
@@ -664,8 +666,8 @@ class FitSession:
         self._suspension = Suspension.begin(self.trainer)
 
     def check_departure(self, *, stepped: bool = False) -> None:
-        """Makes this member leave after a committed slot, if it was asked to and may. `stepped`: the optimizer has yet
-        to apply the committed step.
+        """Makes this member leave after a committed slot, if it was asked to and may. `stepped`: the optimizer has
+        yet to apply the committed step.
         """
         if self.in_job and self.member.may_go():
             self.member.depart(stepped=stepped)
@@ -697,8 +699,8 @@ class FitSession:
             self.member.keep(kept, counted=self.trainer.global_step, stuck=stuck)
 
     def end_epoch(self) -> None:
-        """Ends the epoch of a member that has left, without the hooks that judge an epoch. Saves the state if that is
-        still to be done, and uncounts a batch that no step uses.
+        """Ends the epoch of a member that has left, without the hooks that judge an epoch. Saves the state if that
+        is still to be done, and uncounts a batch that no step uses.
         """
         if self._keep_due:
             self._keep(ended=True)
@@ -923,8 +925,8 @@ def meeting(state: LightningState, name: str) -> Iterator[None]:
 
 def end_unused_batch(session: FitSession) -> None:
     """Ends Lightning's loop by StopIteration within a batch that no step uses, if this member has left, before the
-    loop, hooks and loggers count it. Called by the first callback, too, since the loop of manual optimization swallows
-    StopIteration.
+    loop, hooks and loggers count it. Called by the first callback, too, since the loop of manual optimization
+    swallows StopIteration.
     """
     if session.departed and session.elastic.uncommitted:
         raise StopIteration

@@ -160,7 +160,9 @@ class Stepper:
     # ------------------------------------------------------------------ one micro-batch
 
     def training_step(self, run: Callable[[], Any], batch: Any) -> Any:
-        """Runs the user's training step, or a substitute if this member has no samples; then exchanges what was logged."""
+        """Runs the user's training step, or a substitute if this member has no samples; then exchanges what was
+        logged.
+        """
         batch_idx = batches_begun(self._trainer) - 1
         part = self._current()
         idle = part is None or part.idle
@@ -217,8 +219,8 @@ class Stepper:
         return weight_of(self._module, batch, batch_idx, part.samples)
 
     def _tell_of_changes(self) -> None:
-        """Warns once of buffers that training_step changed under manual optimization. Members without samples run it,
-        too, so such a buffer differs only if it depends on the batch.
+        """Warns once of buffers that training_step changed under manual optimization. Members without samples run
+        it, too, so such a buffer differs only if it depends on the batch.
         """
         changed = self._watch.changed()
         if changed and not self._told:
@@ -259,8 +261,8 @@ class Stepper:
         return factor
 
     def _start_scaler(self, loss: Tensor) -> None:
-        """Starts the gradient scaler with a loss that is not used, since a scaler that never scaled refuses to unscale
-        the other members' gradients.
+        """Starts the gradient scaler with a loss that is not used, since a scaler that never scaled refuses to
+        unscale the other members' gradients.
         """
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -322,19 +324,21 @@ class Stepper:
     # ------------------------------------------------------------------ manual optimization
 
     def manual_backward(self, run: Callable[[], None]) -> None:
-        """Runs one backward pass of `LightningModule.manual_backward`, and averages the gradients that it has changed."""
+        """Runs one backward pass of `LightningModule.manual_backward`, and averages the gradients that it has
+        changed.
+        """
         assert self.manual is not None
         self.manual.backward(run, stands_in=self._present == 0.0, unweighed=lambda: self.total_weight <= 0)
 
     def holds_average(self, number: int) -> bool:
-        """Returns whether this optimizer's gradients are an average that has not been used in a step yet. Then it steps
-        without a slot.
+        """Returns whether this optimizer's gradients are an average that has not been used in a step yet. Then it
+        steps without a slot.
         """
         return self.manual is not None and self.manual.hold_average(number)
 
     def must_average(self, number: int) -> bool:
-        """Returns whether this optimizer's step needs a slot: its gradients are no average, or user code has replaced
-        one of them.
+        """Returns whether this optimizer's step needs a slot: its gradients are no average, or user code has
+        replaced one of them.
         """
         return self.manual is None or not self.manual.hold_average(number) or self.manual.assigned(number)
 
@@ -357,8 +361,8 @@ class Stepper:
     # ------------------------------------------------------------------ what else may happen
 
     def put_back(self) -> None:
-        """Puts the engine's own tensors back in place of averaged buffers that user code replaced, before the state is
-        saved.
+        """Puts the engine's own tensors back in place of averaged buffers that user code replaced, before the state
+        is saved.
         """
         self._watch.put_back()
 

@@ -135,8 +135,8 @@ class ChaosStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether this is a fit: only then Lightning honours `sync_dist=True`. Outside of fit one process works alone,
-        and the user's sampler stays.
+        """Whether this is a fit: only then Lightning honours `sync_dist=True`. Outside of fit one process works
+        alone, and the user's sampler stays.
         """
         return self.session is not None and not self.session.closed
 
@@ -221,8 +221,8 @@ class ChaosStrategy(ParallelStrategy):
         return EngineConfig.build({**self._given, **self.options.for_engine()})
 
     def _evaluate(self) -> None:
-        """Gives this process a rank for validate, test or predict. Every process evaluates everything, but one alone is
-        to write: so each takes, before fit, the rank that it would have in fit. After fit it keeps fit's rank.
+        """Gives this process a rank for validate, test or predict. Every process evaluates everything, but one alone
+        is to write: so each takes, before fit, the rank that it would have in fit. After fit it keeps fit's rank.
         """
         if self._has_fitted or self._place is not None:
             return
@@ -257,8 +257,8 @@ class ChaosStrategy(ParallelStrategy):
         session.handover.metrics.install()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns the loader that Lightning uses. Loaders of fit are divided among members; those of validate, test and
-        predict yield everything in this process.
+        """Returns the loader that Lightning uses. Loaders of fit are divided among members; those of validate, test
+        and predict yield everything in this process.
         """
         if self.session is None:
             return unsharded(dataloader)
@@ -276,7 +276,8 @@ class ChaosStrategy(ParallelStrategy):
 
     def on_train_start(self) -> None:
         """Prepares training, in the last hook before batches are fetched. Makes the validation loaders already here,
-        while this process is alone: a member that joins later would wait in their barriers for members that have them.
+        while this process is alone: a member that joins later would wait in their barriers for members that have
+        them.
         """
         if self.session is None:
             return
@@ -336,7 +337,9 @@ class ChaosStrategy(ParallelStrategy):
     def _manual_backward(
         self, session: FitSession, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Runs a backward pass of manual optimization, and averages gradients before `on_after_backward`, as DDP does."""
+        """Runs a backward pass of manual optimization, and averages gradients before `on_after_backward`, as DDP
+        does.
+        """
         module, precision = session.trainer.lightning_module, self.precision_plugin
         scaled = precision.pre_backward(loss, module)
         session.manual_backward(lambda: precision.backward(scaled, module, optimizer, *args, **kwargs))
@@ -345,7 +348,9 @@ class ChaosStrategy(ParallelStrategy):
     def _hooked_backward(
         self, session: FitSession, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Runs a backward pass; if it is a step's last one, averages gradients before `on_after_backward`, as DDP does."""
+        """Runs a backward pass; if it is a step's last one, averages gradients before `on_after_backward`, as DDP
+        does.
+        """
         module, precision = session.trainer.lightning_module, self.precision_plugin
 
         def run(given: Tensor) -> Tensor:
@@ -357,8 +362,8 @@ class ChaosStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keeps gradients of accumulating micro-batches unsent during this context. Manual optimization averages them
-        nevertheless, so that micro-batches of different sizes get the right weights.
+        """Keeps gradients of accumulating micro-batches unsent during this context. Manual optimization averages
+        them nevertheless, so that micro-batches of different sizes get the right weights.
         """
         with self.session.engine.hold() if self.in_job and self.session is not None else nullcontext():
             yield
@@ -378,8 +383,8 @@ class ChaosStrategy(ParallelStrategy):
         return self.session.gather(name, payload, line=line) if self.session is not None else None
 
     def _early(self) -> None:
-        """Warns if user code calls a collective before the first batch: members meet only there, so it reaches no other
-        member.
+        """Warns if user code calls a collective before the first batch: members meet only there, so it reaches no
+        other member.
         """
         session = self.session
         if session is None or session.entered or session.closed or self.world_size == 1:
@@ -424,8 +429,8 @@ class ChaosStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Lets the writer alone write a checkpoint, after a barrier that makes the last step final. If the file cannot
-        be written, all members raise.
+        """Lets the writer alone write a checkpoint, after a barrier that makes the last step final. If the file
+        cannot be written, all members raise.
         """
         if self.in_job:
             # Members' names of a collective must be equal; their paths need not be, as only the writer's is used.

@@ -86,8 +86,8 @@ class StableLog:
             save(logger)
 
     def owed(self, logger: Logger, *, certain: bool) -> list[Call]:
-        """Returns the log calls that a dead writer may not have written with this logger, in order; if `certain`, only
-        those of the last commit.
+        """Returns the log calls that a dead writer may not have written with this logger, in order; if `certain`,
+        only those of the last commit.
         """
         return [call for calls in self._owed[certain:] for call in calls if call.logger is logger]
 
@@ -183,8 +183,8 @@ class Writer:
                 _promote(self._trainer, fresh=fresh)
 
     def tell_files(self, members: Callable[[], tuple[str, ...]]) -> None:
-        """Tells all members where the writer logs, whenever the writer changes. They need it within training_step, for
-        `trainer.log_dir`, and the next writer continues these files.
+        """Tells all members where the writer logs, whenever the writer changes. They need it within training_step,
+        for `trainer.log_dir`, and the next writer continues these files.
         """
         here, run = members(), self._run()
         if run and self.is_here and not self._marked:

@@ -77,8 +77,8 @@ def _split(text: bytes) -> tuple[bytes, bytes]:
 
 
 class ByteBlocks(Dataset[tuple[Tensor, Tensor]]):
-    """Text cut into blocks of `block` bytes that do not overlap. A sample is a block and, as target, the block one byte
-    later.
+    """Text cut into blocks of `block` bytes that do not overlap. A sample is a block and, as target, the block one
+    byte later.
     """
 
     def __init__(self, text: bytes, block: int) -> None:

@@ -157,7 +157,9 @@ class ChaosRendezvousHandler(RendezvousHandler):
         return 0
 
     def look_after_scheduler(self) -> None:
-        """Checks from time to time, in a thread, that a scheduler hosted by this machine still runs. Returns at once."""
+        """Checks from time to time, in a thread, that a scheduler hosted by this machine still runs. Returns at
+        once.
+        """
         now = time.monotonic()
         looking = self._looking is not None and self._looking.is_alive()
         if self._may_host and now - self._looked > min(self._pause_s, 30 * _LOOK_INTERVAL_S) and not looking:

@@ -176,8 +176,8 @@ def _values(options: Mapping[str, Setting], conf: Mapping[str, str], environ: Ma
 
 
 def _rules(config: EngineConfig, conf: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
-    """Returns the job's settings for a scheduler: those of the environment, overridden by --rdzv-conf and the engine's
-    configuration.
+    """Returns the job's settings for a scheduler: those of the environment, overridden by --rdzv-conf and the
+    engine's configuration.
     """
     base = settings_from_json(environ.get("CHAOS_SETTINGS") or "{}")
     return replace(rules_of(config, base), **_values(SETTING_OPTIONS, conf, {}))

@@ -111,7 +111,9 @@ def pass_on(number: int, pids: Iterable[int]) -> None:
 
 
 def workers_of(mark: str, parent: int | None = None) -> list[int]:
-    """Returns the process ids of children of `parent` (default: this process) that have the mark in their environment."""
+    """Returns the process ids of children of `parent` (default: this process) that have the mark in their
+    environment.
+    """
     parent = os.getpid() if parent is None else parent
     wanted = f"{VARIABLE}={mark}".encode()
     found = []

@@ -207,8 +207,8 @@ class NodeWorkers:
         self._failed(worker, worker.last)
 
     def _failed(self, worker: Worker, code: int, error: str = "") -> None:
-        """Handles a worker that ended with this exit code, or that could not be started (`error`): restarts it or gives
-        it up.
+        """Handles a worker that ended with this exit code, or that could not be started (`error`): restarts it or
+        gives it up.
         """
         words = error or _words(code)
         if self._asked is None and worker.restarts < self._config.max_restarts:

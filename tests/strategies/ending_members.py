@@ -56,8 +56,8 @@ def fit(folder: str, port: int, spec: dict[str, Any]) -> None:
     """Trains at that port; the file `mark` in `folder` says that it trains, `behind` that fit returned.
 
     Args:
-        folder: For both.
-        port: Of the scheduler or the parameter server.
+        folder: Folder of both files.
+        port: Port of the scheduler or the parameter server.
         spec: terminal (path), workers (of the loader), kind ("chaos", "diloco"), stops_after (steps), marks
             ("validation": the mark says that it validates).
     """

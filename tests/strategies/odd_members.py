@@ -43,7 +43,7 @@ class Alone(models.Regression):
 
     Args:
         asks: "save_checkpoint", "log", or "stop".
-        folder: Where a checkpoint goes.
+        folder: Folder of the checkpoint.
     """
 
     def __init__(self, asks: str, folder: str) -> None:

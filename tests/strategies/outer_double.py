@@ -19,12 +19,12 @@ class SessionDouble:
     Attributes:
         made: All instances of a test.
         setting: Attributes that every new instance gets.
-        progress: Of the base.
+        progress: Progress of the job at the base version.
         versions: Parameters of each version that was adopted.
         others: Positions that other clusters train, by epoch; once this one is dry, they are through as well.
         rejects_at: The push of this number is rejected: everything is taken back.
         ends_at: The job is over with this boundary.
-        calls: What was called, in order.
+        calls: Names of the methods that were called, in order.
     """
 
     made: ClassVar[list[SessionDouble]] = []

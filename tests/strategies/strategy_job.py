@@ -13,9 +13,9 @@ class Job:
     """Member processes of one job, with a scheduler of its own.
 
     Args:
-        harness: Starts and watches them.
-        out: Where members report.
-        options: Of the scheduler.
+        harness: Harness that starts and watches the members.
+        out: Folder in which members write their reports.
+        options: Options of the scheduler.
     """
 
     def __init__(self, harness: Any, out: Path, options: Any, scheduler: Any) -> None:

@@ -17,7 +17,7 @@ def same(reports: list[dict[str, Any]], lines: int = 0) -> None:
     """Checks that all members hold the same bits and took the same branches since the last of them came.
 
     Args:
-        reports: Of `strategy_members.member`.
+        reports: Reports of `strategy_members.member`.
         lines: Compare only so many last lines of the traces (one that came twice has a gap); 0: all.
     """
     first = reports[0]
