@@ -1,4 +1,6 @@
-"""A cluster's session without a server: it is alone, or the test plays the others. For tests that concern Lightning."""
+"""Replaces a cluster's session without a server: the cluster is alone, or the test plays the others. For tests that
+concern Lightning.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from chaos_lightning.protocol.spans import count, normalise, subtract, union
 
 
 class SessionDouble:
-    """Interface of the session. Each push is accepted at once, and the version is this cluster's state.
+    """Session's interface for one cluster. Each push is accepted at once, and the version is this cluster's state.
 
     Attributes:
         made: All instances of a test.
@@ -112,7 +114,7 @@ class SessionDouble:
         return Boundary(self.base)
 
     def pause(self, timeout_s: float) -> None:
-        """Returns at once: nothing happens meanwhile."""
+        """Returns at once, since nothing can happen while this cluster waits."""
 
     def waits_for(self) -> str:
         return "nothing"
