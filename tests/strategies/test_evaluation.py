@@ -41,9 +41,7 @@ class Meetings:
 
 
 def evaluated(me: str, members: str, meetings: Meetings, combined: CombinedLoader, **settings: Any) -> list[Any]:
-    """Returns the batches that member `me` evaluates in one pass, then the numbers of batches that Lightning was
-    told to expect.
-    """
+    """Returns the batches that member `me` evaluates in one pass; checks how many Lightning is told to fetch."""
     fetcher = SimpleNamespace(length=1)
     loop = SimpleNamespace(
         _results=_ResultCollection(training=False), _combined_loader=combined, _data_fetcher=fetcher,
