@@ -1,4 +1,5 @@
-"""FaultInjectorCallback: a fault plan carried out from inside the victim, in the very phase that the plan names.
+"""FaultInjectorCallback: carries out a fault plan from inside the process that is to fail, in the very phase that the
+plan names.
 
 Theory of operation. Only the process itself knows that it is in its backward pass, so faults with a phase can only
 strike from inside. Each hook asks the plan's schedule what is due here and now; what it gives out is written to the

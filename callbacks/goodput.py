@@ -23,7 +23,7 @@ CAUSES = ("join", "recovery", "leave")
 
 @dataclass(slots=True)
 class GoodputMeter:
-    """Useful and lost seconds of one member's job so far, one call a step, in constant memory.
+    """Accounting of one member's useful and lost seconds, updated at each step, in constant memory.
 
     The exact accounting is a fold over all logs afterwards (`observe/folds.py`). Here the time from one committed step
     to the next is compared with the usual one (median of the last clean ones). If the view changed in between, what
@@ -85,7 +85,7 @@ class GoodputMeter:
 
     @property
     def share(self) -> float:
-        """Useful part of the time, 0 to 1."""
+        """Useful share of the time, 0 to 1."""
         return 1.0 - sum(self.lost_s.values()) / self.total_s if self.total_s > 0 else 1.0
 
     def state(self) -> dict[str, Any]:

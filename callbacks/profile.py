@@ -19,7 +19,7 @@ log = logging.getLogger("chaos_lightning.callbacks")
 
 
 class PipelineProfile(Callback):
-    """Callback that writes a file for `chaos-lightning plan` after some steps.
+    """Callback that measures the model during some steps, and writes the profile that `chaos-lightning plan` reads.
 
     Args:
         out: File to write; JSON if its name ends with .json.

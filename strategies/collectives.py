@@ -1,4 +1,4 @@
-"""Lightning's small collectives as numbered slots of the job (protocol.md 28).
+"""Carries out Lightning's small collectives as numbered slots of the job (protocol.md 28).
 
 Theory of operation. Each collective is one gather: every member sends its value, gets everybody's in rank order, and
 computes the answer by itself, so that all get the same bits. The slot's name says which call it is, so members that
@@ -118,7 +118,9 @@ class Collectives:
     # ------------------------------------------------------------------ plain collectives
 
     def exchange(self, name: str, value: Any, line: str = "") -> list[Any] | None:
-        """Returns all members' values in rank order; None if this member is not in the job."""
+        """Exchanges one value under a name; returns all members' values in rank order, None if this member is not in
+        the job.
+        """
         if self._in_unit:
             raise UnsupportedError(
                 f"{name}: collectives inside {self._hook} are not supported with pipelines, since members run other "

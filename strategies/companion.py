@@ -1,4 +1,4 @@
-"""Adds a private callback and a launcher, for moments at which Lightning has no hook for strategies.
+"""Adds a private callback and a launcher, for moments at which Lightning calls no hook of a strategy.
 
 Theory of operation. `Companion` stands first in the list of callbacks for the time of fit, and serves hooks that only
 callbacks have. `Launcher` calls each of the Trainer's functions, such as fit. A member that leaves (Ctrl+C, SIGTERM, a
@@ -64,7 +64,7 @@ def _no_spike(loss: Tensor) -> bool:
 
 
 class Companion(pl.Callback):
-    """Callback that the strategy inserts for the time of fit. A checkpoint holds no state of it.
+    """Callback that the strategy inserts during fit. It has no state in checkpoints.
 
     Args:
         session: Part of this fit in the job; None in a copy, which has no part in it.
@@ -100,8 +100,9 @@ class Companion(pl.Callback):
             outputs.update(self._like, **{IDLE_KEY: True})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Computes the values of the epoch, on whose keys members agree first; ends fit instead if this member has
-        left."""
+        """Computes the logged values of the epoch, on whose keys members agree first; ends fit instead if this
+        member has left.
+        """
         session = self._session
         if session is None:
             return
@@ -153,7 +154,7 @@ class Leaver(Protocol):
 
     @property
     def departed(self) -> bool:
-        """Whether the fit left the job, and so ended before the training was over."""
+        """Whether this member left the job before its training was over, which ended the fit."""
 
 
 class Launcher(_Launcher):
@@ -184,7 +185,7 @@ class Launcher(_Launcher):
 
 
 class RankLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of DDP's ranks, which raises LeftJobError as `Launcher` does.
+    """Lightning's launcher of DDP ranks, which also raises LeftJobError if the fit has left its job.
 
     Args:
         session: As of `Launcher`.
@@ -215,7 +216,8 @@ def _tell_departure(trainer: pl.Trainer | None, session: Leaver | None) -> None:
 
 
 def exit_code(asked: signal.Signals | None, environment: Mapping[str, str]) -> int:
-    """Returns the exit code of a process that has left its job.
+    """Returns the exit code of a process that has left its job, depending on the signal and on what started the
+    process.
 
     Args:
         asked: Signal that asked it to leave; None if something else did.

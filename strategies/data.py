@@ -126,7 +126,7 @@ class TrainLoader:
         self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns which samples are spent, for checkpoints (protocol.md 27)."""
+        """Returns which samples are used up, for checkpoints (protocol.md 27)."""
         return self.elastic.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

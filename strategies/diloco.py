@@ -106,12 +106,12 @@ class ClusterStrategy(DDPStrategy):
 
     @property
     def single(self) -> bool:
-        """Whether the cluster is one process. It has no process group, and its model is not wrapped."""
+        """Whether the cluster is one process, without a process group or a DDP wrapper."""
         return isinstance(self.cluster_environment, OneProcess)
 
     @property
     def place(self) -> tuple[int, int]:
-        """Rank of this process in the cluster, and number of its processes."""
+        """Rank of this process within its cluster, and the cluster's number of processes."""
         return (0, 1) if self.single else (self.global_rank, self.world_size)
 
     @property

@@ -69,7 +69,7 @@ SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
 
 
 class OuterTerms:
-    """Settings of outer sync in a strategy, for ranks of an elastic cluster.
+    """Settings of outer sync that the strategy gives to the ranks of an elastic cluster.
 
     Args:
         options: Further options of the strategy.
@@ -94,7 +94,7 @@ class OuterTerms:
 
 
 def replica_of(module: Any) -> Replica:
-    """Returns the tensors of a LightningModule that travel between clusters."""
+    """Returns the tensors of a LightningModule that clusters exchange."""
     named = getattr(module, "chaos_buffers", ())
     return Replica.of_module(module, reduced_buffers(module, named, named_by="chaos_buffers"))
 
@@ -530,7 +530,7 @@ class ElasticPart(FitHooks):
         return signals
 
     def close(self) -> None:
-        """Ends this rank's part in the cluster, with the trained values in the parameters. Idempotent."""
+        """Ends this rank's part in the cluster; the parameters are then the trained ones. Idempotent."""
         self.show_own()
         self._closed = True
         if self._clock is not None:

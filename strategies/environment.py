@@ -33,7 +33,7 @@ class ChaosEnvironment(ClusterEnvironment):
         """Whether every process counts as its machine's first one: each prepares data then, one after the other."""
 
     def place(self, rank: int, world_size: int) -> bool:
-        """Sets rank and world size.
+        """Sets this process's rank and the world size.
 
         Returns:
             Whether this process has become the writer now.

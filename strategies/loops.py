@@ -164,7 +164,7 @@ def measure_anew(monitor: ThroughputMonitor) -> None:
 
 
 def refit_rates(trainer: Trainer, members: int) -> None:
-    """Makes throughput monitors multiply this member's rates by the number of members."""
+    """Makes throughput monitors multiply this member's throughput by the number of members."""
     for callback in trainer.callbacks:
         if isinstance(callback, ThroughputMonitor):
             for throughput in callback._throughputs.values():
@@ -379,7 +379,7 @@ class Suspension:
 
 
 def why_over(trainer: Trainer) -> str:
-    """Returns why the training loop has ended."""
+    """Returns the reason why the training loop has ended."""
     fit_loop = trainer.fit_loop
     if trainer.should_stop:
         return "training was stopped early"

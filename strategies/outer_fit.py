@@ -127,7 +127,7 @@ class OuterFit:
 
     @property
     def in_step(self) -> bool:
-        """Whether training has begun."""
+        """Whether training has begun and fit is not over."""
         return self._clock is not None and not self.closed
 
     @property
@@ -372,7 +372,7 @@ class OuterFit:
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """Handles the first Ctrl+C, SIGTERM or SIGHUP: the cluster leaves; the user's own handlers are called, too."""
+        """Handles the first Ctrl+C, SIGTERM or SIGHUP: makes the cluster leave, and calls the user's own handlers."""
         self._asked = True
         self.asked = self.asked or number
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
@@ -398,7 +398,7 @@ class OuterFit:
             save_last_again(self.trainer)
 
     def close(self) -> None:
-        """Ends this cluster's part in the job. Idempotent."""
+        """Ends this cluster's part in the job, and restores what it has changed in Lightning. Idempotent."""
         if self.closed:
             return
         self.show_own()

@@ -81,7 +81,7 @@ class RankGroup:
     @staticmethod
     @torch.no_grad()
     def share(tensors: Sequence[Tensor]) -> None:
-        """Sets all ranks' tensors to rank 0's, bit for bit."""
+        """Sets the tensors of all ranks to rank 0's, bit for bit."""
         whole = dist.group.WORLD
         assert whole is not None
         dist._broadcast_coalesced(whole, [t.detach() for t in tensors], _BUCKET, 0)  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ class RankedSession:
 
     @property
     def oldest(self) -> bool:
-        """Whether this cluster came before all others that are in the job."""
+        """Whether this cluster is the oldest one in the job."""
         return self._facts.oldest
 
     @property
@@ -196,11 +196,11 @@ class RankedSession:
 
     @property
     def over(self) -> str:
-        """Reason why this cluster's part is over; "" while it goes on."""
+        """Reason why this cluster's part in the job is over; "" while it goes on."""
         return self._facts.over
 
     def waits_for(self) -> str:
-        """Returns in words the event for which this cluster waits before it trains on."""
+        """Name of the event for which this cluster waits before it trains on."""
         return self._facts.waits_for
 
     @property
@@ -309,7 +309,7 @@ class RankedSession:
     # ------------------------------------------------------------------ the end
 
     def finish(self, reason: str) -> None:
-        """Finishes the cluster's part, after the ranks' loops are over, as `OuterSession.finish` does."""
+        """Finishes the cluster's part in the job, once the ranks' loops are over, as `OuterSession.finish` does."""
         if self._untold.steps:
             self._tell_steps()
         self._meet(lambda member: member.finish(reason))

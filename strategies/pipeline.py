@@ -1,4 +1,4 @@
-"""Strategy `chaos_pipeline`: a model in stages, one per process, whose members may join, leave and die.
+"""Defines strategy `chaos_pipeline`: a model in stages, one per process, whose members may join, leave and die.
 
 Theory of operation. It is strategy `chaos` in all that concerns the job: hooks, slots, safe points, collectives. What
 differs is that each member owns parts of the model (pipeline_model.py), and that a batch of the loop is an optimizer

@@ -84,7 +84,7 @@ class BatchAnswer(NamedTuple):
 
 @dataclass(eq=False)
 class RoundBatch:
-    """One batch of a round of validation.
+    """One batch of a round, which is the set of batches whose forward passes run together.
 
     Attributes:
         batch: A copy of what the loader gave: Lightning's hooks, or user code, may change that in place.

@@ -116,7 +116,9 @@ class PipelineFit(FitHooks):
     # ------------------------------------------------------------------ before the join
 
     def loader(self, dataloader: Any, **options: Any) -> StepLoader:
-        """Wraps the user's training loader, so that one batch is an optimizer step."""
+        """Returns a loader around the user's training loader, each of whose batches has the micro-batches of an
+        optimizer step.
+        """
         self._loader = StepLoader(dataloader, micro_batches=self._options.micro_batches, **options)
         return self._loader
 
@@ -243,7 +245,7 @@ class PipelineFit(FitHooks):
 
     @property
     def evaluation(self) -> PipelineEvaluation:
-        """Validation, which runs over the same routes as training."""
+        """Validation of this fit, which runs over the same pipelines as training."""
         assert self._evaluation is not None, "the member has not entered the job yet"
         return self._evaluation
 

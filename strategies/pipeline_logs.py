@@ -49,7 +49,7 @@ _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 class LoggedValue(NamedTuple):
-    """One call of `self.log` in a micro-batch.
+    """One value given to `self.log` in a micro-batch.
 
     Attributes:
         name: Name that was given.

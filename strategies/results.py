@@ -48,7 +48,7 @@ def described(item: _ResultMetric) -> dict[str, Any]:
 
 
 def describe_results(collection: _ResultCollection, *, live_only: bool = True) -> dict[str, dict[str, Any]]:
-    """Returns the keys that were logged in this epoch, and how they were logged."""
+    """Returns the keys that were logged in this epoch, each with how it was logged."""
     return {
         key: {**described(item), "live": not item.has_reset}
         for key, item in collection.items()
@@ -105,7 +105,7 @@ def _find_metric(module: LightningModule, attribute: str | None) -> Metric | Non
 def agree(
     trainer: Trainer, collection: _ResultCollection, exchange: Exchange, what: str, reduce: Callable[..., Any]
 ) -> None:
-    """Gives all members the same keys of logged values."""
+    """Makes members agree on the keys of logged values: each adds those that only others have logged."""
     everybody = exchange(f"keys logged in {what}", describe_results(collection))
     if everybody is None:
         return

@@ -1,4 +1,4 @@
-"""Runs one fit's part in a job: it enters, takes slots, lets newcomers in at safe points, and leaves.
+"""Runs one fit's part in a job: enters it, takes part in slots, lets newcomers in at safe points, and leaves.
 
 Theory of operation. While Lightning sets up, every process is alone: it cannot know for sure yet whether it founds the
 job or joins one in epoch 3 (place.py tells which rank it has meanwhile), and a newcomer's set-up runs many barriers
@@ -94,7 +94,7 @@ class NoStep(Exception):
 
 
 class FitSession:
-    """Part of one call of `fit` in a job; see the module.
+    """Part of one call of `fit` in a job.
 
     Args:
         trainer: Trainer whose fit this is.
@@ -185,7 +185,7 @@ class FitSession:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Ids of all members in rank order, by the last slot; none outside the job."""
+        """Ids of all members in rank order, as of the last slot; empty outside the job."""
         view = self.engine.view if self.in_job else None
         return view.ids() if view is not None else ()
 
@@ -201,7 +201,7 @@ class FitSession:
 
     @property
     def loader(self) -> TrainLoader:
-        """Training loader that Lightning iterates over."""
+        """Training loader that Lightning iterates over, in place of the user's."""
         assert self._loader is not None
         return self._loader
 
@@ -562,7 +562,9 @@ class FitSession:
             self.within = False
 
     def manual_backward(self, run: Callable[[], None]) -> None:
-        """Runs one backward pass of manual optimization and its average, or none if this member is out of the job."""
+        """Runs one backward pass of manual optimization and averages its gradients; does neither if this member is
+        out of the job.
+        """
         if self.in_job:
             whole(self.stepper).manual_backward(run)
 
@@ -636,7 +638,7 @@ class FitSession:
     # ------------------------------------------------------------------ lengths
 
     def length(self) -> int:
-        """Returns the length of the loader for Lightning."""
+        """Returns the length of the training loader that Lightning gets, in micro-batches."""
         total = self._total()
         return ENDLESS if math.isinf(total) else int(total)
 

@@ -58,7 +58,7 @@ saves (Lightning 2.6)."""
 
 
 class LightningState:
-    """Training state of one trainer, as `StateAccess`.
+    """Training state of one Trainer (implements `StateAccess`).
 
     Args:
         trainer: Trainer in fit, set up.
@@ -107,7 +107,7 @@ class LightningState:
     # ------------------------------------------------------------------ tensors
 
     def _averages(self) -> dict[str, nn.Module]:
-        """Returns the copies of the model that callbacks keep (EMA and the like)."""
+        """Returns the copies of the model in callbacks, such as those of an exponential moving average."""
         found = {}
         for place, callback in enumerate(self._trainer.callbacks):
             for name, value in vars(callback).items():

@@ -343,7 +343,7 @@ class Stepper:
         return self.manual is None or not self.manual.hold_average(number) or self.manual.assigned(number)
 
     def stepped(self, number: int) -> None:
-        """Notes that this optimizer steps."""
+        """Notes that this optimizer is about to step with its averaged gradients."""
         if self.manual is not None:
             self.manual.stepped(number)
 

@@ -1,4 +1,4 @@
-"""Defines `ChaosStrategy`, which hands Lightning's hooks on to the parts of this package that serve them.
+"""Defines `ChaosStrategy`, which passes Lightning's hooks on to the parts of this package that handle them.
 
 Theory of operation. The strategy itself knows what Lightning calls when, and nothing else: a `FitSession` is this fit's
 part in the job, `Collectives` are Lightning's small collectives, `ChaosEnvironment` tells this process's rank. Outside
@@ -146,7 +146,7 @@ class ChaosStrategy(ParallelStrategy):
 
     @property
     def in_job(self) -> bool:
-        """Whether collectives reach other members."""
+        """Whether this process is in a job, so that collectives reach other members."""
         return self.session is not None and self.session.in_job
 
     def _configure_launcher(self) -> None:

@@ -157,7 +157,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def cifar10(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
-    """Returns CIFAR-10 from its binary version: records of one label byte and 3072 bytes of image, plane by plane."""
+    """Returns training and test set of CIFAR-10, read from the files of its binary version."""
 
     def load(names: list[str]) -> TensorDataset:
         parts = []

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def factory() -> RendezvousHandlerCreator:
-    """Returns the function by which torchrun makes handlers."""
+    """Returns the function that makes rendezvous handlers for torchrun."""
     from chaos_lightning.rendezvous.handler import create_handler
 
     return create_handler

@@ -108,7 +108,7 @@ def read_options(
     local_addr: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> RendezvousOptions:
-    """Merges torchrun's parameters, --rdzv-conf and the environment.
+    """Returns the handler's options, merged from torchrun's parameters, --rdzv-conf and the environment.
 
     Args:
         endpoint: --rdzv-endpoint; HOST, HOST:PORT or "" (this machine, port 29400).

@@ -77,7 +77,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns torchrun's parser, with this command's name, words and defaults."""
+    """Returns torchrun's command line parser, with the name, help texts and defaults of `chaos-lightning run`."""
     made: argparse.ArgumentParser = get_args_parser()
     made.prog, made.description = "chaos-lightning run", HELP
     made.formatter_class, made.epilog = HelpFormat, conf_help()
@@ -134,7 +134,7 @@ class Worker:
 
 
 class NodeWorkers:
-    """All workers of this node."""
+    """Starts, watches and restarts all workers of this node."""
 
     def __init__(self, config: LaunchConfig, given: argparse.Namespace, entrypoint: Any, command: list[str]) -> None:
         self._config = config

@@ -171,7 +171,7 @@ class Stubborn(Job):
 
 
 class Gate(Callback):
-    """Callback that holds this member after a step until the test opens a FIFO."""
+    """Callback that stops this member after a step until the test opens a FIFO."""
 
     def __init__(self, step: int, path: str):
         self.step, self.path = step, path

@@ -124,7 +124,7 @@ def test_train_composes_and_trains_elastic(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_train_sweeps(tmp_path: Path) -> None:
-    """The option `-m` makes one training per choice, each in a folder of its own."""
+    """With `-m` the example trains once for each of the given settings, in a folder of its own."""
     said = script(
         tmp_path,
         "train.py",

@@ -1,4 +1,6 @@
-"""Fixtures of the strategy tests: filters for Lightning's own warnings under this torch, and small models and data."""
+"""Provides fixtures of the strategy tests (a double of the engine, jobs of real processes), and silences warnings of
+Lightning.
+"""
 
 from __future__ import annotations
 

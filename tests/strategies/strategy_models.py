@@ -38,7 +38,7 @@ class Stream(IterableDataset):
 
 
 class Regression(pl.LightningModule):
-    """Linear regression; remembers the batches it saw and the weights after each batch."""
+    """Linear regression, which records the batches it gets and the weights after each batch."""
 
     def __init__(self, lr: float = 0.05, norm: bool = False, sync: bool = False) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ def test_the_end_of_an_epoch_that_was_limited_is_no_lost_place(tmp_path: Path) -
 
 
 class OneCycle(Regression):
-    """Module that asks for the job's length before Lightning has read the checkpoint."""
+    """Model whose learning rate schedule asks for the job's length before Lightning has read the checkpoint."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()

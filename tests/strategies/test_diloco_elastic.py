@@ -113,7 +113,7 @@ def audited(job: ElasticJob) -> None:
 
 
 def counted(job: ElasticJob) -> tuple[int, int]:
-    """Returns the samples and inner steps of all accepted pushes; checks that none is there twice."""
+    """Returns the samples and inner steps of all accepted pushes; fails if one was accepted twice."""
     offers = [each["offer"] for body in job.entries("Round") for each in body["accepted"]]
     names = [str(offer["push"]) for offer in offers]
     assert len(names) == len(set(names))

@@ -23,7 +23,7 @@ from chaos_lightning.testing.harness import Harness
 
 
 class OuterJob:
-    """Leader, followers and clusters, each a process."""
+    """An outer job: a leader, followers and clusters, each a process."""
 
     def __init__(self, harness: Harness, out: Path) -> None:
         self.harness, self.out = harness, out

@@ -139,7 +139,7 @@ def test_leaving_ends_fit_with_code_zero(job: Job, who: str, number: int) -> Non
 
 
 def logged_steps(job: Job, who: str) -> list[int]:
-    """Returns the steps whose loss this member wrote, in order."""
+    """Returns the steps for which this member logged a loss, in order."""
     (file,) = (job.out / "csv" / who).rglob("metrics.csv")
     return [int(line["step"]) for line in csv.DictReader(file.read_text().splitlines()) if line["loss_step"]]
 

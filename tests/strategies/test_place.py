@@ -1,4 +1,4 @@
-"""Tests the rank that a process assumes before its first batch."""
+"""Tests the rank that a process assumes until its first batch."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Place]]:
 def test_of_all_founders_machines_one_at_most_has_a_rank_zero(
     found: Callable[[str], Place], endpoint: str, rank: int
 ) -> None:
-    """Founders on several machines name a local scheduler first and a common one last: only on the common one's
-    machine may a process get rank 0.
+    """Of founders on several machines, only one on the machine of the last endpoint, which all of them name, may get
+    rank 0.
     """
     here = found(endpoint)
     assert (here.rank, here.world_size) == (rank, 2)

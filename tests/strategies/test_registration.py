@@ -41,8 +41,8 @@ print(ChaosStrategy.__name__, EngineConfig.__name__, Engine.__name__)
 
 
 def test_registered_before_lightning_comes() -> None:
-    """If chaos_lightning is imported first, "chaos" is registered once Lightning is imported; importing Lightning's
-    other package (`pytorch_lightning`) is refused with advice.
+    """chaos_lightning is imported before Lightning: "chaos" is registered once Lightning comes. Asking for "chaos"
+    in the other package (`pytorch_lightning`) gives an error with advice.
     """
     code = f"import chaos_lightning; import lightning.pytorch as L\n{REGISTERED}{OTHER_HOST}{LAZY}"
     registered, refused, lazy = run(code).splitlines()
