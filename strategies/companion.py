@@ -144,7 +144,7 @@ class Companion(pl.Callback):
 
 
 class Leaver(Protocol):
-    """The part of a fit in a job that the launcher sees: whether the fit has left, and by which signal.
+    """A fit's part in a job, as the launcher sees it: whether the fit has left, and by which signal.
 
     Attributes:
         asked: Signal that asked the fit to leave; None if it was drained, or a callback asked.

@@ -63,7 +63,7 @@ class Fed(Protocol):
     """The fit that a training loader feeds: the methods that the loader calls."""
 
     def safe_point(self) -> None:
-        """Lets the fit act at the safe point before each batch; raises StopIteration if there are no more."""
+        """Lets the fit act at the safe point before each batch; raises StopIteration if there are no more batches."""
 
     def begin_pass(self, epoch: int) -> None:
         """Notes that the loader begins an epoch."""

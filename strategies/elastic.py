@@ -275,8 +275,8 @@ class ElasticPart(FitHooks):
     # ------------------------------------------------------------------ commits
 
     def says(self, logged: bytes) -> bytes:
-        """Returns one payload of this rank's answer for the cluster and the logged values that it hands over;
-        `split` undoes it.
+        """Returns this rank's report to its cluster and the logged values that it hands over, joined into one
+        payload; `split` separates them.
         """
         own = self.cluster.answer()
         return len(own).to_bytes(4, "little") + own + logged
@@ -294,8 +294,7 @@ class ElasticPart(FitHooks):
 
     def applied(self, fit: FitSession, output: Any) -> None:
         """Takes in a committed step of the cluster, and waits for samples if all leased ones are used. The wait also
-        ends if the epoch is over (the batch was its last one, and the base that is validated holds all of the
-        epoch), or if this rank leaves.
+        ends if the epoch is over (then the version to be validated holds all of it), or if this rank leaves.
         """
         due, self._due = self._due, None
         if due is None:
@@ -356,7 +355,7 @@ class ElasticPart(FitHooks):
 
     @property
     def epoch_over(self) -> bool:
-        """Whether the base version holds all of the present epoch."""
+        """Whether the version adopted last holds all of the present epoch."""
         return self._epoch is not None and self.cluster.machine.job.epoch > self._epoch
 
     def total(self) -> float | None:

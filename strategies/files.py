@@ -163,7 +163,7 @@ def _in_folder(logger: Logger) -> bool:
 
 
 def _marked(folder: str) -> tuple[str, str]:
-    """Returns the run's id and the writer's id from a folder's mark; "" and "" if the folder has none."""
+    """Reads the run's id and the writer's id from the mark in a folder; "" and "" if it has none."""
     try:
         run, _, writer = Path(folder, RUN_FILE).read_text().partition(" ")
     except OSError:

@@ -110,8 +110,8 @@ def advice(refusal: str, config: EngineConfig) -> str:
 
 
 def _cadence(callback: Callback) -> dict[str, str]:
-    """Returns the settings that decide when a callback makes a collective. Its folder is none of them: members may
-    write to different ones.
+    """Returns the settings that decide when a callback makes a collective; without its folder, which may differ
+    between members.
     """
     settings: dict[str, Any] = {}
     if isinstance(callback, ModelCheckpoint):

@@ -66,8 +66,8 @@ class Lengths:
 
     @contextmanager
     def estimating(self) -> Iterator[None]:
-        """Records the training lengths asked for in this context, in which optimizers and schedulers are made. Code
-        that makes a training loader there wants `trainer.estimated_stepping_batches`.
+        """Records the training lengths asked for within this context, where optimizers and schedulers are made: code
+        that makes a training loader there does so for `trainer.estimated_stepping_batches`.
         """
         self._estimating = True
         try:

@@ -39,7 +39,9 @@ def batches_begun(trainer: Trainer) -> int:
 
 
 def _processed(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracker]:
-    """Returns the current and the total counts of a progress, whose type also counts what was processed."""
+    """Returns the current and the total counts of one of Lightning's progress trackers, which must count processed
+    items, too.
+    """
     current, total = progress.current, progress.total
     assert isinstance(current, _ProcessedTracker)
     assert isinstance(total, _ProcessedTracker)
@@ -124,8 +126,8 @@ def _refit_bars(trainer: Trainer, total: float) -> None:
 
 
 def unfinish_epoch(trainer: Trainer, *, begun: bool = True) -> None:
-    """Takes back that Lightning counts an epoch which a StopIteration ended midway, so that a checkpoint does not
-    count it. If this process has not `begun` the epoch, its counters are those of donors that finished it, and stay.
+    """Subtracts one from Lightning's count of finished epochs, after a StopIteration ended the epoch midway. An
+    epoch that this process has not `begun` was finished by the donors of its counters, and stays counted.
     """
     if not begun or not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
         for count in _processed(trainer.fit_loop.epoch_progress):

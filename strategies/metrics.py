@@ -205,8 +205,8 @@ class MetricRoute:
         return states, left_out
 
     def inherit(self, path: str, states: list[Any]) -> None:
-        """Keeps the states of a member that is gone; until the metric is reset, they are synced like those of one
-        more member.
+        """Keeps the metric states of a member that is gone; until the metric is reset, they are synced like those of
+        one more member.
         """
         metric = next((other for name, other in metrics_of(self._trainer) if name == path), None)
         of, before = self._inherited.get(path, (None, []))

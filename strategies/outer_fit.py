@@ -277,7 +277,7 @@ class OuterFit:
 
     def _end_of_epoch(self, leased: LeasedLoader) -> None:
         """Waits after the last known batch until it is clear whether more of the epoch is leased. If not, the epoch
-        is over, and the base version holds all of it.
+        is over, and the version adopted last holds all of it.
         """
         self._wait(lambda: leased.known or self.session.progress.epoch > leased.epoch)
         if leased.known:
@@ -357,8 +357,8 @@ class OuterFit:
 
     @contextlib.contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Sets the parameters to the base version's within this context, in this process only: of several ranks the
-        first one alone has the base.
+        """Sets the parameters to the version adopted last within this context, in this process only: of several
+        ranks only the first one has that version.
         """
         member = self.session.member if isinstance(self.session, RankedSession) else self.session
         if member is not None:

@@ -44,7 +44,7 @@ _BUCKET = 64 << 20
 
 
 class RankGroup:
-    """Process group of the ranks' own, on the CPU.
+    """Process group of the cluster's ranks, on the CPU, by which rank 0 gives the others what it knows.
 
     Args:
         rank: Rank of this process.
@@ -169,7 +169,9 @@ class RankedSession:
 
     @property
     def reckoned(self) -> JobProgress:
-        """Progress of the outer job now, as this cluster estimates it from the base and its own steps."""
+        """Progress of the outer job now, as this cluster estimates it from the version adopted last and its own
+        steps.
+        """
         told, untold = self._facts, self._untold
         samples = untold.samples * (1 if self._batches else dist.get_world_size())
         return reckon(told.job, told.ahead[0] + samples, told.ahead[1] + untold.steps, *told.steps)
@@ -291,7 +293,7 @@ class RankedSession:
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
-        """Sets the model's parameters to the base version's at all ranks, until `show_own`."""
+        """Sets the model's parameters to the version adopted last at all ranks, until `show_own`."""
         if self._own is None:
             if self.member is not None:
                 self.member.show_base()

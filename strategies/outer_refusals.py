@@ -68,8 +68,8 @@ def _refuse_ddp(inner: DDPStrategy) -> None:
 
 
 def refuse_one_process(devices: int) -> None:
-    """Raises UnsupportedError if there are further processes or devices, as with `inner="single"` one process is the
-    cluster.
+    """Raises UnsupportedError if there are further processes or devices, since with `inner="single"` a cluster is one
+    process.
 
     Args:
         devices: Number of devices that the Trainer found.

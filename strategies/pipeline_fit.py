@@ -270,7 +270,7 @@ class PipelineFit(FitHooks):
         return precision.post_backward(loss, module)
 
     def said(self, header: Header) -> Sequence[bytes]:
-        """Returns no logged values of members: all have logged the same."""
+        """Returns an empty sequence: with pipelines no member hands over logged values, as all have logged the same."""
         return ()
 
     def applied(self, fit: FitSession, output: Any) -> None:

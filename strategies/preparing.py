@@ -82,8 +82,8 @@ class DataTurn:
         os.pwrite(file, str(os.getpid()).encode(), 0)
 
     def end(self) -> None:
-        """Ends the turn. Idempotent. Unlocks the file explicitly, since a process forked in prepare_data has it
-        open, too.
+        """Ends this process's turn to prepare data. Idempotent. Unlocks the file explicitly, since a process forked
+        in prepare_data has it open, too.
         """
         self._environment.preparing_data = False
         if self._file is not None:

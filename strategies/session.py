@@ -864,8 +864,8 @@ class FitHooks:
         )
 
     def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
-        """Returns handlers of the signals that ask this member to leave. `last`: returns whether it alone has its
-        state.
+        """Returns handlers of the signals that ask this member to leave. `last`: returns whether this member is the
+        only one with its state.
         """
         return ExitSignals(first)
 

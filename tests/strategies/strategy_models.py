@@ -553,7 +553,7 @@ class Manual(Regression):
         optimizer.step()
 
     def step_look(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Makes a step with gradients that were changed by their values."""
+        """Makes a step after changing the gradients by a function of their values."""
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         for param in self.net.parameters():
@@ -626,7 +626,7 @@ class Manual(Regression):
 
     def step_raw_clip(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
         """Calls `loss.backward()` without Lightning in each batch; after every two, clips, changes the gradients by
-        their values, and steps.
+        a function of their values, and steps.
         """
         (self.loss(batch) / 2).backward()
         if (self.trainer.fit_loop.epoch_loop.total_batch_idx + 1) % 2 == 0:

@@ -1,4 +1,6 @@
-"""Tests cases in which a Trainer with chaos once behaved unlike one without, as Lightning's own tests have shown."""
+"""Tests cases in which a Trainer with chaos once behaved differently from one without it; Lightning's own tests
+found them.
+"""
 
 from __future__ import annotations
 

@@ -217,7 +217,9 @@ def test_a_writer_that_dies_in_validation_hands_on_its_measuring(
 def test_who_joins_again_measures_the_world_that_it_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: Any
 ) -> None:
-    """A member that was put out of a job of three and joins again when there are two multiplies its rates by two."""
+    """A member was put out of a job of three, and joins again when two are left: throughput is then multiplied by
+    two.
+    """
     monkeypatch.setattr(double, "world_size", property(lambda self: 2 if self.rejoined else 3))
     double.setting["fence_at"] = 4
     monitor = ThroughputMonitor(batch_size_fn=len)

@@ -102,8 +102,8 @@ def test_a_kept_state_says_the_step_that_the_script_counts(job: Job, tmp_path: P
 def test_a_kept_state_counts_before_the_checkpoint_that_it_goes_on_from(
     job: Job, tmp_path: Path, resume_from: str
 ) -> None:
-    """If there are a kept state and an older checkpoint, the job resumes from the kept state, unless `resume_from`
-    asks for the checkpoint.
+    """If the last member's saved state is newer than a checkpoint, the job resumes from that state, unless
+    `resume_from` asks for the checkpoint.
     """
     options = {"on_last_exit": str(tmp_path / "kept"), "resume_from": resume_from}
     spec: dict[str, Any] = {"callbacks": ("steps",), "options": options}
