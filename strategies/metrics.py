@@ -232,8 +232,8 @@ def _always() -> bool:
 
 
 def _script() -> str:
-    """Returns the script and function of the calling user code, such as `at train.py`, without the line number: all
-    members must name it alike.
+    """Returns the script of the calling user code, as `at train.py`; without the line number, since all members must
+    name it alike.
     """
     return users_line().rpartition(":")[0]
 

@@ -552,8 +552,8 @@ class FitSession:
         return hooks(loss) if self.within and self.stepper.total_weight > 0 else loss
 
     def average_within(self) -> None:
-        """Averages gradients within the closure; only notes if the step does not take place, as Lightning must run
-        the closure to its end.
+        """Averages gradients within the closure. If the step does not take place, that is only noted, since
+        Lightning must run the closure to its end.
         """
         try:
             self._average(0)
