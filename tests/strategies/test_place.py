@@ -39,8 +39,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Place]]:
 def test_of_all_founders_machines_one_at_most_has_a_rank_zero(
     found: Callable[[str], Place], endpoint: str, rank: int
 ) -> None:
-    """Of founders on several machines, only one on the machine of the last endpoint, which all of them name, may get
-    rank 0.
+    """Founders are on several machines: only one on the machine of the last endpoint, which all of them name, may
+    get rank 0.
     """
     here = found(endpoint)
     assert (here.rank, here.world_size) == (rank, 2)
