@@ -99,8 +99,8 @@ def test_a_short_accumulation_takes_its_step_at_the_end_of_what_is_dealt(tmp_pat
 
 
 def test_a_batch_that_no_loader_tells_is_demanded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Former bug: if no loader gave the batch size, it was silently 32. Now it must be set; a loader's own size
-    overrides the environment's.
+    """Former bug: if no loader gave the batch size, it was silently 32. Now it must be set; a size from the
+    environment overrides the loader's.
     """
 
     def batch(**told: Any) -> str:
