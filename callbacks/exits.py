@@ -1,4 +1,4 @@
-"""ChaosExit: a polite leave on a signal, when a file appears, or when the time is up.
+"""ChaosExit: makes a member leave its job politely on a signal, when a file appears, or when its time is up.
 
 Theory of operation. The first exit event asks the engine to leave: the member finishes the step it is in, the next
 header lets it go, and `fit` raises `LeftJobError`, which ends the script; the others go on without a pause. A second

@@ -1,4 +1,5 @@
-"""FaultInjectorCallback: a fault plan carried out from inside the victim, in the very phase that the plan names.
+"""FaultInjectorCallback: carries out a fault plan from inside the process that is to fail, in the very phase that the
+plan names.
 
 Theory of operation. Only the process itself knows that it is in its backward pass, so faults with a phase can only
 strike from inside. Each hook asks the plan's schedule what is due here and now; what it gives out is written to the
@@ -106,7 +107,7 @@ class FaultInjectorCallback(Callback):
             self._strike(trainer, fault)
 
     def _due(self, trainer: Trainer, phase: LoopPhase | None) -> list[Fault]:
-        """Returns the faults of this process that come due here; those of others that do so are dropped."""
+        """Returns the faults of this process that are due now; due faults of other processes are dropped."""
         step, name, rank = self._who(trainer)
         if self._anywhere is None:
             own = self._own(trainer, name, step)

@@ -23,7 +23,7 @@ CAUSES = ("join", "recovery", "leave")
 
 @dataclass(slots=True)
 class GoodputMeter:
-    """Useful and lost seconds of one member's job so far, one call a step, in constant memory.
+    """Accounting of one member's useful and lost seconds, updated at each step, in constant memory.
 
     The exact accounting is a fold over all logs afterwards (`observe/folds.py`). Here the time from one committed step
     to the next is compared with the usual one (median of the last clean ones). If the view changed in between, what
@@ -43,7 +43,7 @@ class GoodputMeter:
     _members: tuple[str, ...] | None = None
 
     def step(self, now: float, members: tuple[str, ...], *, leaving: bool = False) -> None:
-        """Takes in that a step was committed.
+        """Counts a committed step, and the time since the last one as useful or lost.
 
         Args:
             now: Monotonic time, s.
@@ -75,25 +75,25 @@ class GoodputMeter:
         return "join"
 
     def pause(self) -> None:
-        """Stops the clock until the next step, as this member is not in the job for a while (fenced, validating)."""
+        """Stops the clock until the next step, while this member does not train (fenced, or validating)."""
         self._at = None
 
     @property
     def usual_s(self) -> float:
-        """Usual step time, s; 0 before the first clean step."""
+        """Usual time of a step, s; 0 before the first undisturbed step."""
         return statistics.median(self._clean) if self._clean else 0.0
 
     @property
     def share(self) -> float:
-        """Useful part of the time, 0 to 1."""
+        """Useful share of the time, 0 to 1."""
         return 1.0 - sum(self.lost_s.values()) / self.total_s if self.total_s > 0 else 1.0
 
     def state(self) -> dict[str, Any]:
-        """Returns the totals, for a checkpoint or for a newcomer that may become the one who logs."""
+        """Returns the totals, for a checkpoint or for a newcomer, which may later be the one that logs them."""
         return {"total_s": self.total_s, "lost_s": dict(self.lost_s), "steps": self.steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Sets the totals, from which the meter goes on."""
+        """Sets the totals, to which the meter then adds."""
         self.total_s = float(state.get("total_s", 0.0))
         self.steps = int(state.get("steps", 0))
         self.lost_s = {c: float(dict(state.get("lost_s", {})).get(c, 0.0)) for c in CAUSES}
@@ -145,7 +145,7 @@ class Goodput(Callback):
             self._log(trainer)
 
     def metrics(self, members: int) -> dict[str, float]:
-        """Returns the logged values by name."""
+        """Returns the values to log, by name."""
         values = {"goodput": self.meter.share, "step_s": self.meter.last_s, "members": float(members)}
         values |= {f"lost_{cause}_s": seconds for cause, seconds in self.meter.lost_s.items()}
         return {self.prefix + name: value for name, value in values.items()}

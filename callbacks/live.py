@@ -1,4 +1,4 @@
-"""LiveView: the board of `chaos-lightning top` in the terminal of rank 0 while it trains.
+"""LiveView: shows the display of `chaos-lightning top` in the terminal of rank 0 while it trains.
 
 Theory of operation. A thread of its own redraws; training only tells it whether this process is rank 0 now, which may
 change when others die. The facts come from the event logs if this member writes some (all members of this machine, or

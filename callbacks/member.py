@@ -1,4 +1,4 @@
-"""The member behind a Trainer, as far as callbacks may know it."""
+"""Gives callbacks access to the member behind a Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelProfile as a callback: measures the model that a Trainer trains, writes the planner's file, and trains on.
+"""ModelProfile as a callback: measures the model while a Trainer trains it, and writes the planner's file.
 
 Theory of operation. `pipeline.profile` measures; here it begins with fit, in rank 0, with the LightningModule as the
 model. `chaos-lightning profile` does the same without a callback, and asks a running job for its links.
@@ -19,7 +19,7 @@ log = logging.getLogger("chaos_lightning.callbacks")
 
 
 class PipelineProfile(Callback):
-    """Callback that writes a file for `chaos-lightning plan` after some steps.
+    """Callback that measures the model during some steps, and writes the profile that `chaos-lightning plan` reads.
 
     Args:
         out: File to write; JSON if its name ends with .json.

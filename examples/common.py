@@ -27,7 +27,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def build_trainer(args: argparse.Namespace) -> L.Trainer:
-    """Returns `L.Trainer(strategy="chaos")`, with what the command line says."""
+    """Returns a Trainer with strategy "chaos" and the settings of the command line."""
     strategy: object = args.strategy
     if args.endpoint:
         from chaos_lightning.strategies import ChaosStrategy

@@ -25,7 +25,7 @@ from chaos_lightning.strategies import ChaosPipelineStrategy  # stages
 
 
 class GPT(L.LightningModule):
-    """Bytes in, logits of the next byte out."""
+    """Byte-level GPT: takes bytes, returns the logits of each next byte."""
 
     chaos_chain = "blocks"  # stages: they are cut out of this list
 

@@ -1,4 +1,4 @@
-"""Lightning strategies: translations of Lightning's hooks to the engine.
+"""Provides the Lightning strategies, which translate Lightning's hooks into calls of the engine.
 
 Theory of operation. `strategy` says what each hook of Lightning means, and `companion` serves those that no strategy
 gets. A `session` is one fit's part in a job: it owns the engine, and decides what happens at a safe point, in a slot

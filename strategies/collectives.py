@@ -1,4 +1,4 @@
-"""Lightning's small collectives as numbered slots of the job (protocol.md 28).
+"""Carries out Lightning's small collectives as numbered slots of the job (protocol.md 28).
 
 Theory of operation. Each collective is one gather: every member sends its value, gets everybody's in rank order, and
 computes the answer by itself, so that all get the same bits. The slot's name says which call it is, so members that
@@ -42,14 +42,14 @@ _LOGGED = {hook: f"values logged in {hook} with sync_dist=True" for hook in ("tr
 
 
 def call_site() -> str:
-    """Returns `file.py:function` of the code that asked for the collective, past the strategy and generic helpers."""
+    """Returns `file.py:function` of the code that called the collective, without the frames of the strategy and of
+    generic helpers.
+    """
     return _site(_asking(_SKIPPED))
 
 
 def users_call_site() -> str:
-    """Returns `file.py:function` of the user's code that asked for the collective; "" if it was Lightning that
-    asked.
-    """
+    """Returns `file.py:function` of the user's code that called the collective; "" if Lightning called it."""
     frame = _asking((*_SKIPPED, "module.py"))  # LightningModule.all_gather
     room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return "" if room in ("lightning", "chaos_lightning") else _site(frame)
@@ -67,8 +67,8 @@ def _site(frame: FrameType) -> str:
 
 
 def reduced(values: Sequence[Tensor], op: str) -> Tensor:
-    """Returns one tensor reduced from the members' tensors in rank order; low precision is summed in float32, a
-    mean of integers is a float.
+    """Returns one tensor reduced from the members' tensors in rank order. Low precision is summed in float32; a mean
+    of integers is a float.
     """
     op = op.lower()
     first = values[0]
@@ -92,7 +92,7 @@ def reduced(values: Sequence[Tensor], op: str) -> Tensor:
 
 
 class Collectives:
-    """Collectives of one fit, each a numbered slot of the job; see the module.
+    """Collectives of one fit: each is a numbered slot of the job.
 
     Args:
         gather: Exchanges bytes under a name, for a line of the user's code ("": the one that calls now); None if this
@@ -118,7 +118,9 @@ class Collectives:
     # ------------------------------------------------------------------ plain collectives
 
     def exchange(self, name: str, value: Any, line: str = "") -> list[Any] | None:
-        """Returns all members' values in rank order; None if this member is not in the job."""
+        """Exchanges one value under a name; returns all members' values in rank order, None if this member is not in
+        the job.
+        """
         if self._in_unit:
             raise UnsupportedError(
                 f"{name}: collectives inside {self._hook} are not supported with pipelines, since members run other "
@@ -143,7 +145,9 @@ class Collectives:
         return [decode_payload(data, self._device()) if data else None for _, data in answers]
 
     def meet(self, name: str) -> set[str] | None:
-        """Returns the ids of all members that have come to this meeting; None if this member is not in the job."""
+        """Meets the other members at the point `name`; returns the ids of all that came, None if this member is not
+        in the job.
+        """
         answers = self._gather(name, b"", "")
         return None if answers is None else {member for member, _ in answers}
 
@@ -152,8 +156,8 @@ class Collectives:
         self.exchange(f"barrier {name or call_site()}", None)
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """Returns the value of rank `source`. Every member sends its own: if that member dies meanwhile, its
-        successor's counts.
+        """Returns the value of rank `source`. Every member sends its own value: if the source dies, that of its
+        successor is returned.
         """
         answers = self.exchange(f"broadcast at {call_site()}", value)
         if answers is None:
@@ -161,7 +165,7 @@ class Collectives:
         return answers[source] if source < len(answers) else answers[0]
 
     def reduce(self, value: Any, op: str) -> Any:
-        """Returns a tensor reduced over members; other values come back as they are, as with DDP."""
+        """Returns a tensor reduced over all members. A value that is no tensor is returned unchanged, as with DDP."""
         if not isinstance(value, Tensor):
             return value
         if self._in_step and not self._in_unit:
@@ -189,7 +193,7 @@ class Collectives:
         return torch.stack(answers)
 
     def decide(self, decision: bool, every: bool) -> bool:
-        """Returns whether all (or any) members say yes."""
+        """Returns whether all members (or any member, unless `every`) decided True."""
         answers = self.exchange(f"decision at {call_site()}", bool(decision))
         if answers is None:
             return bool(decision)
@@ -206,8 +210,8 @@ class Collectives:
 
     @contextmanager
     def inside(self, hook: str) -> Iterator[None]:
-        """Puts aside the values that the hook inside reduces; `leave_step`, which comes next, exchanges them. If
-        the hook raises, they are forgotten.
+        """Collects the values that the user's hook reduces within this context, for `leave_step` to exchange. If the
+        hook raises, they are dropped.
         """
         self.enter_step(hook)
         try:
@@ -218,7 +222,9 @@ class Collectives:
 
     @contextmanager
     def within_unit(self, hook: str) -> Iterator[None]:
-        """Refuses every collective of the hook inside, which a unit of a pipeline runs (protocol.md P17)."""
+        """Refuses every collective that the user's hook makes within this context, as a unit of a pipeline runs it
+        (protocol.md P17).
+        """
         before = self._in_step, self._in_unit, self._hook
         self._in_step, self._in_unit, self._hook = True, True, hook
         try:
@@ -227,7 +233,7 @@ class Collectives:
             self._in_step, self._in_unit, self._hook = before
 
     def leave_step(self, collection: _ResultCollection, *, always: bool = False, stood_in: bool = False) -> None:
-        """Exchanges the values that were put aside, now that every member is past its step.
+        """Exchanges the values that the hook has reduced, in one collective after the step.
 
         Args:
             collection: Values that `self.log` keeps; a member that had no samples gets the others' values there.
@@ -255,7 +261,9 @@ class Collectives:
         mine: Mapping[str, list[Any]],
         answers: Sequence[Mapping[str, list[Any]] | None],
     ) -> None:
-        """Puts exchanged values where they were logged: each key's value is that of the members who logged it."""
+        """Stores exchanged values under the keys under which they were logged; each is reduced over the members that
+        logged it.
+        """
         logged = [answer for answer in answers if answer]
         if logged:
             self.syncs.add(hook)
@@ -281,12 +289,14 @@ class Collectives:
 
     @property
     def owes(self) -> bool:
-        """Whether the others may exchange logged values before they come to this member's next collective."""
+        """Whether the other members may exchange values logged in a step that this member, without samples, did not
+        run.
+        """
         return self._owed is not None
 
     def went_along(self, name: str, payloads: Sequence[bytes]) -> None:
-        """Takes the values that the others logged, in a slot that they closed before the one that this member was
-        about to fill. Any other slot there is an error.
+        """Takes in the values that the others logged, from a slot that they closed while this member was about to
+        fill a later one. Any other slot is an error.
         """
         if self._owed is None or name != _LOGGED[self._owed[0]]:
             raise DisagreementError(
@@ -296,5 +306,7 @@ class Collectives:
         self._take(*self._owed, {}, [decode_payload(data, self._device()) for data in payloads if data])
 
     def settled(self) -> None:
-        """Notes that the slot closed as this member contributed to it: the others are past their step."""
+        """Notes that a slot closed with this member's contribution, so the others exchange no more values of an
+        earlier step.
+        """
         self._owed = None

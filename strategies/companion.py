@@ -1,4 +1,4 @@
-"""Adds a private callback and a launcher, for moments at which Lightning has no hook for strategies.
+"""Adds a private callback and a launcher, for moments at which Lightning calls no hook of a strategy.
 
 Theory of operation. `Companion` stands first in the list of callbacks for the time of fit, and serves hooks that only
 callbacks have. `Launcher` calls each of the Trainer's functions, such as fit. A member that leaves (Ctrl+C, SIGTERM, a
@@ -37,7 +37,9 @@ _log = logging.getLogger("chaos_lightning")
 
 
 def no_rows(value: Any) -> Any:
-    """Returns the same kind of value for no samples: tensors without rows, empty containers; a single number stays."""
+    """Returns the value as it would be for zero samples: tensors get zero rows, containers are emptied, a scalar
+    tensor stays.
+    """
     if isinstance(value, Tensor):
         return value.new_empty((0, *value.shape[1:])) if value.dim() else value.detach()
     if isinstance(value, dict):
@@ -46,9 +48,9 @@ def no_rows(value: Any) -> Any:
 
 
 def watch_spikes(callbacks: Sequence[pl.Callback], *, idle: bool) -> None:
-    """Lets `SpikeDetection` skip a batch that has no loss here (`idle`): it would take that for a loss of 0, and the
-    next true loss for a spike that ends the job. Its collectives run all the same, since the other members wait for
-    them."""
+    """Makes `SpikeDetection` ignore a batch of which this member has no samples (`idle`). The callback would take it
+    for a loss of 0, and the next loss for a spike. Its collectives still run, since the other members wait for them.
+    """
     for callback in callbacks:
         if isinstance(callback, SpikeDetection):
             for name in ("_update_stats", "_is_spike"):
@@ -62,7 +64,7 @@ def _no_spike(loss: Tensor) -> bool:
 
 
 class Companion(pl.Callback):
-    """Callback that the strategy inserts for the time of fit. A checkpoint holds no state of it.
+    """Callback that the strategy inserts during fit. It has no state in checkpoints.
 
     Args:
         session: Part of this fit in the job; None in a copy, which has no part in it.
@@ -81,8 +83,8 @@ class Companion(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Changes `outputs` for all hooks that follow, if no training_step has run, or it returned None: there is no
-        loss then. Hooks are not told of a batch that no step uses.
+        """Replaces `outputs` for all later callbacks and hooks if the batch has no loss: no training_step ran, or it
+        returned None. Ends the loop before them if no step uses the batch.
         """
         if self._session is not None:
             end_unused_batch(self._session)
@@ -98,8 +100,9 @@ class Companion(pl.Callback):
             outputs.update(self._like, **{IDLE_KEY: True})
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Computes the values of the epoch, on whose keys members agree first; ends fit instead if this member has
-        left."""
+        """Computes the logged values of the epoch, on whose keys members agree first; ends fit instead if this
+        member has left.
+        """
         session = self._session
         if session is None:
             return
@@ -117,7 +120,7 @@ class Companion(pl.Callback):
             refit_limits(self._session.trainer, self._session.evaluation)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ends the division of validation: all members are past their batches, and do the same from here on."""
+        """Ends the division of validation batches among members: from here on all members do the same."""
         if self._session is not None:
             self._session.evaluation.assigning = None
 
@@ -127,12 +130,12 @@ class Companion(pl.Callback):
             session.engine.events.emit("validation", seconds=round(time.monotonic() - self._began, 4))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ends the part in an outer job before other callbacks look at the result, which is that of the outer job."""
+        """Ends the part in an outer job before other callbacks look at the result, so that they see the outer job's."""
         if self._session is not None:
             self._session.hooks.finish(self._session)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leaves the job, as other callbacks may write a checkpoint now, which must not call for the other members."""
+        """Leaves the job: other callbacks may now write a checkpoint, and must not wait for the other members."""
         if self._session is not None:
             self._session.abandon(exception)
 
@@ -141,7 +144,7 @@ class Companion(pl.Callback):
 
 
 class Leaver(Protocol):
-    """Part of a fit in a job, which may leave.
+    """A fit's part in a job, as the launcher sees it: whether the fit has left, and by which signal.
 
     Attributes:
         asked: Signal that asked the fit to leave; None if it was drained, or a callback asked.
@@ -151,11 +154,11 @@ class Leaver(Protocol):
 
     @property
     def departed(self) -> bool:
-        """Whether the fit left the job, and so ended before the training was over."""
+        """Whether this member left the job before its training was over, which ended the fit."""
 
 
 class Launcher(_Launcher):
-    """Launcher that calls the Trainer's function in this very process: members are started from outside.
+    """Launcher that calls the Trainer's function in the present process, since members are started from outside.
 
     Args:
         session: Returns the part in the job of the fit that has just ended; None if it had none.
@@ -182,7 +185,7 @@ class Launcher(_Launcher):
 
 
 class RankLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of DDP's ranks, which raises LeftJobError as `Launcher` does.
+    """Lightning's launcher of DDP ranks, which also raises LeftJobError if the fit has left its job.
 
     Args:
         session: As of `Launcher`.
@@ -199,7 +202,7 @@ class RankLauncher(_SubprocessScriptLauncher):
 
 
 def _tell_departure(trainer: pl.Trainer | None, session: Leaver | None) -> None:
-    """Raises LeftJobError if the Trainer's function was a fit that this process has left; else does nothing."""
+    """Raises LeftJobError if the Trainer's function was `fit` and the fit has left its job."""
     if trainer is None or session is None or not session.departed or trainer.state.fn != TrainerFn.FITTING:
         return
     # Not sooner: Lightning aborts where it reads this within fit.
@@ -213,7 +216,8 @@ def _tell_departure(trainer: pl.Trainer | None, session: Leaver | None) -> None:
 
 
 def exit_code(asked: signal.Signals | None, environment: Mapping[str, str]) -> int:
-    """Returns the exit code of a process that has left its job.
+    """Returns the exit code of a process that has left its job, depending on the signal and on what started the
+    process.
 
     Args:
         asked: Signal that asked it to leave; None if something else did.

@@ -1,4 +1,5 @@
-"""Puts a loader between Lightning and the job: it hands out batches, and lets the session act at safe points.
+"""Puts a loader between Lightning and the job: it yields batches, and lets the session act at the safe point before
+each.
 
 Theory of operation. No strategy hook lies between two steps, but Lightning fetches the next batch exactly there, when
 all its counters are at rest. So `TrainLoader.__next__` first lets the session do what may only be done at rest
@@ -24,12 +25,14 @@ from chaos_lightning.strategies.loops import epoch_of, stopped_within_epoch
 
 
 def themselves(loader: Any) -> Any:
-    """Returns the loader itself; a copy of a wrapped loader is made by this, without the wrapping."""
+    """Returns the loader itself. Loaders that wrap a user's loader are pickled as a call of this, so a copy is the
+    user's loader.
+    """
     return loader
 
 
 class EngineSource:
-    """The job as the elastic loader sees it (`data.source.AssignmentSource`), also before there is an engine."""
+    """The job as the elastic loader sees it (`data.source.AssignmentSource`); works before there is an engine, too."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -57,10 +60,10 @@ class EngineSource:
 
 
 class Fed(Protocol):
-    """The fit that a loader feeds, as the loader sees it."""
+    """The fit that a training loader feeds: the methods that the loader calls."""
 
     def safe_point(self) -> None:
-        """Lets the fit act at the safe point before each batch; raises StopIteration if there are no more."""
+        """Lets the fit act at the safe point before each batch; raises StopIteration if there are no more batches."""
 
     def begin_pass(self, epoch: int) -> None:
         """Notes that the loader begins an epoch."""
@@ -70,7 +73,7 @@ class Fed(Protocol):
 
 
 class TrainLoader:
-    """Loader over which Lightning iterates instead of the user's.
+    """Loader that Lightning iterates over in place of the user's training loader.
 
     Args:
         elastic: Elastic loader, which assigns samples to members.
@@ -103,11 +106,11 @@ class TrainLoader:
 
     @property
     def under_way(self) -> bool:
-        """Whether a pass has begun here that Lightning goes on with."""
+        """Whether a pass over the data has begun that Lightning continues."""
         return self._batches is not None
 
     def begin(self) -> Iterator[Any]:
-        """Begins a pass over the epoch that Lightning is in, unless one is under way."""
+        """Begins a pass over the data for Lightning's present epoch, unless one is under way; returns its batches."""
         if self._batches is None:
             epoch = epoch_of(self._trainer)
             self.elastic.set_epoch(epoch)
@@ -119,11 +122,11 @@ class TrainLoader:
         return self._fit.length()
 
     def restart(self) -> None:
-        """Ends the present pass, as the member has the state of another place in the data now."""
+        """Ends the present pass: the member has taken over a state from another position in the data."""
         self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns which samples are spent, for checkpoints (protocol.md 27)."""
+        """Returns which samples are used up, for checkpoints (protocol.md 27)."""
         return self.elastic.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,8 +135,8 @@ class TrainLoader:
         self._placed = True
 
     def warn_of_lost_place(self) -> None:
-        """Warns before the first batch if a checkpoint within an epoch has no place for this loader; Lightning
-        warns only if a loader has no state.
+        """Warns before the first batch if training resumes within an epoch from a checkpoint without this loader's
+        position.
         """
         if self._trainer.ckpt_path is not None and not self._placed and stopped_within_epoch(self._trainer):
             rank_zero_warn(
@@ -143,7 +146,7 @@ class TrainLoader:
             )
 
     def __reduce__(self) -> Any:
-        """Makes a copy the user's own loader, which has no part in the job."""
+        """Makes pickle and copy return the user's own loader: a copy has no part in the job."""
         return themselves, (self.elastic.loader,)
 
     def __getattr__(self, name: str) -> Any:

@@ -63,7 +63,7 @@ MARGIN_S = 60.0
 
 
 class ClusterStrategy(DDPStrategy):
-    """Strategy of a cluster of one process, or of several on one machine that DDP keeps in step.
+    """Strategy of a cluster that is one process, or several on one machine that DDP keeps in step.
 
     Args:
         inner: Way in which the cluster trains: "auto", "single", "ddp", or a `DDPStrategy` whose settings are taken.
@@ -88,7 +88,7 @@ class ClusterStrategy(DDPStrategy):
         self._oldest = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state of a copy, which has no part in the job."""
+        """Returns the state for a copy of the strategy, without this fit's part in the job."""
         return {**super().__getstate__(), "fit": None}
 
     def _present_fit(self) -> OuterFit | None:
@@ -106,12 +106,12 @@ class ClusterStrategy(DDPStrategy):
 
     @property
     def single(self) -> bool:
-        """Whether the cluster is one process. It has no process group, and its model is not wrapped."""
+        """Whether the cluster is one process, without a process group or a DDP wrapper."""
         return isinstance(self.cluster_environment, OneProcess)
 
     @property
     def place(self) -> tuple[int, int]:
-        """Rank of this process in the cluster, and number of its processes."""
+        """Rank of this process within its cluster, and the cluster's number of processes."""
         return (0, 1) if self.single else (self.global_rank, self.world_size)
 
     @property
@@ -119,7 +119,7 @@ class ClusterStrategy(DDPStrategy):
         return self._oldest and self.global_rank == 0
 
     def writes(self, oldest: bool) -> bool:
-        """Takes in whether the cluster is the oldest one, which logs and writes files.
+        """Takes in whether this cluster is the oldest one, which alone logs and writes files.
 
         Returns:
             Whether the cluster has become the oldest one now.
@@ -238,7 +238,9 @@ class ClusterStrategy(DDPStrategy):
         return RankedSession(member, replica, RankGroup(rank, patience), batches)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader that deals leased samples, for training on shared data; else the user's own loader."""
+        """Returns a loader of the samples that the job leases to this cluster, if clusters share the data; else the
+        user's own loader.
+        """
         fit = self.fit
         if fit is None or self.data != "shared" or not fit.trainer.training:
             return tie_workers(dataloader) if fit is not None else dataloader
@@ -256,7 +258,7 @@ class ClusterStrategy(DDPStrategy):
         return fit.share(SharedLoader(leased, fit.trainer, fit))
 
     def on_train_start(self) -> None:
-        """Begins training in the outer job; it is the last hook before batches are fetched."""
+        """Begins training in the outer job. Lightning calls no later hook before it fetches batches."""
         if self.fit is not None:
             self.fit.begin(self.options.leave_on_signals)
 
@@ -294,12 +296,16 @@ class ClusterStrategy(DDPStrategy):
             self.fit.show_base()
 
     def on_validation_end(self) -> None:
-        """Shows the cluster's own parameters again, after ModelCheckpoint and EarlyStopping have judged."""
+        """Restores the cluster's own parameters after validation, once ModelCheckpoint and EarlyStopping have judged
+        the version.
+        """
         if self.fit is not None:
             self.fit.show_own()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of the version that was adopted last: what a checkpoint holds, others have, too."""
+        """Returns the state dict of the version adopted last, so that a checkpoint holds parameters that all
+        clusters have.
+        """
         fit = self.fit
         if fit is None or not fit.in_step or fit.shows_base:
             return super().lightning_module_state_dict()

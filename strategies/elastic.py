@@ -69,7 +69,7 @@ SHARED_WORDS = ("data.seed", "data.unit", "data.length", "data.order")
 
 
 class OuterTerms:
-    """Settings of outer sync in a strategy, for ranks of an elastic cluster.
+    """Settings of outer sync that the strategy gives to the ranks of an elastic cluster.
 
     Args:
         options: Further options of the strategy.
@@ -94,14 +94,14 @@ class OuterTerms:
 
 
 def replica_of(module: Any) -> Replica:
-    """Returns the tensors of a LightningModule that travel between clusters."""
+    """Returns the tensors of a LightningModule that clusters exchange."""
     named = getattr(module, "chaos_buffers", ())
     return Replica.of_module(module, reduced_buffers(module, named, named_by="chaos_buffers"))
 
 
 def words_of(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
     """Returns further values that must be equal in all clusters, by name: how far the loaded checkpoint had trained,
-    the module's `chaos_words`, and what tells two runs of a sweep apart.
+    the module's `chaos_words`, and the hyperparameters that distinguish the runs of a sweep.
 
     Args:
         trainer: Trainer in fit.
@@ -118,8 +118,9 @@ def words_of(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
 
 
 def _hyper_parameters(module: pl.LightningModule) -> dict[str, str]:
-    """Returns the module's hyperparameters as JSON, from which `ps export` gives a model its arguments. Those that JSON
-    cannot hold, and those in `chaos_own_hparams`, are left out."""
+    """Returns the module's hyperparameters as JSON, with which `ps export` constructs the model. Left out: values
+    that JSON cannot hold, and names in `chaos_own_hparams`.
+    """
     own = set(getattr(module, "chaos_own_hparams", ()))
     held = {}
     for name, value in module.hparams_initial.items():
@@ -139,7 +140,7 @@ def _json(value: object) -> str | None:
 
 
 def explained(refusal: str) -> str:
-    """Returns the reason for which the job refuses this cluster; if checkpoints differ, with what to do."""
+    """Returns the job's reason for refusing this cluster, with advice if the checkpoints differ."""
     if f"its {CHECKPOINT} is" not in refusal:
         return refusal
     return (
@@ -149,7 +150,7 @@ def explained(refusal: str) -> str:
 
 
 def refuse_ranks(config: EngineConfig, data: str, terms: OuterTerms) -> None:
-    """Raises UnsupportedError for settings of the inner strategy that no rank of a cluster can serve.
+    """Raises UnsupportedError if the settings of the inner job do not work in a cluster of an outer job.
 
     Args:
         config: Configuration of the inner job's member.
@@ -169,8 +170,7 @@ def refuse_ranks(config: EngineConfig, data: str, terms: OuterTerms) -> None:
 
 
 class ElasticPart(FitHooks):
-    """Hooks of one fit whose Trainer is a rank of an elastic cluster; see the module. Only the training thread calls
-    them.
+    """Hooks of one fit whose Trainer is a rank of an elastic cluster. Only the training thread calls them.
 
     Args:
         trainer: Trainer whose fit this is.
@@ -217,7 +217,9 @@ class ElasticPart(FitHooks):
         return super().loader(dataloader, **(options | own), tape=self.tape if self._shared else None)
 
     def tape(self) -> Tape | None:
-        """Returns the positions that are leased to the ranks; None before this rank is in the cluster."""
+        """Positions of the shared data that are leased to this cluster's ranks; None before this rank is in the
+        cluster.
+        """
         return self._cluster.tape if self._cluster is not None and self._cluster.founded else None
 
     def enter(self, fit: FitSession) -> None:
@@ -257,7 +259,9 @@ class ElasticPart(FitHooks):
 
     @property
     def writes(self) -> bool:
-        """Whether this cluster is the oldest one in the job: its first rank logs and writes files."""
+        """Whether this cluster is the oldest one in the job; the first rank of the oldest cluster logs and writes
+        files.
+        """
         machine = self._cluster.machine if self._cluster is not None and self._cluster.founded else None
         if machine is None or machine.incarnation is None:
             return not self._others
@@ -265,13 +269,15 @@ class ElasticPart(FitHooks):
 
     @property
     def run(self) -> str:
-        """Id of the outer job among all jobs; "" before this cluster was let in."""
+        """Id of the outer job, unique among all jobs; "" before this cluster was let in."""
         return self._cluster.machine.job_id if self._cluster is not None and self._cluster.founded else ""
 
     # ------------------------------------------------------------------ commits
 
     def says(self, logged: bytes) -> bytes:
-        """Returns this rank's answer for the cluster and what it hands over of its log as one payload; see `split`."""
+        """Returns this rank's report to its cluster and the logged values that it hands over, joined into one
+        payload; `split` separates them.
+        """
         own = self.cluster.answer()
         return len(own).to_bytes(4, "little") + own + logged
 
@@ -287,9 +293,9 @@ class ElasticPart(FitHooks):
         self._due = header
 
     def applied(self, fit: FitSession, output: Any) -> None:
-        """Takes in a step of the cluster. If all leased samples are used, this waits for more. It ends, too, if the
-        epoch is over (then the batch was its last one, and what is validated holds all of the epoch), or if this rank
-        leaves."""
+        """Takes in a committed step of the cluster, and waits for samples if all leased ones are used. The wait also
+        ends if the epoch is over (then the version to be validated holds all of it), or if this rank leaves.
+        """
         due, self._due = self._due, None
         if due is None:
             return
@@ -312,7 +318,7 @@ class ElasticPart(FitHooks):
         fit.refit()
 
     def begin(self) -> None:
-        """Makes Lightning's counters and schedules go by the job's clock from here on."""
+        """Makes Lightning's counters and schedules follow the outer job's progress from here on."""
         self._clock = JobClock(self._trainer)
         self._clock.begin()
 
@@ -323,8 +329,9 @@ class ElasticPart(FitHooks):
         self.clock.adopt(given)
 
     def begins_pass(self, loader: JobLoader) -> bool:
-        """Lets the pass go over the job's present epoch, if clusters share the data; returns whether they do. Skips
-        epochs that other clusters have finished while this one waited for its first samples."""
+        """Makes the new pass iterate over the job's present epoch, if clusters share the data; returns whether they
+        do. Skips epochs that other clusters finished while this cluster waited for its first samples.
+        """
         if not self._shared:
             return False
         tape = self.cluster.tape
@@ -340,7 +347,7 @@ class ElasticPart(FitHooks):
 
     @property
     def waits_for_samples(self) -> bool:
-        """Whether the epoch that the present pass goes over has nothing left to train, and is not known to be over."""
+        """Whether all leased samples of the present epoch are used, and the epoch is not known to be over."""
         tape = self.cluster.tape
         if tape is None or self.cluster.ends or self.epoch_over:
             return False
@@ -348,7 +355,7 @@ class ElasticPart(FitHooks):
 
     @property
     def epoch_over(self) -> bool:
-        """Whether the base holds all of the epoch that the present pass goes over."""
+        """Whether the version adopted last holds all of the present epoch."""
         return self._epoch is not None and self.cluster.machine.job.epoch > self._epoch
 
     def total(self) -> float | None:
@@ -361,7 +368,7 @@ class ElasticPart(FitHooks):
             self.cluster.commit((), ())
 
     def wait(self, fit: FitSession) -> None:
-        """Meets the other ranks until the cluster may train."""
+        """Meets the other ranks again and again until the cluster may train."""
         while not (fit.departed or self.cluster.ends):
             self.patient(waits := self.cluster.waits)
             if not waits:
@@ -376,7 +383,7 @@ class ElasticPart(FitHooks):
 
     def meet(self, fit: FitSession, *, in_batch: bool = False) -> bool:
         """Holds one meeting of the ranks while the cluster may not train; returns whether this rank took part.
-        `in_batch`: whether the meeting follows a batch's step; else it is between two batches.
+        `in_batch`: the meeting follows a step within a batch, and is not between two batches.
 
         Raises:
             ConfigurationError: The server refuses this cluster.
@@ -395,8 +402,8 @@ class ElasticPart(FitHooks):
         self.clock.put(self.cluster.reckoned, in_batch=in_batch, back=boundary.outright)
 
     def patient(self, waits: bool) -> None:
-        """Reports what the cluster waits for, and gives up after `patience_s` (`start_timeout_s` before its first
-        version). If it does not wait (`waits`), the time begins anew.
+        """Reports what the cluster waits for, and gives up after `patience_s` (before the first version:
+        `start_timeout_s`). If the cluster does not wait (`waits`), the time starts anew at the next wait.
 
         Raises:
             DeadlineError: The cluster has waited for longer.
@@ -413,17 +420,19 @@ class ElasticPart(FitHooks):
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
-        """Puts the version that was adopted last into the parameters, until `show_own`."""
+        """Sets the parameters to those of the version adopted last, until `show_own`."""
         if self._cluster is not None and not self._closed and self.cluster.founded:
             self.cluster.show_base()
 
     def show_own(self) -> None:
-        """Puts the values that are trained back into the parameters. Idempotent."""
+        """Sets the parameters back to the values that are trained. Idempotent."""
         if self._cluster is not None:
             self.cluster.show_own()
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the state dict of the version that was adopted last: other clusters have what a checkpoint holds."""
+        """Returns the model's state dict with the version adopted last, so that a checkpoint holds parameters that
+        all clusters have.
+        """
         shows = self._cluster is not None and self.cluster.shows_base
         self.show_base()
         try:
@@ -439,8 +448,8 @@ class ElasticPart(FitHooks):
         self.cluster.forget()
 
     def finish(self, fit: FitSession) -> None:
-        """Pushes the rest once the loop of all ranks is over, and stays until the outer job has ended, whose last
-        version this rank has then, or until the cluster has left.
+        """Pushes the remaining steps once the loops of all ranks are over, and waits until the outer job has ended or
+        the cluster has left. If the job has ended, this rank then has its last version.
 
         Raises:
             DeadlineError: The cluster was to leave, and could not within `patience_s`.
@@ -466,8 +475,9 @@ class ElasticPart(FitHooks):
             save_last_again(self._trainer)
 
     def _goes(self, fit: FitSession) -> bool:
-        """Returns whether this rank is out, after a meeting of ranks whose loop is over. The last rank that was asked
-        to leave takes the cluster along. Newcomers are let in, since all ranks wait for them before any goes."""
+        """Lets newcomers in after a meeting of ranks whose loops are over; returns whether this rank is out of the
+        job. When the last rank leaves, the cluster leaves.
+        """
         if not self.cluster.over:
             fit.let_others_in()
         elif fit.engine.out:
@@ -475,7 +485,8 @@ class ElasticPart(FitHooks):
         return not fit.in_job
 
     def _await_end(self, engine: Engine) -> None:
-        """Waits for the end of the job; the cluster asks to leave if it is through long before the others.
+        """Checks how long this cluster has waited for the end of the job; if it is finished long before the others, it
+        asks to leave.
 
         All ranks lose patience at about the same time, and each asks: the first rank's word counts, and any rank may be
             the first. From then on each waits as long again.
@@ -496,7 +507,7 @@ class ElasticPart(FitHooks):
             self.cluster.leave()
 
     def leave(self) -> None:
-        """Takes the cluster out of the job, as its last rank leaves, once what it has pushed is durable."""
+        """Takes the cluster out of the job when its last rank leaves, once all pushed steps are durable."""
         self._patience = None
         self.cluster.leave()
         while not self.cluster.over:
@@ -504,8 +515,9 @@ class ElasticPart(FitHooks):
             self.cluster.alone()
 
     def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
-        """Returns handlers by which the first signal calls `first`, the second one says what it may cost to end now,
-        and the third one ends the process."""
+        """Returns signal handlers: the first signal calls `first`, the second prints what would be lost by ending
+        now, the third ends the process.
+        """
 
         def again(number: signal.Signals, frame: FrameType | None) -> None:
             insist(signals, number, lambda: cost(at_risk()) if last() else OTHERS_HOLD)
@@ -517,7 +529,7 @@ class ElasticPart(FitHooks):
         return signals
 
     def close(self) -> None:
-        """Ends this rank's part in the cluster, with the trained values in the parameters. Idempotent."""
+        """Ends this rank's part in the cluster; the parameters are then the trained ones. Idempotent."""
         self.show_own()
         self._closed = True
         if self._clock is not None:
@@ -527,6 +539,6 @@ class ElasticPart(FitHooks):
 
 
 def split(both: bytes) -> tuple[bytes, bytes]:
-    """Returns the two payloads that a rank has joined by `ElasticPart.says`; both are empty if it said nothing."""
+    """Splits what `ElasticPart.says` has joined into its two payloads; both are empty if the rank sent nothing."""
     end = 4 + int.from_bytes(both[:4], "little")
     return both[4:end], both[end:]

@@ -1,4 +1,4 @@
-"""Tells Lightning rank and world size, which come live from the view, not from RANK and WORLD_SIZE.
+"""Gives Lightning rank and world size. They come from the present view, not from RANK and WORLD_SIZE.
 
 Theory of operation. There are three phases. *Outside a job* this process is rank 0 of 1 and works alone. It also works
 alone in validate, test and predict before fit, but has there the rank that it expects in fit (place.py), so that only
@@ -20,12 +20,12 @@ ASIDE = (1, 2)
 
 
 def local_rank() -> int:
-    """Returns this process's place on its machine, which picks the accelerator."""
+    """Returns this process's index on its machine, which selects the accelerator."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class ChaosEnvironment(ClusterEnvironment):
-    """Rank and world size for Lightning; see the module. One per strategy."""
+    """Cluster environment that gives Lightning the rank and world size of the present view. One per strategy."""
 
     def __init__(self) -> None:
         self._rank, self._world_size = ALONE
@@ -33,7 +33,7 @@ class ChaosEnvironment(ClusterEnvironment):
         """Whether every process counts as its machine's first one: each prepares data then, one after the other."""
 
     def place(self, rank: int, world_size: int) -> bool:
-        """Sets rank and world size.
+        """Sets this process's rank and the world size.
 
         Returns:
             Whether this process has become the writer now.
@@ -50,16 +50,16 @@ class ChaosEnvironment(ClusterEnvironment):
         return self._world_size
 
     def set_global_rank(self, rank: int) -> None:
-        """Ignores the rank: the view says it."""
+        """Ignores the rank: the view gives it."""
 
     def set_world_size(self, size: int) -> None:
-        """Ignores the size: the view says it."""
+        """Ignores the size: the view gives it."""
 
     def local_rank(self) -> int:
         return 0 if self.preparing_data else local_rank()
 
     def node_rank(self) -> int:
-        """Returns 0 on every machine: machines come and go, so each one prepares data for itself."""
+        """Returns 0 on every machine, so that each machine prepares data for itself: machines come and go."""
         return 0
 
     @property
@@ -68,7 +68,7 @@ class ChaosEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Unused address: there is no process group, and so no main address."""
+        """Returns an address that nobody uses, as there is no process group."""
         return "127.0.0.1"
 
     @property
@@ -77,12 +77,12 @@ class ChaosEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Returns False: this environment is never chosen by itself, only together with the strategy."""
+        """Returns False, so that Lightning never picks this environment by itself; the strategy brings it."""
         return False
 
 
 class OneProcess(ChaosEnvironment):
-    """Environment of a cluster of one process, whatever has started it."""
+    """Environment of a cluster of one process, which ignores the variables of the launcher that started it."""
 
     def local_rank(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Validation during fit, divided among members: every batch is evaluated once, also if a member dies meanwhile.
+"""Divides validation during fit among members: every batch is evaluated once, and batches of a dead member again.
 
 Theory of operation. Validation sees constant membership but for deaths. When it begins, batch i of the loader goes to
 member i mod W in rank order: the batches are those of one machine, nothing is padded or evaluated twice, and members'
@@ -47,8 +47,8 @@ _log = logging.getLogger("chaos_lightning")
 
 
 def whole(loader: Any) -> Any:
-    """Returns a loader over all samples in place of one whose DistributedSampler takes a part of them: that part
-    was drawn by a rank and a world size that change, and dividing is what such a sampler is for.
+    """Returns a loader over all samples in place of one with a DistributedSampler. That sampler takes its part by a
+    rank and world size that change; the strategy divides validation itself.
     """
     if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
         every = SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # which that sampler asked for its length
@@ -57,7 +57,7 @@ def whole(loader: Any) -> Any:
 
 
 def unsharded(loader: Any) -> Any:
-    """Returns a loader over all samples, for validate, test and predict, in which each process works alone.
+    """Returns a loader over all samples for validate, test and predict, where each process evaluates everything.
 
     Raises:
         UnsupportedError: The loader was cut by a rank and a world size in a way that cannot be undone.
@@ -73,7 +73,9 @@ def unsharded(loader: Any) -> Any:
 
 
 def can_be_assigned(loader: Any, trainer: Trainer) -> bool:
-    """Returns whether all members find the same batches at the same places, and a member can draw some of them only."""
+    """Returns whether batches of this loader can be divided: all members find the same batch under a number, and can
+    draw some without the rest.
+    """
     return (
         type(loader) is DataLoader
         and not isinstance(loader.dataset, IterableDataset)
@@ -84,7 +86,7 @@ def can_be_assigned(loader: Any, trainer: Trainer) -> bool:
 
 
 class Evaluation:
-    """Members that take part in the validation of one fit, and the loaders that are being divided.
+    """Divides the validation of one fit: knows the members, and the pass that is divided at the moment.
 
     Args:
         trainer: Trainer of this fit.
@@ -110,7 +112,9 @@ class Evaluation:
         self.assigning: DividedPass | None = None
 
     def step(self, run: Callable[[], Any]) -> Any:
-        """Runs the user's validation step; what it logged per step is exchanged after it, if this loader is divided."""
+        """Runs the user's validation step. If its loader is divided, values that it logged per step are exchanged
+        afterwards.
+        """
         if self.assigning is None:
             return run()
         with self.collectives.inside("validation_step"):
@@ -120,21 +124,21 @@ class Evaluation:
 
     @property
     def loop(self) -> _EvaluationLoop:
-        """Lightning's loop of validation within fit."""
+        """Lightning's validation loop within fit."""
         return self.trainer.fit_loop.epoch_loop.val_loop
 
     def divides(self, steps: int) -> bool:
-        """Returns whether a validation of so many steps that began now would be divided."""
+        """Returns whether a validation of `steps` steps would be divided among the present members."""
         members = self.members()
         return len(members) > 1 and steps >= len(members)
 
     def shares(self, steps: int) -> dict[str, list[int]]:
-        """Returns the numbers of the steps of each member."""
+        """Returns the numbers of the validation steps that each member evaluates."""
         members = self.members()
         return {m: list(range(place, steps, len(members))) for place, m in enumerate(members)}
 
     def combined_steps(self) -> int:
-        """Returns the number of combined batches of a pass that begins now, if it divides them; else 0."""
+        """Returns how many combined batches of several loaders are divided among members; 0 if they are not divided."""
         combined = self.loop._combined_loader
         if combined is None or combined._mode == "sequential":
             return 0
@@ -143,12 +147,12 @@ class Evaluation:
         return steps if self.divides(steps) else 0
 
     def own(self, steps: int) -> int:
-        """Returns the number of steps of this member in a validation that began now."""
+        """Returns how many of `steps` validation steps this member evaluates."""
         return len(self.shares(steps)[self.me()]) if self.divides(steps) else steps
 
 
 class DividedPass:
-    """One pass over steps that are divided among members.
+    """One pass over validation steps that are divided among members.
 
     Args:
         evaluation: Evaluation of this fit.
@@ -185,13 +189,13 @@ class DividedPass:
 
     @property
     def may_differ(self) -> bool:
-        """Whether members cannot tell from their own log calls whether the others log anything in this step: it is
-        the first one, or some members have none.
+        """Whether other members may log values in this step although this one logs none: it is the first step, or
+        some members have no step now.
         """
         return self.steps == 1 or self._rounds < self._uneven
 
     def advance(self) -> bool:
-        """Goes on to this member's next step; returns whether there is one. At their end all members meet."""
+        """Moves on to this member's next step; returns False if there is none. After the last one all members meet."""
         while not self._left:
             if not self._meet():
                 return False
@@ -201,7 +205,9 @@ class DividedPass:
         return True
 
     def _meet(self) -> bool:
-        """Meets the other members at the end of this member's steps; returns whether some member has more of them."""
+        """Meets the other members after this member's last step; returns True if there are steps of dead members to
+        do.
+        """
         evaluation, collectives = self._evaluation, self._evaluation.collectives
         collection = evaluation.loop._results
         while self._rounds > 0:
@@ -222,7 +228,7 @@ class DividedPass:
         return False
 
     def _assign_again(self, lost: Sequence[str]) -> None:
-        """Divides the steps of members that died among those that are left."""
+        """Divides the steps of members that died among the others."""
         numbers = sorted(number for member in lost for number in self._share[member])
         self._members = tuple(m for m in self._members if m not in lost)
         _log.warning("%s died during validation; %d batches are evaluated again", ", ".join(lost), len(numbers))
@@ -236,7 +242,7 @@ class DividedPass:
 
 
 def _drawn(loader: DataLoader[Any], numbers: Sequence[int]) -> Iterator[Any]:
-    """Returns an iterator over the batches of these numbers of a loader, in order."""
+    """Returns an iterator over those batches of a loader that have these numbers, in order."""
     assert loader.batch_sampler is not None
     every = list(loader.batch_sampler)
     batches = [every[number] for number in numbers]
@@ -244,7 +250,7 @@ def _drawn(loader: DataLoader[Any], numbers: Sequence[int]) -> Iterator[Any]:
 
 
 class EvalLoader:
-    """Loader over which Lightning iterates instead of the user's validation loader.
+    """Loader that Lightning iterates over in place of the user's validation loader.
 
     Args:
         loader: Loader for which `can_be_assigned` holds.
@@ -261,18 +267,18 @@ class EvalLoader:
 
     @property
     def total(self) -> int:
-        """Batches that the job evaluates, `limit_val_batches` considered."""
+        """Number of batches that the whole job evaluates, within `limit_val_batches`."""
         limit = self._evaluation.trainer.limit_val_batches
         return int(_parse_num_batches(RunningStage.VALIDATING, len(self.loader), limit))
 
     @property
     def assigned(self) -> bool:
-        """Whether a validation that began now would divide this loader by itself."""
+        """Whether the batches of this loader alone (not combined with other loaders) are divided among members."""
         combined = self._evaluation.loop._combined_loader
         return (combined is None or combined._mode == "sequential") and self._evaluation.divides(self.total)
 
     def own(self) -> int:
-        """Returns the number of batches of this member in a validation that began now."""
+        """Returns how many batches of this loader this member evaluates."""
         return self._evaluation.own(self.total) if self.assigned else self.total
 
     def __len__(self) -> int:
@@ -306,7 +312,7 @@ class EvalLoader:
             fetcher.length += more
 
     def __reduce__(self) -> Any:
-        """Makes a copy the user's own loader, which has no part in the job."""
+        """Makes pickle and copy return the user's own loader: a copy has no part in the job."""
         return themselves, (self.loader,)
 
     def __getattr__(self, name: str) -> Any:
@@ -316,7 +322,8 @@ class EvalLoader:
 
 
 class CombinedSteps:
-    """Iterator of a CombinedLoader in a pass whose combined batches are divided, in place of its own.
+    """Iterator that yields this member's share of the combined batches of several loaders, in place of a
+    CombinedLoader's own iterator.
 
     Args:
         combined: Loader of any mode but "sequential", over loaders that can all be assigned.
@@ -353,7 +360,9 @@ class CombinedSteps:
         return drawn, self._at - 1, 0
 
     def _number(self, loader: DataLoader[Any], step: int) -> int | None:
-        """Returns the number of a loader's batch in a step; None if the loader is exhausted by then."""
+        """Returns the number of the batch that a loader gives to a combined step; None if the loader is exhausted by
+        then.
+        """
         length = len(loader)
         return step % length if self._cycles else step if step < length else None
 
@@ -371,13 +380,13 @@ class CombinedSteps:
             fetcher.length += more
 
     def reset(self) -> None:
-        """Ends the pass."""
+        """Ends the pass. CombinedLoader calls it."""
         self._batches = []
 
 
 def refit_limits(trainer: Trainer, evaluation: Evaluation) -> None:
-    """Fits limits to the present members, before a validation of fit. Lightning counts batches once, when loaders
-    are made.
+    """Sets Lightning's batch limits to this member's share before a validation. Lightning counts batches only once,
+    when loaders are made.
     """
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     combined: CombinedLoader | None = val_loop._combined_loader

@@ -1,4 +1,4 @@
-"""Events of a training loop: its validations, what it writes for the outside, what it goes on from."""
+"""Declares a training loop's log events: validations, checkpoints, and resumed states."""
 
 from chaos_lightning.events.registry import Event
 

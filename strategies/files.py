@@ -1,4 +1,4 @@
-"""Keeps the files of a run together when another member becomes the writer (writer.py).
+"""Keeps the log files of a run together when another member becomes the writer (writer.py).
 
 Theory of operation. The writer tells its loggers' versions, and the next one takes them: it opens the same folder, and
 W&B the same run. Clusters of an outer job tell each other nothing, but know the job's id, which is the run's id with
@@ -37,7 +37,7 @@ Version = int | str
 
 
 class LogPlace(NamedTuple):
-    """Place at which a writer logs."""
+    """Member that writes the logs, and the folder, run and versions with which it does so."""
 
     writer: str = ""
     """Member id of the writer; "": no writer has told yet."""
@@ -51,7 +51,7 @@ class LogPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a logger's `log_metrics`."""
+    """Delayed call of a logger's `log_metrics`."""
 
     logger: Logger
     real: Callable[..., None]
@@ -63,13 +63,13 @@ class Call:
 
 
 def versions(loggers: Sequence[Logger]) -> list[Version]:
-    """Returns the versions that the next writer's loggers are to have."""
+    """Returns the versions of these loggers, which the next writer's loggers continue."""
     known = (CSVLogger, TensorBoardLogger, WandbLogger)
     return [version if isinstance(v, known) and (version := v.version) is not None else "" for v in loggers]
 
 
 def mark(loggers: Sequence[Logger], run: str, writer: str) -> str:
-    """Marks the folders of this writer's loggers: they are of this run from now on, and this member writes them.
+    """Marks the log folders of this writer's loggers with the run's id and this member's id.
 
     Args:
         loggers: Loggers, all open.
@@ -94,8 +94,8 @@ def _mark(folder: str, run: str, writer: str) -> None:
 
 
 def taken_over(loggers: Sequence[Logger], writer: str) -> bool:
-    """Returns whether another member writes one of these folders by now; a member that was frozen has not heard of
-    it yet.
+    """Returns whether another member has become the writer of one of these log folders: a member that was frozen may
+    not know it yet.
     """
     folders = [str(logger.log_dir) for logger in loggers if _in_folder(logger)] if rank_zero_only.rank == 0 else []  # type: ignore[attr-defined]
     return any(_marked(folder)[1] not in ("", writer) for folder in folders)
@@ -103,21 +103,21 @@ def taken_over(loggers: Sequence[Logger], writer: str) -> bool:
 
 @rank_zero_only
 def save(logger: Logger) -> None:
-    """Makes the writer's logger write its files if that is cheap; else it writes when it does so by itself."""
+    """Writes a logger's files if that is cheap; other loggers write when they choose to."""
     if _in_folder(logger):
         logger.save()
 
 
 def forget(logger: Logger) -> None:
-    """Forgets what a logger has not written yet, as this member was put out: others write to these files, and that
-    must not come into them.
+    """Drops what a logger has not written yet: this member was put out of the job, and another member writes the
+    files.
     """
     if isinstance(logger, CSVLogger | TensorBoardLogger):
         logger._experiment = None
 
 
 def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) -> bool:
-    """Makes this member's logger open where the logger of the previous writer has logged.
+    """Makes this member's logger continue the files or the run of the previous writer's logger.
 
     Args:
         logger: Logger of the trainer, not open or left open when this member was the writer before.
@@ -150,7 +150,7 @@ def go_on(logger: Logger, version: Version, run: str, name: str, writer: str) ->
 
 
 def catch_up(logger: Logger, owed: Sequence[Call]) -> None:
-    """Logs what the previous writer may not have written; what a continued file holds already is left out."""
+    """Logs the calls that the previous writer may not have written, except rows that the continued file already has."""
     for call in owed:
         call.make()
     save(logger)
@@ -163,7 +163,7 @@ def _in_folder(logger: Logger) -> bool:
 
 
 def _marked(folder: str) -> tuple[str, str]:
-    """Returns the run and the writer with which a folder is marked; "" and "" if it has no mark."""
+    """Reads the run's id and the writer's id from the mark in a folder; "" and "" if it has none."""
     try:
         run, _, writer = Path(folder, RUN_FILE).read_text().partition(" ")
     except OSError:
@@ -172,7 +172,7 @@ def _marked(folder: str) -> tuple[str, str]:
 
 
 def _marked_last(logger: Logger, run: str) -> Version:
-    """Returns the version in whose folder a writer of this run has begun last; "" if this machine sees none."""
+    """Returns the version whose folder was marked last by a writer of this run; "" if there is none on this machine."""
     if not run or not isinstance(logger, CSVLogger | TensorBoardLogger) or not _in_folder(logger):
         return ""
     root = Path(os.path.expandvars(logger.root_dir)).expanduser()
@@ -193,7 +193,7 @@ def _marked_last(logger: Logger, run: str) -> Version:
 
 
 class _Continued(ExperimentWriter):
-    """Writer of a metrics.csv that goes on with the file, if it is there.
+    """Writer of metrics.csv that appends to an existing file.
 
     Args:
         log_dir: Folder of the file.
@@ -215,7 +215,7 @@ class _Continued(ExperimentWriter):
             self._last = max((int(step) for step, _ in self.there if step.isdecimal()), default=-1)
 
     def _check_log_dir_exists(self) -> None:
-        """Keeps the file; Lightning's own deletes it here."""
+        """Overrides Lightning's check, which would delete the existing file."""
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         super().log_metrics(metrics_dict, step)
@@ -230,7 +230,9 @@ def _key(row: Mapping[str, Any]) -> tuple[str, frozenset[str]]:
 
 
 def _own_folder(logger: Logger, name: str) -> None:
-    """Gives a logger a folder of its own: file loggers empty the folder they open, and this one is not this run's."""
+    """Gives a logger a new folder if its present one belongs to another run: a file logger empties the folder that
+    it opens.
+    """
     folder = getattr(logger, "log_dir", None)
     if hasattr(logger, "_version") and hasattr(logger, "_experiment") and folder and os.path.isdir(folder):
         version = logger.version

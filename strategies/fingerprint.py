@@ -1,4 +1,6 @@
-"""Fingerprint of a job: words that must be equal on all members. A newcomer that differs is refused by name."""
+"""Makes the fingerprint of a job: values that must be equal on all members. A newcomer is refused if one differs,
+and told which.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ from chaos_lightning.strategies.schedules import name_of
 
 
 def seed_of(seed: int | None) -> int:
-    """Returns the seed of the sample order: the option, else what `seed_everything` left behind, else 0."""
+    """Returns the seed of the sample order: the option, else the seed given to `seed_everything`, else 0."""
     return seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def fingerprint_of(trainer: Trainer, loader: JobLoader, *, assigns_validation: bool) -> dict[str, str]:
-    """Returns versions, model, optimizers, data and those settings that decide how many steps and collectives there
-    are.
+    """Returns the values that must be equal on all members, by name: versions, model, optimizers, data, and settings
+    that decide the number of steps and collectives.
 
     Args:
         trainer: Trainer in fit, with all loaders of fit made (those of validation are, from
@@ -81,7 +83,8 @@ def fingerprint_of(trainer: Trainer, loader: JobLoader, *, assigns_validation: b
 
 
 def words_of_run(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
-    """Returns settings of layers, and what `save_hyperparameters` kept; but for names that `chaos_own_hparams` gives.
+    """Returns the layers' settings and the hyperparameters that `save_hyperparameters` kept, without the names in
+    `chaos_own_hparams`.
 
     Args:
         trainer: Trainer in fit.
@@ -95,7 +98,9 @@ def words_of_run(trainer: Trainer, *, warns: bool = True) -> dict[str, str]:
 
 
 def advice(refusal: str, config: EngineConfig) -> str:
-    """Returns further advice if a hyperparameter differs: it may be another run that met this job by accident."""
+    """Returns advice for a refusal because of a hyperparameter: this may be another run that met the job by
+    accident.
+    """
     if not re.search(r"\b(hyperparameter|layer|optimizer \d+) \S+ (of \S+ )?is ", refusal):
         return ""
     return (
@@ -105,7 +110,9 @@ def advice(refusal: str, config: EngineConfig) -> str:
 
 
 def _cadence(callback: Callback) -> dict[str, str]:
-    """Returns the settings by which this callback calls for a collective. Each member may write to another place."""
+    """Returns the settings that decide when a callback makes a collective; without its folder, which may differ
+    between members.
+    """
     settings: dict[str, Any] = {}
     if isinstance(callback, ModelCheckpoint):
         settings = {
@@ -130,7 +137,7 @@ def _cadence(callback: Callback) -> dict[str, str]:
 
 
 def _validation(trainer: Trainer, stream: str, *, assigns_validation: bool) -> dict[str, str]:
-    """Returns the number of validation loaders, which of them are divided, and how long they are.
+    """Returns facts about the validation loaders: their number, which are divided, and their lengths.
 
     Each member assigns by the length of its own loader, so another one would leave batches out or evaluate them twice.
     """

@@ -1,4 +1,5 @@
-"""Hands over what each member has logged and counted in an epoch, so that nothing is missing if one dies or leaves.
+"""Hands over the values that each member has logged and counted in an epoch, so that none are lost if it dies or
+leaves.
 
 Theory of operation. With each step a member says, beside its gradient, what it has accumulated since the epoch began:
 the numbers that `self.log` keeps for the epoch, and the states of torchmetrics that it updates in training. The header
@@ -38,7 +39,7 @@ _NUMBERS = ""
 
 
 class Saying(Protocol):
-    """Facts of the engine: how many members there are, and whether this one has asked to leave."""
+    """Facts that are asked of the engine: the number of members, and whether this member has been asked to leave."""
 
     leaving: bool
 
@@ -47,7 +48,7 @@ class Saying(Protocol):
 
 
 class Handover:
-    """Numbers and metric states of an epoch, of this member and of the others, during one fit.
+    """Logged values and metric states of the present epoch: this member's, and copies of the others'.
 
     Args:
         trainer: Trainer in fit.
@@ -76,12 +77,12 @@ class Handover:
     # ------------------------------------------------------------------ this member's part
 
     def fits_beside(self, gradient: int) -> None:
-        """Limits what travels beside a gradient of so many bytes: links are busy with it anyway."""
+        """Limits the bytes of logged values sent with a gradient of `gradient` bytes, to a small part of it."""
         self.limit = min(MAX_STEP_NBYTES, max(MIN_STEP_NBYTES, gradient // 16))
 
     def says(self, member: Saying) -> bytes:
-        """Returns, for the coming step, what this member has logged and counted in the epoch; b"" if that is
-        nothing.
+        """Returns the bytes that this member sends with its next step: the values that it has logged and counted in
+        the epoch; b"" if none.
         """
         live = results.epoch_numbers(self._trainer.fit_loop.epoch_loop._results)
         limit = MAX_LEAVE_NBYTES if member.leaving else self.limit // max(1, member.world_size)
@@ -101,7 +102,8 @@ class Handover:
     # ------------------------------------------------------------------ slots
 
     def committed(self, header: Header, answers: Mapping[str, bytes], present: tuple[str, ...], me: str) -> None:
-        """Takes in a committed slot; the first member that is left takes over the parts of those that are gone.
+        """Takes in a committed slot: keeps the members' values, and the first remaining member adds those of members
+        that are gone to its own.
 
         Args:
             header: Header of the slot.
@@ -145,31 +147,33 @@ class Handover:
             )  # fmt: skip
 
     def _drop(self, name: str) -> None:
-        """Notes that a metric begins anew, or the numbers of the epoch: at all members, as they run the same script."""
+        """Notes that a metric, or the logged values of the epoch, was reset. All members note it, as they run the
+        same script.
+        """
         for parts in self._heard.values():
             for _, dropped in parts:
                 dropped.add(name)
 
     def end_epoch(self) -> None:
-        """Notes that the numbers of this epoch are computed."""
+        """Notes that the logged values of this epoch are computed."""
         self._drop(_NUMBERS)
 
     # ------------------------------------------------------------------ newcomers
 
     def manifest(self) -> dict[str, Any]:
-        """Returns what all members have logged and counted, for newcomers and for the state that the last member
-        keeps.
+        """Returns the values that all members have logged and counted, for newcomers and for the state that the last
+        member keeps.
         """
         heard = {member: [[part, sorted(out)] for part, out in parts] for member, parts in self._heard.items()}
         return {"heard": heard, "described": self._described}
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """Takes over what `manifest` gave at the donor."""
+        """Takes over the values that `manifest` returned at the donor."""
         self._heard = {member: [(part, set(out)) for part, out in parts] for member, parts in manifest["heard"].items()}
         self._described = dict(manifest["described"])
 
     def forget(self) -> None:
-        """Forgets all parts, as this member comes in anew: what it has counted until now has gone over to others."""
+        """Forgets all values when this member joins again: other members have taken over what it had counted."""
         self.metrics.forget_trained()
         self._heard, self._present = {}, ()
 
@@ -180,7 +184,8 @@ def _read(part: bytes) -> dict[str, Any]:
 
 
 def compute_epoch(trainer: Trainer, handover: Handover, exchange: Exchange) -> None:
-    """Agrees on the keys of a training epoch and reduces its numbers over members, with `sync_dist=True` or without.
+    """Computes the logged values of a training epoch over all members, with `sync_dist=True` or without, under keys on
+    which they agree.
 
     If somebody dies meanwhile, both are done anew, with the part of the dead.
     """

@@ -1,4 +1,4 @@
-"""Tells the length of an epoch: what this member foresees before it is in the job, and what it says once it is.
+"""Computes the length of an epoch: an estimate before this member is in the job, the job's own number afterwards.
 
 Theory of operation. A process that makes a schedule of `trainer.estimated_stepping_batches` asks for the loader's
 length while it sets up, when nobody knows how many members there will be. All members that will ever be must find the
@@ -25,7 +25,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class Lengths:
-    """Lengths of epochs, in micro-batches; see the module.
+    """Lengths of epochs, in micro-batches per member.
 
     Args:
         trainer: Trainer in fit.
@@ -43,14 +43,14 @@ class Lengths:
 
     @property
     def _foreseen(self) -> int:
-        """Number of members to reckon with before this one is in the job: what all of them know of the world is
-        min_nodes, of nodes with so many workers each as this one.
+        """Estimated number of members before this one is in the job: min_nodes times the workers per node. All
+        members compute the same.
         """
         return self._min_nodes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def total(self, elastic: JobLoader, *, entered: bool) -> float:
-        """Returns the number of micro-batches of this epoch; inf while unknown (with data of its own, nobody knows
-        the others').
+        """Returns the number of micro-batches of this epoch; inf while unknown, as when each member has data of its
+        own.
         """
         if self._local:
             # Before the pass has begun, the loader still speaks of the one before.
@@ -66,8 +66,8 @@ class Lengths:
 
     @contextmanager
     def estimating(self) -> Iterator[None]:
-        """Counts the lengths that are asked for inside, where optimizers and schedulers are made: code that makes a
-        training loader there wants `trainer.estimated_stepping_batches`.
+        """Records the training lengths asked for within this context, where optimizers and schedulers are made: code
+        that makes a training loader there does so for `trainer.estimated_stepping_batches`.
         """
         self._estimating = True
         try:
@@ -76,13 +76,14 @@ class Lengths:
             self._estimating = False
 
     def asked(self, total: float) -> None:
-        """Notes that a training loader of this length was made."""
+        """Records the length of a training loader that was made while optimizers and schedulers are made."""
         if self._estimating and not math.isinf(total):
             self._estimated = int(total)
 
     def words(self) -> dict[str, str]:
-        """Returns words for the fingerprint: a schedule by a function of the user's is the same on all members only
-        if they have counted the same. What else torch has takes its numbers over from the others, with its state.
+        """Returns the estimated number of members, for the fingerprint, if a schedule of the user's own was made by
+        it: such schedules are equal only if all members estimated the same. Torch's schedules take their numbers
+        from the donors' state.
         """
         kept = (LambdaLR, MultiplicativeLR, SequentialLR, ChainedScheduler)
         schedulers = [c.scheduler for c in self._trainer.lr_scheduler_configs]
@@ -92,7 +93,7 @@ class Lengths:
         return {"estimated_stepping_batches": f"counted for {self._foreseen} members"}
 
     def check(self, members: int) -> None:
-        """Warns once if the job has another number of members than the one that schedules were made for."""
+        """Warns once if the number of members differs from the estimate by which schedules were made."""
         foreseen = self._foreseen
         if not self._estimated or members == foreseen:
             return

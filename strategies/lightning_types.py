@@ -1,4 +1,4 @@
-"""Lightning's Trainer with what its class does not declare: its connectors put these attributes there.
+"""Declares attributes of Lightning's Trainer that its class does not declare, since its connectors set them.
 
 For type checkers only; in a running program this is Lightning's own class.
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer as _Trainer
 
     class Trainer(_Trainer):
-        """The attributes that the strategy uses."""
+        """Lightning's Trainer, with the attributes that the strategy uses."""
 
         callbacks: list[Callback]
         datamodule: LightningDataModule | None

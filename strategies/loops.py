@@ -1,4 +1,5 @@
-"""Lightning's loop state: what a newcomer takes over, and the lengths that must be refitted when members come and go.
+"""Reads and writes Lightning's loop state: the counters that a newcomer takes over, and lengths that change when
+members come and go.
 
 Theory of operation. Lightning computes an epoch's length once and copies it to many places. Here it changes with the
 members, so after each commit and each view change `refit` writes it everywhere again: before Lightning asks whether
@@ -33,12 +34,14 @@ _CONNECTOR_DICTS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metri
 
 
 def batches_begun(trainer: Trainer) -> int:
-    """Returns the number of micro-batches of this epoch that Lightning has begun."""
+    """Returns the number of micro-batches that Lightning has begun in this epoch."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 def _processed(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracker]:
-    """Returns both counts, current and total, of a progress that also counts what was processed."""
+    """Returns the current and the total counts of one of Lightning's progress trackers, which must count processed
+    items, too.
+    """
     current, total = progress.current, progress.total
     assert isinstance(current, _ProcessedTracker)
     assert isinstance(total, _ProcessedTracker)
@@ -46,14 +49,14 @@ def _processed(progress: _Progress) -> tuple[_ProcessedTracker, _ProcessedTracke
 
 
 def epoch_of(trainer: Trainer) -> int:
-    """Returns the number of the pass over the data that Lightning is in."""
+    """Returns the number of the epoch that Lightning trains."""
     current, _ = _processed(trainer.fit_loop.epoch_progress)
     return current.processed
 
 
 def stopped_within_epoch(trainer: Trainer) -> bool:
-    """Returns whether the checkpoint that fit goes on from was written between two batches of one epoch, by what it
-    says itself: its writer may have had other members, or limits. To be asked before the first batch.
+    """Returns whether fit resumes from a checkpoint that was written within an epoch, by the checkpoint's own
+    account. Valid before the first batch only.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     current, _ = _processed(progress)
@@ -61,9 +64,9 @@ def stopped_within_epoch(trainer: Trainer) -> bool:
 
 
 def limited(trainer: Trainer, total: float) -> float:
-    """Returns the length with `limit_train_batches` applied: an int counts micro-batches of each member, a fraction
-    is of the present length, rounded down as Lightning does. What was its last batch stays the last, although a
-    step that ends in the middle of an accumulation leaves more accumulations behind.
+    """Returns an epoch's length under `limit_train_batches`: an int counts micro-batches of each member, a fraction
+    is rounded down as Lightning does. A batch that was the epoch's last stays the last, even if the length grows
+    afterwards.
     """
     limit = trainer.limit_train_batches
     if isinstance(limit, int):
@@ -77,7 +80,7 @@ def limited(trainer: Trainer, total: float) -> float:
 
 
 def refit(trainer: Trainer, total: float) -> bool:
-    """Tells all of Lightning how many micro-batches this epoch has.
+    """Tells Lightning's loops, fetcher and progress bar how many micro-batches this epoch has.
 
     Args:
         trainer: Trainer in `fit`, at any point of a training epoch.
@@ -110,7 +113,7 @@ def refit(trainer: Trainer, total: float) -> bool:
 
 
 def _refit_bars(trainer: Trainer, total: float) -> None:
-    """Tells progress bars the total; draws nothing where it is the same."""
+    """Sets the total of the progress bar; redraws only if it changes."""
     bar = trainer.progress_bar_callback
     shown = None if math.isinf(total) else int(total)
     if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
@@ -123,9 +126,8 @@ def _refit_bars(trainer: Trainer, total: float) -> None:
 
 
 def unfinish_epoch(trainer: Trainer, *, begun: bool = True) -> None:
-    """Takes one epoch off Lightning's count: it ended in its midst, by a StopIteration, and a checkpoint must not
-    count it. An epoch that was not `begun` here had ended at the members whose counters were taken over, and counts
-    already.
+    """Subtracts one from Lightning's count of finished epochs, after a StopIteration ended the epoch midway. An
+    epoch that this process has not `begun` was finished by the donors of its counters, and stays counted.
     """
     if not begun or not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
         for count in _processed(trainer.fit_loop.epoch_progress):
@@ -136,8 +138,8 @@ def unfinish_epoch(trainer: Trainer, *, begun: bool = True) -> None:
 
 
 def start_clocks(trainer: Trainer, *, fresh: bool) -> None:
-    """Starts the clocks of a member that comes in: what it has waited for the others until now is no training, and does
-    not count as such.
+    """Starts the clocks of Timer and ModelCheckpoint when a member enters the job, since waiting for the others is no
+    training time.
 
     Args:
         trainer: Trainer in fit.
@@ -154,8 +156,8 @@ def start_clocks(trainer: Trainer, *, fresh: bool) -> None:
 
 
 def measure_anew(monitor: ThroughputMonitor) -> None:
-    """Starts a monitor's clocks anew. It starts them on rank zero alone, where a stage starts; this member may
-    become rank zero within one.
+    """Restarts a throughput monitor's clocks. Lightning starts them on rank zero only, when a stage starts; this
+    member may become rank zero later.
     """
     for stage, throughput in monitor._throughputs.items():
         throughput.reset()
@@ -164,7 +166,7 @@ def measure_anew(monitor: ThroughputMonitor) -> None:
 
 
 def refit_rates(trainer: Trainer, members: int) -> None:
-    """Makes throughput monitors multiply this member's rates by the number of members."""
+    """Makes throughput monitors multiply this member's throughput by the number of members."""
     for callback in trainer.callbacks:
         if isinstance(callback, ThroughputMonitor):
             for throughput in callback._throughputs.values():
@@ -172,8 +174,8 @@ def refit_rates(trainer: Trainer, members: int) -> None:
 
 
 def agree_on_validation(trainer: Trainer, broadcast: Callable[[bool], bool]) -> None:
-    """Makes the writer's clock decide when to validate, if `val_check_interval` is a time: else each process would
-    ask its own clock after each batch.
+    """Makes the writer's clock decide when to validate, if `val_check_interval` is a time. Otherwise each process
+    would ask its own clock after each batch.
     """
     if getattr(trainer, "_val_check_time_interval", None) is None:
         return
@@ -187,7 +189,7 @@ def agree_on_validation(trainer: Trainer, broadcast: Callable[[bool], bool]) -> 
 
 
 def forget_agreement(trainer: Trainer) -> None:
-    """Lets each process ask its own clock again."""
+    """Undoes `agree_on_validation`: each process asks its own clock again."""
     vars(trainer.fit_loop.epoch_loop).pop("_should_check_val_fx", None)
 
 
@@ -195,8 +197,8 @@ def forget_agreement(trainer: Trainer) -> None:
 
 
 def loops_manifest(trainer: Trainer) -> dict[str, Any]:
-    """Returns the counters of all loops of fit at a safe point, and those fields of the trainer that decide which
-    branches are taken.
+    """Returns the counters of all of fit's loops at a safe point, and the Trainer's fields that decide what it does
+    next.
     """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     states = {key: value for key, value in fit_loop.state_dict().items() if key != "state_dict"}
@@ -217,7 +219,7 @@ def loops_manifest(trainer: Trainer) -> dict[str, Any]:
 
 
 def rolled_back(manifest: dict[str, Any], batches: int, *, ended: bool = False) -> dict[str, Any]:
-    """Returns the counters as they stood before the last `batches` micro-batches, which no step has used.
+    """Returns the counters as they were before the last `batches` micro-batches, which no step has used.
 
     Args:
         manifest: Result of `loops_manifest`, at a safe point or within a batch whose step did not take place.
@@ -240,7 +242,7 @@ def rolled_back(manifest: dict[str, Any], batches: int, *, ended: bool = False) 
 
 
 def uncount(trainer: Trainer, manifest: dict[str, Any]) -> None:
-    """Puts the counters where `rolled_back` has them: a batch ran on, and its step did not take place."""
+    """Resets the loops' counters to those that `rolled_back` returned, after a batch whose step did not take place."""
     loops, epoch_loop = manifest["loops"], trainer.fit_loop.epoch_loop
     epoch_loop.batch_progress.load_state_dict(loops["epoch_loop.batch_progress"])
     automatic, manual = epoch_loop.automatic_optimization, epoch_loop.manual_optimization
@@ -250,7 +252,7 @@ def uncount(trainer: Trainer, manifest: dict[str, Any]) -> None:
 
 
 def make_up_for_end(trainer: Trainer) -> None:
-    """Makes up for what follows an epoch's last batch and was left out: validation, schedulers, loggers."""
+    """Runs what follows an epoch's last batch and was left out: validation, schedulers, loggers."""
     fit_loop = trainer.fit_loop
     assert fit_loop._data_fetcher is not None
     fit_loop.epoch_loop.on_advance_end(fit_loop._data_fetcher)
@@ -261,12 +263,12 @@ def _finite(value: float) -> float | None:
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Returns the metrics with tensors cloned, since donors go on while the bytes travel."""
+    """Returns the metrics with their tensors cloned, since a donor trains on while the bytes are sent."""
     return {k: v.detach().clone() if hasattr(v, "detach") else v for k, v in metrics.items()}
 
 
 def adopt_loops(trainer: Trainer, manifest: dict[str, Any]) -> None:
-    """Puts this member's loops where the donors' stand. Call between two batches only."""
+    """Sets this member's loop counters to the donors'. May be called between two batches only."""
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     fit_loop.load_state_dict(dict(manifest["loops"]))
     fit_loop._combined_loader_states_to_load = []
@@ -299,8 +301,8 @@ def adopt_loops(trainer: Trainer, manifest: dict[str, Any]) -> None:
 
 
 def reload_epochs(trainer: Trainer) -> tuple[float, float]:
-    """Returns the epochs in which `reload_dataloaders_every_n_epochs` last made the loaders of training and of
-    validation; -inf if it has not yet.
+    """Returns the epochs in which the loaders of training and of validation were last made
+    (`reload_dataloaders_every_n_epochs`); -inf if not yet.
     """
     fit_loop = trainer.fit_loop
     return fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
@@ -308,7 +310,7 @@ def reload_epochs(trainer: Trainer) -> tuple[float, float]:
 
 @contextmanager
 def at_epoch(trainer: Trainer, epoch: float) -> Iterator[None]:
-    """Makes `trainer.current_epoch` this one inside: user code makes loaders by it."""
+    """Makes `trainer.current_epoch` return `epoch` within this context, for user code that makes loaders by it."""
     current, _ = _processed(trainer.fit_loop.epoch_progress)
     kept = current.completed
     current.completed = int(epoch) if math.isfinite(epoch) else kept
@@ -319,14 +321,14 @@ def at_epoch(trainer: Trainer, epoch: float) -> Iterator[None]:
 
 
 def training_loader(trainer: Trainer) -> Any:
-    """Asks the user's code for the training loader again; returns it as the strategy hands it to Lightning."""
+    """Makes the training loader anew with the user's code; returns it wrapped by the strategy."""
     made = _request_dataloader(trainer.fit_loop._data_source)
     (loader,) = made.flattened if isinstance(made, CombinedLoader) else (made,)
     return _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, loader)
 
 
 def remake_validation_loaders(trainer: Trainer) -> None:
-    """Asks the user's code for the loaders of validation again."""
+    """Makes the validation loaders anew with the user's code."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     kept, val_loop._combined_loader = val_loop._last_val_dl_reload_epoch, None
     trainer.validating = True
@@ -336,8 +338,8 @@ def remake_validation_loaders(trainer: Trainer) -> None:
 
 
 def settle(loop: _Loop) -> None:
-    """Marks this loop as in the middle of its run, neither restarting nor resuming. The `restarting` property's
-    setter would say otherwise whenever max_steps is set.
+    """Marks a loop as in the middle of its run, neither restarting nor resuming. Lightning's `restarting` setter
+    would mark it as restarting whenever max_steps is set.
     """
     loop._restarting = False
     loop._loaded_from_state_dict = False
@@ -350,7 +352,7 @@ def settle(loop: _Loop) -> None:
 
 @dataclass
 class Suspension:
-    """Limits lifted while this member is out of the job but must get back to its next safe point."""
+    """The Trainer's limits, which are lifted while this member is out of the job and must reach its next safe point."""
 
     max_steps: int
     max_epochs: int | None
@@ -359,7 +361,7 @@ class Suspension:
 
     @classmethod
     def begin(cls, trainer: Trainer) -> Suspension:
-        """Lifts the limits, so that nothing ends the loop from here on: the state it counts with is void."""
+        """Lifts the limits, so that nothing ends the loop before the member joins again: its counters are void."""
         fit_loop = trainer.fit_loop
         kept = cls(fit_loop.epoch_loop.max_steps, fit_loop.max_epochs, fit_loop.min_epochs, trainer.should_stop)
         fit_loop.epoch_loop.max_steps = -1
@@ -379,7 +381,7 @@ class Suspension:
 
 
 def why_over(trainer: Trainer) -> str:
-    """Returns why the training loop has ended."""
+    """Returns the reason why the training loop has ended."""
     fit_loop = trainer.fit_loop
     if trainer.should_stop:
         return "training was stopped early"
@@ -389,13 +391,14 @@ def why_over(trainer: Trainer) -> str:
 
 
 def save_last_again(trainer: Trainer) -> None:
-    """Lets `ModelCheckpoint(save_last=True)` write at the end of fit, though it has written before: what it wrote is
-    older than the job's last version."""
+    """Lets `ModelCheckpoint(save_last=True)` write once more at the end of fit, as its file is older than the job's
+    last version.
+    """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.save_last is True:
             callback._last_checkpoint_saved = ""
 
 
 def skip_validation(trainer: Trainer) -> None:
-    """Prevents the validation that this batch would cause."""
+    """Prevents the validation that would follow the present batch."""
     trainer.fit_loop.epoch_loop._skip_next_val = True

@@ -1,4 +1,5 @@
-"""Tracks, for manual optimization, which gradients are averages, and which a backward pass has changed since.
+"""Tracks, for manual optimization, which gradients are averages over members, and which a backward pass has changed
+since.
 
 Theory of operation. Nobody knows after which backward pass the user looks at `.grad`, clips it or steps. So each pass
 ends with the average, as with DDP: one slot for each optimizer whose parameters it reached, weighted by the
@@ -22,7 +23,7 @@ from chaos_lightning.collectives.layout import Section
 
 
 class ManualGradients:
-    """Gradients of one member's optimizers.
+    """State of the gradients of one member's optimizers: averaged over members, or changed since.
 
     Args:
         sections: Sections of the parameters that are trained, one per optimizer.
@@ -50,7 +51,9 @@ class ManualGradients:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Ends each plain backward pass inside with the average."""
+        """Averages gradients at the end of each backward pass that the training step makes by `loss.backward()`
+        within this context.
+        """
         self._awaits_pass = True
         try:
             yield
@@ -61,7 +64,7 @@ class ManualGradients:
         return lambda _: self._reaches(number)
 
     def _reaches(self, number: int) -> None:
-        """Notes that a backward pass has come to a parameter of this optimizer."""
+        """Notes that a backward pass has added to the gradient of one of this optimizer's parameters."""
         self._reached.add(number)
         if self._awaits_pass:
             self._awaits_pass = False
@@ -73,11 +76,11 @@ class ManualGradients:
 
     @property
     def reached(self) -> tuple[int, ...]:
-        """Optimizers whose gradients have changed since they were averaged, in order."""
+        """Optimizers whose gradients have changed since they were averaged, in ascending order."""
         return tuple(sorted(self._reached))
 
     def backward(self, run: Callable[[], None], *, stands_in: bool, unweighed: Callable[[], bool]) -> None:
-        """Runs one backward pass of `LightningModule.manual_backward`, and averages what it reached.
+        """Runs one backward pass of `LightningModule.manual_backward`, and averages the gradients that it has changed.
 
         Args:
             run: Runs the pass.
@@ -107,21 +110,21 @@ class ManualGradients:
     # ------------------------------------------------------------------ averages
 
     def averaged(self, number: int) -> None:
-        """Notes that this optimizer's gradients hold the average of a slot."""
+        """Notes that this optimizer's gradients are now the average of a slot."""
         self._reached.discard(number)
         self._averaged.add(number)
         self._note(number)
 
     def stepped(self, number: int) -> None:
-        """Notes that this optimizer steps: gradients that are assigned to it from here on are this member's own."""
+        """Notes that this optimizer steps. Gradients that are assigned to it afterwards are this member's own."""
         self._averaged.discard(number)
 
     def hold_average(self, number: int) -> bool:
-        """Returns whether this optimizer's gradients are an average that it has not stepped with."""
+        """Returns whether this optimizer's gradients are an average that has not been used in a step yet."""
         return number in self._averaged and number not in self._reached
 
     def assigned(self, number: int) -> bool:
-        """Returns whether user code has put another gradient in the place of an average."""
+        """Returns whether user code has replaced one of the averaged gradients by another tensor."""
         return any(
             param.grad is not None and param.grad is not self._averages.get(id(param))
             for _, param in self._sections[number].params
@@ -133,8 +136,8 @@ class ManualGradients:
     # ------------------------------------------------------------------ what travels, and the end
 
     def manifest(self) -> dict[str, Any]:
-        """Returns the gradients that are kept beyond the batch, at a safe point. All members have the same ones, so
-        newcomers get them.
+        """Returns the averaged gradients that are kept from one batch to the next, which newcomers need. To be
+        called at a safe point, where all members have the same ones.
         """
         kept = {
             name: param.grad.detach().clone()
@@ -145,7 +148,7 @@ class ManualGradients:
         return {"grads": kept, "averaged": sorted(self._averaged)}
 
     def adopt(self, given: Mapping[str, Any]) -> None:
-        """Takes over what `manifest` gave at the donor."""
+        """Takes over the gradients that `manifest` returned at the donor."""
         for section in self._sections:
             for name, param in section.params:
                 grad = given["grads"].get(name)
@@ -155,12 +158,12 @@ class ManualGradients:
             self._note(number)
 
     def reset(self) -> None:
-        """Forgets which gradients are averages and which have changed, as the member joined again."""
+        """Forgets which gradients are averages and which have changed. To be called when the member joins again."""
         self._reached.clear()
         self._averaged.clear()
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -1,4 +1,4 @@
-"""Syncs torchmetrics through the job: every metric of the process, wherever it was made.
+"""Syncs torchmetrics through the job: replaces torchmetrics' own functions for all metrics of the process.
 
 Theory of operation. A metric syncs in `Metric.sync`, which its wrapped `compute` looks up on the class each time: by
 itself only if torch.distributed runs, and else it shows this process's part in silence. For the time of fit the class
@@ -36,7 +36,7 @@ _DEPTH = 3
 
 
 class MetricRoute:
-    """Route by which the metrics of this process sync through the job, from `install` to `remove`.
+    """Replacement of torchmetrics' sync for this process, from `install` to `remove`.
 
     Args:
         trainer: Trainer in fit.
@@ -60,7 +60,7 @@ class MetricRoute:
         self.on_reset: Callable[[str], None] = lambda path: None
 
     def install(self) -> None:
-        """Replaces torchmetrics' own functions."""
+        """Replaces torchmetrics' functions that sync, reset and update."""
         route = self
         real, real_dist, real_reset, real_set = Metric.sync, Metric._sync_dist, Metric.reset, Metric.__setattr__
 
@@ -124,14 +124,15 @@ class MetricRoute:
             setattr(Metric, name, function)
 
     def remove(self) -> None:
-        """Puts torchmetrics' own functions back."""
+        """Restores torchmetrics' own functions."""
         for name, function in self._before.items():
             setattr(Metric, name, function)
         self._before = {}
 
     def forget_computed(self) -> None:
-        """Drops cached values. Where one member has updated a metric and another had no samples, either both compute it
-        anew or they are at different slots."""
+        """Drops cached values. A member without samples would otherwise keep a cached value and make no collective,
+        while members with samples compute it anew.
+        """
         for key, ref in list(self._synced.items()):
             metric = ref()
             if metric is None:
@@ -142,7 +143,7 @@ class MetricRoute:
     # ------------------------------------------------------------------ one metric
 
     def name_of(self, metric: Metric) -> str:
-        """Returns a metric's name for messages and slots, in the same words at all members."""
+        """Returns a metric's name for messages and slots, which is equal at all members."""
         kind, found = type(metric).__name__, self._path(metric)
         return f"metric {found} ({kind})" if found else f"metric {kind} {_script()}"
 
@@ -150,7 +151,7 @@ class MetricRoute:
         return next((path for path, other in metrics_of(self._trainer) if other is metric), "")
 
     def sync(self, metric: Metric) -> None:
-        """Gathers all members' states of one metric, and reduces them as the metric says."""
+        """Gathers all members' states of a metric, and reduces them by the metric's own reductions."""
         self._synced[id(metric)] = weakref.ref(metric)
         name = self.name_of(metric)
         everybody = self._exchange(name, [packed(metric), *self._inherits(metric)])
@@ -158,8 +159,8 @@ class MetricRoute:
             reduce_states(name, metric, [part for member in everybody for part in member])
 
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Gathers a tensor of all members, with torchmetrics' signature of a `dist_sync_fn`, for metrics that
-        gather by it themselves.
+        """Gathers one tensor from all members. Has the signature of torchmetrics' `dist_sync_fn`, for metrics that
+        call that themselves.
         """
         everybody = self._exchange(f"tensor of a metric {_script()}", tensor)
         return [tensor] if everybody is None else [other.to(tensor.device) for other in everybody]
@@ -167,7 +168,7 @@ class MetricRoute:
     # ------------------------------------------------------------------ those of training
 
     def _touch(self, metric: Metric) -> None:
-        """Notes the first update of this metric in training."""
+        """Records that this member has updated a metric in training, at the metric's first update."""
         if not self._trainer.training or not metric._reductions or not self._in_job():
             return
         path, key = self._path(metric), id(metric)
@@ -183,7 +184,8 @@ class MetricRoute:
             self.on_reset(path)
 
     def trained(self, limit: int) -> tuple[dict[str, list[Any]], list[str]]:
-        """Returns the states of metrics that are updated in training, by path, and names of those that do not travel.
+        """Returns the states of metrics that were updated in training, by path, and the names of metrics whose states
+        are not sent.
 
         Args:
             limit: Most bytes of all states together; the smallest ones go first.
@@ -203,8 +205,8 @@ class MetricRoute:
         return states, left_out
 
     def inherit(self, path: str, states: list[Any]) -> None:
-        """Keeps the states of a member that is gone, which count as those of one member more until the metric is
-        reset.
+        """Keeps the metric states of a member that is gone; until the metric is reset, they are synced like those of
+        one more member.
         """
         metric = next((other for name, other in metrics_of(self._trainer) if name == path), None)
         of, before = self._inherited.get(path, (None, []))
@@ -218,7 +220,7 @@ class MetricRoute:
         return []
 
     def forget_trained(self) -> None:
-        """Begins all metrics of training anew: their states have gone over to others."""
+        """Resets all metrics of training, since other members have taken over their states."""
         for ref, _ in list(self._trained.values()):
             if (metric := ref()) is not None:
                 metric.reset()
@@ -230,7 +232,9 @@ def _always() -> bool:
 
 
 def _script() -> str:
-    """Returns `at train.py`: without the line's number, since the name must be equal at all members."""
+    """Returns the script of the calling user code, as `at train.py`; without the line number, since all members must
+    name it alike.
+    """
     return users_line().rpartition(":")[0]
 
 
@@ -247,7 +251,9 @@ def _nbytes_of(part: Mapping[str, Any]) -> int:
 
 
 def packed(metric: Metric) -> dict[str, Any]:
-    """Returns a metric's states as they travel; none if the metric is as it was made."""
+    """Returns a metric's states in the form in which they are sent; None for each state if the metric was never
+    updated.
+    """
     states: dict[str, Any] = {}
     for state, reduction in metric._reductions.items():
         value = getattr(metric, state)
@@ -265,7 +271,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def reduce_states(name: str, metric: Metric, everybody: Sequence[Mapping[str, Any]]) -> None:
-    """Puts the members' states together, without those that have nothing."""
+    """Sets a metric's states to the reduction of all members' states; members that never updated it are left out."""
     expected = list(everybody[0]["states"])
     if any(list(other["states"]) != expected for other in everybody):
         raise DisagreementError(
@@ -295,8 +301,8 @@ def reduce_states(name: str, metric: Metric, everybody: Sequence[Mapping[str, An
 
 
 def _moved(value: Any, device: Any) -> Any:
-    """Returns a value on the device where the metric keeps it: answers come to the strategy's device, and a metric
-    in a plain list may be elsewhere.
+    """Returns a value on `device`, where the metric keeps it. Received tensors are on the strategy's device, which
+    may be another one.
     """
     if isinstance(value, Tensor):
         return value.to(device)
@@ -307,7 +313,7 @@ def _moved(value: Any, device: Any) -> Any:
 
 
 def metrics_of(trainer: Trainer) -> list[tuple[str, Metric]]:
-    """Returns the torchmetrics that module, data and callbacks hold, by name: as submodules, and in containers."""
+    """Returns all torchmetrics of module, datamodule and callbacks with their names, also those in lists and dicts."""
     module = trainer.lightning_module
     owners: list[tuple[str, object]] = [("", module), ("datamodule", trainer.datamodule)]
     owners += [(type(callback).__name__, callback) for callback in trainer.callbacks]
@@ -352,7 +358,7 @@ def _collect(
 
 
 def is_metrics(module: nn.Module) -> bool:
-    """Returns whether this is a metric, or a collection of nothing else."""
+    """Returns whether the module is a metric, or contains nothing but metrics."""
     children = list(module.children())
     return isinstance(module, Metric) or (bool(children) and all(is_metrics(child) for child in children))
 
@@ -364,7 +370,9 @@ _kept: list[_Kept] = []
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Makes `untouched` quick inside: each change of a class costs a look at all its subclasses."""
+    """Makes `untouched` cheap within this context: it watches metrics by replacing `Metric.__setattr__`, which is
+    slow to replace, so it is done once here.
+    """
     real = Metric.__setattr__
     if vars(real).get("watches"):
         yield
@@ -387,9 +395,7 @@ def watched() -> Iterator[None]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Restores the states of metrics that are updated inside, wherever they live: the first thing that an update
-    does is to set an attribute of its metric.
-    """
+    """Restores, at the end of this context, the states of all metrics that were updated within it."""
     with watched():
         _kept.append({})
         try:

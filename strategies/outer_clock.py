@@ -1,4 +1,4 @@
-"""Keeps Lightning's counters and schedules by the job's clock, in a cluster that is one of several.
+"""Keeps Lightning's counters and learning rate schedules at the outer job's progress, in one of its clusters.
 
 Theory of operation. A version carries how far the job is: inner steps of a synchronous job of the same data, samples,
 and the epoch. A cluster counts on from its base by its own pace, and is put right by each version that it adopts. So
@@ -31,7 +31,7 @@ _NEVER = 1 << 62
 
 @dataclass(slots=True)
 class _Schedule:
-    """A learning rate schedule that goes by the clock.
+    """A learning rate schedule that follows the outer job's steps.
 
     Attributes:
         config: Lightning's configuration of it.
@@ -45,7 +45,7 @@ class _Schedule:
 
 
 class JobClock:
-    """Clock of an outer job, in one fit; see the module.
+    """Clock of an outer job in one fit: sets Lightning's counters and schedules to the job's progress.
 
     Args:
         trainer: Trainer in fit, with its training state restored, before the first batch.
@@ -70,7 +70,9 @@ class JobClock:
         """Steps of optimizers that Lightning counts for one of ours."""
 
     def begin(self) -> None:
-        """Puts the loops before an epoch's first batch; schedules go by the clock from here on."""
+        """Sets the loops to the start of an epoch, before its first batch, and takes over the schedules' steps from
+        Lightning.
+        """
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         epoch_loop = fit_loop.epoch_loop
         for loop in (fit_loop, epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization,
@@ -88,7 +90,7 @@ class JobClock:
                 config.frequency = _NEVER
 
     def end(self) -> None:
-        """Lets Lightning take the steps of schedules again."""
+        """Gives the schedules' steps back to Lightning."""
         for schedule in self._schedules:
             schedule.config.frequency = schedule.frequency
         for scheduler, _ in self._by_samples:
@@ -96,9 +98,7 @@ class JobClock:
         self._schedules, self._by_samples = [], []
 
     def manifest(self) -> dict[str, Any]:
-        """Returns the clock's numbers, for another process of the same cluster, beside the loops' counters; plain
-        values.
-        """
+        """Returns the clock's numbers as plain values, for another process of the same cluster."""
         return {
             "first": (self.first_step, self.first_epoch, self._batches_before),
             "steps": self._steps,
@@ -107,7 +107,7 @@ class JobClock:
         }
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """Takes over what `manifest` returned at another process; this clock has begun, too."""
+        """Takes over the numbers that `manifest` returned at another process. Both clocks must have begun."""
         self.first_step, self.first_epoch, self._batches_before = manifest["first"]
         self._steps = manifest["steps"]
         for schedule, taken in zip(self._schedules, manifest["taken"], strict=True):
@@ -122,7 +122,7 @@ class JobClock:
     # ------------------------------------------------------------------ steps
 
     def put(self, now: JobProgress, *, in_batch: bool, counted: int = 0, back: bool = False) -> None:
-        """Sets Lightning's counters and schedules to the job's progress.
+        """Sets Lightning's counters and schedules to the outer job's progress.
 
         Args:
             now: Progress of the job, as this cluster sees it.
@@ -160,8 +160,8 @@ class JobClock:
     # ------------------------------------------------------------------ epochs
 
     def skip_epochs(self, number: int) -> None:
-        """Skips so many epochs of the job that went by without this cluster: their schedules step, their hooks do
-        not run.
+        """Skips `number` epochs that the job finished without this cluster: their schedules step, their hooks do not
+        run.
         """
         if number <= 0:
             return
@@ -184,7 +184,7 @@ class JobClock:
 
 
 def _may_step(scheduler: Any) -> None:
-    """Marks a schedule's optimizer as having stepped. Torch warns of a schedule that steps before its optimizer;
-    other clusters' optimizers have.
+    """Marks a schedule's optimizer as having stepped. Torch warns if a schedule steps first, and here other
+    clusters' optimizers have stepped.
     """
     scheduler.optimizer._opt_called = True

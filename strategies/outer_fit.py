@@ -1,4 +1,4 @@
-"""One fit's part in an outer job: coming in, boundaries between steps, the ends of epochs, and going.
+"""Runs one fit's part in an outer job: joining, exchanges between steps, ends of epochs, and leaving.
 
 Theory of operation. A cluster trains by itself, so there is little to agree on. After each optimizer step it tells the
 session what the step used, and there a new version may be adopted, in place: Lightning's counters then follow the
@@ -72,7 +72,7 @@ TURN_S = 0.1
 
 
 class OuterFit:
-    """Part of one call of `fit` in an outer job; see the module.
+    """Part of one call of `fit` in an outer job.
 
     Args:
         trainer: Trainer of this fit.
@@ -127,12 +127,12 @@ class OuterFit:
 
     @property
     def in_step(self) -> bool:
-        """Whether training has begun."""
+        """Whether training has begun and fit is not over."""
         return self._clock is not None and not self.closed
 
     @property
     def batch(self) -> int:
-        """Samples of an inner step, as far as a loader says; 0: it does not."""
+        """Number of samples of an inner step, as the loaders declare it; 0 if they do not."""
         accumulate = self.trainer.accumulate_grad_batches
         if self.loader is not None:
             return self.loader.leased.batch * accumulate
@@ -141,7 +141,9 @@ class OuterFit:
         return sum(sizes) * accumulate * self.ranks if all(sizes) else 0
 
     def share(self, loader: SharedLoader) -> SharedLoader:
-        """Takes this loader, whose batches are trained in place of those of the loader before; returns it."""
+        """Makes this loader the one that trains, in place of an earlier one, whose leased positions it takes over;
+        returns it.
+        """
         if self.loader is not None:
             loader.leased.inherit(self.loader.leased)
             loader.leased.first = self.loader.leased.first
@@ -150,8 +152,8 @@ class OuterFit:
         return loader
 
     def start(self, session: OuterSession | RankedSession, timeout_s: float) -> None:
-        """Joins the outer job: afterwards the parameters are the job's newest version; a founder's are its first
-        one.
+        """Joins the outer job. Afterwards the parameters are those of the job's newest version; a founder's become
+        the first version.
         """
         self._session = session
         try:
@@ -162,7 +164,7 @@ class OuterFit:
             open_loggers(self.trainer, session.incarnation, fresh=True)  # it set up as a cluster that does not write
 
     def begin(self, leave_on_signals: bool) -> None:
-        """Begins training, before the first batch: the loops stand where the job does."""
+        """Begins training, before the first batch: sets loops and schedules to the job's progress."""
         self._clock = JobClock(self.trainer)
         self._clock.begin()
         if self.loader is not None:
@@ -178,7 +180,7 @@ class OuterFit:
     # ------------------------------------------------------------------ samples
 
     def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[Tag, ...]:
-        """Claims positions of the shared data; see `data.leased.LeaseSource`."""
+        """Claims positions of the shared data for this cluster; see `data.leased.LeaseSource`."""
         got: tuple[Covered, ...] = ()
 
         def found() -> bool:
@@ -193,8 +195,8 @@ class OuterFit:
         return tuple((each.epoch, each.spans) for each in got)
 
     def _wait(self, found: Callable[[], bool]) -> None:
-        """Waits between two steps until `found` or until this cluster stops; pushes what is there and adopts
-        meanwhile.
+        """Waits between two steps until `found` returns true or this cluster stops. Pushes finished steps and adopts
+        versions meanwhile.
         """
         patience = Patience(self.session.incarnation, self._waits_for, self._patience_s, tells=self._speaks)
         while not (self._stops or self.closed or found()):
@@ -208,18 +210,20 @@ class OuterFit:
 
     @property
     def last_known(self) -> bool:
-        """Whether no batch after the present one is known yet."""
+        """Whether the present batch is the last one that is known so far."""
         return self.loader is not None and self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     @property
     def _in_batch(self) -> bool:
-        """Whether training is between the optimizer's step and the batch's end."""
+        """Whether training is within a batch, not between two batches."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return progress.ready > progress.completed
 
     @property
     def _leaving(self) -> bool:
-        """Whether the cluster was asked to leave. Ranks stop together: what one of them was asked all must know."""
+        """Whether the cluster was asked to leave. With several ranks, only once all know it, since they stop
+        together.
+        """
         return self._asked if self.ranks == 1 else self.session.leaving
 
     @property
@@ -227,7 +231,7 @@ class OuterFit:
         return bool(self._ended) or self._leaving or self.session.ending
 
     def fetched(self, batch: Any) -> None:
-        """Begins a batch; raises StopIteration if it is not to be trained any more."""
+        """Notes a fetched batch; raises StopIteration if the cluster is to train no more."""
         if self._stops:
             # Lightning has begun it.
             progress = self.trainer.fit_loop.epoch_loop.batch_progress
@@ -238,15 +242,15 @@ class OuterFit:
         self._local_samples += batch_length(batch)
 
     def saw(self, output: Any) -> None:
-        """Takes in what a training step returned."""
+        """Remembers the loss that a training step returned."""
         loss = output.get("loss") if isinstance(output, dict) else output
         self._loss = loss.detach() if isinstance(loss, Tensor) else None
 
     # ------------------------------------------------------------------ boundaries
 
     def stepped(self, optimizer_steps: int = 0) -> None:
-        """Tells the session of an optimizer's step, or of several that belong together, and adopts a version that is
-        there.
+        """Reports an optimizer step to the session, or several that belong together, and adopts a new version if there
+        is one.
 
         Args:
             optimizer_steps: Number of these steps, if Lightning counts them one by one.
@@ -272,8 +276,8 @@ class OuterFit:
         self.clock.put(self.session.reckoned, in_batch=in_batch, counted=counted, back=boundary.outright)
 
     def _end_of_epoch(self, leased: LeasedLoader) -> None:
-        """Waits, after the last known batch has stepped, until it is clear whether it was the epoch's last one. If
-        so, the base has all of the epoch.
+        """Waits after the last known batch until it is clear whether more of the epoch is leased. If not, the epoch
+        is over, and the version adopted last holds all of it.
         """
         self._wait(lambda: leased.known or self.session.progress.epoch > leased.epoch)
         if leased.known:
@@ -288,8 +292,8 @@ class OuterFit:
         self.clock.put(self.session.reckoned, in_batch=True, back=True)
 
     def begins(self, epoch: int) -> None:
-        """Notes that a pass over this epoch of the job begins. While this cluster waited for its first samples,
-        others may have gone through the one that Lightning is in.
+        """Notes that the loader begins a pass over this epoch of the job. Skips epochs that others finished while
+        this cluster waited for its first samples.
         """
         missed = self.clock.first_epoch + epoch - epoch_of(self.trainer)
         if missed > 0:
@@ -298,14 +302,14 @@ class OuterFit:
             _call_lightning_module_hook(self.trainer, "on_train_epoch_start")
 
     def safe_point(self) -> None:
-        """Raises StopIteration between two batches, if no more are to be trained."""
+        """Raises StopIteration, at a safe point between two batches, if the cluster is to train no more."""
         if self._stops:
             self._ended = self._ended or self.session.over or "it was asked to leave"
             raise StopIteration
 
     def _look_who_writes(self) -> None:
-        """Goes on with the files of the cluster before, if this one has become the oldest one; called outside of
-        steps.
+        """Continues the log files of the oldest cluster that is gone, if this cluster is now the oldest. Called
+        outside of steps.
         """
         self._logs.stable()
         if not self._writes(self.session.oldest):
@@ -322,25 +326,27 @@ class OuterFit:
                 callback.dirpath = now
 
     def _mark_files(self) -> None:
-        """Marks this cluster's log folders: the next oldest cluster finds them by that, if it sees them."""
+        """Marks this cluster's log folders, by which the next oldest cluster finds them if it shares the file
+        system.
+        """
         if self.trainer.is_global_zero:
             mark(self.trainer.loggers, self.session.job_id, self._logs.writer)
 
     @property
     def stopped_within_epoch(self) -> bool:
-        """Whether fit ends without the hooks that judge an epoch."""
+        """Whether fit stopped in the middle of an epoch, so that the hooks at its end must not run."""
         return bool(self._ended)
 
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
-        """Sets the parameters to those of the version that was adopted last, until `show_own`."""
+        """Sets the parameters to those of the version adopted last, until `show_own`."""
         if self.in_step and not self._shows_base:
             self._shows_base = True
             self.session.show_base()
 
     def show_own(self) -> None:
-        """Sets the parameters to what is trained. Idempotent."""
+        """Sets the parameters back to the values that are trained. Idempotent."""
         if self._shows_base:
             self._shows_base = False
             self.session.show_own()
@@ -351,8 +357,8 @@ class OuterFit:
 
     @contextlib.contextmanager
     def showing_base(self) -> Iterator[None]:
-        """Sets the parameters to the base's inside, in this process alone: of several ranks only the first one has
-        the base.
+        """Sets the parameters to the version adopted last within this context, in this process only: of several
+        ranks only the first one has that version.
         """
         member = self.session.member if isinstance(self.session, RankedSession) else self.session
         if member is not None:
@@ -366,7 +372,7 @@ class OuterFit:
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """Handles the first Ctrl+C, SIGTERM or SIGHUP: the cluster leaves; the user's own handlers are called, too."""
+        """Handles the first Ctrl+C, SIGTERM or SIGHUP: makes the cluster leave, and calls the user's own handlers."""
         self._asked = True
         self.asked = self.asked or number
         for handler in handlers_of_user(self._signals.before[number], self.trainer._signal_connector):
@@ -374,14 +380,12 @@ class OuterFit:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this process prints about signals. A terminal's Ctrl+C reaches all ranks, and one line about it
-        is enough.
-        """
+        """Whether this process prints about signals. Ctrl+C reaches all ranks, and one line is enough."""
         return not isinstance(self.session, RankedSession) or self.session.member is not None
 
     def finish(self) -> None:
-        """Stays, after the loop is over, until what was trained is durable, and if others are not too far behind,
-        until the job is over, whose last version it has then.
+        """Waits, after the loop is over, until this cluster's steps are durable, and, if others are not far behind,
+        until the job has ended. The parameters are then those of the job's last version.
         """
         self.show_own()
         if self._leaving:
@@ -394,7 +398,7 @@ class OuterFit:
             save_last_again(self.trainer)
 
     def close(self) -> None:
-        """Ends this cluster's part in the job. Idempotent."""
+        """Ends this cluster's part in the job, and restores what it has changed in Lightning. Idempotent."""
         if self.closed:
             return
         self.show_own()
@@ -414,7 +418,7 @@ class OuterFit:
 
 
 class SharedLoader:
-    """Loader over which Lightning iterates instead of the user's training loader.
+    """Loader that Lightning iterates over in place of the user's training loader, if clusters share the data.
 
     Args:
         leased: Loader of the leased batches.
@@ -445,20 +449,20 @@ class SharedLoader:
         return batch
 
     def __len__(self) -> int:
-        """Returns, before training, the batches that one cluster alone would need; later nobody knows them, and it
-        is endless.
+        """Returns a number of batches: before training, those that one cluster alone would need; afterwards a huge
+        number, since nobody knows.
         """
         return (
             ENDLESS // self._fit.ranks if self._fit.in_step else len(self.leased)
         )  # Lightning adds up the lengths of all ranks
 
     def used(self) -> tuple[int, tuple[Covered, ...]]:
-        """Returns the samples and positions of the batches since the last call."""
+        """Returns the number of samples, and the positions, of the batches since the last call."""
         samples, covers = self.leased.used()
         return samples, tuple(Covered(epoch, spans) for epoch, spans in covers)
 
     def __reduce__(self) -> Any:
-        """Makes a copy the user's own loader, which has no part in the job."""
+        """Makes pickle and copy return the user's own loader: a copy has no part in the job."""
         return themselves, (self.leased.loader,)
 
     def __getattr__(self, name: str) -> Any:
@@ -468,8 +472,8 @@ class SharedLoader:
 
 
 class OuterCompanion(pl.Callback):
-    """Callback that runs before all others during fit, for events of which a strategy gets no hook, or gets it too
-    late.
+    """Callback that runs before all others during fit, for events that Lightning reports to a strategy too late or not
+    at all.
 
     Args:
         fit: This cluster's part; None in a copy, which has no part in a job.
@@ -489,7 +493,7 @@ class OuterCompanion(pl.Callback):
             raise StopIteration
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Finishes this cluster's part before other callbacks look at the result, which is the job's."""
+        """Finishes this cluster's part before other callbacks look at the result, so that they see the job's."""
         if self._fit is not None:
             self._fit.finish()
 

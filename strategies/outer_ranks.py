@@ -1,4 +1,4 @@
-"""A cluster whose processes are ranks of Lightning's DDP: rank 0 is its member of the outer job, the others follow.
+"""Makes Lightning's DDP ranks one cluster: rank 0 is its member of the outer job, the other ranks follow rank 0.
 
 Theory of operation. Ranks of DDP hold equal parameters after each optimizer step. So one session is enough
 (outer/cluster/session.py): rank 0 has it, and `RankedSession` has its interface at every rank. Where something may
@@ -44,7 +44,7 @@ _BUCKET = 64 << 20
 
 
 class RankGroup:
-    """The ranks' own process group, on the CPU.
+    """Process group of the cluster's ranks, on the CPU, by which rank 0 gives the others what it knows.
 
     Args:
         rank: Rank of this process.
@@ -56,7 +56,7 @@ class RankGroup:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def tell(self, make: Callable[[], Any]) -> Any:
-        """Lets rank 0 make a value; returns it at all ranks.
+        """Returns at all ranks the value that `make` returns at rank 0.
 
         Raises:
             ChaosError: Rank 0 could not make it; the same error at all ranks.
@@ -81,7 +81,7 @@ class RankGroup:
     @staticmethod
     @torch.no_grad()
     def share(tensors: Sequence[Tensor]) -> None:
-        """Sets all ranks' tensors to rank 0's, bit for bit."""
+        """Sets the tensors of all ranks to rank 0's, bit for bit."""
         whole = dist.group.WORLD
         assert whole is not None
         dist._broadcast_coalesced(whole, [t.detach() for t in tensors], _BUCKET, 0)  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """Facts about the cluster that all ranks know between two meetings.
+    """Facts about the cluster that all ranks know until their next meeting.
 
     Attributes:
         job: Progress of the job with the base.
@@ -113,7 +113,9 @@ class ClusterFacts:
 
 @dataclass(slots=True)
 class _Untold:
-    """Training since the last meeting; samples of this rank alone if each has data of its own."""
+    """Training since the last meeting, not yet reported. If each rank has data of its own, `samples` counts this
+    rank's.
+    """
 
     samples: int = 0
     covers: tuple[Covered, ...] = ()
@@ -122,8 +124,8 @@ class _Untold:
 
 
 class RankedSession:
-    """Session of one rank of a cluster, with the interface of `OuterSession`; see the module. Methods are the training
-    thread's, but for `leave` and `close`.
+    """Session of one rank of a cluster, with the interface of `OuterSession`. Only the training thread calls it, except
+    `leave` and `close`.
 
     Args:
         member: Rank 0's session; None at the other ranks.
@@ -152,7 +154,7 @@ class RankedSession:
 
     @property
     def incarnation(self) -> str:
-        """Name of this incarnation."""
+        """Name of this cluster's present incarnation."""
         return self._facts.incarnation
 
     @property
@@ -162,24 +164,26 @@ class RankedSession:
 
     @property
     def progress(self) -> JobProgress:
-        """Progress of the job, with the base."""
+        """Progress of the outer job at the version adopted last."""
         return self._facts.job
 
     @property
     def reckoned(self) -> JobProgress:
-        """Progress of the job, by this cluster's own reckoning."""
+        """Progress of the outer job now, as this cluster estimates it from the version adopted last and its own
+        steps.
+        """
         told, untold = self._facts, self._untold
         samples = untold.samples * (1 if self._batches else dist.get_world_size())
         return reckon(told.job, told.ahead[0] + samples, told.ahead[1] + untold.steps, *told.steps)
 
     @property
     def job_id(self) -> str:
-        """The job's name among all jobs, as rank 0 knows it; "" at the others, which write nothing."""
+        """Id of the outer job, unique among all jobs, at rank 0; "" at the other ranks, which write nothing."""
         return self.member.job_id if self.member is not None else ""
 
     @property
     def oldest(self) -> bool:
-        """Whether this cluster came before all others that are in the job."""
+        """Whether this cluster is the oldest one in the job."""
         return self._facts.oldest
 
     @property
@@ -189,27 +193,27 @@ class RankedSession:
 
     @property
     def ending(self) -> bool:
-        """Whether this cluster is to train no more."""
+        """Whether this cluster is to stop training."""
         return self._facts.ending
 
     @property
     def over(self) -> str:
-        """Reason why this cluster's part is over; "" while it goes on."""
+        """Reason why this cluster's part in the job is over; "" while it goes on."""
         return self._facts.over
 
     def waits_for(self) -> str:
-        """Returns in words the event for which this cluster waits before it trains on."""
+        """Name of the event for which this cluster waits before it trains on."""
         return self._facts.waits_for
 
     @property
     def at_risk(self) -> int:
-        """Inner steps of this cluster that no durable version holds, as far as this rank knows."""
+        """Number of inner steps of this cluster that no durable version holds, as far as this rank knows."""
         return self.member.at_risk if self.member is not None else self._untold.steps
 
     # ------------------------------------------------------------------ meetings
 
     def start(self, timeout_s: float) -> None:
-        """Founds the job, or takes its newest version over, in place.
+        """Founds the job with the parameters, or sets them in place to the job's newest version.
 
         Raises:
             ChaosError: `OuterSession.start` failed at rank 0.
@@ -220,7 +224,7 @@ class RankedSession:
     def boundary(
         self, samples: int, covers: Sequence[Covered] = (), steps: int = 1, loss: float | None = None
     ) -> Boundary:
-        """Counts an inner step, or a turn of waiting (no steps); all ranks meet if it is time to."""
+        """Counts an inner step, or none if the cluster waits; all ranks meet if a meeting is due."""
         untold = self._untold
         untold.samples, untold.steps = untold.samples + samples, untold.steps + steps
         untold.covers = (*untold.covers, *covers)
@@ -264,7 +268,7 @@ class RankedSession:
         self._group.share(self._replica.tensors)
 
     def claim(self, positions: int) -> tuple[Covered, ...]:
-        """Returns the next positions of the shared data that this cluster trains, of all its ranks together."""
+        """Returns the positions of the shared data that the cluster, all ranks together, trains next."""
         if not self._claimed:
             ahead = positions * max(1, self._facts.meet_in)
             self._claimed = list(self._meet(lambda member: member.claim(ahead)))
@@ -280,14 +284,16 @@ class RankedSession:
         return (Covered(found.epoch, taken),)
 
     def pause(self, timeout_s: float) -> None:
-        """Waits for news at rank 0; the others wait for rank 0 in what comes next."""
+        """Waits for news from the job at rank 0. Other ranks return at once, and wait for rank 0 at the next
+        meeting.
+        """
         if self.member is not None:
             self.member.pause(timeout_s)
 
     # ------------------------------------------------------------------ what is judged
 
     def show_base(self) -> None:
-        """Sets the model's parameters to the base's at all ranks, until `show_own`."""
+        """Sets the model's parameters to the version adopted last at all ranks, until `show_own`."""
         if self._own is None:
             if self.member is not None:
                 self.member.show_base()
@@ -295,7 +301,7 @@ class RankedSession:
             self._share()
 
     def show_own(self) -> None:
-        """Sets the parameters to what is trained again. Idempotent."""
+        """Sets the parameters back to the values that are trained. Idempotent."""
         own, self._own = self._own, None
         if own is not None and self.member is not None:
             self.member.show_own()
@@ -305,26 +311,28 @@ class RankedSession:
     # ------------------------------------------------------------------ the end
 
     def finish(self, reason: str) -> None:
-        """Finishes the cluster's part, after the ranks' loops are over, as `OuterSession.finish` does."""
+        """Finishes the cluster's part in the job, once the ranks' loops are over, as `OuterSession.finish` does."""
         if self._untold.steps:
             self._tell_steps()
         self._meet(lambda member: member.finish(reason))
         self._share()
 
     def leave(self) -> None:
-        """Asks to leave the job. Any thread; the ranks stop training together, after their next meeting."""
+        """Asks to leave the job. May be called in any thread; the ranks stop training together, after their next
+        meeting.
+        """
         self._asked = True
         if self.member is not None:
             self.member.leave()
 
     def close(self) -> None:
-        """Ends the threads and connections of this rank alone. Idempotent."""
+        """Ends this rank's threads and connections. Idempotent."""
         if self.member is not None:
             self.member.close()
 
 
 def _nothing(_: object) -> None:
-    """Returns nothing, in place of what need not travel."""
+    """Returns None, in place of a result that the other ranks do not need."""
 
 
 def _facts_of(member: OuterSession) -> ClusterFacts:

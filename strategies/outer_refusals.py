@@ -1,4 +1,6 @@
-"""Refusals of a cluster of an outer job, by name; applied before training starts (refusals.py)."""
+"""Refuses, before training starts, what a cluster of an outer job does not support; each error names it
+(refusals.py).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _SHARDED_KINDS = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
 
 def refuse_inner(inner: object) -> None:
-    """Raises an UnsupportedError unless a cluster can train this way.
+    """Raises UnsupportedError if `inner` is no way in which a cluster can train.
 
     Args:
         inner: Value of `inner`, as the user gave it.
@@ -66,7 +68,8 @@ def _refuse_ddp(inner: DDPStrategy) -> None:
 
 
 def refuse_one_process(devices: int) -> None:
-    """Raises an UnsupportedError unless this process is the whole cluster.
+    """Raises UnsupportedError if there are further processes or devices, since with `inner="single"` a cluster is one
+    process.
 
     Args:
         devices: Number of devices that the Trainer found.

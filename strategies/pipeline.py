@@ -1,4 +1,4 @@
-"""Strategy `chaos_pipeline`: a model in stages, one per process, whose members may join, leave and die.
+"""Defines strategy `chaos_pipeline`: a model in stages, one per process, whose members may join, leave and die.
 
 Theory of operation. It is strategy `chaos` in all that concerns the job: hooks, slots, safe points, collectives. What
 differs is that each member owns parts of the model (pipeline_model.py), and that a batch of the loop is an optimizer
@@ -36,7 +36,7 @@ UNUSED = ("transfer", "ingress_bps")
 
 
 def warn_unused(config: EngineConfig) -> None:
-    """Warns of settings that are not honoured where members own parts of the model."""
+    """Warns of settings that have no effect with pipelines, where members own parts of the model."""
     rows = declared(EngineConfig)
     for name in UNUSED:
         if (value := getattr(config, name)) != rows[name].default:
@@ -112,12 +112,12 @@ class ChaosPipelineStrategy(ChaosStrategy):
 
     @property
     def chain(self) -> str:
-        """Name of the list of blocks; "" if the module names it, or has only one that can be meant."""
+        """Name of the module's list of blocks to be cut into stages; "" if the user gave none."""
         return self.pipeline.chain if self.pipeline is not None else ""
 
     @property
     def _fit(self) -> PipelineFit | None:
-        """Part of this fit in pipelines; None outside of fit."""
+        """This member's part in the pipelines; None outside of fit."""
         hooks = self.session.hooks if self.session is not None else None
         return hooks if isinstance(hooks, PipelineFit) else None
 
@@ -136,7 +136,7 @@ class ChaosPipelineStrategy(ChaosStrategy):
             refuse_freed(model, str(trainer.state.fn))
 
     def _train_alone(self, trainer: Trainer) -> None:
-        """Prepares a fit without a job: the model is whole, and each step accumulates its micro-batches."""
+        """Prepares a fit without a job: the whole model trains here, and each step accumulates its micro-batches."""
         assert self.pipeline is not None
         trainer.accumulate_grad_batches = self.pipeline.micro_batches
         if self.pipeline.chain:
@@ -144,7 +144,9 @@ class ChaosPipelineStrategy(ChaosStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Gives a model that is built in the block no memory; parts get it when a member owns them."""
+        """Lets a model that is built within this context take no memory; a part gets its memory when a member owns
+        it.
+        """
         if (fit := self._fit) is None:
             yield
             return
@@ -152,7 +154,7 @@ class ChaosPipelineStrategy(ChaosStrategy):
             yield
 
     def model_to_device(self) -> None:
-        """Takes the model as it was built: layers get their memory when this member owns them."""
+        """Registers the model as it was built; it is not moved: layers get their memory when this member owns them."""
         if (fit := self._fit) is None:
             super().model_to_device()
         else:
@@ -170,7 +172,9 @@ class ChaosPipelineStrategy(ChaosStrategy):
         super().setup(trainer)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Puts the step's averages into `.grad`, if the step takes place, also at a member that its header let go."""
+        """Stores the step's averages in `.grad`, if the step takes place; a member that is released by the step's
+        header does so, too.
+        """
         if (fit := self._fit) is None or self.session is None or not self.session.entered:
             return super().backward(closure_loss, *args, **kwargs)
         return fit.backward(closure_loss) if self.session.within else closure_loss
@@ -178,8 +182,9 @@ class ChaosPipelineStrategy(ChaosStrategy):
     # ------------------------------------------------------------------ validation
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns the loader that Lightning uses. All members see all batches of validation, as each runs its own
-        layers on them."""
+        """Returns the loader that Lightning uses. In validation all members see all batches, since each runs its own
+        layers on them.
+        """
         if self._fit is None or self.session is None or self.session.trainer.training:
             return super().process_dataloader(dataloader)
         return same_everywhere(dataloader)
@@ -198,8 +203,9 @@ class ChaosPipelineStrategy(ChaosStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether Lightning reads a checkpoint after set-up, as within fit: by then layers that this member does not
-        own have no memory, and it reads the others."""
+        """Whether Lightning reads a checkpoint only after set-up. In fit it must: then the layers that this member
+        does not own have no memory, and are not read.
+        """
         return self._fit is not None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

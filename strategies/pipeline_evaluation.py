@@ -1,5 +1,4 @@
-"""Runs validation during fit where layers lie at several members: rounds of forward passes, each closed by a
-collective.
+"""Validates during fit when members own different layers: in rounds of forward passes, each closed by a collective.
 
 Theory of operation (protocol.md P17). Every member iterates the same loaders, and a round has as many batches as a step
 has micro-batches. Lightning's loop asks for batch after batch, so the first one of a round has the whole round run:
@@ -70,7 +69,7 @@ Fetched = tuple[Any, int, int]
 
 
 class BatchAnswer(NamedTuple):
-    """Results of one batch, equal at all members.
+    """Results of one validation batch, equal at all members.
 
     Attributes:
         logged: Bytes of what was logged, for `UnitLogs.replay`.
@@ -85,7 +84,7 @@ class BatchAnswer(NamedTuple):
 
 @dataclass(eq=False)
 class RoundBatch:
-    """One batch of a round of validation.
+    """One batch of a round, which is the set of batches whose forward passes run together.
 
     Attributes:
         batch: A copy of what the loader gave: Lightning's hooks, or user code, may change that in place.
@@ -109,7 +108,7 @@ class StepArguments:
 
 
 class RoundFeed:
-    """Iterator over the batches of a pass over the loaders of validation, which fetches them in rounds.
+    """Iterator over the batches of a validation pass, which fetches them a round at a time.
 
     A round ends with its loader: values of a loader are computed before the next one begins.
 
@@ -167,7 +166,7 @@ class RoundFeed:
 
 
 class PipelineEvaluation:
-    """Validation of one fit with pipelines; see the module.
+    """Validation of one fit with pipelines.
 
     Args:
         trainer: Trainer in fit.
@@ -202,7 +201,7 @@ class PipelineEvaluation:
     # ------------------------------------------------------------------ what Lightning calls
 
     def begin(self) -> None:
-        """Begins a pass over the loaders (the strategy's `on_validation_start`).
+        """Begins a validation pass over the loaders (called by the strategy's `on_validation_start`).
 
         Raises:
             UnsupportedError: `validation_step` fetches its batches itself.
@@ -227,7 +226,7 @@ class PipelineEvaluation:
         self._evaluated.clear()
 
     def step(self) -> Any:
-        """Returns the output of `validation_step` for the next batch, and logs what it has logged.
+        """Returns the output of `validation_step` for the next batch, after logging what that call has logged.
 
         It is the strategy's `validation_step`. The first batch of a round has the round run.
 
@@ -255,7 +254,7 @@ class PipelineEvaluation:
             self._take(these, name, said)
 
     def _attempt(self, these: Sequence[RoundBatch], view: View, seq: int) -> UnitsDone:
-        """Runs this member's units of a round."""
+        """Runs this member's units of a round, as one attempt."""
         self._logs.forget()
         pipelines = division(view).pipelines
         assert pipelines is not None
@@ -278,7 +277,9 @@ class PipelineEvaluation:
         )
 
     def _arguments(self, these: Sequence[RoundBatch], j: int) -> StepArguments:
-        """Returns what Lightning would give to `validation_step`, made of a copy: a unit may run again."""
+        """Returns the arguments that Lightning would give to `validation_step`, made from a copy of the batch, since
+        a unit may run again.
+        """
         trainer, loop, given = self._trainer, self._loop, these[j]
         batch = trainer.precision_plugin.convert_input(copy.deepcopy(given.batch))
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=given.dataloader_idx)
@@ -288,13 +289,13 @@ class PipelineEvaluation:
         return StepArguments(j, loop._build_step_args_from_hook_kwargs(kwargs, "validation_step"))
 
     def _call(self, given: StepArguments) -> Any:
-        """Runs the user's step in a unit."""
+        """Runs the user's `validation_step` within a unit, and records what it logs."""
         module: LightningModule = self._trainer.lightning_module
         with self._logs.unit(given.micro_batch, self._is_last()):
             return module.validation_step(*given.values)
 
     def _take(self, these: Sequence[RoundBatch], name: str, said: Mapping[str, bytes]) -> None:
-        """Gives each batch of a round its answer."""
+        """Stores the members' results of a round in its batches."""
         device = self._trainer.strategy.root_device
         for member, data in said.items():
             for j, answer in _read_answers(data, device).items():
@@ -318,21 +319,21 @@ class PipelineEvaluation:
                 )  # fmt: skip
 
     def _tell(self, text: str) -> None:
-        """Warns, once for each text."""
+        """Warns, but only once with the same text."""
         if text not in self._told:
             self._told.add(text)
             warnings.warn(text, stacklevel=3)
 
 
 def _micro_batches(view: View) -> int:
-    """Returns the number of batches of a round in this view."""
+    """Returns how many batches a round has in this view."""
     pipelines = division(view).pipelines
     assert pipelines is not None
     return pipelines.plan.micro_batches
 
 
 def _travelling(output: Any, most_nbytes: int) -> tuple[Any, str]:
-    """Returns an output as it is sent to all members, and ""; or None, and why it is not sent."""
+    """Returns (output, "") if `validation_step`'s output can be sent to all members, else (None, reason)."""
     try:
         nbytes = len(encode_payload(output))
     except StateError as error:
@@ -343,7 +344,7 @@ def _travelling(output: Any, most_nbytes: int) -> tuple[Any, str]:
 
 
 def _read_answers(data: bytes, device: torch.device) -> dict[int, BatchAnswer]:
-    """Reads what a member says in a round.
+    """Decodes one member's results of a round, by batch.
 
     Raises:
         WireError: The bytes are something else.
@@ -359,7 +360,7 @@ def _read_answers(data: bytes, device: torch.device) -> dict[int, BatchAnswer]:
 
 
 def content_hash(batches: Iterable[Any]) -> str:
-    """Returns 16 hex digits of the tensors in these batches: stages that saw others would evaluate nonsense."""
+    """Returns a hash (16 hex digits) of the values in these batches, to detect stages that see different batches."""
     state = xxhash.xxh3_64()
     for leaf in tree_iter(list(batches)):
         if not isinstance(leaf, Tensor):
@@ -377,7 +378,7 @@ def content_hash(batches: Iterable[Any]) -> str:
 
 
 def same_everywhere(loader: Any) -> Any:
-    """Returns a loader of validation as all members iterate it, with all samples.
+    """Returns a validation loader over all samples, which yields the same batches at all members.
 
     Raises:
         UnsupportedError: The loader shuffles, so that members would draw other batches.
@@ -394,7 +395,7 @@ def same_everywhere(loader: Any) -> Any:
 
 
 def prepare_validation(trainer: Trainer) -> None:
-    """Prepares a Trainer before its fit (the strategy's `setup`).
+    """Prepares the Trainer for validation in rounds, before fit (called in the strategy's `setup`).
 
     Validation does not run in inference mode: parts of the model may move meanwhile, and are trained with later. And
     none runs before training: members have not met by then, and none of them holds all layers.
@@ -406,7 +407,7 @@ def prepare_validation(trainer: Trainer) -> None:
 
 
 def refuse_freed(module: nn.Module, what: str) -> None:
-    """Refuses to run a model as a whole after fit has freed the layers that other members have.
+    """Refuses to run the whole model after fit has freed the layers that other members own.
 
     Args:
         module: The user's module.

@@ -1,4 +1,4 @@
-"""Checkpoints of a fit with pipelines: Lightning's own files, whatever the plan is.
+"""Writes and reads checkpoints of a fit with pipelines: Lightning's own files of the whole model, under any plan.
 
 Theory of operation. A strategy hands these hooks of Lightning on to here; each takes the parts of the model that are at
 this member. Saving: the state dict holds stand-ins for what is elsewhere, all members serve their parts at the header
@@ -46,7 +46,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 def lightning_module_state_dict(module: LightningModule) -> dict[str, Any]:
-    """Returns the state dict of the whole model, with stand-ins for what is at other members."""
+    """Returns the whole model's state dict; parts that other members own are placeholders."""
     return partial_state_dict(module)
 
 
@@ -58,7 +58,7 @@ def save_checkpoint(
     storage_options: Any,
     model: PartialModel,
 ) -> None:
-    """Writes a checkpoint of the whole model; in place of `saving.save`, after the barrier before it.
+    """Writes a checkpoint of the whole model. Called after the barrier, in place of `saving.save`.
 
     Args:
         strategy: As for `saving.save`.
@@ -94,7 +94,7 @@ def save_checkpoint(
 
 
 class _PartsIO(saving.PartsIO):
-    """Checkpoint plugin that puts all members' parts of the model into the file; see `PartsIO`.
+    """Checkpoint plugin that writes all members' parts of the model into the file.
 
     Args:
         io: The strategy's plugin.
@@ -141,7 +141,7 @@ class _PartsIO(saving.PartsIO):
 
 
 def _writes_files(io: CheckpointIO) -> bool:
-    """Returns whether a plugin reads and writes what torch does, one file for a checkpoint."""
+    """Returns whether a plugin writes and reads each checkpoint as one file, as torch.save does."""
     return type(io.checkpoint_io if type(io) is AsyncCheckpointIO else io) is TorchCheckpointIO
 
 
@@ -153,7 +153,8 @@ def _some(names: list[str]) -> str:
 
 
 def load_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-    """Returns a checkpoint whose tensors are read from the file only when they are used, if that is possible.
+    """Returns a checkpoint whose tensors are read from the file only when they are used; if that is impossible, they
+    are read at once.
 
     Args:
         io: The strategy's plugin.
@@ -179,14 +180,14 @@ def load_checkpoint(io: CheckpointIO, path: Any, weights_only: bool | None = Non
 
 
 def load_model_state_dict(loaded: LoadedParts, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-    """Loads the parts of the model that are here; what does not fit is reported as torch reports it."""
+    """Loads those parts of the model that this member owns; mismatches are reported as torch reports them."""
     loaded.load_model(checkpoint["state_dict"], strict=strict)
 
 
 def load_optimizer_state_dict(
     loaded: LoadedParts, optimizers: Iterable[Optimizer], device: torch.device, checkpoint: Mapping[str, Any]
 ) -> None:
-    """Loads what optimizers keep for the parameters that are here, as Lightning does for all of them."""
+    """Loads the optimizers' state of those parameters that this member owns."""
     loaded.load_optimizers(
         optimizers, checkpoint["optimizer_states"], lambda optimizer: _optimizer_to_device(optimizer, device)
     )

@@ -1,4 +1,4 @@
-"""Runs one fit's part in pipelines: asks for them at the join, and runs each step as units of micro-batches.
+"""Runs one fit's part in pipelines: asks for a plan when joining, and runs each step as units of micro-batches.
 
 Theory of operation. One batch of Lightning's loop is one optimizer step of M micro-batches. Its `training_step` runs
 the units that this member has in the present view, anew after each recovery. Once the header is there, it returns the
@@ -51,7 +51,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class LoggedLayers:
-    """`Layers` of a chain (pipeline/executor.py) whose units log as one step.
+    """Layers of a chain (`Layers` in pipeline/executor.py) that record what each unit logs.
 
     Args:
         model: Model that has the chain.
@@ -76,13 +76,13 @@ class LoggedLayers:
         at: tuple[int, int],
         call: Callable[[Any], Any] | None,
     ) -> Pass:
-        """Runs layers as `Layers.run` does, and records what they log as that of one unit."""
+        """Runs layers as `Layers.run` does, and records what they log as one unit's."""
         with self._logs.unit(at[1], end == len(self), batch):
             return self._model.chain.run(first, end, batch, received, specs, at=at, call=call)
 
 
 class PipelineFit(FitHooks):
-    """Hooks of one fit in which this member owns parts of the model; see the module.
+    """Hooks of one fit in which this member owns parts of the model.
 
     Args:
         trainer: Trainer in fit.
@@ -116,7 +116,9 @@ class PipelineFit(FitHooks):
     # ------------------------------------------------------------------ before the join
 
     def loader(self, dataloader: Any, **options: Any) -> StepLoader:
-        """Wraps the user's training loader, so that one batch is an optimizer step."""
+        """Returns a loader around the user's training loader, each of whose batches has the micro-batches of an
+        optimizer step.
+        """
         self._loader = StepLoader(dataloader, micro_batches=self._options.micro_batches, **options)
         return self._loader
 
@@ -125,7 +127,8 @@ class PipelineFit(FitHooks):
         self.rest, self.part_of = self.held.rest(), self.model.parts.part_of
 
     def _look(self) -> None:
-        """Looks at the model with a first micro-batch, and compares it in stages with the whole.
+        """Runs a first micro-batch to find the model's parts and costs, and checks that its stages give the same result
+        as the whole model.
 
         Raises:
             ConfigurationError, UnsupportedError: The model cannot be cut into stages, or its stages give another result
@@ -157,7 +160,8 @@ class PipelineFit(FitHooks):
         self._held = model.held()
 
     def end_dry_run(self, config: EngineConfig) -> None:
-        """Prints in a dry run, once on each node, what the planner makes of the model, and ends the process.
+        """In a dry run: prints, once on each node, the plan that the planner would make for this model, and ends the
+        process.
 
         Raises:
             DryRunError: This is a dry run.
@@ -170,7 +174,7 @@ class PipelineFit(FitHooks):
         raise DryRunError
 
     def tell(self, view: View) -> None:
-        """Prints each member's part in the pipelines; after a change, how many pipelines and stages there are."""
+        """Prints each member's part in the pipelines; after a change, only the number of pipelines and stages."""
         if view.pipelines == self._told:
             return
         first, self._told = not self._told, view.pipelines
@@ -241,14 +245,14 @@ class PipelineFit(FitHooks):
 
     @property
     def evaluation(self) -> PipelineEvaluation:
-        """Validation, which runs over the same routes as training."""
+        """Validation of this fit, which runs over the same pipelines as training."""
         assert self._evaluation is not None, "the member has not entered the job yet"
         return self._evaluation
 
     # ------------------------------------------------------------------ while it trains
 
     def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
-        """Runs the units of an optimizer step and its slot; returns the step's mean loss."""
+        """Runs the units of an optimizer step and commits it; returns the step's mean loss."""
         assert self._stepper is not None
         fit.state.within_step = True
         try:
@@ -258,7 +262,7 @@ class PipelineFit(FitHooks):
         return self._stepper.output() if fit.within else {"loss": self._stepper.nothing()}
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Puts the step's averages into `.grad`, with Lightning's hooks before and after it."""
+        """Stores the step's averages in `.grad`, with Lightning's hooks before and after."""
         assert self._stepper is not None
         precision, module = self._trainer.precision_plugin, self._trainer.lightning_module
         loss = precision.pre_backward(loss, module)
@@ -266,11 +270,11 @@ class PipelineFit(FitHooks):
         return precision.post_backward(loss, module)
 
     def said(self, header: Header) -> Sequence[bytes]:
-        """Returns nothing: all members have logged the same, so no log is handed over."""
+        """Returns an empty sequence: with pipelines no member hands over logged values, as all have logged the same."""
         return ()
 
     def applied(self, fit: FitSession, output: Any) -> None:
-        """Settles which parts of the model this member holds after a step, as parts may have gone to other members."""
+        """Takes or frees parts of the model after a step, as their owners may have changed."""
         engine = fit.engine
         engine.stepped()
         view = engine.view
@@ -289,7 +293,8 @@ class PipelineFit(FitHooks):
 
 
 class UndoneUnits:
-    """`UnitStep` of the engine (member/unit_steps.py) that also puts back what user code has changed.
+    """Runs the engine's units (`UnitStep`, member/unit_steps.py), and undoes what user code changed if an attempt is
+    dropped.
 
     Args:
         step: Step that runs the units.
@@ -308,13 +313,13 @@ class UndoneUnits:
         return self._step.speed
 
     def remember_base(self) -> None:
-        """Remembers the present model and metrics as what the last header has committed."""
+        """Saves a copy of what user code may change in the module, as of the last committed header."""
         self._step.remember_base()
         self._undo.remember()
         self._logs.forget()
 
     def drop(self) -> None:
-        """Drops an attempt at a step, and undoes what it has changed here."""
+        """Drops an attempt at a step, and restores what it has changed in the module."""
         if begun := self._step.executor.begun:
             spans = union((j, j + 1) for j in begun)
             self._engine.events.emit("units_dropped", seq=self._engine.header.seq + 1, micro_batches=spans)

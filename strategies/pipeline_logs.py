@@ -1,4 +1,4 @@
-"""Values that `self.log` is given while units of a pipeline run: they are recorded, and logged once a step everywhere.
+"""Records what `self.log` gets while units of a pipeline run, and logs it once a step at all members.
 
 Theory of operation. Every stage runs the user's own `training_step` for a micro-batch, and the stage with the last
 layers alone gets to its end. There `self.log` records its arguments, and metrics (torchmetrics) change. At other stages
@@ -49,7 +49,7 @@ _REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 class LoggedValue(NamedTuple):
-    """One call of `self.log` in a micro-batch.
+    """One value given to `self.log` in a micro-batch.
 
     Attributes:
         name: Name that was given.
@@ -67,7 +67,7 @@ class LoggedValue(NamedTuple):
 
 
 class UnitLogs:
-    """Record of the values that units of one fit log; see the module.
+    """Records the values that the units of one fit log, and logs them once a step.
 
     Args:
         trainer: Trainer in fit.
@@ -91,7 +91,7 @@ class UnitLogs:
 
     @contextmanager
     def unit(self, micro_batch: int, last: bool, batch: Any = None) -> Iterator[None]:
-        """Records what the user's step logs while it runs inside, as a unit.
+        """Records what the user's step logs within this context, as one unit's.
 
         Args:
             micro_batch: Number of the micro-batch.
@@ -121,7 +121,9 @@ class UnitLogs:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Drops what a pass inside logs and counts, as it only repeats one within a unit (`LayerChain.aside`)."""
+        """Drops what is logged and counted within this context: this pass only repeats a unit's pass
+        (`LayerChain.aside`).
+        """
         self._aside = True
         try:
             with untouched():
@@ -130,7 +132,7 @@ class UnitLogs:
             self._aside = False
 
     def forget(self) -> None:
-        """Forgets all records, as an attempt begins."""
+        """Drops all records, at the begin of a new attempt."""
         self._recorded.clear()
 
     def _record(self, batch: Any, given: dict[str, Any]) -> LoggedValue:
@@ -159,7 +161,7 @@ class UnitLogs:
         return LoggedValue(name, kept, None if size is None else _whole(float(size)), wide, options)
 
     def _attribute(self, name: str, metric: Metric) -> str:
-        """Returns the path of a metric in the module."""
+        """Returns the attribute path of a metric within the module."""
         found = (path for path, each in self._trainer.lightning_module.named_modules() if each is metric)
         path = next(found, "")
         if not path:
@@ -172,7 +174,7 @@ class UnitLogs:
     # ------------------------------------------------------------------ beside a contribution
 
     def extra(self, micro_batch: int) -> bytes:
-        """Returns what was recorded for a micro-batch, to be sent; b"" if that is nothing."""
+        """Returns the record of a micro-batch as bytes, to be sent; b"" if it logged nothing."""
         found = self._recorded.get(micro_batch)
         if not found:
             return b""
@@ -185,7 +187,7 @@ class UnitLogs:
     # ------------------------------------------------------------------ after the commit
 
     def replay(self, extras: Mapping[int, bytes], weights: Mapping[int, float]) -> None:
-        """Logs a step's values; to be called at all members alike, where the step of the user's is under way.
+        """Logs the recorded values of a step. To be called at all members, while the user's step is under way.
 
         Args:
             extras: Bytes that `extra` returned for each micro-batch, where that ran to its end.
@@ -226,7 +228,7 @@ class UnitLogs:
         module.log(name, value, batch_size=_whole(total), **options)  # type: ignore[arg-type]
 
     def _metric(self, name: str, path: str, value: Tensor | None) -> Metric:
-        """Returns the metric at this path of the module, with this value as the step's."""
+        """Returns the module's metric at this path, after setting the value that it shows for the step."""
         metric = dict(self._trainer.lightning_module.named_modules()).get(path)
         if not isinstance(metric, Metric):
             raise UnsupportedError(
@@ -239,7 +241,7 @@ class UnitLogs:
 
 
 def read_extra(data: bytes) -> list[LoggedValue]:
-    """Reads what `UnitLogs.extra` returned at another member.
+    """Decodes the bytes that `UnitLogs.extra` returned at another member.
 
     Raises:
         WireError: The bytes are something else.
@@ -268,7 +270,7 @@ def _is_right(logged: LoggedValue) -> bool:
 
 
 def combined(reduction: str, pairs: Sequence[tuple[float, float | None]]) -> float:
-    """Returns the value of a step, from those of its micro-batches in order, with the same bits on every machine.
+    """Returns a step's value, combined from its micro-batches' values in order, with the same bits on every machine.
 
     Args:
         reduction: One of "mean", "sum", "min", "max".
@@ -290,12 +292,14 @@ def combined(reduction: str, pairs: Sequence[tuple[float, float | None]]) -> flo
 
 
 def _whole(number: float | None) -> float | None:
-    """Returns an int for a number without a fraction: numbers of samples are ints."""
+    """Returns a whole number as an int, since sample counts are ints."""
     return int(number) if number is not None and number == int(number) else number
 
 
 def _refuse_no_number(name: str, value: object) -> None:
-    """Raises a ValueError for a value that is no number, where Lightning does, with the line of the user's step."""
+    """Raises ValueError if a logged value is no number, as Lightning does, while the user's line is still in the
+    traceback.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
@@ -307,7 +311,7 @@ def _refuse_no_number(name: str, value: object) -> None:
 
 
 def _numbers(values: Sequence[Any]) -> list[float | None]:
-    """Returns tensors of one number, and numbers, as floats; each device is waited for once."""
+    """Returns numbers and one-element tensors as floats; waits for each device only once."""
     found = [None if value is None or isinstance(value, Tensor) else float(value) for value in values]
     for device in dict.fromkeys(value.device for value in values if isinstance(value, Tensor)):
         places = [at for at, value in enumerate(values) if isinstance(value, Tensor) and value.device == device]

@@ -1,4 +1,4 @@
-"""The user's model in a fit with pipelines: how it is built, its chain of layers, and its parts.
+"""Holds the user's model in a fit with pipelines: its construction, its chain of layers, and its parts.
 
 Theory of operation. `configure_model` runs within a record, on the meta device, so that each member makes only what it
 owns; a model that was built in `__init__` is accepted, and what is not owned is freed. Once the first micro-batch is
@@ -35,7 +35,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class PipelineModel:
-    """The user's model in one fit with pipelines; see the module.
+    """The user's model in one fit with pipelines.
 
     Args:
         trainer: Trainer in fit.
@@ -55,14 +55,14 @@ class PipelineModel:
 
     @property
     def loaded(self) -> LoadedParts:
-        """Values of a checkpoint, for the parts that are here and for those that will be."""
+        """Values read from a checkpoint, for parts that this member owns now or will own."""
         if self._loaded is None:
             self._loaded = LoadedParts(self.module)
         return self._loaded
 
     @property
     def partial(self) -> PartialModel:
-        """The part of the model that is here, for checkpoints."""
+        """The part of the model that this member owns, for checkpoints."""
         return PartialModel(self.module, self.parts, self._trainer.optimizers)
 
     @property
@@ -82,11 +82,12 @@ class PipelineModel:
     # ------------------------------------------------------------------ building
 
     def recorded(self) -> AbstractContextManager[None]:
-        """Returns a context in which a model that is built has no memory."""
+        """Returns a context in which a model that is built takes no memory."""
         return self._recording.recorded()
 
     def take(self) -> None:
-        """Takes the model as it was built, before its optimizers are made.
+        """Registers the model as it was built, and cuts it into a chain of layers. Called before its optimizers are
+        made.
 
         Raises:
             ConfigurationError, UnsupportedError: The model has no chain that can be cut; says why.
@@ -102,25 +103,25 @@ class PipelineModel:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Restores the module to what it was."""
+        """Restores the module to what it was before fit."""
         if self._chain is not None:
             self._chain.close()
 
     # ------------------------------------------------------------------ the user's step
 
     def moved(self, batch: Any) -> Any:
-        """Returns a micro-batch as Lightning hands it to `training_step`: past its hooks, on the device."""
+        """Returns a micro-batch as Lightning gives it to `training_step`: after its batch hooks, on the device."""
         trainer = self._trainer
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return _call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def around(self) -> AbstractContextManager[Any]:
-        """Returns the context that is entered around each forward pass."""
+        """Returns the context of the precision plugin, in which each forward pass runs."""
         return self._trainer.precision_plugin.forward_context()
 
     def begin(self, batch_idx: int) -> None:
-        """Notes that the units that run next are of this batch of the loop."""
+        """Sets the batch index that the next units give to `training_step`."""
         takes = is_param_in_hook_signature(self.module.training_step, "batch_idx", min_args=2)
         self._more = (batch_idx,) if takes else ()
 
@@ -130,7 +131,7 @@ class PipelineModel:
     # ------------------------------------------------------------------ looking at it
 
     def look(self, batch: Any) -> None:
-        """Finds the parts of the model, by the user's step on a micro-batch.
+        """Finds the parts of the model by running the user's step on a micro-batch.
 
         Args:
             batch: A micro-batch, past Lightning's hooks.
@@ -141,7 +142,7 @@ class PipelineModel:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Keeps the user's step from logging anything inside."""
+        """Makes `self.log` of the user's module do nothing within this context."""
         shadowed = {name: vars(self.module).get(name) for name in ("log", "log_dict")}
         for name in shadowed:
             object.__setattr__(self.module, name, _nothing)
@@ -155,7 +156,9 @@ class PipelineModel:
                     object.__setattr__(self.module, name, before)
 
     def held(self) -> HeldModel:
-        """Returns access to the parts, once they are known and the optimizers are made."""
+        """Returns access to the parts of the model that this member owns. To be called once parts and optimizers are
+        known.
+        """
         return HeldModel(self.module, self.memory, self.parts, self._trainer.optimizers, self.loaded)
 
 
@@ -164,8 +167,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def samples_of(batch: Any) -> int:
-    """Returns the number of samples of a micro-batch: the first dimension of its first tensor that has one; 1
-    without any.
-    """
+    """Returns the number of samples of a micro-batch: the first dimension of its first tensor that has one, else 1."""
     tensors = (t for t in tree_iter(batch) if isinstance(t, Tensor) and t.dim())
     return next((int(t.shape[0]) for t in tensors), 1)

@@ -1,4 +1,4 @@
-"""Refusals of strategy `chaos_pipeline`, by name; applied before training starts (refusals.py).
+"""Refuses, before training starts, what strategy `chaos_pipeline` does not support; each error names it (refusals.py).
 
 Each member has some layers of the model, so beside most of what strategy `chaos` refuses there is all that needs the
 whole model, every gradient or several passes at one place. An optimizer must step each parameter by itself: from that
@@ -43,7 +43,7 @@ _LOOKING = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_gra
 
 
 def warn_of_parts(trainer: Trainer) -> None:
-    """Warns of hooks that look at gradients: they see those of this member's layers."""
+    """Warns of the user's hooks that look at gradients: they see those of this member's layers only."""
     if found := [words for words, _ in own_hooks(trainer, _LOOKING)]:
         warnings.warn(
             f"{', '.join(found)}: a hook sees the gradients and weights of the layers that this member owns. Other "
@@ -53,15 +53,15 @@ def warn_of_parts(trainer: Trainer) -> None:
 
 
 def _steps_by_parameter(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer says that it steps by parameter, or has a step that was read; a subclass with a
-    step of its own has not.
+    """Returns whether an optimizer steps each parameter independently: it says so, or its `step` is in the list of
+    known ones.
     """
     return bool(getattr(optimizer, "chaos_by_parameter", False)) or inspect.unwrap(type(optimizer).step) in _STEPS
 
 
 def _unclear_chain(trainer: Trainer) -> str:
-    """Returns why no list of blocks can be meant, or ""; a model that `configure_model` builds is looked at once it
-    is there.
+    """Returns why no list of blocks can be chosen as the chain; "" if one can, or if `configure_model` has yet to
+    build the model.
     """
     module = trainer.lightning_module
     if is_overridden("configure_model", module):

@@ -1,4 +1,4 @@
-"""Rank of this process while it sets up: the truth if it can be known, else what does the least harm.
+"""Gives a process a rank while it sets up, before it is in the job: the true one if known, else one that does no harm.
 
 Theory of operation. A member learns its rank when it enters the job, at its first batch. But `setup`, `on_fit_start`,
 loggers and the making of loaders come sooner, and ask. So before them this process looks who is there. Where members
@@ -35,7 +35,7 @@ _LOOK_TIMEOUT_S = 5.0
 
 
 class Place:
-    """Rank and world size of one process in one fit, until it enters the job, or until the object is no longer needed.
+    """Provisional rank and world size of one process, until it enters the job or the object is no longer needed.
 
     Attributes:
         rank: Rank of this process.
@@ -64,7 +64,7 @@ _evaluating: weakref.WeakValueDictionary[tuple[str, str], Place] = weakref.WeakV
 
 
 def place_to_evaluate(config: EngineConfig) -> Place:
-    """Returns the place of this process before it trains; all its Trainers that evaluate share it."""
+    """Returns this process's provisional rank for validate, test and predict before fit; all its Trainers share it."""
     key = (config.job, config.endpoint)
     place = _evaluating.get(key)
     if place is None:
@@ -73,14 +73,15 @@ def place_to_evaluate(config: EngineConfig) -> Place:
 
 
 def end_evaluating(config: EngineConfig) -> None:
-    """Gives up the place to evaluate: this process is about to take a place in a fit."""
+    """Gives up the provisional rank of `place_to_evaluate`, as this process is about to take one for fit."""
     place = _evaluating.pop((config.job, config.endpoint), None)
     if place is not None:
         place.leave()
 
 
 def _claim(config: EngineConfig, *, alone: bool) -> Claim | None:
-    """Returns this process's number among those that set up now; None if it cannot be known.
+    """Claims a number among the processes that set up now, which is this one's rank; returns None if the number cannot
+    be known.
 
     Args:
         config: Configuration of the engine.
@@ -98,7 +99,9 @@ def _claim(config: EngineConfig, *, alone: bool) -> Claim | None:
 
 
 def _status(config: EngineConfig) -> dict[str, Any]:
-    """Returns the scheduler's facts; none if there is no scheduler. Its faults are told when this process joins."""
+    """Returns the scheduler's status; empty if there is no scheduler, or it fails: its errors are reported when this
+    process joins.
+    """
     if not any(listens(endpoint) for endpoint in config.endpoints):
         return {}
     with contextlib.suppress(ChaosError):
@@ -110,5 +113,5 @@ def _status(config: EngineConfig) -> dict[str, Any]:
 
 
 def _members(status: dict[str, Any]) -> int:
-    """Returns the number of members that are in and live."""
+    """Returns the number of live members in the scheduler's status."""
     return int((status.get("machine") or {}).get("counts", {}).get("living", 0))

@@ -1,4 +1,4 @@
-"""Runs prepare_data on machines that share nothing: each machine for itself, its processes one after the other.
+"""Runs prepare_data on every machine, in one process of the machine after the other, since machines share no files.
 
 Theory of operation. Lightning lets one process prepare data while the others wait at a barrier. Here there is no
 barrier: a process that is setting up knows no other. So every process prepares data, under a lock file of its machine,
@@ -26,8 +26,7 @@ _LOOK_INTERVAL_S = 0.1
 
 
 class DataTurn:
-    """Turn of this process to prepare data: from `setup_environment`, just before prepare_data, until the barrier that
-    follows it.
+    """This process's turn to run prepare_data: from `setup_environment` to the barrier after prepare_data.
 
     Args:
         environment: Environment, which is told that every process counts as its machine's first one meanwhile.
@@ -40,7 +39,7 @@ class DataTurn:
         self._file: int | None = None
 
     def begin(self, job: str) -> None:
-        """Waits for this process's turn, if there are others on this machine.
+        """Waits for this process's turn, if this machine has other processes.
 
         Raises:
             ConfigurationError: The lock file is a link, or not this user's.
@@ -83,7 +82,9 @@ class DataTurn:
         os.pwrite(file, str(os.getpid()).encode(), 0)
 
     def end(self) -> None:
-        """Ends the turn. Idempotent. Unlocks explicitly: a process forked in prepare_data has the file open, too."""
+        """Ends this process's turn to prepare data. Idempotent. Unlocks the file explicitly, since a process forked
+        in prepare_data has it open, too.
+        """
         self._environment.preparing_data = False
         if self._file is not None:
             file, self._file = self._file, None

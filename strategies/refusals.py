@@ -1,4 +1,4 @@
-"""Refused features with their reasons: one table, applied before training starts.
+"""Refuses, before training starts, what strategy `chaos` does not support: one table of features and reasons.
 
 Theory of operation. Every entry looks at one thing and returns what it found, in words, or nothing. All findings are
 reported together, so that a user does not meet them one by one. Better a refusal than a run that is silently
@@ -143,15 +143,15 @@ TABLE: tuple[Refusal, ...] = (
 
 
 def _line(row: Refusal, found: str) -> str:
-    """Returns a line with what was found, and why it cannot be served; with the feature's name, unless that is in
-    it.
+    """Returns a line of an error: what was found, the feature's name unless already mentioned, and why it is not
+    supported.
     """
     feature = "" if row.what in found else f"{row.what}: "
     return f"- {found}: {feature}{row.why}"
 
 
 def refuse(trainer: Trainer, *, early: bool, table: tuple[Refusal, ...] = TABLE, strategy: str = "chaos") -> None:
-    """Raises an UnsupportedError with everything in this trainer that cannot be served."""
+    """Raises UnsupportedError with all that this Trainer uses and the strategy does not support."""
     found = [(row, words) for row in table if row.early is early and (words := row.found(trainer))]
     if found:
         lines = [_line(row, words) for row, words in found]
@@ -159,7 +159,9 @@ def refuse(trainer: Trainer, *, early: bool, table: tuple[Refusal, ...] = TABLE,
 
 
 def refuse_loaders(trainer: Trainer, strategy: str = "chaos") -> None:
-    """Raises an UnsupportedError for several training loaders; they are only known once they were made."""
+    """Raises UnsupportedError if there are several training loaders. They are known only after Lightning has made
+    them.
+    """
     combined = trainer.fit_loop._combined_loader
     if combined is not None and len(combined.flattened) != 1:
         raise UnsupportedError(
@@ -171,7 +173,9 @@ def refuse_loaders(trainer: Trainer, strategy: str = "chaos") -> None:
 
 
 def check_host_version(strategy: str = "chaos") -> None:
-    """Checks the minor version of Lightning, which is pinned, since private fields of it are touched."""
+    """Raises UnsupportedError unless Lightning has the supported minor version: the strategy uses its private
+    fields.
+    """
     found = version("lightning")
     if found.split(".")[:2] != ["2", "6"]:
         raise UnsupportedError(
@@ -182,7 +186,7 @@ def check_host_version(strategy: str = "chaos") -> None:
 
 
 def warn_ignored(trainer: Trainer, devices: int) -> None:
-    """Warns of settings that are not honoured."""
+    """Warns of settings that have no effect."""
     nodes = trainer._accelerator_connector._num_nodes_flag
     if nodes > 1:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Replay under Lightning: which fits can be replayed, and a step as Lightning would have taken it (protocol.md 17).
+"""Replays steps under Lightning: tells which fits can be replayed, and steps as Lightning would have (protocol.md 17).
 
 Theory of operation. After our average Lightning's automatic optimization runs hooks, clips by the precision plugin
 with the Trainer's own rule, and steps the optimizer. Replay does the clipping and the step and leaves the hooks out, so
@@ -59,7 +59,7 @@ _WRITERS = ("load_state_dict", "update_parameters", "vector_to_parameters", "swa
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One row of the table of what stands against replay.
+    """One row of the table of reasons why a fit cannot be replayed.
 
     Attributes:
         found: Looks at a trainer in fit; returns what it found, or "".
@@ -73,7 +73,7 @@ class Obstacle:
 
 
 class LightningReplay:
-    """Replay of one trainer's steps, as `Replay`.
+    """Replays the steps of one Trainer (implements `Replay`).
 
     Args:
         trainer: Trainer in fit, set up: its module, optimizers and precision plugin exist.
@@ -93,11 +93,13 @@ class LightningReplay:
         return "; ".join([*found, *filter(None, [self._steps.replayable()])])
 
     def replay(self, header: Header) -> None:
-        """Clips and steps as the members did; `.grad` holds the average and is cleared."""
+        """Clips gradients and steps the optimizer as the members did; `.grad` holds the average, and is cleared
+        afterwards.
+        """
         self._steps.replay(header)
 
     def _clip(self, optimizer: Optimizer) -> None:
-        """Clips gradients as `Precision._after_closure`, without the hooks before it."""
+        """Clips gradients as Lightning's `Precision._after_closure` does, without calling the hooks."""
         trainer = self._trainer
         trainer.precision_plugin._clip_gradients(
             trainer.lightning_module,
@@ -111,7 +113,9 @@ class LightningReplay:
 
 
 def _parties(trainer: Trainer) -> Iterator[LightningModule | Callback]:
-    """Yields the owners of hooks that run: the module, and the callbacks that are not vouched for."""
+    """Yields the objects whose hooks are examined: the module, and the callbacks that do not declare themselves
+    replayable.
+    """
     yield trainer.lightning_module
     for callback in trainer.callbacks:
         if not getattr(callback, VOUCH, False):
@@ -119,7 +123,7 @@ def _parties(trainer: Trainer) -> Iterator[LightningModule | Callback]:
 
 
 def own_hooks(trainer: Trainer, names: Iterable[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yields (name in words, hook) of what the user overrides among these hooks."""
+    """Yields name and function of those hooks in `names` that user code overrides."""
     names = tuple(names)
     for party in _parties(trainer):
         parent = LightningModule if isinstance(party, LightningModule) else Callback
@@ -173,7 +177,7 @@ def _writing(trainer: Trainer) -> str:
 
 
 def writes_of(hook: Callable[..., Any], parties: Iterable[object] = ()) -> Iterator[str]:
-    """Yields in-place operations that a hook's code names, also within methods of `parties` that it calls."""
+    """Yields the in-place operations in a hook's code, and in methods of `parties` that the hook calls."""
     owners = [type(p) for p in parties]
     pending, seen = [_code_of(hook)], set()
     while pending:
@@ -187,7 +191,7 @@ def writes_of(hook: Callable[..., Any], parties: Iterable[object] = ()) -> Itera
 
 
 def _plain(value: Any) -> Any:
-    """Returns the function within partials, methods and decorators."""
+    """Returns the function inside partials, bound methods and decorators."""
     while isinstance(value, functools.partial):
         value = value.func
     value = getattr(value, "__func__", value)
@@ -195,7 +199,7 @@ def _plain(value: Any) -> Any:
 
 
 def _code_of(value: Any) -> CodeType | None:
-    """Returns the code of a user's function; None for what a known package defines, and for what is no function."""
+    """Returns the code of a user's function; None if it is no function, or a known package defines it."""
     function = _plain(value)
     if not isinstance(function, FunctionType) or _TRUSTED.match(function.__module__ or ""):
         return None

@@ -1,4 +1,4 @@
-"""Values that `self.log` has collected: synced through the job, and with the same keys on all members.
+"""Syncs the values that `self.log` has collected, under the same keys at all members.
 
 Theory of operation. Two kinds of values need other members at the end of an epoch: numbers logged with
 `sync_dist=True`, which Lightning reduces through the strategy, and torchmetrics objects, which sync themselves
@@ -48,7 +48,7 @@ def described(item: _ResultMetric) -> dict[str, Any]:
 
 
 def describe_results(collection: _ResultCollection, *, live_only: bool = True) -> dict[str, dict[str, Any]]:
-    """Returns the keys that were logged in this epoch, and how they were logged."""
+    """Returns the keys that were logged in this epoch, each with how it was logged."""
     return {
         key: {**described(item), "live": not item.has_reset}
         for key, item in collection.items()
@@ -59,7 +59,7 @@ def describe_results(collection: _ResultCollection, *, live_only: bool = True) -
 def adopt_results(
     trainer: Trainer, collection: _ResultCollection, keys: Mapping[str, Mapping[str, Any]], reduce: Callable[..., Any]
 ) -> None:
-    """Makes the keys that this member lacks, with nothing in them."""
+    """Adds the keys that this member lacks, without values, and orders all keys as at the other members."""
     for key in keys:
         item = collection.get(key)
         if item is None:
@@ -105,7 +105,7 @@ def _find_metric(module: LightningModule, attribute: str | None) -> Metric | Non
 def agree(
     trainer: Trainer, collection: _ResultCollection, exchange: Exchange, what: str, reduce: Callable[..., Any]
 ) -> None:
-    """Gives all members the same keys of logged values."""
+    """Makes members agree on the keys of logged values: each adds those that only others have logged."""
     everybody = exchange(f"keys logged in {what}", describe_results(collection))
     if everybody is None:
         return
@@ -117,8 +117,8 @@ def agree(
 
 
 def found(collection: _ResultCollection, tensor: Tensor) -> tuple[str, dict[str, Any] | None]:
-    """Returns the key under which `self.log` keeps this very tensor as its latest value, and how it was logged;
-    ("", None) if it does not.
+    """Returns the key whose latest logged value is this tensor object, and how it was logged; ("", None) if there is
+    none.
     """
     for key, item in collection.items():
         if item._forward_cache is tensor:
@@ -129,7 +129,7 @@ def found(collection: _ResultCollection, tensor: Tensor) -> tuple[str, dict[str,
 def fill(
     collection: _ResultCollection, key: str, given: Mapping[str, Any], value: Tensor, reduce: Callable[..., Any]
 ) -> None:
-    """Sets the latest value of a key, for a member that had no samples to log it with, or logged other keys."""
+    """Sets a key's latest value at a member that did not log it: it had no samples, or logged other keys."""
     item = collection.get(key)
     if item is None:
         item = collection[key] = _item(given, reduce).to(value.device)
@@ -140,7 +140,7 @@ def fill(
 
 
 def epoch_numbers(collection: _ResultCollection) -> dict[str, _ResultMetric]:
-    """Returns the numbers that are logged per epoch and belong to all members."""
+    """Returns the logged values of an epoch that are plain numbers, reduced over all members."""
     return {
         key: item
         for key, item in collection.items()
@@ -149,7 +149,7 @@ def epoch_numbers(collection: _ResultCollection) -> dict[str, _ResultMetric]:
 
 
 def reduce_all(collection: _ResultCollection) -> None:
-    """Computes numbers that are logged per epoch over all members, with `sync_dist=True` or without."""
+    """Computes the epoch's logged values over all members, with `sync_dist=True` or without."""
     for item in epoch_numbers(collection).values():
         sync = item.meta.sync
         asked, sync.should = sync.should, True
@@ -159,7 +159,7 @@ def reduce_all(collection: _ResultCollection) -> None:
 
 
 def packed_numbers(items: Iterable[_ResultMetric]) -> bytes:
-    """Returns what each value has accumulated, and of how many samples, as pairs of float64."""
+    """Returns each value's sum so far and its sample count, as pairs of float64."""
     numbers: list[Any] = []
     for item in items:
         numbers += item.value, item.cumulated_batch_size if item.meta.is_mean_reduction else 0
@@ -170,7 +170,7 @@ def packed_numbers(items: Iterable[_ResultMetric]) -> bytes:
 
 
 def add_numbers(collection: _ResultCollection, keys: Sequence[str], numbers: bytes) -> None:
-    """Adds what another member had accumulated under these keys."""
+    """Adds the sums and counts that another member had accumulated under these keys."""
     for key, (value, count) in zip(keys, struct.iter_unpack("<2d", numbers), strict=True):
         item = collection[key]
         item._computed, more = None, torch.tensor(value, device=item.value.device, dtype=item.value.dtype)
@@ -183,7 +183,7 @@ def add_numbers(collection: _ResultCollection, keys: Sequence[str], numbers: byt
 
 
 def collections_manifest(trainer: Trainer) -> dict[str, Any]:
-    """Returns the keys that were logged in the training epoch and in validation, for newcomers."""
+    """Returns the keys that were logged in training and in validation, which newcomers take over."""
     epoch_loop = trainer.fit_loop.epoch_loop
     return {
         "train": describe_results(epoch_loop._results, live_only=False),
@@ -192,8 +192,8 @@ def collections_manifest(trainer: Trainer) -> dict[str, Any]:
 
 
 def adopt_collections(trainer: Trainer, manifest: Mapping[str, Any], reduce: Callable[..., Any]) -> None:
-    """Gives a newcomer's collections the donors' keys; what was logged before it came stays with those who logged
-    it.
+    """Gives a newcomer the keys that donors have logged, without values: those remain with the members that logged
+    them.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     for collection, name in ((epoch_loop._results, "train"), (epoch_loop.val_loop._results, "val")):
@@ -202,7 +202,8 @@ def adopt_collections(trainer: Trainer, manifest: Mapping[str, Any], reduce: Cal
 
 
 class Untouched:
-    """Context in which metrics and log calls have no effect: an idle member runs a training step on a stand-in batch.
+    """Context in which metrics and `self.log` have no effect, for an idle member that runs a training step on a
+    stand-in batch.
 
     Attributes:
         synced: Whether a value was logged per step with sync_dist=True: the others exchange such values now.

@@ -1,4 +1,4 @@
-"""Writes checkpoint files, and adds to them what a job needs to go on from them.
+"""Writes checkpoint files, with the additional state from which a job resumes.
 
 A checkpoint says of which committed step it is: the number and the hash of the header (protocol.md 4, 4a). The data's
 ledger is in it as part of the training loader's state. That lies in our part of the file and not where Lightning puts
@@ -29,20 +29,20 @@ PROGRESS = "epoch_loop.batch_progress"
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state of fit's loop in a checkpoint; an empty one if the checkpoint has weights only."""
+    """Returns the state of fit's loop in a checkpoint; an empty one if the checkpoint holds weights only."""
     state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     return state
 
 
 def with_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint that was read, with the loader's state moved to where Lightning looks for it."""
+    """Returns a checkpoint with the loader's state moved from our own key to the one where Lightning looks for it."""
     if LOADERS in (ours := checkpoint.get(KEY, {})):
         _fit_loop(checkpoint)[LOADERS] = ours.pop(LOADERS)
     return checkpoint
 
 
 class PartsIO(CheckpointIO):
-    """Base of a checkpoint plugin that also writes parts which other members hold (pipeline_files.py).
+    """Base class of a checkpoint plugin that also writes parts owned by other members (pipeline_files.py).
 
     Attributes:
         is_file: Whether the plugin writes one local file, as `torch.save` does.
@@ -54,7 +54,8 @@ class PartsIO(CheckpointIO):
 
 
 def convert_position(checkpoint: dict[str, Any], micro_batches: int, accumulate: int = 1) -> dict[str, Any]:
-    """Converts a checkpoint's place in the epoch to the count of this fit's loop, whatever kind of job wrote it.
+    """Converts a checkpoint's position in the epoch to the unit that this fit's loop counts: micro-batches or optimizer
+    steps.
 
     The loop of a job with pipelines counts optimizer steps. Others, plain Lightning too, count micro-batches, of which
     a step accumulates several. A file of a job with pipelines says so in its loader's state. Which samples are used
@@ -95,7 +96,8 @@ def save(
     io: CheckpointIO | None = None,
     begin: Callable[[], None] = lambda: None,
 ) -> None:
-    """Saves a checkpoint of a stable step: the writer writes it, and all members learn whether that succeeded.
+    """Saves a checkpoint of a step that can no longer be undone: the writer writes it, and all members learn whether
+    that succeeded.
 
     Args:
         strategy: Strategy, which knows the writer and has the plugin that writes.
@@ -132,7 +134,9 @@ def save(
 def write(
     io: CheckpointIO, session: FitSession | None, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
 ) -> None:
-    """Writes a file; the caller has made sure that its step is stable and that this member is the writer."""
+    """Writes a checkpoint file. The caller ensures that this member is the writer, and that the step can no longer
+    be undone.
+    """
     mark = "final"
     # A checkpoint that is written a second time has the loaders' states with ours already.
     ours = dict(checkpoint.get(KEY, {}))

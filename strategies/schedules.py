@@ -1,4 +1,4 @@
-"""Learning rate schedules by samples: what a schedule means does not depend on how many members there are.
+"""Provides learning rate schedules by samples, which mean the same with any number of members.
 
 Theory of operation. `Trainer.estimated_stepping_batches`, and each schedule made of it, counts optimizer steps, of
 which a job takes the fewer the more members it has. Samples it uses the same number of, whatever happens to them.
@@ -94,7 +94,7 @@ class BySamples(LRScheduler):
 
 
 class SampleCount:
-    """Counter that tells the schedules of a fit what each commit has used.
+    """Tells the schedules of a fit how many samples each committed step has used.
 
     Args:
         configs: Schedulers of the Trainer.
@@ -107,11 +107,11 @@ class SampleCount:
         self._ledger = Ledger()
 
     def begin(self, ledger: Ledger) -> None:
-        """Sets the ledger from which samples are counted; what it holds has been counted."""
+        """Sets the ledger of spent samples from which counting starts; the samples in it were counted before."""
         self._ledger = ledger
 
     def committed(self, ledger: Ledger) -> None:
-        """Counts the samples that the next header used, by its ledger."""
+        """Counts the samples that a committed header adds to the ledger of spent samples."""
         before, self._ledger = self._ledger, ledger
         if self._schedules and ledger is not before:
             used = used_between(before, ledger)
@@ -120,7 +120,7 @@ class SampleCount:
 
 
 def used_between(before: Ledger, after: Ledger) -> int:
-    """Returns the number of samples that were used between two ledgers, `after` being that of the next header."""
+    """Returns how many samples were used between two ledgers of spent samples, those of one header and of the next."""
     known = {entry.stream: entry for entry in before.streams}
     total = 0
     for entry in after.streams:
@@ -134,16 +134,14 @@ def used_between(before: Ledger, after: Ledger) -> int:
 
 
 def go_by_step(configs: Iterable[LRSchedulerConfig]) -> None:
-    """Makes Lightning ask schedules by samples after each optimizer step, whatever interval they were given: epochs
-    say nothing.
-    """
+    """Makes Lightning step the schedules by samples after each optimizer step, whatever interval the user gave."""
     for config in configs:
         if isinstance(config.scheduler, BySamples):
             config.interval, config.frequency = "step", 1
 
 
 def name_of(scheduler: Any) -> str:
-    """Returns a schedule's name in words, for the job's fingerprint."""
+    """Returns a readable name of a schedule, for the job's fingerprint."""
     if isinstance(scheduler, BySamples):
         return f"BySamples({name_of(scheduler.scheduler)}, {scheduler.samples_per_step})"
     return type(scheduler).__name__

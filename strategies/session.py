@@ -1,4 +1,4 @@
-"""Runs one fit's part in a job: it enters, takes slots, lets newcomers in at safe points, and leaves.
+"""Runs one fit's part in a job: enters it, takes part in slots, lets newcomers in at safe points, and leaves.
 
 Theory of operation. While Lightning sets up, every process is alone: it cannot know for sure yet whether it founds the
 job or joins one in epoch 3 (place.py tells which rank it has meanwhile), and a newcomer's set-up runs many barriers
@@ -90,11 +90,11 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class NoStep(Exception):
-    """Signal that the optimizer step that is under way does not take place."""
+    """Exception that ends an optimizer step which does not take place."""
 
 
 class FitSession:
-    """Part of one call of `fit` in a job; see the module.
+    """Part of one call of `fit` in a job.
 
     Args:
         trainer: Trainer whose fit this is.
@@ -185,7 +185,7 @@ class FitSession:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Ids of all members in rank order, by the last slot; none outside the job."""
+        """Ids of all members in rank order, as of the last slot; empty outside the job."""
         view = self.engine.view if self.in_job else None
         return view.ids() if view is not None else ()
 
@@ -201,7 +201,7 @@ class FitSession:
 
     @property
     def loader(self) -> TrainLoader:
-        """Training loader that Lightning iterates over."""
+        """Training loader that Lightning iterates over, in place of the user's."""
         assert self._loader is not None
         return self._loader
 
@@ -210,8 +210,9 @@ class FitSession:
         return self.loader.elastic
 
     def wrap(self, dataloader: Any) -> TrainLoader:
-        """Returns the loader that Lightning gets for the user's training loader; a new one when loaders are
-        reloaded."""
+        """Returns the loader that Lightning gets in place of the user's training loader. Each reload of loaders
+        makes a new one.
+        """
         elastic = self.hooks.loader(
             dataloader,
             mode=self._data,
@@ -229,9 +230,8 @@ class FitSession:
         return self._loader
 
     def _reload(self, made_in: tuple[float, float]) -> None:
-        """Makes loaders anew if the state that was taken over is of a later epoch (`reload_dataloaders_every_n_epochs`)
-        than this member's. Lightning goes on with the training loader that it has, so the new one takes the place of
-        what that one wraps.
+        """Makes loaders anew if the state that was taken over has loaders of another epoch
+        (`reload_dataloaders_every_n_epochs`). Lightning keeps its training loader, so the new one is put inside it.
         """
         trainer = self.trainer
         if not trainer.reload_dataloaders_every_n_epochs:
@@ -248,7 +248,9 @@ class FitSession:
                 remake_validation_loaders(trainer)
 
     def begin_pass(self, epoch: int) -> None:
-        """Notes that the loader begins an epoch; logs its length, unless hooks set the epoch or batches are limited."""
+        """Notes that the loader begins an epoch, and logs the epoch's length, unless hooks set the epoch or batches
+        are limited.
+        """
         if not self.hooks.begins_pass(self.elastic) and self.entered and self.trainer.limit_train_batches == 1.0:
             training.tell_epoch(self.engine, self.elastic, epoch)
 
@@ -305,7 +307,7 @@ class FitSession:
         self._entered(epoch)
 
     def come_in(self) -> None:
-        """Enters the job, or joins it again; this member may have left afterwards."""
+        """Enters the job, or joins it again. Afterwards this member may have left already."""
         try:
             left = self.member.come_in(self._reenter if self.entered else self._enter)
         except (FinishedJobError, DryRunError):
@@ -315,7 +317,7 @@ class FitSession:
             _log.warning("%s; fit ends here, and what it was to train is not trained", left)
 
     def _reenter(self) -> None:
-        """Joins again after being fenced."""
+        """Joins the job again after this member was fenced."""
         epoch = epoch_of(self.trainer)
         self.member.go(Footing.ALONE)
         assert self._suspension is not None
@@ -368,8 +370,8 @@ class FitSession:
     # ------------------------------------------------------------------ the safe point
 
     def safe_point(self) -> None:
-        """Acts at the safe point between two batches, where all counters are at rest: enters the job or joins it again,
-        lets newcomers in, and prepares the next batch.
+        """Enters the job or joins it again, lets newcomers in, and prepares the next batch. Called between two batches,
+        when all counters are consistent.
 
         Raises:
             StopIteration: This member has left, or the loop or the epoch ends here.
@@ -408,7 +410,7 @@ class FitSession:
         self.refit()
 
     def let_others_in(self) -> None:
-        """Lets newcomers in at a safe point; afterwards this member may have left, or have joined again."""
+        """Lets newcomers in at a safe point. Afterwards this member may have left, or joined again."""
         if self.member.let_others_in(self.state):
             self.observe()
         if self.member.footing is Footing.VOID and not self.hooks.through:
@@ -416,8 +418,9 @@ class FitSession:
         self.check_departure()
 
     def _give_up_accumulation(self) -> bool:
-        """Gives up an open accumulation if a new pass begins, as `on_train_batch_start` returned -1 and so ended the
-        epoch; returns whether it has. The samples of that accumulation are in no step, and count as not used."""
+        """Drops an unfinished accumulation when a new pass begins because `on_train_batch_start` returned -1;
+        returns whether it has. The accumulation's samples count as not used.
+        """
         if self.loader.under_way or self.stepper.manual is not None:
             return False
         self.elastic.give_up()
@@ -425,7 +428,7 @@ class FitSession:
         return True
 
     def _check_stepped(self) -> None:
-        """Raises UnsupportedError if the last batch of an accumulation went by without an optimizer step."""
+        """Raises UnsupportedError if the last batch of an accumulation ended without an optimizer step."""
         current = self.elastic.current
         if self.stepper.manual is None and current is not None and current.last:
             raise UnsupportedError(
@@ -437,7 +440,7 @@ class FitSession:
     # ------------------------------------------------------------------ slots
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
-        """Runs an optimizer's step, and averages gradients between its closure and all that comes after it.
+        """Runs an optimizer's step, and averages gradients after its closure, before everything else in the step.
 
         Args:
             optimizer: One of the Trainer's optimizers.
@@ -479,7 +482,7 @@ class FitSession:
         return output
 
     def _close_step(self, number: int, closure: Callable[[], Any]) -> Any:
-        """Runs an optimizer's closure, then averages; `.grad` holds the result for all that comes after.
+        """Runs an optimizer's closure, then averages the gradients into `.grad`.
 
         Returns:
             Result of the closure; None if no member had a loss, so that there are no gradients.
@@ -521,7 +524,7 @@ class FitSession:
         return header
 
     def _went_along(self, header: Header) -> None:
-        """Takes in a collective of the others that this member, without samples, could not foresee."""
+        """Takes in a collective of the others that this member, without samples, could not expect."""
         self.observe()
         self.collectives.went_along(header.name or str(header.kind), header.answers)
 
@@ -549,7 +552,9 @@ class FitSession:
         return hooks(loss) if self.within and self.stepper.total_weight > 0 else loss
 
     def average_within(self) -> None:
-        """Averages within the closure, which Lightning must bring to its end whether the step takes place or not."""
+        """Averages gradients within the closure. If the step does not take place, that is only noted, since
+        Lightning must run the closure to its end.
+        """
         try:
             self._average(0)
             self.within = True
@@ -557,12 +562,14 @@ class FitSession:
             self.within = False
 
     def manual_backward(self, run: Callable[[], None]) -> None:
-        """Runs one backward pass of manual optimization and its average, or none if this member is out of the job."""
+        """Runs one backward pass of manual optimization and averages its gradients; does neither if this member is
+        out of the job.
+        """
         if self.in_job:
             whole(self.stepper).manual_backward(run)
 
     def pass_is_over(self) -> None:
-        """Averages the gradients of those optimizers that a backward pass of manual optimization reached."""
+        """Averages the gradients that a backward pass of manual optimization has changed."""
         with contextlib.suppress(NoStep):
             for number in self.stepper.manual.reached if self.stepper.manual is not None else ():
                 self._average(number)
@@ -571,7 +578,8 @@ class FitSession:
     def gather(
         self, name: str, payload: bytes, *, lets_go: bool = False, line: str = ""
     ) -> list[tuple[str, bytes]] | None:
-        """Returns each member's payload with its id, in rank order; None if this member is not in the job.
+        """Exchanges payloads in a collective: returns each member's with its id, in rank order; None if this member is
+        not in the job.
 
         Args:
             name: Name of the collective; equal at all members.
@@ -597,8 +605,9 @@ class FitSession:
         return answers
 
     def observe(self, *, fresh: bool = False) -> None:
-        """Updates rank, writer, logs, metrics and schedules after a slot was committed, or after this member came
-        in."""
+        """Updates rank, writer, logs, metrics and schedules after a slot was committed, or after this member
+        entered.
+        """
         engine = self.engine
         self.writer.logs.stable()
         self.handover.metrics.forget_computed()
@@ -629,7 +638,7 @@ class FitSession:
     # ------------------------------------------------------------------ lengths
 
     def length(self) -> int:
-        """Returns the length of the loader for Lightning."""
+        """Returns the length of the training loader that Lightning gets, in micro-batches."""
         total = self._total()
         return ENDLESS if math.isinf(total) else int(total)
 
@@ -643,8 +652,9 @@ class FitSession:
     # ------------------------------------------------------------------ going
 
     def _on_signal(self, number: signal.Signals, frame: FrameType | None) -> None:
-        """Leaves the job at the first signal; the second one aborts, or in an outer job's cluster says what that
-        costs."""
+        """Handles signals: the first one makes this member leave the job; a second one aborts, or in an outer job's
+        cluster prints what aborting would lose.
+        """
         say(f"{number.name}: leaving the job after the present step, or at once while waiting; {self.hooks.again}")
         self.asked = number
         aside(lambda reason: self.engine.leave(reason), f"signal {number.name}")
@@ -658,13 +668,16 @@ class FitSession:
         self._suspension = Suspension.begin(self.trainer)
 
     def check_departure(self, *, stepped: bool = False) -> None:
-        """Lets this member leave after a commit, if it may. `stepped`: whether the optimizer has yet to apply that."""
+        """Makes this member leave after a committed slot, if it was asked to and may. `stepped`: the optimizer has
+        yet to apply the committed step.
+        """
         if self.in_job and self.member.may_go():
             self.member.depart(stepped=stepped)
 
     def _left(self, stepped: bool) -> None:
-        """Keeps the state, now or once the optimizer has stepped, and ends the writer's role, as this member has left.
-        The last member stays the writer: nobody else has the state."""
+        """Saves the state (if `stepped`, only after the optimizer's step) and gives up the writer's role, as this
+        member has left. The last member stays the writer, since no other has the state.
+        """
         if self.elastic.uncommitted:
             self._uncommitted = rolled_back(loops_manifest(self.trainer), self.elastic.uncommitted)
         self._keep_due = stepped
@@ -678,7 +691,7 @@ class FitSession:
         skip_validation(self.trainer)
 
     def _keep(self, *, ended: bool = False, stuck: bool = False) -> None:
-        """Keeps the state in a file if this was the last member, or if no member can go on (`stuck`)."""
+        """Saves the state to a file if this was the last member, or if no member can go on (`stuck`)."""
         self._keep_due = False
         if self.member.footing is Footing.LAST:
             self.hooks.leave()
@@ -688,15 +701,16 @@ class FitSession:
             self.member.keep(kept, counted=self.trainer.global_step, stuck=stuck)
 
     def end_epoch(self) -> None:
-        """Ends the epoch of a member that has left, without judging it: keeps the state if that is due, as no safe
-        point follows the epoch's last batch, and takes a batch out of the counters that no step uses."""
+        """Ends the epoch of a member that has left, without the hooks that judge an epoch. Saves the state if that
+        is still to be done, and uncounts a batch that no step uses.
+        """
         if self._keep_due:
             self._keep(ended=True)
         if self._uncommitted is not None:
             uncount(self.trainer, self._uncommitted)
 
     def says_unsaved(self, path: str) -> bool:
-        """Returns whether this member does not write a checkpoint, as it is out of the job; logs that."""
+        """Returns whether this member writes no checkpoint because it is out of the job; if so, logs that."""
         void = self.member.footing is Footing.VOID
         if unsaved := void or self.member.footing is Footing.GONE:
             why = "was put out of the job, so its state is void" if void else "has left the job"
@@ -707,7 +721,7 @@ class FitSession:
         return unsaved
 
     def finish(self) -> None:
-        """Takes part in the job's last slot, as fit is over; a member that has left waits until it is released."""
+        """Takes part in the job's last slot when fit is over. A member that has left waits until it is released."""
         if self.member.footing is Footing.VOID and self.hooks.owns_result:  # others may have ended the job meanwhile
             self.come_in()
             if not self.departed:
@@ -732,9 +746,9 @@ class FitSession:
             )
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Ends this member's part at once, as after an exception: callbacks that run now must not call for the others.
-        These go on without this member. If members disagree, the others end, too, and so the state is kept in a
-        file."""
+        """Ends this member's part at once, as after an exception, so that callbacks that run now do not wait for the
+        other members. They go on without it, unless members disagree: then all end, and the state is saved.
+        """
         if self.in_job and isinstance(error, DisagreementError) and self.hooks.owns_result:
             self._keep(stuck=True)
         self.member.end()
@@ -747,7 +761,7 @@ class FitSession:
                 _log.warning("closing the engine of %s failed: %r", self.config.name, error)
 
     def close(self) -> None:
-        """Ends the session, and puts back all that it has changed for the time of fit. Idempotent."""
+        """Ends the session, and restores all that it has changed for the time of fit. Idempotent."""
         self.closed = True
         self.abandon()
         self.handover.metrics.remove()
@@ -764,7 +778,7 @@ class FitSession:
 
 
 def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str) -> dict[str, bytes] | None:
-    """Takes part in a collective whose payloads units of micro-batches make (protocol.md P17).
+    """Takes part in a collective whose payloads are results of units of micro-batches (protocol.md P17).
 
     Args:
         session: Session of this member.
@@ -785,7 +799,7 @@ def gather_by_units(session: FitSession, name: str, attempt: Attempt, order: str
 
 
 class FitHooks:
-    """Hooks of one fit: the places in its order at which outer sync and pipelines do something of their own.
+    """Hooks of one fit by which outer sync and pipelines change what the session does.
 
     The hooks of this class are for members that have the whole model, in a job that is not itself a cluster of an outer
     job; most of them do nothing. `ElasticPart` (elastic.py) has the hooks of a rank in a cluster of an outer job, and
@@ -833,11 +847,11 @@ class FitHooks:
     def restore(self) -> None: ...  # fit is over, and the user's objects are to be what they were; idempotent
 
     def loader(self, dataloader: Any, **options: Any) -> JobLoader:
-        """Wraps the user's training loader; `options` are those of `ElasticLoader`."""
+        """Returns the elastic loader around the user's training loader; `options` are those of `ElasticLoader`."""
         return ElasticLoader(dataloader, **options)
 
     def stepper(self, fit: FitSession) -> Stepper | PipelineStepper:
-        """Returns the object that makes this member's steps."""
+        """Returns the object that runs this member's optimizer steps."""
         return Stepper(
             fit.engine,
             fit.trainer,
@@ -850,57 +864,60 @@ class FitHooks:
         )
 
     def exit_signals(self, first: Handler, last: Callable[[], bool]) -> ExitSignals:
-        """Returns handlers of the signals that ask this member to leave. `last`: whether it alone holds its state."""
+        """Returns handlers of the signals that ask this member to leave. `last`: returns whether this member is the
+        only one with its state.
+        """
         return ExitSignals(first)
 
     @property
     def words(self) -> dict[str, str]:
-        """Words that must be equal at all members."""
+        """Further values for the fingerprint, which must be equal at all members."""
         return {}
 
     def clock_state(self) -> dict[str, Any]:
-        """Returns the state of the job's clock, for newcomers; it travels beside the loops' counters."""
+        """Returns the state of the outer job's clock, which newcomers get beside the loops' counters."""
         return {}
 
     def begins_pass(self, loader: JobLoader) -> bool:
-        """Begins a pass of the loader; returns whether it has told the loader which epoch that goes over."""
+        """Notes that the loader begins a pass; returns whether the hook has set the loader's epoch."""
         return False
 
     def total(self) -> float | None:
-        """Returns the number of batches of this epoch; None if the loader knows it."""
+        """Returns the number of batches of this epoch; None if the loader's own number is right."""
         return None
 
     def training_step(self, fit: FitSession, run: Callable[[], Any], batch: Any) -> Any:
-        """Runs the user's training step on a batch of the loop, or what takes its place; returns its output."""
+        """Runs the user's training step on a batch, or what replaces it; returns its output."""
         return whole(fit.stepper).training_step(run, batch)
 
     def says(self, logged: bytes) -> bytes:
-        """Returns the bytes that this member sends beside its gradient; `logged` is what it hands over of its log."""
+        """Returns the bytes that this member sends with its gradient. `logged`: logged values that it hands over."""
         return logged
 
     def said(self, header: Header) -> Sequence[bytes]:
-        """Returns the bytes that members have handed over of their logs with a header, in rank order."""
+        """Returns the logged values, as bytes in rank order, that members have handed over with this header."""
         return header.answers
 
     @property
     def writes(self) -> bool:
-        """Whether a member of this job logs and writes files; else one of another cluster does."""
+        """Whether members of this job log and write files; if not, another cluster's members do."""
         return True
 
     @property
     def run(self) -> str:
-        """Id of the outer job, whose other clusters may go on with this job's files; "" if there is none."""
+        """Id of the outer job, whose other clusters may continue this job's files; "" if there is none."""
         return ""
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the model's part of a checkpoint, which `make` makes."""
+        """Returns the model's state dict for a checkpoint; by default, the one that `make` returns."""
         return make()
 
 
 @contextmanager
 def meeting(state: LightningState, name: str) -> Iterator[None]:
-    """Marks the state as within the collective `name` while the block runs. Parts may move meanwhile; a member that
-    gets the state then is in this collective, too, or cannot go on from it."""
+    """Marks the state as within the collective `name` during this context, in which parts may be sent. A member that
+    gets the state must be in that collective, too.
+    """
     state.meeting = "" if name == _FOUNDING else name
     try:
         yield
@@ -909,21 +926,24 @@ def meeting(state: LightningState, name: str) -> Iterator[None]:
 
 
 def end_unused_batch(session: FitSession) -> None:
-    """Ends Lightning's loop by StopIteration within a batch that no step uses, if this member has left: before the loop
-    counts the batch, and before hooks and loggers hear of it. The loop of manual optimization swallows StopIteration,
-    so the first callback calls this again."""
+    """Ends Lightning's loop by StopIteration within a batch that no step uses, if this member has left, before the
+    loop, hooks and loggers count it. Called by the first callback, too, since the loop of manual optimization
+    swallows StopIteration.
+    """
     if session.departed and session.elastic.uncommitted:
         raise StopIteration
 
 
 def handlers_of_user(before: Any, connector: object) -> list[Callable[[int, FrameType | None], Any]]:
-    """Returns the handlers that the user had set for a signal, without Lightning's own, which end the work at once."""
+    """Returns the handlers that the user had installed for a signal, without Lightning's own, which would end the
+    process at once.
+    """
     found = getattr(before, "signal_handlers", [before])
     ours = (None, signal.default_int_handler)
     return [h for h in found if callable(h) and h not in ours and getattr(h, "__self__", None) is not connector]
 
 
 def whole(stepper: Stepper | PipelineStepper) -> Stepper:
-    """Returns the stepper as that of a member that has the whole model; no other may be given."""
+    """Returns the stepper, typed as that of a member with the whole model; no other may be given."""
     assert isinstance(stepper, Stepper)
     return stepper

@@ -1,4 +1,4 @@
-"""The training state of a Lightning fit, as donors publish it and newcomers take it over (protocol.md 15, 21).
+"""Defines the training state of a Lightning fit that donors publish and newcomers take over (protocol.md 15, 21).
 
 Theory of operation. Tensors: the module's parameters and buffers, the optimizers' state, and modules that callbacks
 average. Everything else is the manifest: optimizer layout, schedulers, gradient scaler, loops' counters, callbacks,
@@ -58,7 +58,7 @@ saves (Lightning 2.6)."""
 
 
 class LightningState:
-    """Training state of one trainer, as `StateAccess`.
+    """Training state of one Trainer (implements `StateAccess`).
 
     Args:
         trainer: Trainer in fit, set up.
@@ -107,7 +107,7 @@ class LightningState:
     # ------------------------------------------------------------------ tensors
 
     def _averages(self) -> dict[str, nn.Module]:
-        """Returns the copies of the model that callbacks keep (EMA and the like)."""
+        """Returns the copies of the model in callbacks, such as those of an exponential moving average."""
         found = {}
         for place, callback in enumerate(self._trainer.callbacks):
             for name, value in vars(callback).items():
@@ -155,7 +155,7 @@ class LightningState:
         return rolled_back(found, self.loader.uncommitted) if self.within_step else found
 
     def _checkpoint_stub(self) -> dict[str, Any]:
-        """Returns the content of a checkpoint of this moment, of which the module's hooks may read anything."""
+        """Returns the content of a checkpoint of this moment, which is given to the module's `on_save_checkpoint`."""
         trainer = self._trainer
         stub: dict[str, Any] = {
             "epoch": trainer.current_epoch,
@@ -172,7 +172,7 @@ class LightningState:
         return stub
 
     def _module_keys(self) -> dict[str, Any]:
-        """Returns what `LightningModule.on_save_checkpoint` adds of its own."""
+        """Returns the keys that the module's `on_save_checkpoint` adds to a checkpoint, with their values."""
         if not is_overridden("on_save_checkpoint", self._trainer.lightning_module):
             return {}
         stub = self._checkpoint_stub()
@@ -237,7 +237,7 @@ class LightningState:
 
 
 class KeptState:
-    """State that the last member keeps: as it was before the micro-batches that no step has used.
+    """State that the last member saves: with the counters as before the micro-batches that no step has used.
 
     Args:
         state: State of this member.
@@ -289,7 +289,7 @@ def _adopt_callback(callback: Callback, given: Mapping[str, Any]) -> None:
 
 
 def _cloned(value: Any) -> Any:
-    """Returns the value with its tensors copied: donors train on while the bytes travel."""
+    """Returns the value with its tensors cloned, since a donor trains on while the bytes are sent."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is dict:

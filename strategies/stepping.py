@@ -1,4 +1,4 @@
-"""Turns micro-batches into committed steps: weights, idle micro-batches, averaging.
+"""Turns micro-batches into committed steps: weights them, stands in for missing ones, and averages gradients.
 
 Theory of operation. An *accumulation* is what one optimizer step uses. Every member runs the same number of
 micro-batches in it, so that all of Lightning's counters agree; where nothing was assigned to it, it is idle. The
@@ -69,7 +69,7 @@ _CAME_TO_NOTHING = "`training_step` returned `None`. If this was on purpose, ign
 
 
 def sections_of(module: LightningModule, optimizers: list[Optimizer]) -> list[Section]:
-    """Returns one section per optimizer, with the parameters that are trained now."""
+    """Returns one section (a named list of parameters) per optimizer, of the parameters that require a gradient."""
     names = {id(p): n for n, p in module.named_parameters()}
     sections = []
     for number, optimizer in enumerate(optimizers):
@@ -84,7 +84,7 @@ def sections_of(module: LightningModule, optimizers: list[Optimizer]) -> list[Se
 
 
 def weight_of(module: LightningModule, batch: Any, batch_idx: int, samples: float) -> float:
-    """Returns the weight of a batch in a step: its samples, or what the module's `chaos_weight` says.
+    """Returns the weight of a batch in a step: its number of samples, or what the module's `chaos_weight` returns.
 
     Raises:
         ConfigurationError: `chaos_weight` returned no weight.
@@ -99,7 +99,7 @@ def weight_of(module: LightningModule, batch: Any, batch_idx: int, samples: floa
 
 
 class Stepper:
-    """Steps of one member in one fit.
+    """Runs one member's optimizer steps in one fit.
 
     Args:
         engine: Engine that has joined the job.
@@ -160,7 +160,9 @@ class Stepper:
     # ------------------------------------------------------------------ one micro-batch
 
     def training_step(self, run: Callable[[], Any], batch: Any) -> Any:
-        """Runs the user's training step, or what an idle member does instead; then exchanges what was logged."""
+        """Runs the user's training step, or a substitute if this member has no samples; then exchanges what was
+        logged.
+        """
         batch_idx = batches_begun(self._trainer) - 1
         part = self._current()
         idle = part is None or part.idle
@@ -184,7 +186,9 @@ class Stepper:
         return output
 
     def _automatic_step(self, run: Callable[[], Any], part: BatchFacts | None, batch: Any, batch_idx: int) -> Any:
-        """Runs the user's training step under automatic optimization; `part` is None if this member is idle."""
+        """Runs the user's training step under automatic optimization. `part`: facts about the batch; None if this
+        member has no samples.
+        """
         output = None
         if part is not None:
             self._watch.begin()
@@ -203,7 +207,9 @@ class Stepper:
         return output
 
     def _run_idle(self, run: Callable[[], Any]) -> tuple[Any, bool]:
-        """Runs a training step on a stand-in batch; returns its result, and whether it logged with sync_dist=True."""
+        """Runs a training step on a stand-in batch at a member without samples; returns its output, and whether it
+        logged with sync_dist=True.
+        """
         with Untouched(self._trainer) as untouched:
             output = run()
         return output, untouched.synced
@@ -213,8 +219,8 @@ class Stepper:
         return weight_of(self._module, batch, batch_idx, part.samples)
 
     def _tell_of_changes(self) -> None:
-        """Warns once of buffers that training_step changed. Under manual optimization members without samples run
-        it, too, so what it does to a buffer is the same everywhere unless it depends on the batch.
+        """Warns once of buffers that training_step changed under manual optimization. Members without samples run
+        it, too, so such a buffer differs only if it depends on the batch.
         """
         changed = self._watch.changed()
         if changed and not self._told:
@@ -229,8 +235,8 @@ class Stepper:
     # ------------------------------------------------------------------ backward
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """Scales the loss by what its samples count, tells the engine before the accumulation's last pass, and runs
-        the pass.
+        """Runs one backward pass of a loss weighted by its samples; before the accumulation's last pass, tells the
+        engine to send.
         """
         if len(self._accumulation) == 1:
             refuse_kept(
@@ -247,13 +253,17 @@ class Stepper:
         return done
 
     def _close_accumulation(self) -> float:
-        """Closes the accumulation before its last pass; returns the factor of that pass's loss."""
+        """Closes the accumulation before its last backward pass; returns the factor by which that pass's loss is
+        scaled.
+        """
         factor, total = self._accumulation.close(p for _, p in self.sections[0].params), self._accumulation.total
         self._engine.arm(coefficient=total, section=0, empty=total == 0)
         return factor
 
     def _start_scaler(self, loss: Tensor) -> None:
-        """Starts the gradient scaler: one that never scaled refuses to unscale the gradients that the others bring."""
+        """Starts the gradient scaler with a loss that is not used, since a scaler that never scaled refuses to
+        unscale the other members' gradients.
+        """
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             scaler.scale(loss)
@@ -262,17 +272,17 @@ class Stepper:
 
     @property
     def has_passed(self) -> bool:
-        """Whether the present micro-batch has a backward pass."""
+        """Whether the present micro-batch gets a backward pass."""
         return not self._skip_backward
 
     @property
     def is_last(self) -> bool:
-        """Whether the accumulation's last micro-batch is under way."""
+        """Whether the last micro-batch of the accumulation is being processed."""
         return self._stepping
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Marks the closure inside as that of the accumulation's last micro-batch."""
+        """Marks the closure that runs within this context as that of the accumulation's last micro-batch."""
         self._stepping = True
         try:
             yield
@@ -280,8 +290,9 @@ class Stepper:
             self._stepping = False
 
     def average(self, number: int, *, yields: bool = False) -> Header:
-        """Contributes this accumulation, or backward pass, and waits for its commit; `.grad` holds the average
-        afterwards. If it yields, the header may be of what the others do first; then it is to be called again.
+        """Contributes this accumulation (or backward pass) and waits for its commit, after which `.grad` holds the
+        average. With `yields`, the header may be that of an earlier collective of the others; then this is to be called
+        again.
 
         Args:
             number: Number of the optimizer.
@@ -313,46 +324,50 @@ class Stepper:
     # ------------------------------------------------------------------ manual optimization
 
     def manual_backward(self, run: Callable[[], None]) -> None:
-        """Runs one backward pass of `LightningModule.manual_backward`, and averages what it reached."""
+        """Runs one backward pass of `LightningModule.manual_backward`, and averages the gradients that it has
+        changed.
+        """
         assert self.manual is not None
         self.manual.backward(run, stands_in=self._present == 0.0, unweighed=lambda: self.total_weight <= 0)
 
     def holds_average(self, number: int) -> bool:
-        """Returns whether this optimizer's gradients are an average that it has not stepped with; it steps without
-        a slot.
+        """Returns whether this optimizer's gradients are an average that has not been used in a step yet. Then it
+        steps without a slot.
         """
         return self.manual is not None and self.manual.hold_average(number)
 
     def must_average(self, number: int) -> bool:
-        """Returns whether this optimizer's step is a slot: what it holds is no average, or user code has put
-        another gradient in the place of one.
+        """Returns whether this optimizer's step needs a slot: its gradients are no average, or user code has
+        replaced one of them.
         """
         return self.manual is None or not self.manual.hold_average(number) or self.manual.assigned(number)
 
     def stepped(self, number: int) -> None:
-        """Notes that this optimizer steps."""
+        """Notes that this optimizer is about to step with its averaged gradients."""
         if self.manual is not None:
             self.manual.stepped(number)
 
     def gradients(self) -> dict[str, Any]:
-        """Returns the gradients that are kept beyond the batch, at a safe point, for newcomers."""
+        """Returns the averaged gradients that are kept from one batch to the next, for newcomers. To be called at a
+        safe point.
+        """
         return {} if self.manual is None else self.manual.manifest()
 
     def adopt_gradients(self, given: Mapping[str, Any]) -> None:
-        """Takes over what `gradients` gave at the donor."""
+        """Takes over the gradients that `gradients` returned at the donor."""
         if given and self.manual is not None:
             self.manual.adopt(given)
 
     # ------------------------------------------------------------------ what else may happen
 
     def put_back(self) -> None:
-        """Puts averaged buffers that were assigned anew back, before the state is kept, so that they are those that
-        the engine knows.
+        """Puts the engine's own tensors back in place of averaged buffers that user code replaced, before the state
+        is saved.
         """
         self._watch.put_back()
 
     def nothing(self) -> Tensor | None:
-        """Returns the loss of a closure that came to nothing."""
+        """Returns the loss to report if no training step gave one."""
         return torch.zeros((), device=self._module.device) if self.manual is None else None
 
     def forget_accumulation(self) -> None:
@@ -361,14 +376,14 @@ class Stepper:
         self._engine.losses.tell(0)
 
     def reset(self) -> None:
-        """Forgets the present accumulation and manual gradients, as the member joins again."""
+        """Forgets the present accumulation and manual gradients. To be called when the member joins again."""
         self.forget_accumulation()
         self._watch.put_back()
         if self.manual is not None:
             self.manual.reset()
 
     def close(self) -> None:
-        """Removes hooks."""
+        """Removes the hooks from the parameters."""
         if self.manual is not None:
             self.manual.close()
 
@@ -390,19 +405,19 @@ class Stepper:
 
 
 class PipelineStepper:
-    """One member's steps: what `Stepper` is where each member has the whole model.
+    """Runs one member's optimizer steps with pipelines, in place of `Stepper`.
 
     Args:
-        engine: Of this member.
-        trainer: In fit.
-        model: The user's.
-        batch: Returns the batch of the loop.
+        engine: Engine of this member.
+        trainer: Trainer in fit.
+        model: The user's model.
+        batch: Returns the present batch of Lightning's loop.
         order: Returns words about the order that the epoch's samples have.
 
     Attributes:
         total_weight: Samples of the last step.
-        sections: What each optimizer owns, of the whole model.
-        buffers: Those that are averaged with each step.
+        sections: Parameters of each optimizer, in the whole model.
+        buffers: Buffers that are averaged with each step.
     """
 
     manual = comparison = None
@@ -433,7 +448,7 @@ class PipelineStepper:
     # ------------------------------------------------------------------ a step
 
     def average(self, number: int, *, yields: bool = False) -> Header:
-        """Runs the step's units until it is committed, and logs what they have logged.
+        """Runs the step's units until the step is committed, and logs the values that they recorded.
 
         Args:
             number: The optimizer's.
@@ -483,18 +498,18 @@ class PipelineStepper:
         return weight_of(module, own, batch.index, batch.weight(j))
 
     def output(self) -> dict[str, Tensor]:
-        """Returns what the step's `training_step` is to return at all members."""
+        """Returns the output of the step's `training_step`, which is the same at all members."""
         assert self._outcome is not None
         return {"loss": torch.tensor(self._outcome.loss, device=self._trainer.strategy.root_device)}
 
     def apply(self) -> None:
-        """Puts the averages into `.grad`, which Lightning has zeroed since."""
+        """Stores the averages in `.grad`, since Lightning has zeroed it."""
         for parameter, average in self._averages:
             parameter.grad = average
         self._averages = []
 
     def clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips the gradients of this member by the norm of all, which the header has told."""
+        """Clips this member's gradients by the norm of the whole model's gradient, which the header gives."""
         assert self._outcome is not None
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         scale_gradients(parameters, clip_coefficient(self._outcome, float(clip_val)))
@@ -508,35 +523,35 @@ class PipelineStepper:
         return 0
 
     def must_average(self, number: int) -> bool:
-        """Returns True: each step is a slot."""
+        """Returns True: with pipelines each step is a slot."""
         return True
 
     def holds_average(self, number: int) -> bool:
         return False
 
     def stepped(self, number: int) -> None:
-        """Does nothing: the optimizer steps with each batch."""
+        """Does nothing: with pipelines the optimizer steps with each batch."""
 
     def gradients(self) -> dict[str, Any]:
-        """Returns nothing: no gradient is kept beyond the batch."""
+        """Returns an empty dict: with pipelines no gradient is kept beyond the batch."""
         return {}
 
     def adopt_gradients(self, given: Mapping[str, Any]) -> None:
-        """Takes over nothing: there are no gradients."""
+        """Does nothing: with pipelines no gradient is kept beyond the batch."""
 
     def nothing(self) -> Tensor:
-        """Returns the loss of a closure that came to nothing."""
+        """Returns the loss to report if no unit gave one."""
         return torch.zeros((), device=self._trainer.strategy.root_device)
 
     def forget_accumulation(self) -> None:
         self._averages = []
 
     def put_back(self) -> None:
-        """Does nothing: averaged buffers are put back with each attempt."""
+        """Does nothing: averaged buffers are put back at each attempt."""
 
     reset = close = forget_accumulation
 
 
 def _loss_of(output: object) -> object:
-    """Returns the loss in what a training step returned."""
+    """Returns the loss from a training step's output."""
     return output.get("loss") if isinstance(output, Mapping) else output

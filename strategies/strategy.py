@@ -1,4 +1,4 @@
-"""Defines `ChaosStrategy`, which hands Lightning's hooks on to the parts of this package that serve them.
+"""Defines `ChaosStrategy`, which passes Lightning's hooks on to the parts of this package that handle them.
 
 Theory of operation. The strategy itself knows what Lightning calls when, and nothing else: a `FitSession` is this fit's
 part in the job, `Collectives` are Lightning's small collectives, `ChaosEnvironment` tells this process's rank. Outside
@@ -115,7 +115,7 @@ class ChaosStrategy(ParallelStrategy):
         self._assign_validation: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state of a copy, which has no part in the job."""
+        """Returns the state for a copy of the strategy, without this fit's part in the job."""
         return {**super().__getstate__(), "session": None, "_place": None}
 
     # ------------------------------------------------------------------ where this process runs
@@ -135,8 +135,9 @@ class ChaosStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether this is a fit: Lightning honours `sync_dist=True` only then. `connect` keeps Lightning's
-        DistributedSampler away from fit; outside of fit one process works alone, and the user's sampler stays."""
+        """Whether this is a fit: only then Lightning honours `sync_dist=True`. Outside of fit one process works
+        alone, and the user's sampler stays.
+        """
         return self.session is not None and not self.session.closed
 
     @property
@@ -145,7 +146,7 @@ class ChaosStrategy(ParallelStrategy):
 
     @property
     def in_job(self) -> bool:
-        """Whether collectives reach other members."""
+        """Whether this process is in a job, so that collectives reach other members."""
         return self.session is not None and self.session.in_job
 
     def _configure_launcher(self) -> None:
@@ -208,7 +209,7 @@ class ChaosStrategy(ParallelStrategy):
         ]
 
     def _train_alone(self, trainer: Trainer) -> None:
-        """Prepares a fit without a job, as outside of fit."""
+        """Prepares a fit that trains without a job."""
 
     def _pipeline_fit(self, trainer: Trainer, options: PipelineOptions) -> PipelineFit:
         memory = device_memory(options.given_memory, self.root_device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -220,9 +221,9 @@ class ChaosStrategy(ParallelStrategy):
         return EngineConfig.build({**self._given, **self.options.for_engine()})
 
     def _evaluate(self) -> None:
-        """Gives this process a rank for validate, test or predict. Every process evaluates everything, but only one of
-        those that run this script is to write: so each has before fit the rank that it would have in fit, and keeps it.
-        After fit it has the rank that fit gave it."""
+        """Gives this process a rank for validate, test or predict. Every process evaluates everything, but one alone
+        is to write: so each takes, before fit, the rank that it would have in fit. After fit it keeps fit's rank.
+        """
         if self._has_fitted or self._place is not None:
             return
         self._place = place_to_evaluate(self._config())
@@ -256,8 +257,9 @@ class ChaosStrategy(ParallelStrategy):
         session.handover.metrics.install()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns the loader that Lightning uses: loaders of fit are divided among members, those of validate, test and
-        predict run on this process alone."""
+        """Returns the loader that Lightning uses. Loaders of fit are divided among members; those of validate, test
+        and predict yield everything in this process.
+        """
         if self.session is None:
             return unsharded(dataloader)
         trainer = self.session.trainer
@@ -273,9 +275,10 @@ class ChaosStrategy(ParallelStrategy):
         return everything
 
     def on_train_start(self) -> None:
-        """Prepares training, in the last hook before batches are fetched. Makes the loaders of validation while this
-        process is still alone: a member that comes later would otherwise make them, with their barriers, when the
-        others have them already."""
+        """Prepares training, in the last hook before batches are fetched. Makes the validation loaders already here,
+        while this process is alone: a member that joins later would wait in their barriers for members that have
+        them.
+        """
         if self.session is None:
             return
         trainer = self.session.trainer
@@ -307,7 +310,7 @@ class ChaosStrategy(ParallelStrategy):
             self.session.hooks.show_base()
 
     def on_validation_end(self) -> None:
-        """Shows the trained parameters again, after ModelCheckpoint and EarlyStopping have judged."""
+        """Restores the trained parameters after validation, once ModelCheckpoint and EarlyStopping have judged."""
         if self.session is not None:
             self.session.hooks.show_own()
 
@@ -334,8 +337,9 @@ class ChaosStrategy(ParallelStrategy):
     def _manual_backward(
         self, session: FitSession, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Runs a backward pass of manual optimization, with the average where DDP has it: before `on_after_backward`
-        and all that follows."""
+        """Runs a backward pass of manual optimization, and averages gradients before `on_after_backward`, as DDP
+        does.
+        """
         module, precision = session.trainer.lightning_module, self.precision_plugin
         scaled = precision.pre_backward(loss, module)
         session.manual_backward(lambda: precision.backward(scaled, module, optimizer, *args, **kwargs))
@@ -344,7 +348,9 @@ class ChaosStrategy(ParallelStrategy):
     def _hooked_backward(
         self, session: FitSession, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Runs a backward pass, with the average of a step's last pass before `on_after_backward`, as DDP has it."""
+        """Runs a backward pass; if it is a step's last one, averages gradients before `on_after_backward`, as DDP
+        does.
+        """
         module, precision = session.trainer.lightning_module, self.precision_plugin
 
         def run(given: Tensor) -> Tensor:
@@ -356,13 +362,16 @@ class ChaosStrategy(ParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keeps gradients of accumulating micro-batches here while the block runs. In manual optimization they are
-        averaged nevertheless, so that micro-batches of different sizes weigh what they should."""
+        """Keeps gradients of accumulating micro-batches unsent during this context. Manual optimization averages
+        them nevertheless, so that micro-batches of different sizes get the right weights.
+        """
         with self.session.engine.hold() if self.in_job and self.session is not None else nullcontext():
             yield
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Averages between the closure and all that the precision plugin does with gradients."""
+        """Runs an optimizer's step, with gradients averaged after the closure and before the precision plugin uses
+        them.
+        """
         session, parent = self.session, super().optimizer_step
         if session is None or not session.entered:
             return parent(optimizer, closure, model, **kwargs)
@@ -374,7 +383,9 @@ class ChaosStrategy(ParallelStrategy):
         return self.session.gather(name, payload, line=line) if self.session is not None else None
 
     def _early(self) -> None:
-        """Warns if user code asks the other members before the first batch, where members meet: it asks nobody."""
+        """Warns if user code calls a collective before the first batch: members meet only there, so it reaches no
+        other member.
+        """
         session = self.session
         if session is None or session.entered or session.closed or self.world_size == 1:
             return
@@ -418,8 +429,9 @@ class ChaosStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Lets the writer alone write a checkpoint, and only of a stable step: the barrier makes the last step stable.
-        If the file cannot be written, all members raise."""
+        """Lets the writer alone write a checkpoint, after a barrier that makes the last step final. If the file
+        cannot be written, all members raise.
+        """
         if self.in_job:
             # Members' names of a collective must be equal; their paths need not be, as only the writer's is used.
             self.barrier("before saving")

@@ -1,4 +1,5 @@
-"""The writer: the one member that logs, draws the progress bar and writes files; and how another becomes it.
+"""Defines the writer, the one member that logs, draws the progress bar and writes files, and how another member becomes
+it.
 
 Theory of operation. Rank 0 writes. Everybody sets up as rank 1, so becoming the writer is one and the same thing for
 the job's first member and for one whose writer has died or left: loggers open, hyperparameters are logged, the
@@ -37,7 +38,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class StableLog:
-    """Buffer of log calls, which loggers get once the next slot has committed.
+    """Buffer of log calls, which are passed on to loggers once the next slot has committed.
 
     Args:
         alone: Returns whether nobody else could redo the present step, so that waiting is pointless.
@@ -54,7 +55,7 @@ class StableLog:
         """Loggers, each with what the user had put in place of `log_metrics`."""
 
     def hold(self, loggers: list[Logger]) -> None:
-        """Routes these loggers' `log_metrics` through here from now on, once where one is given twice."""
+        """Redirects these loggers' `log_metrics` to this buffer; a logger that is given twice is redirected once."""
         for logger in {id(logger): logger for logger in loggers}.values():
             own = {name: value for name, value in vars(logger).items() if name == "log_metrics"}
             self._held.append((logger, own))
@@ -70,7 +71,7 @@ class StableLog:
         return log_metrics
 
     def stable(self) -> None:
-        """Passes on what was logged before the slot that has committed now: it is final."""
+        """Passes on the log calls made before the slot that has committed: their step can no longer be undone."""
         waiting, self._waiting = self._waiting, []
         self._owed = [self._owed[1], waiting]
         if not waiting or taken_over([logger for logger, _ in self._held], self.writer):
@@ -80,19 +81,19 @@ class StableLog:
         self.save()
 
     def save(self) -> None:
-        """Makes loggers write files with which a successor of this writer goes on."""
+        """Makes loggers write their files, so that a successor of this writer can continue them."""
         for logger, _ in self._held:
             save(logger)
 
     def owed(self, logger: Logger, *, certain: bool) -> list[Call]:
-        """Returns the calls that a writer that is gone may not have written by this logger, in order; only those of the
-        last commit if `certain`.
+        """Returns the log calls that a dead writer may not have written with this logger, in order; if `certain`,
+        only those of the last commit.
         """
         return [call for calls in self._owed[certain:] for call in calls if call.logger is logger]
 
     def drop(self) -> None:
-        """Drops what waits, as this member was fenced: its last step may be redone by others, and others write what
-        came before it.
+        """Drops buffered log calls when this member is fenced: others may redo its last step, and write the values
+        before it.
         """
         self._waiting.clear()
         self._owed = [[], []]
@@ -100,7 +101,7 @@ class StableLog:
             forget(logger)
 
     def release(self) -> None:
-        """Gives the loggers back to the user; what still waits is dropped."""
+        """Restores the loggers' own `log_metrics`; calls that still wait are dropped."""
         self._waiting.clear()
         for logger, own in self._held:
             vars(logger).pop("log_metrics", None)
@@ -109,7 +110,7 @@ class StableLog:
 
 
 class Writer:
-    """Role of the writer in a fit: whether this member has it, and what changes with it.
+    """The writer's role in a fit: whether this member has it, and what changes when it gets or loses it.
 
     Args:
         trainer: Trainer in fit.
@@ -145,7 +146,7 @@ class Writer:
         return self._environment.global_rank() == 0
 
     def place(self, name: str, rank: int, world_size: int, *, fresh: bool, lost: bool, let_go: bool) -> None:
-        """Sets this member's rank after a slot committed, or as it came in; it may become the writer by that, or cease
+        """Sets this member's rank after a slot committed, or as it entered; it may become the writer thereby, or cease
         to be it.
 
         Args:
@@ -175,15 +176,15 @@ class Writer:
             _demote(self._trainer)
 
     def promote_if_due(self, *, fresh: bool) -> None:
-        """Finishes becoming the writer, between two batches."""
+        """Finishes becoming the writer, if that is due. Called between two batches."""
         if self._due:
             self._due = False
             with self._alone():
                 _promote(self._trainer, fresh=fresh)
 
     def tell_files(self, members: Callable[[], tuple[str, ...]]) -> None:
-        """Tells all members where the writer logs, whenever there is another one: `trainer.log_dir` may be asked
-        for in training_step, where nothing can be exchanged, and the next writer goes on with these files.
+        """Tells all members where the writer logs, whenever the writer changes. They need it within training_step,
+        for `trainer.log_dir`, and the next writer continues these files.
         """
         here, run = members(), self._run()
         if run and self.is_here and not self._marked:
@@ -204,7 +205,7 @@ class Writer:
         )
 
     def told_log_dir(self, own: Any) -> Any:
-        """Returns `trainer.log_dir` within a step: the writer's, as it was told last.
+        """Returns `trainer.log_dir` within a step: the writer's folder, as it was announced last.
 
         Args:
             own: This member's own, which is the answer if it is the writer or nobody logs.
@@ -212,12 +213,12 @@ class Writer:
         return own if self.is_here or not self.told.writer else self.told.folder
 
     def save_logs(self) -> None:
-        """Makes loggers write what they hold back, while this member is still the writer."""
+        """Makes loggers write what they have buffered, while this member is still the writer."""
         for logger in self._trainer.loggers:
             logger.save()
 
     def step_aside(self, *, void: bool) -> None:
-        """Gives the writer's role up, as this member is out: it must not look like the writer.
+        """Gives up the writer's role, as this member is out of the job.
 
         Args:
             void: Whether it was put out: another member may write by now.
@@ -231,8 +232,8 @@ class Writer:
 def open_loggers(
     trainer: Trainer, name: str, *, fresh: bool, told: LogPlace = LogPlace(), writer: str = ""
 ) -> dict[Logger, bool]:
-    """Opens the loggers, and starts clocks of rank zero: this member writes from now on. Collectives must be off
-    meanwhile.
+    """Opens the loggers, and starts the clocks that run at rank zero only, as this member becomes the writer.
+    Collectives must be off meanwhile.
 
     Args:
         trainer: Trainer in fit.
@@ -261,7 +262,9 @@ def open_loggers(
 
 
 def _promote(trainer: Trainer, *, fresh: bool) -> None:
-    """Finishes becoming the writer, between two batches. Collectives must be switched off meanwhile."""
+    """Finishes becoming the writer, between two batches: starts progress bar, summary and saved configuration.
+    Collectives must be off meanwhile.
+    """
     cli = sys.modules.get("lightning.pytorch.cli")
     for callback in trainer.callbacks:
         if cli is not None and isinstance(callback, cli.SaveConfigCallback) and fresh:
@@ -275,8 +278,8 @@ def _promote(trainer: Trainer, *, fresh: bool) -> None:
 
 
 def _save_config(callback: Any, trainer: Trainer) -> None:
-    """Writes LightningCLI's configuration if no founder has. One that counted as rank zero while it set up, and is
-    another member now, has written it to this very folder if all see the same one.
+    """Writes LightningCLI's configuration file, unless another founder has: one that counted as rank zero during its
+    set-up may have written it to the same folder.
     """
     path = os.path.join(str(trainer.log_dir), callback.config_filename)
     written = callback.save_to_log_dir and not callback.overwrite and trainer.world_size > 1 and os.path.isfile(path)
@@ -296,7 +299,7 @@ def _save_config(callback: Any, trainer: Trainer) -> None:
 
 
 def _demote(trainer: Trainer) -> None:
-    """Stops this member's progress bar and loggers, as another member writes now."""
+    """Stops this member's progress bar and loggers, as another member is the writer now."""
     bar = trainer.progress_bar_callback
     if bar is not None:
         bar.disable()

@@ -1,1 +1,1 @@
-"""Models and data of the examples, which the Hydra groups `model` and `data` name; a wheel has them, too."""
+"""Models and data of the examples, installed with the package; the Hydra groups `model` and `data` refer to them."""

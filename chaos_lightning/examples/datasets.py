@@ -36,7 +36,7 @@ PYTHON_DOC = "/usr/share/doc/python3.11/html/_sources"
 
 
 class MissingDataError(ConfigurationError, FileNotFoundError):
-    """A data set is not on this machine; the message says where it was looked for and how to get it."""
+    """Error for a data set that is not on this machine; its message says where it was looked for and how to get it."""
 
 
 # ---------------------------------------------------------------------------------------------------- text
@@ -77,7 +77,9 @@ def _split(text: bytes) -> tuple[bytes, bytes]:
 
 
 class ByteBlocks(Dataset[tuple[Tensor, Tensor]]):
-    """Text cut into blocks that do not overlap; sample i is block i and, as its target, the same moved by one byte."""
+    """Text cut into blocks of `block` bytes that do not overlap. A sample is a block and, as target, the block one
+    byte later.
+    """
 
     def __init__(self, text: bytes, block: int) -> None:
         self.block = block
@@ -155,7 +157,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def cifar10(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
-    """Returns CIFAR-10 from its binary version: records of one label byte and 3072 bytes of image, plane by plane."""
+    """Returns training and test set of CIFAR-10, read from the files of its binary version."""
 
     def load(names: list[str]) -> TensorDataset:
         parts = []
@@ -185,7 +187,7 @@ Sets = tuple[Dataset[Any], Dataset[Any]]
 
 
 class DataModule(L.LightningDataModule):
-    """Loaders over a training and a validation set, which `load` of a subclass makes.
+    """DataModule with loaders over a training and a validation set, which a subclass's `load` returns.
 
     `batch_size` counts the samples of one member and micro-batch: more members, more samples per step.
     """
@@ -216,7 +218,7 @@ class DataModule(L.LightningDataModule):
 
 
 class TextData(DataModule):
-    """Byte blocks of a text; `source` as in `read_text`, `block` in bytes."""
+    """DataModule of byte blocks of a text; `source` as in `read_text`, `block` in bytes."""
 
     def __init__(self, source: str = "stdlib", block: int = 64, batch_size: int = 16, workers: int = 0) -> None:
         super().__init__(batch_size, workers)
@@ -228,7 +230,7 @@ class TextData(DataModule):
 
 
 class ImageData(DataModule):
-    """Images with labels.
+    """DataModule of labelled images.
 
     Args:
         name: "fashion_mnist", "digits" or "cifar10".

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out; input and output embedding are tied."""
+    """Byte-level GPT: takes bytes, returns the logits of each next byte; input and output embedding are tied."""
 
     def __init__(self, *, layers: int, heads: int, width: int, block: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GPT(nn.Module):
 
 
 class GPTModule(L.LightningModule):
-    """Language modelling: mean cross entropy per byte, AdamW.
+    """LightningModule of the GPT: mean cross entropy per byte, AdamW.
 
     Args:
         layers: Transformer blocks.
@@ -92,7 +92,8 @@ class GPTModule(L.LightningModule):
 
 
 class CNNModule(L.LightningModule):
-    """Image classification with BatchNorm, whose statistics are averaged with each step; SGD with momentum.
+    """LightningModule of an image classifier with BatchNorm, whose statistics are averaged with each step; SGD with
+    momentum.
 
     Args:
         channels: Channels of the images: 1 for FashionMNIST and the digits, 3 for CIFAR-10. Any size will do.

@@ -1,4 +1,4 @@
-"""Provides the torchrun rendezvous backend "chaos": workers come and go, and none is restarted for that.
+"""Provides the torchrun rendezvous backend "chaos": workers come and go without a restart of the others.
 
 torchrun finds `factory` through the entry-point group `torchrun.handlers`.
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def factory() -> RendezvousHandlerCreator:
-    """Returns the function by which torchrun makes handlers."""
+    """Returns the function that makes rendezvous handlers for torchrun."""
     from chaos_lightning.rendezvous.handler import create_handler
 
     return create_handler

@@ -1,4 +1,4 @@
-"""Implements the handler that torchrun's agent talks to.
+"""Implements the rendezvous handler that torchrun's agent calls.
 
 Theory of operation. A torchrun agent thinks in rendezvous rounds: all agents meet, get ranks, start their workers; when
 anybody comes or goes, all workers are restarted. Here an agent meets nobody. `next_rendezvous` returns at once with a
@@ -90,7 +90,8 @@ class ChaosRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns at once: this agent's workers may start.
+        """Makes sure that the job's scheduler runs, and lets this agent's workers start without waiting for other
+        agents.
 
         Raises:
             RendezvousClosedError: The job is finished.
@@ -148,13 +149,17 @@ class ChaosRendezvousHandler(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Returns 0, always: nobody is ever restarted because somebody came."""
+        """Returns 0 always, since torchrun would restart the workers if nodes were waiting; also looks after the
+        scheduler and the signal handlers.
+        """
         self._polite.watch()
         self.look_after_scheduler()
         return 0
 
     def look_after_scheduler(self) -> None:
-        """Looks now and then whether the scheduler, if this machine hosts it, is still there. Returns at once."""
+        """Checks from time to time, in a thread, that a scheduler hosted by this machine still runs. Returns at
+        once.
+        """
         now = time.monotonic()
         looking = self._looking is not None and self._looking.is_alive()
         if self._may_host and now - self._looked > min(self._pause_s, 30 * _LOOK_INTERVAL_S) and not looking:
@@ -163,7 +168,7 @@ class ChaosRendezvousHandler(RendezvousHandler):
             self._looking.start()
 
     def _look(self) -> None:
-        """Starts the scheduler again, for which its members wait, if it is gone and the job is not finished."""
+        """Starts the scheduler again if it has ended and the job is not finished, since its members wait for it."""
         options = options_for_engine(self._options.config)
         try:
             hosted = ensure_scheduler(options, self._secret, continue_only=True, serves_end=False, chain=self._chain)
@@ -181,13 +186,13 @@ class ChaosRendezvousHandler(RendezvousHandler):
             logger.warning("the scheduler was gone; started another one on its chain (pid %d)", hosted.pid)
 
     def shutdown(self) -> bool:
-        """Ends this agent's part. The scheduler stays: others may use it, and it ends by itself."""
+        """Ends this agent's part in the rendezvous. The scheduler stays, since others may use it; it ends by itself."""
         self._closed = True
         return True
 
 
 def create_handler(params: RendezvousParameters) -> ChaosRendezvousHandler:
-    """Makes the handler from torchrun's parameters."""
+    """Returns the rendezvous handler for torchrun's parameters."""
     alone("torchrun's backend chaos", "one process is measured; start the script by python")
     warn_of_unknown()
     options = read_options(

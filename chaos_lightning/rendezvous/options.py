@@ -1,4 +1,4 @@
-"""Reads `--rdzv-conf` of the backend "chaos": names, meanings, and what becomes of them (no torch here).
+"""Reads `--rdzv-conf` of the backend "chaos": names and meanings of the options, and where each goes. Imports no torch.
 
 Theory of operation. What a worker needs is declared in EngineConfig, the rules of a scheduler in Settings, and what a
 scheduler process needs in SchedulerOptions; `OPTIONS` collects all that can be given here. The agent merges torchrun's
@@ -60,7 +60,7 @@ def _node(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousOptions:
-    """Options of the handler.
+    """Options of the rendezvous handler.
 
     Attributes:
         config: The workers' configuration but for their names.
@@ -75,7 +75,7 @@ class RendezvousOptions:
     )
 
     def environment(self) -> dict[str, str]:
-        """Returns variables for the workers: EngineConfig.build and hosting.host_for_engine read them.
+        """Returns the environment variables for the workers, which EngineConfig.build and hosting.host_for_engine read.
 
         All settings are told, defaults too: what was given explicitly goes before a variable that was set already.
         """
@@ -94,7 +94,7 @@ OPTIONS: Mapping[str, Setting] = {**MEMBER_OPTIONS, **SETTING_OPTIONS, **declare
 
 
 def conf_help() -> str:
-    """Returns a line for each option."""
+    """Returns the help text of `--rdzv-conf`: a line for each option."""
     lines = (f"  {name:24}{made.short}" + f" ({made.shown})" * bool(made.shown) for name, made in OPTIONS.items())
     return "\n".join(("--rdzv-conf NAME=VALUE,... takes (docs/settings.md):", *lines))
 
@@ -108,7 +108,7 @@ def read_options(
     local_addr: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> RendezvousOptions:
-    """Merges torchrun's parameters, --rdzv-conf and the environment.
+    """Returns the handler's options, merged from torchrun's parameters, --rdzv-conf and the environment.
 
     Args:
         endpoint: --rdzv-endpoint; HOST, HOST:PORT or "" (this machine, port 29400).
@@ -160,8 +160,8 @@ def _check_names(conf: Mapping[str, str]) -> None:
 
 
 def _values(options: Mapping[str, Setting], conf: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what was given in --rdzv-conf or in the environment, by the fields' names. Paths are made absolute, as
-    workers may change their directory.
+    """Returns the values given by --rdzv-conf or the environment, by field name. Paths are made absolute, as workers
+    may change their directory.
     """
     values: dict[str, Any] = {}
     for name, made in options.items():
@@ -176,14 +176,16 @@ def _values(options: Mapping[str, Setting], conf: Mapping[str, str], environ: Ma
 
 
 def _rules(config: EngineConfig, conf: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
-    """Returns the environment's settings, with what --rdzv-conf says, and what this node's members go by."""
+    """Returns the job's settings for a scheduler: those of the environment, overridden by --rdzv-conf and the
+    engine's configuration.
+    """
     base = settings_from_json(environ.get("CHAOS_SETTINGS") or "{}")
     return replace(rules_of(config, base), **_values(SETTING_OPTIONS, conf, {}))
 
 
 def candidates(endpoint: str, bind: str, store: str) -> str:
-    """Returns the endpoints at which workers look for the scheduler. With a chain in etcd every agent hosts a
-    candidate, and its workers ask that one first, which knows the leader; else there is one scheduler at the endpoint.
+    """Returns the endpoints at which workers look for the scheduler, separated by commas. With a chain in etcd every
+    agent hosts a candidate, which its workers ask first; otherwise there is one scheduler.
     """
     named = split_endpoints(endpoint)
     if not store.startswith(ETCD):

@@ -1,4 +1,5 @@
-"""Handles Ctrl+C, SIGTERM and SIGHUP at a torchrun agent: its workers leave the job, and then the agent ends well.
+"""Handles Ctrl+C, SIGTERM and SIGHUP at a torchrun agent: its workers leave the job, and then the agent ends with
+success.
 
 Theory of operation. torch's own handler turns the first signal into an exception that takes the agent down: it signals
 the workers, waits, and exits with an error, although all of them may have left as politely as can be. So once torch has
@@ -36,11 +37,11 @@ _TORCH = "torch.distributed.elastic.multiprocessing.api"
 
 
 class PoliteExit:
-    """The agent's side of a polite leave. All methods are for the agent's main thread.
+    """Makes an agent's workers leave the job when the agent gets a signal. All methods are for the agent's main thread.
 
     Args:
-        mark: What this agent's workers have in their environment under CHAOS_AGENT.
-        patience_s: How long workers may take to leave, s.
+        mark: Value of CHAOS_AGENT in the environment of this agent's workers.
+        patience_s: Time that workers may take to leave, s.
         workers: Finds the workers' process ids; for tests.
     """
 
@@ -53,11 +54,12 @@ class PoliteExit:
 
     @property
     def asked(self) -> signal.Signals | None:
-        """Signal that workers were asked to leave with; None before."""
+        """Signal by which workers were asked to leave; None before."""
         return self._signals.asked
 
     def watch(self) -> None:
-        """Puts the handlers in place, wherever torch has (again) put its own; gives up on workers that do not leave.
+        """Installs the signal handlers in place of torch's, which torch may have installed again; gives up on workers
+        that do not leave in time.
 
         Raises:
             SignalException: Torch's own, after `patience_s`.
@@ -71,7 +73,7 @@ class PoliteExit:
             self.resort()
 
     def resort(self) -> None:
-        """Resorts to torch's own way from here on.
+        """Returns to torch's own handling of signals.
 
         Raises:
             SignalException: Torch's own.
@@ -95,12 +97,12 @@ class PoliteExit:
 
 
 def asking(number: signal.Signals, workers: int) -> str:
-    """Returns the line that is printed as workers of this node are asked to leave."""
+    """Returns the line that an agent prints when it asks its workers to leave."""
     return f"{number.name}: asking {workers} worker(s) to leave the job; once more ends them at once"
 
 
 def pass_on(number: int, pids: Iterable[int]) -> None:
-    """Asks these workers to leave as this process was asked; the end of a terminal is SIGTERM to them, and no more."""
+    """Sends these workers the signal to leave: SIGINT as SIGINT, all others (also the end of a terminal) as SIGTERM."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
@@ -109,7 +111,9 @@ def pass_on(number: int, pids: Iterable[int]) -> None:
 
 
 def workers_of(mark: str, parent: int | None = None) -> list[int]:
-    """Returns process ids of the children of `parent` (this process) that have this mark in their environment."""
+    """Returns the process ids of children of `parent` (default: this process) that have the mark in their
+    environment.
+    """
     parent = os.getpid() if parent is None else parent
     wanted = f"{VARIABLE}={mark}".encode()
     found = []

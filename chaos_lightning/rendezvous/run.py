@@ -1,4 +1,5 @@
-"""`chaos-lightning run`: torchrun for a node with several workers, of which none takes another one along.
+"""Implements `chaos-lightning run`: torchrun for a node with several workers, where the failure of one does not stop
+the others.
 
 Theory of operation. torchrun ends and restarts all workers of a node when one of them fails, since elsewhere none of
 them can go on without the others. Here each worker is a member of its own: so each has an agent of its own here, which
@@ -76,7 +77,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns torchrun's parser, with this command's name, words and defaults."""
+    """Returns torchrun's command line parser, with the name, help texts and defaults of `chaos-lightning run`."""
     made: argparse.ArgumentParser = get_args_parser()
     made.prog, made.description = "chaos-lightning run", HELP
     made.formatter_class, made.epilog = HelpFormat, conf_help()
@@ -111,14 +112,14 @@ def run(arguments: Sequence[str]) -> None:
 
 @dataclass
 class Worker:
-    """Worker of this node, over all its lives.
+    """A worker of this node, through all its restarts.
 
     Attributes:
-        rank: Its LOCAL_RANK.
-        context: Of the process that runs now.
-        failures: In a row.
-        restarts: Over all.
-        code: Of its last end, once it is not started again.
+        rank: LOCAL_RANK of the worker.
+        context: Context of the process that runs now.
+        failures: Number of failures in a row.
+        restarts: Number of restarts so far.
+        code: Exit code of its last process, once it is not started again.
         last: Exit code of its last failure.
     """
 
@@ -133,7 +134,7 @@ class Worker:
 
 
 class NodeWorkers:
-    """All workers of this node."""
+    """Starts, watches and restarts all workers of this node."""
 
     def __init__(self, config: LaunchConfig, given: argparse.Namespace, entrypoint: Any, command: list[str]) -> None:
         self._config = config
@@ -206,7 +207,9 @@ class NodeWorkers:
         self._failed(worker, worker.last)
 
     def _failed(self, worker: Worker, code: int, error: str = "") -> None:
-        """Deals with a worker that has ended with this exit code, or could not be started because of this error."""
+        """Handles a worker that ended with this exit code, or that could not be started (`error`): restarts it or
+        gives it up.
+        """
         words = error or _words(code)
         if self._asked is None and worker.restarts < self._config.max_restarts:
             self._put_off(worker, f"{'could not be started' if error else 'ended'} ({words})")
@@ -229,7 +232,7 @@ class NodeWorkers:
         )
 
     def _seek(self) -> Future[RendezvousInfo]:
-        """Looks for the job, which may take as long as a worker would wait for its scheduler."""
+        """Calls the rendezvous in a thread, since it may take as long as a worker would wait for its scheduler."""
         outcome: Future[RendezvousInfo] = Future()
 
         def look() -> None:
@@ -242,7 +245,9 @@ class NodeWorkers:
         return outcome
 
     def _start(self, worker: Worker) -> None:
-        """Begins to start a worker, or ends to; one at a time, as all share one environment."""
+        """Looks for the job for a worker, or, once that is done, starts the worker. One at a time, as all share one
+        environment.
+        """
         if self._seeking is None:
             worker.began = time.monotonic()
             self._seeking = worker, self._seek()
@@ -300,7 +305,7 @@ class NodeWorkers:
             self._ask(worker)  # it was not there yet
 
     def _logs(self, rank: int) -> Any:
-        """Returns torchrun's log settings for one worker, which is local rank 0 of its own group."""
+        """Returns torchrun's log settings for one worker, whose local rank is 0 in a process group of its own."""
         given = self._given
         shown = {int(r) for r in given.local_ranks_filter.split(",")} if given.local_ranks_filter else {rank}
         make: Any = type(self._config.logs_specs)
@@ -315,7 +320,7 @@ class NodeWorkers:
 
     @property
     def _asked(self) -> signal.Signals | None:
-        """Signal that workers were asked to leave with; None before."""
+        """Signal by which workers were asked to leave; None before."""
         return self._signals.asked
 
     def _ask_all(self, number: signal.Signals, frame: FrameType | None) -> None:
@@ -350,7 +355,7 @@ def _of(given: Std | dict[int, Std], rank: int) -> Std:
 
 
 def _exit_code(code: int) -> int:
-    """Returns the exit code as a shell has it."""
+    """Returns the exit code as a shell reports it: 128 plus the signal's number."""
     return 128 - code if code < 0 else code
 
 

@@ -1,4 +1,4 @@
-"""A Trainer that really trains, and a fake engine with the attributes of a job that callbacks read."""
+"""Provides a Trainer that really trains, and a fake engine with the attributes that callbacks read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def view(number: int, *names: str, reason: str = "") -> View:
 
 @dataclass
 class FakeEngine:
-    """Attributes of an engine that callbacks use."""
+    """Double of an engine, with the attributes that callbacks use."""
 
     name: str = "a"
     rank: int = 0
@@ -54,8 +54,8 @@ class FakeEngine:
 
 
 class Job(Callback):
-    """Callback that plays the strategy: a step of the job after each backward pass, a stop once the engine was asked to
-    leave.
+    """Callback in place of the strategy: makes a step of the job after each backward pass, and stops training once
+    the engine was asked to leave.
     """
 
     def __init__(self, engine: FakeEngine):
@@ -89,7 +89,7 @@ def loader(batches: int = 6) -> DataLoader[Any]:
 
 
 def trainer(engine: FakeEngine | None, *callbacks: Callback, root: str, **options: Any) -> Trainer:
-    """Returns a single-device Trainer; with an engine, its strategy seems to be a chaos strategy."""
+    """Returns a single-device Trainer. With an engine, callbacks take its strategy for a chaos strategy."""
     settings: dict[str, Any] = {
         "max_epochs": 1,
         "logger": False,
@@ -123,7 +123,7 @@ def fit(made: Trainer, batches: int = 6, *, validate: bool = False, model: Tiny 
 def victim(
     root: str, plan: str, name: str = "a", rank: int = 0, validate: bool = False, checkpoint: bool = False
 ) -> None:
-    """Trains under a fault plan; a process of the harness."""
+    """Trains under a fault plan, as a process of the test harness."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from chaos_lightning.callbacks import FaultInjectorCallback
@@ -138,7 +138,7 @@ def victim(
 
 
 def leaver(root: str) -> None:
-    """Trains until it is told to leave; a process of the harness."""
+    """Trains until it is asked to leave, as a process of the test harness."""
     from chaos_lightning.callbacks import ChaosExit
 
     log = EventLog.in_directory(os.environ["CHAOS_LOG_DIR"], "a")
@@ -157,7 +157,9 @@ def leaver(root: str) -> None:
 
 
 class Stubborn(Job):
-    """Callback that lets the member go only when a file says so, so that a second signal finds it still there."""
+    """Callback that stops training, after a request to leave, only once the file "go" exists, so that a second
+    signal finds the process still running.
+    """
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if self.engine.left:
@@ -169,7 +171,7 @@ class Stubborn(Job):
 
 
 class Gate(Callback):
-    """Callback that holds this member after a step until the test opens a FIFO."""
+    """Callback that stops this member after a step until the test opens a FIFO."""
 
     def __init__(self, step: int, path: str):
         self.step, self.path = step, path
@@ -182,7 +184,7 @@ class Gate(Callback):
 
 
 def job_member(name: str, port: int, root: str, plan: str, gate: str = "", epochs: int = 8) -> None:
-    """Runs a real member of a real job with all callbacks; a process of the harness."""
+    """Runs a real member of a real job with all callbacks, as a process of the test harness."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from chaos_lightning.callbacks import ChaosExit, FaultInjectorCallback, Goodput, LiveView

@@ -1,4 +1,6 @@
-"""ChaosExit: one signal leaves, a second one ends, and every other handler is back afterwards."""
+"""Tests ChaosExit: the first signal makes the member leave, the second ends it, and every other handler is restored
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from chaos_lightning.testing.harness import Harness
 
 
 class At(Callback):
-    """Callback that acts in the middle of a batch."""
+    """Callback that calls a function in the middle of the batch with this number."""
 
     def __init__(self, batch: int, what: Any):
         self.batch, self.what = batch, what
@@ -29,7 +31,7 @@ class At(Callback):
 
 
 def settled(engine: FakeEngine) -> FakeEngine:
-    """Returns the engine when the thread that tells it to leave has ended."""
+    """Waits until the thread that asks the engine to leave has ended; returns the engine."""
     for thread in threading.enumerate():
         if thread.name == "chaos-leave":
             thread.join()

@@ -1,4 +1,4 @@
-"""FaultInjectorCallback: strikes where the plan says, says so first, and only its own process."""
+"""Tests FaultInjectorCallback: it strikes its own process only, in the planned phase, and logs the fault first."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_freeze_ends_by_itself_and_training_goes_on(tmp_path: Path) -> None:
 
 
 class Recorder(FaultInjectorCallback):
-    """Fault injector that strikes no process and remembers the faults."""
+    """Fault injector that only records its faults."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""All callbacks in real members of a real job: deaths in every phase, and an audit that finds nothing."""
+"""Tests all callbacks in real members of a real job: members die in every phase, and the audit finds no violation."""
 
 from __future__ import annotations
 

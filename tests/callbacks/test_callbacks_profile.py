@@ -1,4 +1,4 @@
-"""PipelineProfile: measures while a Trainer trains, writes the planner's file, and lets it train on."""
+"""Tests PipelineProfile: it measures while a Trainer trains, writes the planner's file, and lets training continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chaos_lightning.planning.pipelines.files import read_job
 
 
 class Blocks(Tiny):
-    """Module whose chain is a list of alike blocks."""
+    """Module with a list of equal blocks as its chain."""
 
     def __init__(self) -> None:
         super().__init__()

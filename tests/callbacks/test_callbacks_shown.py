@@ -1,4 +1,4 @@
-"""Goodput and LiveView: their log values and displays, and the cases in which they show nothing."""
+"""Tests Goodput and LiveView: what they log and display, and when they show nothing."""
 
 from __future__ import annotations
 

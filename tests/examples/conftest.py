@@ -1,4 +1,4 @@
-"""Lets the examples import each other as scripts do: by the name of the file beside them."""
+"""Lets the examples import each other by file name, as scripts do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples' data sets: real ones if they are installed, otherwise files of the same format made here."""
+"""Tests the examples' data sets: real ones if installed, otherwise files of the same format made here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The example models learn, and the example scripts run: alone with Lightning's own strategy, and elastic."""
+"""Tests that the example models learn, and that the example scripts run: alone with Lightning's own strategy, and
+elastic.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def test_train_composes_and_trains_elastic(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_train_sweeps(tmp_path: Path) -> None:
-    """The option `-m` makes one training per choice, each in a folder of its own."""
+    """With `-m` the example trains once for each of the given settings, in a folder of its own."""
     said = script(
         tmp_path,
         "train.py",
@@ -163,7 +165,9 @@ def test_diloco_loop_trains(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_of_two_devices_is_started_by_lightning(tmp_path: Path) -> None:
-    """The script starts its second rank, and rank 0 the server; auto takes ddp."""
+    """An example with two devices: Lightning starts the second rank, rank 0 starts the parameter server, and
+    inner="auto" chooses DDP.
+    """
     log, server = tmp_path / "log", f"127.0.0.1:{free_port()}"
     brief = ["--max-steps", "12", "--inner-steps", "4", "--batch-size", "4", "--quick"]
     said = script(
@@ -177,7 +181,9 @@ def test_a_cluster_of_two_devices_is_started_by_lightning(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_two_typed_lines_train_two_clusters(tmp_path: Path) -> None:
-    """The first command starts the server, both find it, and end together."""
+    """The same command is run twice: the first process starts the parameter server, both train as clusters, and both
+    end with the same result.
+    """
     server, log = f"127.0.0.1:{free_port()}", tmp_path / "log"
     command = [sys.executable, str(ROOT / "examples" / "diloco_text.py"), *TINY_GPT]
     command += ["--max-steps", "40", "--inner-steps", "4", "--quick"]
@@ -204,13 +210,15 @@ def test_two_typed_lines_train_two_clusters(tmp_path: Path) -> None:
 
 
 def told(log: Path, name: str) -> list[dict[str, Any]]:
-    """Returns all events of this name."""
+    """Returns all logged events of this name."""
     return [event for path in log.rglob("*.jsonl") for event in whole_lines(path) if event["name"] == name]
 
 
 @pytest.mark.slow
 def test_readme_line_trains_on_two_nodes(tmp_path: Path) -> None:
-    """The torchrun line runs twice on this machine: both end well, took every step together, and one of them speaks."""
+    """The README's torchrun line is run twice on one machine: both end with success and take every step together,
+    and only one prints.
+    """
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--rdzv-backend=chaos", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=log_dir={tmp_path / 'log'}"]

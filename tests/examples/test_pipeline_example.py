@@ -1,4 +1,6 @@
-"""The GPT in stages, started as in its page and docstring: by hand, under torchrun, and under `chaos-lightning run`."""
+"""Tests the example of a GPT in stages, started as its page shows: by hand, under torchrun, and under
+`chaos-lightning run`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ LIMIT_S = 170
 
 
 class Started:
-    """Commands in one folder and of one job."""
+    """Processes started in one folder and for one job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.endpoint = folder, f"127.0.0.1:{free_port()}"
@@ -47,7 +49,7 @@ class Started:
         return self.processes[-1]
 
     def ends(self, code: int = 0) -> list[str]:
-        """Returns the output of all commands, once they have ended with this exit code."""
+        """Waits until all processes have ended with this exit code; returns their outputs."""
         said = [process.communicate(timeout=LIMIT_S)[0] for process in self.processes]
         assert [process.returncode for process in self.processes] == [code] * len(said), "\n\n".join(said)
         return said
@@ -56,11 +58,11 @@ class Started:
         return [e for path in self.log.rglob("*.jsonl") for e in whole_lines(path) if e["name"] == name]
 
     def stepped(self, step: int) -> None:
-        """Waits until the job has committed so many steps."""
+        """Waits until the job has committed this many steps."""
         until(lambda: any(e["step"] >= step for e in self.told("committed")), f"step {step}", LIMIT_S)
 
     def pid(self, rank: int) -> int:
-        """Returns the process id of a member of the first view."""
+        """Returns the process id of the member that had this rank in the first view."""
         view = next(e for e in self.told("view") if len(e["members"]) > rank)
         member = view["members"][rank]
         logs = map(whole_lines, self.log.rglob("member-*.jsonl"))

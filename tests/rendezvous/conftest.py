@@ -1,4 +1,4 @@
-"""Fixtures: every test keeps its chains, tokens and settings to itself."""
+"""Gives every test of the rendezvous chains, tokens and settings of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs a worker that only writes which signals it gets, one word a line. Arguments: where to write, and how it ends.
+"""Runs a worker that only writes the signals it gets, one word a line. Arguments: file to write, and how the worker
+ends.
 
 "leave" ends well when it is asked to; "fail" ends with an error then; "stay" ignores the first wish.
 """

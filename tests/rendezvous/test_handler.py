@@ -1,4 +1,4 @@
-"""The handler by itself: the calls that torchrun's agent makes."""
+"""Tests the rendezvous handler alone, by the calls that torchrun's agent makes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from chaos_lightning.rendezvous.handler import ChaosRendezvousHandler
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Restores os.environ, to which the handler must write."""
+    """Restores os.environ after the test, since the handler writes to it."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -43,7 +43,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HostedScheduler]]:
-    """Schedulers that were started; each is ended by its own pid."""
+    """List of the schedulers that the handler starts; each is stopped at the end."""
     found: list[HostedScheduler] = []
     original = hosting._spawn
 
@@ -145,8 +145,8 @@ def test_a_scheduler_that_is_gone_is_started_again_while_workers_run(
 def test_a_scheduler_that_none_of_its_members_has_come_to_says_nothing_of_the_jobs_chain(
     endpoint: str, started: list[HostedScheduler]
 ) -> None:
-    """The scheduler's store may be another job's by the same name: then none would be started on the job's own any
-    more.
+    """The scheduler's store may belong to another job of the same name, as no member of this job has joined it yet.
+    The handler must not remember that chain, or it could not start a scheduler with its own later.
     """
     first = ViewId(1, 1)
     alone = View(first, NO_VIEW, (Member("a~1", "a", "host", "127.0.0.1", 4000),))

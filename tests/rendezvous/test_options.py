@@ -1,4 +1,4 @@
-"""Options of --rdzv-conf: reading, refusals, and the variables that workers inherit."""
+"""Tests options of --rdzv-conf: how they are read and refused, and which variables workers inherit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(
 
 
 def worker_config(options: RendezvousOptions, local_rank: int = 0, **more: str) -> EngineConfig:
-    """Returns the configuration that a worker of this agent will use."""
+    """Returns the configuration that a worker of an agent with these options uses."""
     return EngineConfig.build({}, {**options.environment(), "LOCAL_RANK": str(local_rank), **more})
 
 
@@ -165,7 +165,9 @@ def test_no_route_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_option_that_equals_the_default_goes_before_the_environment() -> None:
-    """The environment is the agent's: its workers have it, too."""
+    """An option given in --rdzv-conf overrides the environment even if it equals the default, for the agent and for
+    its workers, which inherit the environment.
+    """
     environ = {"CHAOS_PLAN": "chain", "CHAOS_OVERLAP": "0", "CHAOS_IDLE_TIMEOUT_S": "5"}
     options = read({"plan": "auto", "overlap": "1", "idle_timeout_s": "0"}, environ)
     assert (options.config.plan, options.config.overlap, options.scheduler.idle_timeout_s) == ("auto", True, 0.0)
@@ -181,7 +183,9 @@ def test_torchruns_own_timeout_comes_after_the_environment() -> None:
 
 
 def test_an_agents_candidate_is_told_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent passes the address by the environment, as its workers may start the candidate again."""
+    """With a chain in etcd, the address at which others reach this agent's scheduler is passed on to workers, which
+    may start it again.
+    """
     options = read({"store": "etcd://127.0.0.1+127.0.0.2", "advertise": "gate.example:4000"})
     assert options.scheduler.advertise == "gate.example:4000"
     monkeypatch.delenv("CHAOS_ADVERTISE", raising=False)

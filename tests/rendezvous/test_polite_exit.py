@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM at a torchrun agent, with real agents: workers that end well let torchrun end well."""
+"""Tests Ctrl+C and SIGTERM at a real torchrun agent: if its workers leave with success, so does the agent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Agent:
-    """Agent of torchrun without a scheduler, whose workers write which signals they get."""
+    """A torchrun agent without a scheduler, whose workers write the signals that they get."""
 
     def __init__(self, harness: Harness, folder: Path, end: str, *arguments: str) -> None:
         self.harness = harness
@@ -44,7 +44,7 @@ class Agent:
         return {int(line.split()[1]) for line in lines}
 
     def ready(self, workers: int = 1) -> None:
-        """Waits until workers run."""
+        """Waits until these workers run."""
         self.harness.wait_until(lambda: all("start" in self.words(rank) for rank in range(workers)), "a worker")
 
     def end(self) -> int:
@@ -111,7 +111,9 @@ def test_a_worker_that_fails_on_its_way_out_is_not_started_again(agent: Callable
 
 
 def polite_signal(one: Agent, number: signal.Signals) -> str:
-    """Sends a signal once the agent's own handlers are installed; torch's would end it at once."""
+    """Waits until our own handlers have replaced torch's, then sends a signal; returns the beginning of the agent's
+    answer.
+    """
     one.harness.wait_until(lambda: f"{number.name} is passed on" in one.log(), "the polite handlers")
     one.process.send(number)
     one.harness.wait_until(lambda: number.name in one.words(), "the signal at the worker")

@@ -1,4 +1,4 @@
-"""`chaos-lightning run` by itself: real workers, a rendezvous that the test controls, and signals."""
+"""Tests `chaos-lightning run` alone: real workers, a rendezvous that the test controls, and signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Act = Callable[[], object]
 
 
 class Rendezvous:
-    """Rendezvous in place of the handler; `acts` happen at its calls, by their number from 1."""
+    """Double of the rendezvous handler. `acts` are functions to be called at its first, second, ... call."""
 
     use_agent_store = False
     patience_s = 5.0
@@ -53,7 +53,7 @@ class Rendezvous:
 
 
 class Room:
-    """Node with workers that report; its tests run in a thread, as the node needs the main one."""
+    """A node with workers that report. The test itself runs in a thread, since the node needs the main thread."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
@@ -80,7 +80,7 @@ class Room:
         until(lambda: any(text in said for said in self.said), f"{text!r} in {self.said}")
 
     def run(self, handler: Rendezvous, play: Act, *arguments: str) -> int:
-        """Returns the exit code. When `play` has ended, in whatever way, the node is asked to end by SIGINT."""
+        """Runs the node until `play` has ended and the node was asked to end by SIGINT; returns its exit code."""
         self._patch.setattr(run, "create_handler", lambda parameters: handler)
         given = run.parser().parse_args([*arguments, str(WORKER), str(self._folder / "worker"), "leave"])
         given.master_port = 29500
@@ -226,7 +226,7 @@ def test_a_worker_that_starts_as_the_node_is_asked_to_end_is_asked_too(
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_whoever_closes_the_terminal_lets_workers_leave(room: Room, number: signal.Signals) -> None:
-    """Workers know SIGINT and SIGTERM as a polite wish; any other signal would end them at once."""
+    """Closing the terminal reaches workers as SIGTERM, which makes them leave; SIGHUP itself would end them at once."""
 
     def play() -> None:
         room.started(0)

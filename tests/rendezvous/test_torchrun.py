@@ -1,4 +1,4 @@
-"""Real torchrun agents with the backend "chaos", and workers that report their events."""
+"""Tests real torchrun agents with the backend "chaos", and workers that report events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Line = dict[str, Any]
 
 
 class Torchrun:
-    """One torchrun agent; `lines` are its workers' reports, everything else is kept in `noise`."""
+    """One torchrun agent; `lines` has its workers' reports, `noise` all other output."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Torchrun:
             self._changed.notify_all()
 
     def wait(self, what: str, test: Callable[[Line], bool] = lambda line: True, count: int = 1) -> Line:
-        """Waits for the `count`th line of this kind that passes the test; returns it."""
+        """Waits for the `count`th report of this kind for which `test` is true; returns it."""
 
         def found() -> list[Line]:
             return [line for line in self.lines if line["what"] == what and test(line)]
@@ -99,7 +99,7 @@ class Torchrun:
             return found()[count - 1]
 
     def hears(self, words: str) -> None:
-        """Waits until these words are in the noise."""
+        """Waits until these words are in the output beside the reports."""
         with self._changed:
             self._changed.wait_for(lambda: words in "".join(self.noise) or self._closed, PATIENCE_S)
             assert words in "".join(self.noise)
@@ -114,7 +114,7 @@ class Torchrun:
 
 
 def hosted(endpoint: str) -> HostedScheduler | None:
-    """Returns the scheduler that answers at this endpoint; None if none does."""
+    """Returns the scheduler that answers at this endpoint; None if there is none."""
     try:
         pid = fetch_status(endpoint, Credentials.load() or TOKEN.encode())["pid"]
     except SchedulerUnreachableError:
@@ -124,7 +124,7 @@ def hosted(endpoint: str) -> HostedScheduler | None:
 
 @pytest.fixture
 def torchrun(endpoint: str, tmp_path: Path) -> Iterator[Callable[..., Torchrun]]:
-    """Function that starts agents; in the end they, their workers and the scheduler are ended, each by its own pid."""
+    """Function that starts agents. At the end of the test they, their workers and the scheduler are ended."""
     started: list[Torchrun] = []
     with ExitStack() as stack:
         stack.callback(lambda: (scheduler := hosted(endpoint)) is None or scheduler.stop())
@@ -190,8 +190,8 @@ def test_agents_join_a_running_job_and_nobody_is_restarted(torchrun: Callable[..
 
 
 def leaves_politely(standby: Torchrun, endpoint: str, left: int) -> None:
-    """Sends SIGTERM to an agent: its worker gets it as a wish, the scheduler lets the worker go at once, and goes on
-    with the others.
+    """Sends SIGTERM to a waiting agent, and checks that its worker is asked to leave and ends with success, while
+    the scheduler serves the others.
     """
     standby.process.send(signal.SIGTERM)
     for word in ("term", "released", "end"):
@@ -203,7 +203,7 @@ def leaves_politely(standby: Torchrun, endpoint: str, left: int) -> None:
 def test_agents_with_keys_meet_over_tls(
     torchrun: Callable[..., Torchrun], endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With keys the token in the agents' environment is not used, and opens nothing."""
+    """Agents with key files meet over TLS; the token in their environment is not used, and gives no access."""
     keys = tmp_path / "keys"
     init(keys, [KeyHolder("one"), KeyHolder("two"), KeyHolder("ann", OBSERVER)])
     first = torchrun(conf=f"node=one,keys_dir={keys / NODES / 'one'}", nodes="1:2")
@@ -265,7 +265,7 @@ def test_a_typo_ends_torchrun_with_its_name(torchrun: Callable[..., Torchrun]) -
 
 
 class Training:
-    """Agents whose workers train, named by their node; events of all of them are followed in `harness`."""
+    """Agents whose workers train; `harness` follows the events of all of them."""
 
     def __init__(self, harness: Harness, torchrun: Callable[..., Torchrun]) -> None:
         self.harness = harness
@@ -284,12 +284,12 @@ class Training:
         return str(path)
 
     def open(self, name: str) -> None:
-        """Blocks until the worker is at this gate, then lets it go on."""
+        """Waits until a worker is at this gate, then lets it continue."""
         with open(self.harness.directory / f"gate-{name}", "w"):
             pass
 
     def admitted(self, name: str, but: Record | None = None) -> Record:
-        """Returns the scheduler's view that lets this worker in; another one than `but`."""
+        """Returns the scheduler's view that admits this worker, but not the one of the record `but`."""
         return self.harness.wait_for(
             "view",
             lambda r: (
@@ -301,7 +301,7 @@ class Training:
 
 @pytest.fixture
 def finished(endpoint: str, tmp_path: Path) -> Iterator[None]:
-    """Scheduler, none of the agents', that answers for the finished job."""
+    """A scheduler that no agent has started, which answers for a finished job."""
     chain = tmp_path / "chain.sqlite"
     with JobChain(SqliteStore(chain, "job")) as store:
         store.take_term()
@@ -318,7 +318,7 @@ def finished(endpoint: str, tmp_path: Path) -> Iterator[None]:
 def test_a_node_that_comes_after_the_end_hears_so_and_starts_no_worker(
     torchrun: Callable[..., Torchrun], endpoint: str, program: Sequence[str]
 ) -> None:
-    """This node may not host a scheduler, so another machine's would have to."""
+    """A node comes after the job has finished: it prints so, starts no worker, and ends with an error."""
     late = torchrun("--max-restarts=3", conf="node=late,host_scheduler=0", program=program)
     assert late.wait_ended() == 1
     assert f"job 'job' at {endpoint} is finished; no worker is started on node late" in "".join(late.noise)
@@ -336,7 +336,7 @@ def training(tmp_path: Path, torchrun: Callable[..., Torchrun], monkeypatch: pyt
 
 @pytest.mark.slow
 def test_a_crashed_worker_is_restarted_and_trains_on(training: Training) -> None:
-    """The worker's agent starts it again, no other worker is touched, and both end with the same state."""
+    """A worker crashes: its agent starts it again, no other worker is touched, and both end with the same state."""
     one = training.start("one", gates={2: training.gate("start")}, alone=training.gate("alone"))
     training.harness.wait_step(2)
     training.harness.declare("two-0")
@@ -359,9 +359,7 @@ def test_a_crashed_worker_is_restarted_and_trains_on(training: Training) -> None
 
 @pytest.mark.slow
 def test_a_worker_restarted_as_its_job_ends_goes_on_with_the_final_state(training: Training) -> None:
-    """The job finishes between the rendezvous of the worker's second life and its hello: the worker is told so, and
-    trains nothing.
-    """
+    """The job finishes while a crashed worker is being restarted: the worker is told so, and trains nothing."""
     one = training.start("one", gates={2: training.gate("start")}, alone=training.gate("alone"))
     training.harness.wait_step(2)
     training.harness.declare("two-0")
@@ -386,8 +384,8 @@ def test_a_worker_restarted_as_its_job_ends_goes_on_with_the_final_state(trainin
 def test_a_worker_whose_donors_all_die_is_restarted_and_begins_anew(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker observed the donors, so that its state is a mixture: it ends with an error, and its second life founds
-    the job.
+    """All members die while a newcomer replays their steps, so that its state is incomplete: it ends with an error,
+    and its restart founds the job anew.
     """
     one = training.start("one", epochs=1000)
     training.harness.wait_step(2)
@@ -411,7 +409,9 @@ def test_a_worker_whose_donors_all_die_is_restarted_and_begins_anew(
 
 @pytest.mark.slow
 def test_a_standby_agent_trains_once_a_place_is_free(training: Training) -> None:
-    """Three agents share two places: the third one's worker waits until the second leaves, and ends with the first."""
+    """Three agents share two places: the third one's worker waits until the second one leaves, then trains to the
+    end with the first.
+    """
     one = training.start(
         "one", gates={2: training.gate("start")}, third=training.gate("third"), alone=training.gate("alone")
     )
@@ -440,7 +440,9 @@ def test_a_standby_agent_trains_once_a_place_is_free(training: Training) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [(TORCHRUN,), RUN])
 def test_a_spare_that_waits_when_the_job_ends_is_a_success(training: Training, program: Sequence[str]) -> None:
-    """The spare prints no traceback and is not started again, though it may be; no code behind its training runs."""
+    """A standby still waits when the job ends: it exits with success, prints no traceback, is not restarted, and
+    runs no code after its training.
+    """
     one = training.start("one", "--nnodes=1:1", program=program, gates={2: training.gate("start")}, epochs=1)
     training.harness.wait_step(2)
     spare = training.start("spare", "--nnodes=1:1", "--max-restarts=3", program=program, epochs=1)
@@ -458,7 +460,7 @@ def test_a_spare_that_waits_when_the_job_ends_is_a_success(training: Training, p
 
 @pytest.mark.slow
 def test_a_node_founds_its_job_with_all_of_its_workers(training: Training) -> None:
-    """No step is made before the second worker is in, so that all steps are those of two."""
+    """A node starts a job with two workers: no step is made before both have joined."""
     one = training.start("one", "--nproc-per-node=2", program=RUN, epochs=2)
     ends = [one.wait("done", count=count) for count in (1, 2)]
     assert one.wait_ended() == 0
@@ -471,7 +473,7 @@ def test_a_node_founds_its_job_with_all_of_its_workers(training: Training) -> No
 
 @pytest.mark.slow
 def test_the_last_worker_keeps_the_state_and_the_next_start_goes_on_from_it(training: Training, tmp_path: Path) -> None:
-    """SIGTERM ends the only agent; another one is started: it goes on from the very state, and says so."""
+    """SIGTERM ends the only agent, whose worker saves the state; the next agent resumes from it, and prints so."""
     conf = {"epochs": 1000}
     one = training.start("one", **conf)
     training.harness.wait_step(3)
@@ -494,8 +496,8 @@ def test_the_last_worker_keeps_the_state_and_the_next_start_goes_on_from_it(trai
 
 @pytest.mark.slow
 def test_one_dead_worker_of_a_node_with_two_loses_nothing_under_stock_torchrun(training: Training) -> None:
-    """Torchrun ends the dead worker's sibling, which is the last one then, and starts both anew: they go on from the
-    state that it kept.
+    """A worker dies under plain torchrun, which then also stops the node's other worker: that one saves the state,
+    and both restart from it.
     """
     one = training.start("one", "--nproc-per-node=2", "--max-restarts=2", epochs=1000)
     training.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="one-0")
@@ -519,8 +521,8 @@ def test_one_dead_worker_of_a_node_with_two_loses_nothing_under_stock_torchrun(t
 def test_a_dead_worker_takes_no_sibling_along_and_comes_back(
     training: Training, torchrun: Callable[..., Torchrun]
 ) -> None:
-    """One of two workers of `chaos-lightning run` is killed, the other one commits on, and the first joins it again.
-    Killed once more it is given up; the other one trains on, and the node ends with the code of the first.
+    """One of two workers of `chaos-lightning run` is killed: the other one trains on, and the first joins it again.
+    Killed once more, it is given up, and the node ends with its exit code.
     """
     one = torchrun(
         "--nproc-per-node=2",
@@ -536,7 +538,7 @@ def test_a_dead_worker_takes_no_sibling_along_and_comes_back(
         return harness.wait_for("committed", lambda r: len(r["contributors"]) == members, node="one-0", after=after)
 
     def killed(life: int, after: Record) -> Record:
-        """Kills the worker; returns a commit of the other one alone."""
+        """Kills the worker in this life; returns a commit that the other worker made alone afterwards."""
         victim = one.wait("start", lambda line: line["local_rank"] == 1 and line["restarts"] == life)
         os.kill(victim["pid"], signal.SIGKILL)
         return commits(1, after)

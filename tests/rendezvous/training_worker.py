@@ -1,4 +1,4 @@
-"""Runs a worker for torchrun tests that trains for real; it reports its events, one JSON line each.
+"""Runs a worker for torchrun tests that really trains; it reports its events, one JSON line each.
 
 Its argument is JSON: gates {step: FIFO to wait at}, third (FIFO to wait at after three steps in company), alone (FIFO
 to wait at once the others are gone), crash_in (the life, counted from 0, that ends without a word after three steps in

@@ -1,4 +1,6 @@
-"""Fixtures of the strategy tests: filters for Lightning's own warnings under this torch, and small models and data."""
+"""Provides fixtures of the strategy tests (a double of the engine, jobs of real processes), and silences warnings of
+Lightning.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[type]:
-    """Strategy with an engine that needs no network, in a job of its own."""
+    """Replaces the engine by one that needs no network, in a job of its own; yields the engine's class."""
     from engine_double import EngineDouble
 
     import chaos_lightning.strategies.session as module
@@ -57,7 +59,7 @@ def double(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Job with real processes; its scheduler ends with the test."""
+    """Job whose members are real processes; its scheduler ends with the test."""
     # This seed keys the order of samples, and this process, or the one that members fork from, may have been seeded.
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     from forked_support import patient, scheduler

@@ -1,4 +1,6 @@
-"""Clusters of the tests: a Trainer.fit with gates and a pace, and a report of its end."""
+"""Starts clusters of an outer job for tests: each runs Trainer.fit with gates and at a set pace, and reports its
+end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from chaos_lightning.strategies import ChaosStrategy, DiLoCoStrategy
 
 
 class Paced(models.Regression):
-    """Model each of whose steps takes some time, as a larger model's does."""
+    """Model whose steps take a fixed time, as a larger model's would."""
 
     step_s = 0.0
 
@@ -32,7 +34,7 @@ class Paced(models.Regression):
 
 
 class Rough(Paced):
-    """Model that steps two optimizers by hand."""
+    """Model with manual optimization and two optimizers."""
 
     def __init__(self) -> None:
         super().__init__(lr=0.01, sync=True)
@@ -54,7 +56,7 @@ class Rough(Paced):
 
 
 class Another(Paced):
-    """Model that differs from the others'."""
+    """Model with a further layer, so that it differs from the other clusters' model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +70,7 @@ KINDS: dict[str, Any] = {"paced": partial(Paced, lr=0.01, sync=True), "rough": R
 
 
 class Follows(pl.Callback):
-    """Callback that records positions of the loops."""
+    """Callback that records epoch and step at each batch's end, epoch's end and validation."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, int, int]] = []
@@ -88,7 +90,7 @@ class Follows(pl.Callback):
 
 
 class Poison(pl.Callback):
-    """Callback that makes all parameters NaN, once, when the job has made so many steps; never: -1."""
+    """Callback that once sets a parameter to NaN, when the job has made this many steps; never if -1."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -101,7 +103,7 @@ class Poison(pl.Callback):
 
 
 def cluster(spec: dict[str, Any]) -> None:
-    """Trains one cluster.
+    """Trains one cluster of a single process.
 
     Args:
         spec: "name", "server", "out", "trainer" (arguments), "told" (of the strategy), "samples", "step_s", "gates",
@@ -116,7 +118,7 @@ def cluster(spec: dict[str, Any]) -> None:
 
 
 def last(spec: dict[str, Any]) -> list[pl.Callback]:
-    """Returns a callback that writes the last checkpoint to the folder "last", if there is one."""
+    """Returns a ModelCheckpoint that saves the last checkpoint to the folder `spec["last"]`, if the spec has one."""
     return [pl.callbacks.ModelCheckpoint(spec["last"], save_last=True)] if "last" in spec else []
 
 
@@ -126,7 +128,7 @@ def files_in(folder: str) -> dict[str, Any]:
 
 
 def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callback], **trainer: Any) -> None:
-    """Fits and reports."""
+    """Trains one cluster, and writes a report of its end."""
     follows = Follows()
     model.step_s = spec.get("step_s", 0.0)
     strategy = DiLoCoStrategy(name=spec["name"], server=spec["server"], **spec.get("told", {}))
@@ -149,7 +151,7 @@ def run(spec: dict[str, Any], out: Path, model: Paced, callbacks: list[pl.Callba
 
 
 def loop(spec: dict[str, Any]) -> None:
-    """Runs a cluster that is a plain loop, until the job ends; reports how many steps it has made.
+    """Trains a cluster by a plain loop until the job ends; reports the number of its steps.
 
     Args:
         spec: "name", "server", "out", "told" (of `DiLoCo`), "step_s", "device".
@@ -169,7 +171,7 @@ def loop(spec: dict[str, Any]) -> None:
 
 
 def ddp(spec: dict[str, Any]) -> None:
-    """Runs one process of a cluster whose ranks are DDP's, as Lightning's launcher starts it.
+    """Runs one DDP rank of a cluster, with the environment that Lightning's launcher gives it.
 
     Args:
         spec: As of `cluster`; "rank", "ranks", "port" (of their group), "kind" (of model), "keep" (checkpoints).
@@ -184,7 +186,7 @@ def ddp(spec: dict[str, Any]) -> None:
 
 
 def rank(spec: dict[str, Any]) -> None:
-    """Runs one rank of an elastic cluster.
+    """Runs one rank of a cluster that is itself an elastic job.
 
     Args:
         spec: As of `cluster`; "cluster" (its name), "port" (of the inner job's scheduler), "min_nodes", "options" (of

@@ -1,4 +1,4 @@
-"""A fit as users start it, which trains until a test ends it, and reports the code that ran behind it."""
+"""Runs a fit as users start it, which trains until a test ends it, and reports whether code after fit has run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDLESS = 10_000
 
 
 class Marks(pl.Callback):
-    """Callback that marks that this process trains, and may stop training early."""
+    """Callback that creates a file once this process trains, and may stop training early."""
 
     def __init__(self, mark: Path, spec: dict[str, Any]) -> None:
         self.mark, self.stops_after = mark, spec.get("stops_after", 0)
@@ -42,7 +42,9 @@ class Marks(pl.Callback):
 
 
 def on_terminal(path: str) -> None:
-    """Makes this process the leader of a session on this terminal, with the signals of a fresh shell's child."""
+    """Makes this process the leader of a session on this terminal, with the default signal handlers of a shell's
+    child.
+    """
     for number in POLITE:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if os.getpid() != os.getsid(0):
@@ -53,11 +55,12 @@ def on_terminal(path: str) -> None:
 
 
 def fit(folder: str, port: int, spec: dict[str, Any]) -> None:
-    """Trains at that port; the file `mark` in `folder` says that it trains, `behind` that fit returned.
+    """Trains with the server at this port. In `folder`, the file `mark` shows that training has begun, `behind` that
+    fit has returned.
 
     Args:
-        folder: For both.
-        port: Of the scheduler or the parameter server.
+        folder: Folder of both files.
+        port: Port of the scheduler or the parameter server.
         spec: terminal (path), workers (of the loader), kind ("chaos", "diloco"), stops_after (steps), marks
             ("validation": the mark says that it validates).
     """
@@ -89,7 +92,7 @@ def fit(folder: str, port: int, spec: dict[str, Any]) -> None:
 
 
 def sweep(folder: str, port: int, arguments: Sequence[str]) -> None:
-    """Runs a script of Hydra's whose runs train in `folder`/NUMBER, with these arguments on its command line."""
+    """Runs a Hydra script with these command line arguments; its run number N trains in `folder`/N."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -103,7 +106,7 @@ def sweep(folder: str, port: int, arguments: Sequence[str]) -> None:
 
 
 def agent(port: int, spec: dict[str, Any], worker: Sequence[str]) -> None:
-    """Runs an agent of torchrun or `chaos-lightning run` on a terminal of its own, with this worker."""
+    """Runs an agent of torchrun or `chaos-lightning run`, with one worker, on a terminal of its own."""
     on_terminal(spec["terminal"])
     if spec["nohup"]:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

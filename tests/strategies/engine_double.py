@@ -1,4 +1,6 @@
-"""An engine without a network: one member, every slot commits at once. For tests that concern Lightning alone."""
+"""Replaces the engine without a network: one member, whose slots commit at once. For tests that concern Lightning
+alone.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from chaos_lightning.settings import EngineConfig
 
 
 class EngineDouble:
-    """Interface of the engine with a world of one; `made` lists all instances of a test."""
+    """Engine's interface for a single member; `made` lists all instances of a test."""
 
     made: ClassVar[list[EngineDouble]] = []
     setting: ClassVar[dict[str, Any]] = {}
@@ -101,7 +103,7 @@ class EngineDouble:
         return self.header
 
     def _keep(self, state: Any) -> None:
-        """Keeps the state at the beginning, which a fenced member pulls here, so that it starts all over."""
+        """Keeps a copy of the state at the beginning, which a fenced member gets back when it joins again."""
         encoded = encode_manifest(state.manifest(), state.tensors())
         self._tensors = [(n, t.detach().clone()) for n, t in (*state.tensors(), *encoded.tensors)]
         self._manifest = encoded.data

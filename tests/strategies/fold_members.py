@@ -1,4 +1,4 @@
-"""Members whose script calls fit once for each fold; only the fold's data set knows which samples it leaves out."""
+"""Runs members whose script calls fit once for each fold; only the fold's data set knows which samples are held out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Folds(Dataset):  # type: ignore[type-arg]
 
 
 def folds(spec: dict[str, Any]) -> None:
-    """Trains all folds.
+    """Trains both folds one after the other, each by a fit of its own.
 
     Args:
         spec: name, port, out, plain (a plain loop), gates {fold: fifo} at step 2.

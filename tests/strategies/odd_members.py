@@ -1,4 +1,4 @@
-"""Members that differ from the job in one thing."""
+"""Runs members that differ from the other members of their job in one thing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chaos_lightning.trainer import Trainer
 
 
 class Odd(models.Regression):
-    """Regression of any width, with any optimizer and, if wanted, a falling learning rate."""
+    """Linear regression with a hidden layer of any width, any optimizer, and a falling learning rate."""
 
     def __init__(self, width: int = 8, optimizer: str = "Adam", lr: float = 0.05, **settings: Any) -> None:
         super().__init__(lr)
@@ -31,7 +31,7 @@ class Odd(models.Regression):
 
 
 def odd(spec: dict[str, Any]) -> None:
-    """Runs a member of strategy_members with another package version, if `spec` has "package"."""
+    """Runs `strategy_members.member` with model Odd, and with another package version if `spec` has "package"."""
     models.Odd = Odd  # type: ignore[attr-defined]
     if "package" in spec:
         hello.package_version = lambda: spec["package"]
@@ -39,11 +39,11 @@ def odd(spec: dict[str, Any]) -> None:
 
 
 class Alone(models.Regression):
-    """Model of whose members one asks the others for a collective that they do not foresee.
+    """Model of which one member makes a collective that the other member does not make.
 
     Args:
         asks: "save_checkpoint", "log", or "stop".
-        folder: Where a checkpoint goes.
+        folder: Folder of the checkpoint.
     """
 
     def __init__(self, asks: str, folder: str) -> None:
@@ -51,8 +51,8 @@ class Alone(models.Regression):
         self.asks, self.folder, self.together = asks, folder, 0
 
     def _is_time(self) -> bool:
-        """Returns whether this is the second batch of three (for a stop: the last one) in an epoch that both train from
-        its beginning.
+        """Returns whether this is rank 0 of two, in the second of the three batches (for "stop" the third) of an
+        epoch that both train from its start.
         """
         self.together += self.trainer.world_size == 2
         return bool(self.trainer.is_global_zero and self.together == (5 if self.asks == "stop" else 4))
@@ -76,7 +76,7 @@ def alone(spec: dict[str, Any]) -> None:
 
 
 def saves_alone(spec: dict[str, Any]) -> None:
-    """Runs a plain loop in which rank 0 of two alone saves, or breaks.
+    """Runs a plain loop in which rank 0 of two members alone saves a checkpoint, or breaks out of the loop.
 
     Args:
         spec: name, port, out, asks, gates {step: fifo}.
@@ -103,7 +103,8 @@ def saves_alone(spec: dict[str, Any]) -> None:
 
 
 class Drifts(models.Regression):
-    """Model of which one member has another learning rate from some step on; gathers too much at some step.
+    """Model of which one member changes its learning rate at some step, makes an additional collective, or changes a
+    weight.
 
     Args:
         drifts_at: Step; 0: never.
@@ -130,13 +131,13 @@ class Drifts(models.Regression):
 
 
 def drifts(spec: dict[str, Any]) -> None:
-    """Runs `strategy_members.member` with Drifts."""
+    """Runs `strategy_members.member` with model Drifts."""
     models.Drifts = Drifts  # type: ignore[attr-defined]
     member({"model": "Drifts", **spec})
 
 
 def drifts_plainly(spec: dict[str, Any]) -> None:
-    """Runs a plain loop of Drifts; reports its last step.
+    """Trains model Drifts by a plain loop; reports the last step.
 
     Args:
         spec: name, port, out, epochs, model_args, gates {step: fifo}.

@@ -1,4 +1,6 @@
-"""A cluster's session without a server: it is alone, or the test plays the others. For tests that concern Lightning."""
+"""Replaces a cluster's session without a server: the cluster is alone, or the test plays the others. For tests that
+concern Lightning.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ from chaos_lightning.protocol.spans import count, normalise, subtract, union
 
 
 class SessionDouble:
-    """Interface of the session. Each push is accepted at once, and the version is this cluster's state.
+    """Session's interface for one cluster. Each push is accepted at once, and the version is this cluster's state.
 
     Attributes:
         made: All instances of a test.
         setting: Attributes that every new instance gets.
-        progress: Of the base.
+        progress: Progress of the job at the base version.
         versions: Parameters of each version that was adopted.
         others: Positions that other clusters train, by epoch; once this one is dry, they are through as well.
         rejects_at: The push of this number is rejected: everything is taken back.
         ends_at: The job is over with this boundary.
-        calls: What was called, in order.
+        calls: Names of the methods that were called, in order.
     """
 
     made: ClassVar[list[SessionDouble]] = []
@@ -112,7 +114,7 @@ class SessionDouble:
         return Boundary(self.base)
 
     def pause(self, timeout_s: float) -> None:
-        """Returns at once: nothing happens meanwhile."""
+        """Returns at once, since nothing can happen while this cluster waits."""
 
     def waits_for(self) -> str:
         return "nothing"

@@ -1,4 +1,4 @@
-"""Member processes of the tests of strategy `chaos_pipeline`, and the same training in one process."""
+"""Runs member processes for tests of strategy `chaos_pipeline`, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def set_without_chance(module: nn.Module) -> None:
-    """Sets parameters by formula: one process draws other random numbers than members."""
+    """Sets the parameters by a formula, since one process would draw other random numbers than several members."""
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             waves = torch.sin(torch.arange(1.0, parameter.numel() + 1) * (1.7 + number))
@@ -53,7 +53,7 @@ def set_without_chance(module: nn.Module) -> None:
 
 
 class Tower(pl.LightningModule):
-    """Embedding, blocks, norm and head; the head is the embedding if tied."""
+    """Model of embedding, blocks, norm and head; if tied, the head uses the embedding's weight."""
 
     chaos_chain = "blocks"
 
@@ -111,7 +111,7 @@ class Tower(pl.LightningModule):
 
 
 class Llama(Tower):
-    """Small Llama of `transformers`, from a config."""
+    """Small Llama of `transformers`, made from a config."""
 
     chaos_chain = "net.model.layers"
 
@@ -129,7 +129,7 @@ class Llama(Tower):
 
 
 class Watched(Tower):
-    """Tower that clips by itself, looks at gradients before each step, and has a frozen block."""
+    """Tower that clips gradients in a hook, logs their norms before each step, and has a frozen block."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -154,7 +154,7 @@ class Last(pl.Callback):
 
 
 class Rows(pl.Callback):
-    """Callback that keeps the loss of each step, as `outputs` and as logged."""
+    """Callback that records the loss of each step, from the hook's `outputs` and from the logged metrics."""
 
     def __init__(self, paced_s: float = 0.0) -> None:
         self.paced_s = paced_s
@@ -192,7 +192,9 @@ def quiet() -> None:
 
 
 def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], **trainer: Any) -> tuple[Tower, Rows]:
-    """Trains; see `member`."""
+    """Trains the model that `spec` describes with this strategy; returns the model and its recorded losses. See
+    `member`.
+    """
     pl.seed_everything(7, verbose=False)
     module, rows = globals()[spec.get("kind", "Tower")](**spec.get("model", {})), Rows(spec.get("paced_s", 0.0))
     module.dies = spec.get("dies")
@@ -221,8 +223,8 @@ def trained(strategy: Any, spec: dict[str, Any], callbacks: list[pl.Callback], *
 
 
 def let_rest_wait(path: Path) -> None:
-    """Delays pulls of the rest of the state until this file is there; parts of the model are pulled at once; writes
-    "asked" beside it before.
+    """Delays pulls of the training state without the model's parts until the file `path` exists; before the first
+    such pull, creates the file "asked" beside it.
     """
     pull = PartMoves._pull
 
@@ -237,7 +239,7 @@ def let_rest_wait(path: Path) -> None:
 
 
 def member(spec: dict[str, Any]) -> None:
-    """Runs one member.
+    """Runs one member of a job with pipelines.
 
     Args:
         spec: name, port, out (folder of the report); min_nodes, micro_batches, device_memory, policy, model (arguments

@@ -1,4 +1,4 @@
-"""Member processes of the tests of plain loops; their models and data are those of Lightning's members."""
+"""Runs member processes of tests of plain loops, with the models and data of the Lightning tests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def scaler() -> torch.amp.GradScaler:
-    """Returns a scaler like that of Lightning's members (`strategy_members`): it overflows at first, and grows."""
+    """Returns the same gradient scaler as Lightning's members use (`strategy_members`): it first overflows, then
+    grows.
+    """
     return torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
 
 
 def member(spec: dict[str, Any]) -> None:
-    """Runs one member.
+    """Runs one member that trains by a plain loop.
 
     Args:
         spec: name, port, out (folder of the report), samples, batch, epochs, precision, prepare (arguments), settings,
@@ -98,7 +100,7 @@ def member(spec: dict[str, Any]) -> None:
 
 
 def dies_writing(spec: dict[str, Any]) -> None:
-    """Runs a member that is killed when its checkpoint is written and not yet renamed."""
+    """Runs a member that is killed after its checkpoint was written and before the file was renamed."""
     from chaos_lightning.member import checkpoints
 
     write = checkpoints.write
@@ -112,7 +114,7 @@ def dies_writing(spec: dict[str, Any]) -> None:
 
 
 def fails_writing(spec: dict[str, Any]) -> None:
-    """Runs a member that reports the error that `save` raised."""
+    """Runs a member, and reports the error that `save` raises."""
     try:
         member(spec)
     except Exception as error:
@@ -121,8 +123,8 @@ def fails_writing(spec: dict[str, Any]) -> None:
 
 
 def leaves_batches_out(spec: dict[str, Any]) -> None:
-    """Runs a member that makes steps of lr 1 with the loss mean(w x), x the same number throughout, so that a step
-    moves w by the average of x over the samples that count. It reports by how much each step moved w.
+    """Runs a member that skips backward in some batches. Its loss is mean(w x) with constant x and lr 1, so each step
+    moves w by the mean of x over the samples that count; it reports these moves.
 
     Args:
         spec: name, port, out, x, and `out_at` {step: "zeroed" or "stale"}: the batches that it leaves out, and whether

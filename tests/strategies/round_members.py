@@ -1,4 +1,6 @@
-"""Members that validate in rounds, as threads of one process: Lightning's own loop, the real executor, no network."""
+"""Runs members that validate in rounds as threads of one process, with Lightning's own loop, the real executor and
+no network.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ TURN = threading.RLock()
 
 
 class Model(pl.LightningModule):
-    """Blocks between an embedding and a head; training does nothing."""
+    """Model of blocks between an embedding and a head. Training leaves them unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class Validates(Model):
 
 
 class Measures(Validates):
-    """Model with metrics, of which one is logged and one computed at the end."""
+    """Model with two metrics in validation: one is logged, the other is computed at the epoch's end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class Measures(Validates):
 
 
 class Endless(IterableDataset):
-    """Samples of unknown number."""
+    """Iterable data set, whose number of samples is unknown."""
 
     def __init__(self, count: int) -> None:
         self.rows = list(samples(count))
@@ -114,7 +116,7 @@ def loader(count: int, batch_size: int = 2, seed: int = 3) -> DataLoader:
 
 
 class Heard(pl.Callback):
-    """Callback that notes what hooks and loggers hear of a validation."""
+    """Callback that records what callbacks and the progress bar get in a validation."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -150,7 +152,7 @@ class Memory(Logger):
 
 
 class Post:
-    """Border tensors on their way, and the contributions of members to a round."""
+    """Carries tensors between the members' stages, and the members' contributions to a round."""
 
     def __init__(self, view: View, failing: Sequence[tuple[str, int, int]] = ()) -> None:
         self.view, self.changed = view, threading.Condition()
@@ -174,7 +176,7 @@ class Post:
 
 
 class Ends:
-    """End of one member: an exchange, a step and an engine."""
+    """One member's doubles of the exchange of tensors, the pipeline step and the engine."""
 
     def __init__(self, post: Post, member: str) -> None:
         self.post, self.member_id, self.view = post, member, post.view
@@ -225,7 +227,7 @@ class Ends:
     # engine ----------------------------------------------------------------------------------
 
     def gather_by_units(self, name: str, attempt: Any, order: str) -> dict[str, bytes]:
-        """Makes a round, with one attempt more if one fails; all members take part in each attempt."""
+        """Runs the units of a round at all members; makes a second attempt if the first one fails."""
         self.seq += 1
         self.rounds.append((name, order))
         for number in (1, 2):
@@ -257,7 +259,7 @@ class Ends:
 
 
 class LoggedLayers:
-    """Chain whose units log for training, too, of which one pass runs in this process at a time."""
+    """Chain whose units log for training, too. Only one pass at a time runs in this process."""
 
     def __init__(self, chain: LayerChain, logs: UnitLogs) -> None:
         self.chain, self.logs = chain, logs
@@ -271,7 +273,7 @@ class LoggedLayers:
 
 
 class RoundStrategy(SingleDeviceStrategy):
-    """Strategy that validates in rounds; holds the layers of its member alone, unless it is told to hold all."""
+    """Strategy that validates in rounds. With `frees`, it frees the layers that its member does not own."""
 
     def __init__(self, ends: Ends, *, frees: bool) -> None:
         super().__init__(device="cpu")
@@ -304,7 +306,9 @@ class RoundStrategy(SingleDeviceStrategy):
         prepare_validation(trainer)
 
     def gather(self, name: str, attempt: Any, order: str) -> dict[str, bytes] | None:
-        """Makes a round; if the round runs again, metrics are put back as the engine's units do."""
+        """Runs a round; before each attempt, metrics are reset to the state before the round, as the engine's units
+        do.
+        """
         if self.ends.out_after == self.ends.seq:
             return None
         kept = [(m._copy_state_dict(), m._update_count) for m in self.metrics]
@@ -333,7 +337,7 @@ class RoundStrategy(SingleDeviceStrategy):
 
 
 def a_view(cut: Sequence[int], micro_batches: int) -> View:
-    """Returns a view with one pipeline of members a, b, ..."""
+    """Returns a view with one pipeline of members a, b, ..., whose stages end at the layers of `cut`."""
     names = "abcdef"[: len(cut) - 1]
     stages = tuple(PlanStage(n, a, b) for n, (a, b) in zip(names, pairwise(cut), strict=True))
     plan = PipelinePlan(BLOCKS, (Pipeline(stages, micro_batches),))
@@ -367,7 +371,7 @@ def fit_in_rounds(
     out_after: int = -1,
     **settings: Any,
 ) -> dict[str, tuple[Heard, Memory, Ends]]:
-    """Returns the results of all members, by name."""
+    """Runs a fit at all members of one pipeline; returns each member's records, by name."""
     post = Post(a_view(cut, micro_batches), failing)
     # Threads share one generator of random numbers.
     made = {name: (make(), loaders()) for name in post.view.ids()}

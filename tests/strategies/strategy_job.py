@@ -1,4 +1,4 @@
-"""A job of real member processes for tests."""
+"""Defines a job of real member processes for tests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Job:
     """Member processes of one job, with a scheduler of its own.
 
     Args:
-        harness: Starts and watches them.
-        out: Where members report.
-        options: Of the scheduler.
+        harness: Harness that starts and watches the members.
+        out: Folder in which members write their reports.
+        options: Options of the scheduler.
     """
 
     def __init__(self, harness: Any, out: Path, options: Any, scheduler: Any) -> None:
@@ -32,27 +32,27 @@ class Job:
         self.harness.start_function(name, member, {"name": name, "port": self.port, "out": str(self.out), **spec})
 
     def gate(self, name: str) -> str:
-        """Makes a new gate; `open` it later."""
+        """Makes a new gate (a FIFO) at which a member waits until `open`; returns its path."""
         path = self.out / f"gate-{name}"
         os.mkfifo(path)
         return str(path)
 
     def open(self, name: str) -> None:
-        """Lets the member that waits at this gate go on."""
+        """Lets the member that waits at this gate continue."""
         with open(self.out / f"gate-{name}", "w"):
             pass
 
     def wait_admitted(self, name: str) -> None:
-        """Waits until a view with this newcomer is decided, and the others know; the next boundary lets it in."""
+        """Waits until a view with this newcomer is decided and announced; the next safe point then lets it in."""
         self.harness.wait_admitted(name, self.options.settings.job)
 
     def fresh(self, **settings: Any) -> None:
-        """Replaces the scheduler, which no member has spoken to yet, by another one."""
+        """Replaces the scheduler by one with other settings. No member may have spoken to it yet."""
         self.scheduler.stop()
         self.again(**settings)
 
     def again(self, **settings: Any) -> None:
-        """Starts a new job at the same endpoint, with a chain of its own."""
+        """Starts a new job at the same endpoint, with a new chain."""
         from dataclasses import replace
 
         from forked_support import scheduler
@@ -70,7 +70,7 @@ class Job:
         return torch.load(self.out / f"{name}.pt", weights_only=False)
 
     def finish(self, *names: str, audit: bool = True) -> list[dict[str, Any]]:
-        """Waits for the end of these members and checks the job's history."""
+        """Waits until these members have ended, and audits the job's logs; returns their reports."""
         for name in names:
             assert self.harness.wait_exit(name) == 0
         if audit:

@@ -1,4 +1,4 @@
-"""Member processes of the tests: a Trainer.fit with gates, and a report of its end."""
+"""Runs member processes of the tests: a Trainer.fit with gates, and a report of its end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Gates(pl.Callback):
 
 
 class Trace(pl.Callback):
-    """Callback that records the loops' positions at each batch: equal on all members, line by line."""
+    """Callback that records the loops' counters at each batch; all members' records must be equal line by line."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -84,7 +84,7 @@ class Trace(pl.Callback):
 
 
 class Founding(pl.Callback):
-    """Callback that notes this process's rank before its first batch, and what ran as rank zero then."""
+    """Callback that records this process's rank before its first batch, and which rank-zero code ran by then."""
 
     def __init__(self) -> None:
         self.ranks: set[tuple[int, int]] = set()
@@ -105,7 +105,7 @@ class Founding(pl.Callback):
 
 
 class ByRank(pl.LightningDataModule):
-    """Validation data of which the user takes a part by rank, as Lightning's documentation has it for DDP."""
+    """DataModule whose validation data the user shards by rank, as Lightning's documentation shows for DDP."""
 
     def __init__(self, train: DataLoader, samples: int, batch: int) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ class ByRank(pl.LightningDataModule):
 
 
 def die_writing(when: str) -> None:
-    """Makes this process die at the next checkpoint: "half": some of its bytes are written; "whole": all, but not
-    moved.
+    """Kills this process at its next checkpoint: with half of the bytes written ("half"), or all, but not yet
+    renamed ("whole").
     """
     real = TorchCheckpointIO.save_checkpoint
 
@@ -136,7 +136,7 @@ def die_writing(when: str) -> None:
 
 
 def full_disk(after: int) -> None:
-    """Leaves room for so many checkpoints of this process."""
+    """Makes every checkpoint after the first `after` ones fail as on a full disk."""
     real, written = TorchCheckpointIO.save_checkpoint, 0
 
     def save_checkpoint(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
@@ -151,7 +151,7 @@ def full_disk(after: int) -> None:
 
 
 def slow_acceptor() -> None:
-    """Makes the thread that accepts links take half a second to end."""
+    """Makes the thread that accepts links end half a second late."""
     real = Links._accept_all
 
     def accept_all(self: Any) -> None:
@@ -162,7 +162,7 @@ def slow_acceptor() -> None:
 
 
 def evaluate(trainer: pl.Trainer, model: pl.LightningModule, samples: int, batch: int) -> dict[str, Any]:
-    """Validates and tests before fit, on data that the user shards by rank, and predicts on all data; returns the
+    """Validates and tests before fit on data that the user shards by rank, and predicts on all data; returns the
     results.
     """
     held_out = models.data(samples)
@@ -176,7 +176,7 @@ def evaluate(trainer: pl.Trainer, model: pl.LightningModule, samples: int, batch
 
 
 def leave_at(step: int) -> None:
-    """Makes this process ask to leave when that step has been committed, and before the optimizer has made it."""
+    """Makes this process ask to leave once this step is committed, before the optimizer applies it."""
     real = Engine.step
     engine_module.MAY_GO_S = 40.0
 
@@ -194,7 +194,7 @@ def make_model(spec: dict[str, Any]) -> pl.LightningModule:
 
 
 def member(spec: dict[str, Any]) -> None:
-    """Runs one member.
+    """Runs one member that trains by Trainer.fit.
 
     Args:
         spec: name, port, out (folder of the report); samples, batch, val_samples, val_batch, val_loaders, epochs,

@@ -28,7 +28,7 @@ def loader(samples: int = 24, batch_size: int = 4, shuffle: bool = False, seed: 
 
 
 class Stream(IterableDataset):
-    """Own data of a node, of unknown length."""
+    """Iterable data set of a node's own samples, whose number is unknown."""
 
     def __init__(self, samples: int, seed: int) -> None:
         self.rows = list(data(samples, seed))
@@ -38,7 +38,7 @@ class Stream(IterableDataset):
 
 
 class Regression(pl.LightningModule):
-    """Linear regression; remembers the batches it saw and the weights after each batch."""
+    """Linear regression, which records the batches it gets and the weights after each batch."""
 
     def __init__(self, lr: float = 0.05, norm: bool = False, sync: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,9 @@ class Regression(pl.LightningModule):
 
 
 class AssignsBuffer(Regression):
-    """Model with a running mean that is written as an assignment; `averaged` names the averaged buffers."""
+    """Model with a running mean that training_step replaces by a new tensor; `averaged` names the buffers to be
+    averaged.
+    """
 
     def __init__(self, averaged: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -79,8 +81,8 @@ class AssignsBuffer(Regression):
 
 
 class Looks(Regression):
-    """Model that notes the gradient that each hook sees, by hook and by (step, micro-batch of the step, whether it is
-    the last).
+    """Model that records the gradient that each hook sees, by hook and by (step, micro-batch within the step, whether
+    it is the last).
 
     Args:
         manual: Manual optimization.
@@ -137,7 +139,7 @@ class Looks(Regression):
 
 
 class ClipsAfterBackward(Regression):
-    """Model that clips in the hook; counts its calls, which are as many as steps on each member."""
+    """Model that clips gradients in `on_after_backward`, and counts its calls."""
 
     counter = 0
 
@@ -153,7 +155,9 @@ class ClipsInBackward(Regression):
 
 
 class MinesHard(Regression):
-    """Model that notes each sample's loss, by its first number; the hardest samples come first in the next epoch."""
+    """Model that records each sample's loss; in the next epoch its sampler yields the samples with the largest
+    losses first.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -167,7 +171,7 @@ class MinesHard(Regression):
 
 
 class ByLoss(Sampler):
-    """Sampler of 24 samples in order of the losses that this member has seen."""
+    """Sampler of 24 samples in descending order of the losses that this member has seen."""
 
     def __init__(self, model: MinesHard) -> None:
         self.model = model
@@ -181,7 +185,7 @@ class ByLoss(Sampler):
 
 
 class Dealt(Sampler):
-    """Sampler of batches of 24 samples in an order that depends on the epoch that it was told; `told` lists these
+    """Batch sampler of 24 samples, whose order depends on the epoch that `set_epoch` was given; `told` lists these
     epochs.
     """
 
@@ -202,7 +206,7 @@ class Dealt(Sampler):
 
 
 class Deals(Regression):
-    """Model that tells its loader's batch sampler the epoch, as Lightning does not.
+    """Model that calls `set_epoch` on its loader's batch sampler, since Lightning does not.
 
     Args:
         tells: It does.
@@ -218,7 +222,7 @@ class Deals(Regression):
 
 
 class Grows(Regression):
-    """Model that makes its own loaders: each second epoch has other data than those before, and more of them."""
+    """Model that makes its own loaders; every two epochs their data are replaced by more samples."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -245,7 +249,7 @@ class Grows(Regression):
 
 
 class AsksForItsFolder(Regression):
-    """Model that reads `trainer.log_dir` as in Lightning's documentation; notes the answers, by step."""
+    """Model that reads `trainer.log_dir` in each training step, and records the answers with their steps."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -312,7 +316,9 @@ class WithMetrics(Regression):
 
 
 class Counted(Regression):
-    """Model with each way to show a value of the training epoch, and the final value of each."""
+    """Model that logs and computes values of the training epoch in every supported way, and records their final
+    values.
+    """
 
     def __init__(self, rows: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -349,7 +355,7 @@ class Counted(Regression):
 
 
 class Counting(Regression):
-    """Model with sums and means over the validation set, per step too; only one of them asks for sync."""
+    """Model that logs sums and means in validation, one of them per step; only that one asks for sync."""
 
     validated = 0
 
@@ -363,7 +369,7 @@ class Counting(Regression):
 
 
 class Evaluated(Counting):
-    """Model that can also be tested, and asked for predictions."""
+    """Model that also has a test step and a predict step."""
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_count", float(len(batch[0])), reduce_fx="sum")
@@ -373,7 +379,7 @@ class Evaluated(Counting):
 
 
 class Gan(pl.LightningModule):
-    """Model with two optimizers, manual optimization, a scheduler stepped by hand, toggled parameters."""
+    """Model with two optimizers under manual optimization, a schedule stepped by hand, and toggled parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,7 +419,7 @@ class Gan(pl.LightningModule):
 
 
 class Scheduled(Regression):
-    """Model with a closure scheduler, one on a plateau of a synced metric, and a module that keeps state of its own."""
+    """Model with a schedule of a selectable kind and state of its own in checkpoints."""
 
     def __init__(self, kind: str = "onecycle", **kwargs: Any) -> None:
         super().__init__(lr=0.01, **kwargs)
@@ -446,7 +452,7 @@ class Scheduled(Regression):
 
 
 class LogsOnce(Regression):
-    """Model that logs in the second batch of an epoch of two members only, where one of them has no samples."""
+    """Model that logs only in an epoch's second batch with two members, where one of them has no samples."""
 
     def __init__(self, manual: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -476,8 +482,8 @@ class LogsOnce(Regression):
 
 
 class OwnClocks(Regression):
-    """Model by which members' clocks differ: rank 0 says that validation is due after these steps, others say so after
-    every step.
+    """Model whose members' clocks differ: validation is due by rank 0's clock after the steps `due`, by the others'
+    after every step.
     """
 
     due = (3, 7)
@@ -488,7 +494,7 @@ class OwnClocks(Regression):
 
 
 class Manual(Regression):
-    """Model with manual optimization in many ways; a second optimizer trains a scale of the output.
+    """Model with many kinds of manual training steps; a second optimizer trains a scale of the output.
 
     Kind "each": all of `MANUAL` in turn, each for two epochs and from the first weights; `ends` has the last ones.
     """
@@ -547,7 +553,7 @@ class Manual(Regression):
         optimizer.step()
 
     def step_look(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Makes a step that depends on the values in `.grad`."""
+        """Makes a step after changing the gradients by a function of their values."""
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         for param in self.net.parameters():
@@ -555,7 +561,7 @@ class Manual(Regression):
         optimizer.step()
 
     def step_twice(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Makes two backward passes and one step; then one more of each."""
+        """Makes one optimizer step after two backward passes, then one after a single pass."""
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         self.manual_backward(0.1 * self.net(batch[0]).abs().mean())
@@ -565,14 +571,14 @@ class Manual(Regression):
         optimizer.step()
 
     def step_accumulate(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Makes a step each second batch, which need not be in the same epoch."""
+        """Makes an optimizer step after every two batches, which may be of different epochs."""
         self.manual_backward(self.loss(batch) / 2)
         if (self.trainer.fit_loop.epoch_loop.total_batch_idx + 1) % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
 
     def step_quiet(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Makes a step each second batch; the first batch asks for no communication."""
+        """Makes an optimizer step after every two batches, and asks for no gradient sync in the first one."""
         steps = (self.trainer.fit_loop.epoch_loop.total_batch_idx + 1) % 2 == 0
         with optimizer.toggle_model(sync_grad=steps):
             self.manual_backward(self.loss(batch) / 2)
@@ -589,8 +595,8 @@ class Manual(Regression):
             self.untoggle_optimizer(one)
 
     def step_both(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Makes two passes that reach the parameters of both optimizers; gradients that the other one got are used,
-        too.
+        """Makes two backward passes, each reaching both optimizers' parameters; the second optimizer steps with the
+        sum of both.
         """
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
@@ -609,7 +615,9 @@ class Manual(Regression):
         optimizer.step(closure=closure)
 
     def step_raw(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Computes gradients without Lightning's backward, for the other optimizer without any backward pass."""
+        """Makes one step by `loss.backward()` without Lightning, and one with a gradient assigned from
+        `torch.autograd.grad`.
+        """
         optimizer.zero_grad()
         self.loss(batch).backward()
         optimizer.step()
@@ -617,8 +625,8 @@ class Manual(Regression):
         other.step()
 
     def step_raw_clip(self, batch: Any, batch_idx: int, optimizer: Any, other: Any) -> None:
-        """Makes plain backward passes; each second batch is clipped to a norm and stepped with, after a look at the
-        gradients.
+        """Calls `loss.backward()` without Lightning in each batch; after every two, clips, changes the gradients by
+        a function of their values, and steps.
         """
         (self.loss(batch) / 2).backward()
         if (self.trainer.fit_loop.epoch_loop.total_batch_idx + 1) % 2 == 0:

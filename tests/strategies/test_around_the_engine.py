@@ -1,4 +1,4 @@
-"""Tests the code around the engine that plain loops and Lightning's share."""
+"""Tests code around the engine that plain loops and Lightning share."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_what_somebody_else_has_set_meanwhile_stays() -> None:
 
 
 def test_a_buffer_that_is_not_there_is_named() -> None:
-    """A misspelt buffer must be an error: members would drift apart by the one that was meant."""
+    """A misspelt buffer name is an error: otherwise the buffer that was meant would not be averaged, and members
+    would drift apart.
+    """
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert [name for name, _ in reduced_buffers(model)] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     batches = loader()

@@ -1,4 +1,6 @@
-"""Tests cases in which a Trainer with chaos behaved unlike one without: Lightning's own tests found each."""
+"""Tests cases in which a Trainer with chaos once behaved differently from one without it; Lightning's own tests
+found them.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Stop(Exception):
-    """Error of the user's own."""
+    """Exception that the user's code raises."""
 
 
 class Raises(Regression):
-    """Module that ends fit in the middle of an epoch."""
+    """Model that raises an exception in the middle of an epoch."""
 
     at = 8
 
@@ -35,8 +37,8 @@ class Raises(Regression):
 
 @pytest.mark.parametrize("ends", ["raises", "stops"])
 def test_what_is_saved_after_fit_stands_where_fit_ended(tmp_path: Path, ends: str) -> None:
-    """A checkpoint that is written after fit, in the middle of an epoch, holds the data's position at which fit ended:
-    a job that resumes there trains on the rest of that epoch, and on the next one.
+    """A checkpoint that is written after fit has ended within an epoch holds the data's position: a job that resumes
+    from it trains on the rest of that epoch, then on the next one.
     """
     if ends == "raises":
         first: Regression = Raises()
@@ -64,7 +66,7 @@ def test_what_is_saved_after_fit_stands_where_fit_ended(tmp_path: Path, ends: st
 
 
 def test_tuner_works_with_a_trainer_that_has_fitted(tmp_path: Path) -> None:
-    """The Tuner asks before it runs whether the strategy is distributed, which it is within fit only."""
+    """The Tuner asks before its trial fits whether the strategy is distributed; after a fit the answer must be no."""
 
     class Sized(Regression):
         batch_size = 2
@@ -80,7 +82,9 @@ def test_tuner_works_with_a_trainer_that_has_fitted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_outside_fit_loaders_are_the_users(tmp_path: Path, stage: str) -> None:
-    """One process evaluates: a DistributedSampler in place of the user's sampler would shard nothing, and may pad."""
+    """Outside fit one process evaluates everything, so the user's sampler is kept: a DistributedSampler in its place
+    might pad.
+    """
     model = Regression()
     model.test_step = model.validation_step  # type: ignore[method-assign]
     model.predict_step = lambda batch, batch_idx: model.net(batch[0])  # type: ignore[method-assign]
@@ -98,7 +102,7 @@ def test_the_base_class_hears_of_an_exception(tmp_path: Path) -> None:
 
 
 class Reloads(Regression):
-    """Module that notes in which epochs it is asked for validation data."""
+    """Model that records the epochs in which its validation loader is made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +120,7 @@ class Reloads(Regression):
 def test_validation_data_are_made_anew_in_the_same_epochs(
     tmp_path: Path, each: int, check: int, plain: list[int]
 ) -> None:
-    """Validation loaders are made once more at the start of fit, and then in the epochs in which Lightning would."""
+    """Validation loaders are made once at the start of fit, and then in the same epochs as without the strategy."""
     settings: dict[str, Any] = {
         "max_epochs": 9, "limit_train_batches": 1, "num_sanity_val_steps": 0,
         "check_val_every_n_epoch": check, "reload_dataloaders_every_n_epochs": each,

@@ -1,4 +1,4 @@
-"""Callbacks and loggers after, and around, a fit: what is the user's stays the user's."""
+"""Tests callbacks and loggers around a fit: what the user has set is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_fit_leaves_the_list_of_callbacks_as_it_was(tmp_path: Path, model: type[
 
 
 class KeyedByType(Callback):
-    """Callback whose state is keyed by its type, as before Lightning 1.5 and in callbacks that read such
-    checkpoints.
+    """Callback whose state key is its type, as before Lightning 1.5 and in callbacks that read checkpoints of that
+    time.
     """
 
     value = 0
@@ -91,7 +91,7 @@ def test_what_the_user_put_in_place_of_log_metrics_is_called_and_stays(tmp_path:
 
 
 class CountedTqdm(tqdm_progress.Tqdm):
-    """Progress bar that remembers how often its total was set."""
+    """Progress bar that records every total that it is given."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "total":
@@ -110,7 +110,7 @@ def test_the_progress_bars_total_is_set_only_when_it_changes(tmp_path: Path) -> 
 
 
 def updates(tmp_path: Path, strategy: str) -> tuple[int, pl.Trainer]:
-    """Returns the updates of a rich progress bar in an epoch of six batches."""
+    """Returns how often a rich progress bar is updated in an epoch of six batches, and the Trainer."""
     run = trainer(tmp_path, callbacks=[RichProgressBar()], enable_progress_bar=True, max_epochs=1, strategy=strategy)
     real = rich_progress.CustomProgress.update
     with patch.object(rich_progress.CustomProgress, "update", autospec=True, side_effect=real) as update:
@@ -154,7 +154,9 @@ class Measured(Regression):
 
 
 class FoundAMember:
-    """Place of a process that found a member in the job, which is gone when the process comes in."""
+    """Double of Place: while it sets up, the process is rank 1 of two; when it enters the job, the other member is
+    gone.
+    """
 
     rank, world_size = 1, 2
 
@@ -165,7 +167,9 @@ class FoundAMember:
 def test_who_becomes_the_writer_measures_throughput_from_there_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lightning's ThroughputMonitor starts its clocks on rank zero alone, and reads the number of processes once."""
+    """A member that becomes the writer counts batches from there on. Lightning's ThroughputMonitor starts its clocks
+    on rank zero alone, and reads the number of processes only once.
+    """
     monkeypatch.setattr("chaos_lightning.strategies.strategy.Place", FoundAMember)
     logger, monitor = CSVLogger(tmp_path), ThroughputMonitor(batch_size_fn=len, window_size=3)
     logged = logger.log_metrics = Mock()  # type: ignore[method-assign]
@@ -179,8 +183,8 @@ def test_who_becomes_the_writer_measures_throughput_from_there_on(
 
 
 class Inherits(Callback):
-    """Callback by which this member is rank 1 of two until the second batch of the first validation; then the other one
-    is gone.
+    """Callback by which this member is rank 1 of two, until the other one is gone in the first validation's second
+    batch.
     """
 
     place = (1, 2)
@@ -194,7 +198,9 @@ class Inherits(Callback):
 def test_a_writer_that_dies_in_validation_hands_on_its_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: Any
 ) -> None:
-    """The writer's successor measures this validation from there on, and the next epoch as a whole."""
+    """If the writer dies in a validation, its successor measures the rest of that validation, and the next epoch as
+    a whole.
+    """
     inherits = Inherits()
     monkeypatch.setattr("chaos_lightning.strategies.strategy.Place", FoundAMember)
     monkeypatch.setattr(double, "rank", property(lambda self: inherits.place[0]))
@@ -211,7 +217,9 @@ def test_a_writer_that_dies_in_validation_hands_on_its_measuring(
 def test_who_joins_again_measures_the_world_that_it_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, double: Any
 ) -> None:
-    """A member is put out of a job of three, counts as one of two, and joins a job of two again."""
+    """A member was put out of a job of three, and joins again when two are left: throughput is then multiplied by
+    two.
+    """
     monkeypatch.setattr(double, "world_size", property(lambda self: 2 if self.rejoined else 3))
     double.setting["fence_at"] = 4
     monitor = ThroughputMonitor(batch_size_fn=len)
@@ -235,7 +243,9 @@ def test_a_callback_that_cannot_load_its_state_is_named() -> None:
 
 
 def test_a_batch_without_samples_is_no_loss_beside_which_the_next_one_is_a_spike(tmp_path: Path) -> None:
-    """A member without samples has only a loss of 0 to show; any other one would be a spike beside it."""
+    """A batch without samples has a loss of 0, which SpikeDetection must ignore: otherwise the next true loss would
+    count as a spike.
+    """
     spikes, companion, model = SpikeDetection(), Companion(None), Regression()
     run = trainer(tmp_path, callbacks=[spikes], strategy="auto")
     idle = {"loss": torch.zeros(()), IDLE_KEY: True}

@@ -1,5 +1,5 @@
-"""Checks that all private names of Lightning that the strategy uses exist: a new minor version must not be met at run
-time.
+"""Checks that all private names of Lightning that the strategy uses exist, so that a new version fails here and not
+in training.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def test_what_is_logged_has_the_arguments_that_are_recorded() -> None:
 
 
 def test_a_metric_looks_its_sync_up_on_its_class() -> None:
-    """The methods that `compute` calls were wrapped when the metric was made; our `sync` replaces the original
-    later.
+    """torchmetrics must look up `sync` on the class when a metric is computed, so that a replacement reaches metrics
+    made earlier.
     """
     metric, asked = MeanSquaredError(), []
     with pytest.MonkeyPatch.context() as patched:

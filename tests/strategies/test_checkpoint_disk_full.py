@@ -1,4 +1,6 @@
-"""A checkpoint cannot be written: all members say so and end, instead of one writer after another."""
+"""Tests that all members end with an error if a checkpoint cannot be written, instead of failing as writer one after
+another.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from chaos_lightning.errors import FencedError
 
 
 def test_a_full_disk_ends_all_members_at_one_header(job: Job) -> None:
-    """The disk has room for one checkpoint only. No member takes over as writer to fail in turn; the older file
-    stays.
+    """The disk has room for one checkpoint only. At the second one all members end at the same step, and the first
+    file stays.
     """
     spec = {"epochs": 4, "samples": 48, "callbacks": ("steps",), "model_args": {"sync": True}, "room": 1}
     job.harness.declare("a", "b", "c")
@@ -36,7 +38,9 @@ def test_a_full_disk_ends_all_members_at_one_header(job: Job) -> None:
 
 @pytest.mark.usefixtures("double")
 def test_the_error_says_how_much_is_missing(tmp_path: Path) -> None:
-    """A limit of the file's size stands for the full disk; no temporary file is left."""
+    """Writing fails at a file size limit, in place of a full disk: the error gives the bytes needed, and no
+    temporary file is left.
+    """
 
     class Limit(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -58,7 +62,9 @@ def test_the_error_says_how_much_is_missing(tmp_path: Path) -> None:
 def test_who_is_put_out_while_it_fails_to_write_joins_again(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The writer's error ends no other member: these have a writer of their own."""
+    """A writer that is fenced while it fails to write joins again: the others have a writer of their own, so its
+    error ends nobody.
+    """
     from chaos_lightning.strategies import saving as module
 
     failed: list[str] = []

@@ -1,5 +1,5 @@
-"""Checkpoint files as other strategies write and read them; objects that are asked for state; optimizers without
-closures.
+"""Tests that other strategies can read and write the same checkpoint files, how often objects are asked for state,
+and optimizers without closures.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ENDED = "resuming from a checkpoint that ended before the epoch ended"
 @pytest.mark.parametrize("every", [4, 6], ids=["mid-epoch", "end of an epoch"])
 @pytest.mark.parametrize(("first", "second"), [("chaos", "auto"), ("auto", "chaos")])
 def test_another_strategy_goes_on_from_a_checkpoint(tmp_path: Path, first: str, second: str, every: int) -> None:
-    """The other strategy's loaders have no state: Lightning refuses a checkpoint that brings one for them. Within an
-    epoch that means that some samples are used twice, and a user is told so.
+    """A checkpoint can be resumed by another strategy, whose loaders have no state. If it is from within an epoch,
+    some samples are used twice, and a warning says so.
     """
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=every)
     trainer(tmp_path, max_steps=every, strategy=first, callbacks=[keeper], enable_checkpointing=True).fit(
@@ -54,7 +54,9 @@ class Saves(Callback):
 
 
 def test_another_strategy_goes_on_from_a_checkpoint_written_before_the_first_batch(tmp_path: Path) -> None:
-    """This member is in no job yet; Lightning asks its training loader for a state nevertheless."""
+    """A checkpoint that was written before the first batch can be resumed by another strategy: it holds no state of
+    the loader, although Lightning asks for one.
+    """
     path = tmp_path / "kept.ckpt"
     trainer(tmp_path, max_steps=6, callbacks=[Saves(path)]).fit(Regression(), loader())
     again = trainer(tmp_path, max_steps=12, strategy="auto")
@@ -63,7 +65,9 @@ def test_another_strategy_goes_on_from_a_checkpoint_written_before_the_first_bat
 
 
 def test_a_checkpoint_that_is_written_twice_keeps_its_place_in_the_data(tmp_path: Path) -> None:
-    """One dictionary is written twice, as after the loss of the first file."""
+    """The same checkpoint dictionary is written twice, as after the loss of the first file: both files hold the
+    position in the data.
+    """
     run = trainer(tmp_path, max_steps=4)
     run.fit(Regression(), loader())
     checkpoint = run._checkpoint_connector.dump_checkpoint()
@@ -76,7 +80,9 @@ def test_a_checkpoint_that_is_written_twice_keeps_its_place_in_the_data(tmp_path
 
 
 def test_a_lost_place_is_warned_of_though_few_members_were_foreseen_to_get_so_far(tmp_path: Path) -> None:
-    """One process took five batches of eight; each of two members would take four."""
+    """A checkpoint without a position in the data, from the middle of an epoch of one process, is warned of even if
+    each of two members has fewer batches in an epoch than it had trained.
+    """
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=5)
     trainer(tmp_path, max_steps=5, strategy="auto", callbacks=[keeper], enable_checkpointing=True).fit(
         Regression(), loader(32)
@@ -97,7 +103,7 @@ def test_the_end_of_an_epoch_that_was_limited_is_no_lost_place(tmp_path: Path) -
 
 
 class OneCycle(Regression):
-    """Module that asks for the job's length before Lightning has read the checkpoint."""
+    """Model whose learning rate schedule asks for the job's length before Lightning has read the checkpoint."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -114,7 +120,7 @@ def test_the_place_in_the_data_is_kept_where_the_length_was_asked_for_first(tmp_
 
 
 class Counts(Callback):
-    """Callback that counts how often its state was asked for."""
+    """Callback that counts how often it is asked for its state."""
 
     asked = 0
 
@@ -137,7 +143,7 @@ class IgnoresClosure(torch.optim.SGD):
 
 
 class Manual(Regression):
-    """Module with manual optimization, whose optimizer never calls the closure that `step` gives it."""
+    """Model with manual optimization, whose optimizer ignores the closure of `step`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +160,9 @@ class Manual(Regression):
 
 
 def test_manual_optimization_needs_no_closure_to_be_called(tmp_path: Path) -> None:
-    """The averaged gradients are there before the optimizer could call its closure."""
+    """With manual optimization gradients are averaged before the optimizer's step, even if the optimizer never calls
+    its closure.
+    """
     ours, plain = Manual(), Manual()
     run = trainer(tmp_path)
     run.fit(ours, loader())
@@ -164,14 +172,16 @@ def test_manual_optimization_needs_no_closure_to_be_called(tmp_path: Path) -> No
 
 
 class Sees(Regression):
-    """Module that notes the keys of the checkpoint that it loads."""
+    """Model that records the keys of the checkpoint that it loads."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.keys = set(checkpoint)
 
 
 def test_hooks_see_the_checkpoint_that_lightning_has_written(tmp_path: Path) -> None:
-    """Hooks do not see the parts that we add to the file."""
+    """Hooks that load a checkpoint see the same keys as with Lightning's own strategy, without those that chaos adds
+    to the file.
+    """
     seen = []
     for strategy in ("chaos", "auto"):
         keeper = ModelCheckpoint(tmp_path / strategy, every_n_train_steps=6)

@@ -1,4 +1,4 @@
-"""Makes the strategy from a command line and from Hydra-like mappings: typed arguments, no side effects."""
+"""Tests making the strategy from a command line and from Hydra-like mappings: typed arguments, no side effects."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_config_is_saved_by_the_writer(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_config_that_another_founder_has_written_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, members: int, seed: str
 ) -> None:
-    """The other founder counted as rank zero while it set up; this member is rank zero of the job. If it is alone, the
-    file is an earlier run's.
+    """A configuration file written by another founder, which counted as rank zero during its set-up, is kept. With a
+    single member, the file is an earlier run's: an error.
     """
     quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["train.py", *quiet])

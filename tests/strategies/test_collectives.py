@@ -1,4 +1,4 @@
-"""Lightning's collectives: payloads, reductions, and their effects inside training_step and outside a job."""
+"""Tests Lightning's collectives: payloads, reductions, and their effects inside training_step and outside a job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_reductions(op: str, expected: float) -> None:
 
 
 def test_a_mean_of_integers_is_no_integer() -> None:
-    """Lightning divides two means, so a rounded mean would be wrong."""
+    """The mean of integer tensors is a float: Lightning divides two such means, and rounding them would falsify the
+    quotient.
+    """
     assert reduced([torch.tensor(4), torch.tensor(5)], "mean") == 4.5
     assert reduced([torch.tensor(4), torch.tensor(5)], "sum").dtype == torch.int64
 
@@ -89,7 +91,7 @@ def test_shapes_and_operations_that_do_not_fit_are_named() -> None:
 
 
 class Members:
-    """Other members with fixed answers; remembers the names of the calls."""
+    """Double of the other members, with fixed answers; records the names of collectives."""
 
     def __init__(self, *others: Any) -> None:
         self.others = others
@@ -141,7 +143,7 @@ def test_outside_a_job_everything_is_local() -> None:
 
 
 def log(collection: _ResultCollection, made: Collectives, key: str, value: float, **more: Any) -> Any:
-    """Logs like `self.log(on_step=True, sync_dist=True)`; returns the value that is shown for the step."""
+    """Logs as `self.log(on_step=True, sync_dist=True)` does; returns the value that Lightning shows for the step."""
 
     def reduce(value: Any, *, reduce_op: str, group: Any = None) -> Any:
         return made.reduce(value, reduce_op)
@@ -152,7 +154,7 @@ def log(collection: _ResultCollection, made: Collectives, key: str, value: float
 
 
 def said(**values: float) -> dict[str, Any]:
-    """Returns the contribution of another member that logged these values."""
+    """Returns the payload of another member that has logged these values."""
     collection, members = _ResultCollection(training=True), Members()
     made = collectives(members)
     made.enter_step("training_step")

@@ -1,4 +1,4 @@
-"""The last member is released within a batch: no step uses that batch, so it counts nowhere."""
+"""Tests that a batch in which the last member is released, so that no step uses it, is counted nowhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chaos_lightning.errors import LeftJobError
 
 
 class Ends(pl.Callback):
-    """Callback that lists the steps at which hooks were told of a finished batch."""
+    """Callback that records the steps at which hooks were told of a finished batch."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -27,7 +27,7 @@ class Ends(pl.Callback):
 
 
 def scheduled(module: pl.LightningModule) -> pl.LightningModule:
-    """Gives the module a learning rate that falls with each step; returns it."""
+    """Gives the module a learning rate schedule that falls with each step; returns the module."""
 
     def configure_optimizers() -> Any:
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
@@ -38,7 +38,7 @@ def scheduled(module: pl.LightningModule) -> pl.LightningModule:
 
 
 def left(tmp_path: Path, double: Any, slots: int, model: pl.LightningModule, **arguments: Any) -> tuple[Any, Any, Ends]:
-    """Runs a fit whose member is released after so many slots."""
+    """Runs a fit whose member is released after this many slots; returns Trainer, engine and recorded batch ends."""
     double.made.clear()
     double.setting.clear()
     double.setting.update(depart_at=slots, departs_armed=arguments.pop("armed", False))
@@ -63,8 +63,8 @@ def left(tmp_path: Path, double: Any, slots: int, model: pl.LightningModule, **a
 def test_a_batch_that_no_step_uses_is_counted_nowhere(
     tmp_path: Path, double: Any, accumulate: int, armed: bool, sync: bool
 ) -> None:
-    """A member may learn of its release anywhere in a batch: as gradients are sent, as it waits for the step, or as
-    logged values are exchanged; also in the epoch's last batch.
+    """A member is released at any point of a batch: as it sends gradients, waits for the step, or exchanges logged
+    values, also in the epoch's last batch. The batch is counted by no loop, hook or logger.
     """
     _, whole, _ = left(tmp_path / "whole", double, -1, Regression(sync=sync), accumulate_grad_batches=accumulate)
     names = [header.name for header in whole.log]
@@ -96,7 +96,9 @@ def test_a_batch_that_no_step_uses_is_counted_nowhere(
 
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 def test_a_batch_of_manual_optimization_that_no_step_uses(tmp_path: Path, double: Any) -> None:
-    """The unused batch ends at its first backward pass."""
+    """A member under manual optimization is released in a batch: the batch ends at its first backward pass, and is
+    not counted.
+    """
     _, whole, told = left(tmp_path / "whole", double, -1, Manual())
     each = sum(header.name.startswith("section") for header in whole.log) // len(told.steps)
     third = [at for at, header in enumerate(whole.log) if header.name.startswith("section")][2 * each]

@@ -1,4 +1,6 @@
-"""DiLoCoStrategy in one process with a session double, which needs no server: Lightning's settings apply to the job."""
+"""Tests DiLoCoStrategy in one process, with a double of the session that needs no server: Lightning's settings apply
+to the job.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def fitted(tmp_path: Path, model: pl.LightningModule, *args: Any, **kwargs: Any)
 
 
 class Watches(Callback):
-    """Callback that notes what hooks see, in order."""
+    """Callback that records, in order, what its hooks see."""
 
     def __init__(self) -> None:
         self.saw: list[Any] = []
@@ -83,9 +85,7 @@ def test_two_epochs_use_each_sample_twice_and_end_the_job(tmp_path: Path) -> Non
 
 
 def test_alone_it_trains_as_one_process_does(tmp_path: Path) -> None:
-    """The session double's version equals this cluster's state; only the order of samples, which is the seed's,
-    differs.
-    """
+    """A lone cluster trains the same weights as plain Lightning does."""
     mine, plain = Regression(), Regression()
     fitted(tmp_path, mine, models.loader())
     models.fitted(tmp_path, plain, models.loader(), strategy="auto")
@@ -99,7 +99,9 @@ def test_a_short_accumulation_takes_its_step_at_the_end_of_what_is_dealt(tmp_pat
 
 
 def test_a_batch_that_no_loader_tells_is_demanded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Former bug: the batch size was silently 32. A size from the environment counts less than the loader's."""
+    """Former bug: if no loader gave the batch size, it was silently 32. Now it must be set; a size from the
+    environment overrides the loader's.
+    """
 
     def batch(**told: Any) -> str:
         fitted(tmp_path, Regression(), loader, told={"inner_steps": 4, **told})
@@ -116,7 +118,9 @@ def test_a_batch_that_no_loader_tells_is_demanded_by_name(tmp_path: Path, monkey
 
 
 def test_the_epoch_goes_on_where_more_of_it_is_dealt(tmp_path: Path) -> None:
-    """All samples of another cluster are dealt again, so the batch that seemed to be the last one was not."""
+    """Samples of a removed cluster are leased again at the end of an epoch: the epoch continues after a batch that
+    seemed to be its last.
+    """
 
     class Dies(SessionDouble):
         def _spend(self, *, dry: bool) -> None:
@@ -173,7 +177,9 @@ def test_a_late_joiner_of_a_job_that_is_through_trains_nothing(tmp_path: Path) -
 
 
 def test_epochs_that_went_by_without_this_cluster_are_skipped(tmp_path: Path) -> None:
-    """This cluster stood still; meanwhile the others went through two epochs."""
+    """The other clusters train two epochs while this cluster stands still: it skips them, and continues in the job's
+    present epoch.
+    """
 
     class Sleeps(SessionDouble):
         def _spend(self, *, dry: bool) -> None:
@@ -207,7 +213,9 @@ def test_epochs_that_went_by_without_this_cluster_are_skipped(tmp_path: Path) ->
 
 
 def test_what_is_validated_and_saved_is_a_version(tmp_path: Path) -> None:
-    """Validation and checkpoints use the last version, also in the middle of a round, where training is ahead of it."""
+    """Validation and checkpoints use the version adopted last, even in the middle of a round, when the trained
+    parameters are ahead of it.
+    """
 
     class Looks(Regression):
         validated: list[torch.Tensor]
@@ -409,8 +417,8 @@ def test_who_becomes_the_oldest_cluster_writes_from_then_on(tmp_path: Path) -> N
 
 
 def test_who_becomes_the_oldest_cluster_goes_on_in_the_folder_of_the_job(tmp_path: Path) -> None:
-    """The former oldest cluster wrote logs up to a step that this one has yet to make; a later folder is another
-    job's.
+    """A cluster that becomes the oldest continues the log folder of its job, in which the former oldest had logged
+    further steps; a later folder belongs to another job and is left alone.
     """
 
     class Goes(Callback):

@@ -1,4 +1,4 @@
-"""Clusters whose processes are ranks of Lightning's DDP, as real processes, with a real server."""
+"""Tests clusters whose processes are ranks of Lightning's DDP, as real processes with a real server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RanksJob(OuterJob):
         return names
 
     def ended(self, name: str) -> list[dict[str, Any]]:
-        """Returns the reports of a cluster's processes."""
+        """Waits until a cluster's processes have ended; returns their reports."""
         for rank in range(RANKS):
             assert self.harness.wait_exit(f"{name}.{rank}") == 0
         return [self.report(f"rank-{rank}/{name}") for rank in range(RANKS)]
@@ -62,7 +62,9 @@ def test_a_ddp_cluster_and_a_single_process_train_one_model(ranks: RanksJob) -> 
 
 
 def test_leftovers_of_an_odd_number_of_samples_count_once(ranks: RanksJob) -> None:
-    """The leftover samples count once, also if ranks step by hand."""
+    """With an odd number of samples the ranks' last batches differ in size: each sample counts once, also with
+    manual optimization.
+    """
     ranks.serve()
     ranks.ranks("many", told=told(ranks), samples=61, kind="rough", trainer={"max_epochs": 2})
     first, second = ranks.ended("many")

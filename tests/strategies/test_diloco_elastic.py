@@ -1,4 +1,4 @@
-"""Clusters of several ranks that come, leave and die: real processes, with a real parameter server."""
+"""Tests clusters of several ranks that join, leave and die, as real processes with a real parameter server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from chaos_lightning.testing.harness import Harness
 
 
 class ElasticJob:
-    """Parameter server, schedulers of elastic clusters, and their ranks."""
+    """Parameter server, and elastic clusters with a scheduler each, as processes."""
 
     def __init__(self, harness: Harness, out: Path) -> None:
         self.harness, self.out = harness, out
@@ -41,7 +41,7 @@ class ElasticJob:
         self._options: dict[str, SchedulerOptions] = {}
 
     def serve(self, keys: Path | None = None) -> None:
-        """Starts a leader and a follower; `keys` has a folder for each."""
+        """Starts a leader and a follower; `keys` has a folder of keys for each."""
         logs = ["--log-dir", str(self.harness.logs)]
         chain, where = str(self.out / "chain-of-versions.sqlite"), str(self.out / "follower")
         leader = ["--listen", self.server, "--store", chain, "--followers", "1", *logs]
@@ -52,7 +52,7 @@ class ElasticJob:
             self.harness.start_function(name, run, module, arguments, environment)
 
     def rank(self, name: str, cluster: str = "home", **spec: Any) -> None:
-        """Starts a rank of an elastic cluster, which gets a scheduler with its first one."""
+        """Starts a rank of an elastic cluster, and with the first rank its scheduler."""
         from diloco_members import rank
 
         if cluster not in self._schedulers:
@@ -69,11 +69,11 @@ class ElasticJob:
         self.harness.start_function(name, rank, {**given, "told": told, **spec})
 
     def kill_scheduler(self, cluster: str = "home") -> None:
-        """Kills the scheduler of the inner job."""
+        """Kills the scheduler of the elastic cluster."""
         os.kill(self._schedulers.pop(cluster).pid, signal.SIGKILL)
 
     def start_scheduler(self, cluster: str = "home") -> None:
-        """Starts the scheduler of the inner job again, on its chain."""
+        """Starts the scheduler of the elastic cluster again, on its former chain."""
         self._schedulers[cluster] = scheduler(self._options[cluster])
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
@@ -82,8 +82,8 @@ class ElasticJob:
         return [torch.load(self.out / f"{name}.pt", weights_only=False) for name in names]
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
-        """Returns the chain's entries of a kind, each once: a new leader logs the last entry again, in case its log
-        lacks it.
+        """Returns the entries of this kind in the outer job's chain, each once: a new leader logs the last entry a
+        second time.
         """
         told = [r for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
         return [*{r["hash"]: r["body"] for r in told}.values()]
@@ -104,7 +104,7 @@ def job(tmp_path: Path) -> Iterator[ElasticJob]:
 
 
 def audited(job: ElasticJob) -> None:
-    """Checks that the logs show no violation, neither of the outer job nor within the clusters."""
+    """Audits the logs of the outer job and of the clusters; fails at any violation."""
     records = job.harness.records
     assert [text for r in records for text in problems(r.name, r.fields)] == []
     judged = audit_folder(job.harness.logs)
@@ -113,7 +113,7 @@ def audited(job: ElasticJob) -> None:
 
 
 def counted(job: ElasticJob) -> tuple[int, int]:
-    """Returns the samples and inner steps of all accepted pushes; checks that none is there twice."""
+    """Returns the samples and inner steps of all accepted pushes; fails if one was accepted twice."""
     offers = [each["offer"] for body in job.entries("Round") for each in body["accepted"]]
     names = [str(offer["push"]) for offer in offers]
     assert len(names) == len(set(names))
@@ -121,7 +121,7 @@ def counted(job: ElasticJob) -> tuple[int, int]:
 
 
 def spent(job: ElasticJob) -> dict[int, int]:
-    """Returns how many positions of each epoch count; checks that none counts twice."""
+    """Returns how many positions of each epoch accepted pushes cover; fails if one is covered twice."""
     covers: dict[int, list[tuple[int, int]]] = {}
     for body in job.entries("Round"):
         for each in (each for accepted in body["accepted"] for each in accepted["offer"]["covers"]):
@@ -130,7 +130,7 @@ def spent(job: ElasticJob) -> dict[int, int]:
 
 
 def hashes(job: ElasticJob) -> dict[int, list[str]]:
-    """Returns the state hashes of one cluster's ranks, by slot; checks that they are all the same."""
+    """Returns the state hashes of one cluster's ranks, by slot; fails if ranks differ."""
     found: dict[int, list[str]] = {}
     for record in job.harness.records:
         if record.name == "state_hash":
@@ -182,7 +182,7 @@ def test_metrics_go_on_in_one_folder_when_the_oldest_elastic_cluster_dies(job: E
 
 @pytest.mark.slow
 def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
-    """The push of the first rank is finished by another one of the same incarnation, without a new begin, and no inner
+    """The first rank is killed while it pushes: another rank finishes the push as the same incarnation, and no inner
     step is lost.
     """
     job.serve()
@@ -212,8 +212,8 @@ def test_the_first_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
 
 @pytest.mark.slow
 def test_the_last_rank_is_killed_in_mid_push(job: ElasticJob) -> None:
-    """The last rank's steps that were not pushed are lost; its cluster comes again with the next rank, and accepted
-    pushes count once.
+    """The only rank of a cluster is killed while it pushes: its steps that were not pushed are lost, the next rank
+    joins as a new incarnation, and accepted pushes count once.
     """
     job.serve()
     harness = job.harness
@@ -263,9 +263,8 @@ def test_a_rank_joins_between_push_and_adoption(job: ElasticJob) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_of_one_process_beside_it(job: ElasticJob) -> None:
-    """The single process came first, so it writes the checkpoints, and the ranks of the other cluster write none. It
-    also ends last: a cluster in the middle of an epoch at the job's end has steps of its own on top of the last
-    version.
+    """A cluster of one process trains beside one of two ranks. It came first, so it alone writes checkpoints; in the
+    end all have the last version.
     """
     from diloco_members import cluster
 
@@ -286,8 +285,8 @@ def test_a_cluster_of_one_process_beside_it(job: ElasticJob) -> None:
 
 
 def test_ranks_leave_and_the_last_one_takes_the_cluster_along(job: ElasticJob) -> None:
-    """The first rank leaves and the next one goes on as the same incarnation; the last one pushes the remaining
-    steps.
+    """The first rank leaves, and the other continues as the same incarnation; when that one leaves, too, it pushes
+    the remaining steps first.
     """
     job.serve()
     harness = job.harness
@@ -309,8 +308,8 @@ def test_ranks_leave_and_the_last_one_takes_the_cluster_along(job: ElasticJob) -
 
 
 def test_who_begins_with_what_a_cluster_that_left_had_kept_comes_in_anew(job: ElasticJob, tmp_path: Path) -> None:
-    """Former bug: the kept state said that the cluster's part is over, so training ended at once, and nothing was
-    trained.
+    """Former bug: a rank that resumed from the state kept by a cluster that had left ended at once, because the
+    state said that the cluster's part is over. It now joins as a new incarnation.
     """
     job.serve()
     harness = job.harness
@@ -329,7 +328,7 @@ def test_who_begins_with_what_a_cluster_that_left_had_kept_comes_in_anew(job: El
 
 
 def asked_again(job: ElasticJob, name: str, words: str) -> None:
-    """Signals a leaving rank a second time; checks that it prints this, and waits on."""
+    """Sends a leaving rank a second signal; checks that it prints `words`, and keeps running."""
     child = job.harness.children[name]
     job.harness.wait_until(lambda: "leaving the job" in child.tail(), "word of the first signal")
     job.harness.terminate(name)
@@ -339,7 +338,9 @@ def asked_again(job: ElasticJob, name: str, words: str) -> None:
 
 
 def test_a_second_signal_says_what_it_may_cost(job: ElasticJob) -> None:
-    """Former bug: the second signal aborted the process: the last rank of a cluster lost all that was not durable."""
+    """Former bug: a second signal aborted the process, and the last rank of a cluster lost all that was not durable.
+    It now prints what would be lost, and a third signal aborts.
+    """
     job.serve()
     harness = job.harness
     for name in ("a", "b"):
@@ -367,7 +368,7 @@ def test_a_second_signal_says_what_it_may_cost(job: ElasticJob) -> None:
 
 
 def wait_for_meetings(job: ElasticJob, trained: int = 0) -> None:
-    """Waits until the ranks have `trained` samples and only meet, as nothing under way lets them train any more."""
+    """Waits until the ranks have trained `trained` samples and only meet, since they may not train on."""
 
     def waits() -> bool:
         slots = [r for r in job.harness.records if r.name == "committed"]
@@ -378,7 +379,7 @@ def wait_for_meetings(job: ElasticJob, trained: int = 0) -> None:
 
 
 def leave_a_meeting(job: ElasticJob, trained: int = 0) -> None:
-    """Lets rank a leave while the ranks only meet."""
+    """Makes rank a leave while the ranks only meet; checks that a meeting's header released it."""
     harness = job.harness
     wait_for_meetings(job, trained)
     harness.terminate("a")
@@ -388,8 +389,8 @@ def leave_a_meeting(job: ElasticJob, trained: int = 0) -> None:
 
 
 def leave_while_it_waits(job: ElasticJob, stopped: str) -> None:
-    """Lets the first rank leave while its cluster waits for the stopped process; the last rank stays until all is
-    durable.
+    """Makes both ranks leave while their cluster waits for the stopped process: the first one ends at once, the last
+    one only when all is durable.
     """
     harness = job.harness
     harness.wait_for("version_adopted", lambda r: r["progress_steps"] > 0)
@@ -409,7 +410,7 @@ def leave_while_it_waits(job: ElasticJob, stopped: str) -> None:
 
 
 def test_a_rank_leaves_while_its_cluster_waits_for_an_answer(job: ElasticJob) -> None:
-    """The rank leaves between two batches."""
+    """A rank leaves between two batches, while its cluster waits for the answer to a push."""
     job.serve()
     spec: dict[str, Any] = {"step_s": 0.02, "samples": 100_000, "trainer": {"max_epochs": 1}}
     for name in ("a", "b"):
@@ -419,7 +420,7 @@ def test_a_rank_leaves_while_its_cluster_waits_for_an_answer(job: ElasticJob) ->
 
 
 def test_a_rank_leaves_while_all_that_its_cluster_was_dealt_is_used(job: ElasticJob) -> None:
-    """The rank leaves within a batch, whose step is made."""
+    """A rank leaves within a batch whose step is made, while its cluster waits for further leased samples."""
     job.serve()
     rules = {"heartbeat_s": 2.0, "lease_ahead_s": 0.3, "ahead_steps": 1000}
     spec: dict[str, Any] = {"step_s": 0.02, "samples": 100_000, "trainer": {"max_epochs": 1}, "rules": rules}
@@ -434,7 +435,7 @@ THROUGH = 400
 
 
 def through(job: ElasticJob, **rules: Any) -> None:
-    """Starts ranks a and b, which are through or will be soon, and a cluster of one process that stands still until
+    """Starts ranks a and b, which soon finish their training, and another cluster of one process, which waits until
     `go_on`.
     """
     from diloco_members import cluster
@@ -452,13 +453,15 @@ def through(job: ElasticJob, **rules: Any) -> None:
 
 
 def go_on(job: ElasticJob) -> dict[str, Any]:
-    """Lets the cluster of one process go on to its end; returns its report."""
+    """Lets the cluster of one process train to its end; returns its report."""
     (job.out / "gate").write_text("")
     return job.finish("solo")[0]
 
 
 def left_in_good_order(job: ElasticJob) -> None:
-    """Checks that the cluster of ranks a and b left before the other went on, and that all its samples count."""
+    """Checks that the cluster of ranks a and b has left before the other cluster continued, and that all its samples
+    count.
+    """
     removed = job.harness.wait_for("entry", lambda r: r["kind"] == "Removed")
     assert "it was asked to leave" in removed["body"]["reason"]
     assert job.harness.children["solo"].running
@@ -500,7 +503,9 @@ def test_all_ranks_are_asked_to_leave_at_once_while_their_cluster_is_through(job
 
 @pytest.mark.slow
 def test_all_ranks_leave_while_their_cluster_is_through_and_their_scheduler_is_away(job: ElasticJob) -> None:
-    """Without a scheduler no single rank can be let go, so the ranks leave together."""
+    """The ranks have finished training and have no scheduler, so none of them can be released alone: they leave
+    together.
+    """
     through(job)
     wait_for_meetings(job, THROUGH)
     job.kill_scheduler()
@@ -522,7 +527,9 @@ def test_a_cluster_of_ranks_that_is_through_long_before_the_others_leaves(job: E
 
 @pytest.mark.slow
 def test_a_rank_comes_when_the_others_are_through(job: ElasticJob) -> None:
-    """The late rank trains nothing, and is the last one, which takes the cluster along."""
+    """A rank joins when the others have finished training: it trains nothing, and as the last one to leave takes the
+    cluster out of the job.
+    """
     through(job)
     wait_for_meetings(job, THROUGH)
     job.rank("c", step_s=0.1, samples=THROUGH, trainer={"max_epochs": 1})
@@ -540,7 +547,9 @@ def test_a_rank_comes_when_the_others_are_through(job: ElasticJob) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_cannot_even_leave_give_up(job: ElasticJob) -> None:
-    """The push after the last step is not answered: the ranks wait, are asked to leave, and wait as long for that."""
+    """The follower never answers the last push: the ranks wait for `patience_s`, ask to leave, wait as long again,
+    and give up with an error.
+    """
     job.serve()
     harness = job.harness
     rules = {"patience_s": 2.0, "ahead_steps": 1000}
@@ -594,7 +603,7 @@ def test_what_ranks_of_a_cluster_cannot_be_told_is_refused_by_name(tmp_path: Pat
 
 
 def test_clusters_share_the_data_and_each_sample_counts_once_an_epoch(job: ElasticJob) -> None:
-    """Two ranks share out the positions that their cluster leases, beside a cluster of one process."""
+    """Clusters share the data, one of two ranks and one of a single process: each sample counts once an epoch."""
     from diloco_members import cluster
 
     job.serve()
@@ -641,7 +650,9 @@ def test_ranks_die_and_join_while_they_share_out_leases(job: ElasticJob) -> None
 
 @pytest.mark.slow
 def test_what_a_rejection_gives_back_is_dealt_again(job: ElasticJob) -> None:
-    """After the rejection the ranks adopt the version outright, and go on with a new sample sequence."""
+    """A push with NaN is rejected: its samples are leased again, and the ranks adopt the version without their own
+    steps.
+    """
     job.serve()
     rules = {"lease_ahead_s": 0.3}
     for name in ("a", "b"):
@@ -674,7 +685,7 @@ def test_without_overlap_ranks_stand_still_for_each_version(job: ElasticJob) -> 
 
 
 def test_all_ranks_send_a_part_of_a_push_by_keys_of_the_leader(job: ElasticJob, tmp_path: Path) -> None:
-    """The folders of keys are the outer job's alone; each rank has one of its own."""
+    """All ranks of a cluster send parts of a push with keys of the outer job, each rank with a folder of its own."""
     keys = tmp_path / "keys"
     holders = [KeyHolder("leader"), KeyHolder("follower", FOLLOWER), KeyHolder("a", CLUSTER), KeyHolder("b", CLUSTER)]
     keyfiles.init(keys, holders)
@@ -708,7 +719,9 @@ def test_a_checkpoint_founds_a_cluster_of_ranks_that_goes_on_from_it(job: Elasti
 
 @pytest.mark.slow
 def test_the_scheduler_of_the_ranks_dies_and_training_goes_on(job: ElasticJob) -> None:
-    """Without the scheduler pushes and versions go on; then the first rank dies, and the next scheduler replaces it."""
+    """The cluster's scheduler dies: pushes and versions continue. Then the first rank dies, and the restarted
+    scheduler lets the other one continue.
+    """
     job.serve()
     harness = job.harness
     for name in ("a", "b"):
@@ -731,8 +744,8 @@ def test_the_scheduler_of_the_ranks_dies_and_training_goes_on(job: ElasticJob) -
 
 @pytest.mark.slow
 def test_a_dismissed_cluster_comes_in_again(job: ElasticJob) -> None:
-    """All ranks of a cluster are frozen for longer than the leader waits: their steps that were not pushed are lost,
-    and reported.
+    """All ranks of a cluster are frozen until the leader removes it: it joins again, and reports the loss of the
+    steps that it had not pushed.
     """
     job.serve()
     harness = job.harness

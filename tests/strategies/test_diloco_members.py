@@ -1,4 +1,4 @@
-"""Clusters as real processes, with a real server: they train one model, come late, die and leave."""
+"""Tests clusters as real processes with a real server: they train one model, join late, die and leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chaos_lightning.testing.harness import Harness
 
 
 class OuterJob:
-    """Leader, followers and clusters, each a process."""
+    """An outer job: a leader, followers and clusters, each a process."""
 
     def __init__(self, harness: Harness, out: Path) -> None:
         self.harness, self.out = harness, out
@@ -69,11 +69,11 @@ class OuterJob:
         return {}
 
     def epoch(self) -> int:
-        """Returns the epoch whose positions are leased."""
+        """Returns the epoch of which positions are being leased."""
         return int(self.facts().get("leases", {}).get("epoch", 0))
 
     def accepted(self, cluster: str) -> int:
-        """Returns the number of this cluster's pushes that count."""
+        """Returns how many pushes of this cluster were accepted."""
         return next((each["accepted"] for each in self.facts().get("clusters", ()) if each["name"] == cluster), 0)
 
     def report(self, name: str) -> dict[str, Any]:
@@ -85,8 +85,8 @@ class OuterJob:
         return [self.report(name) for name in names]
 
     def entries(self, kind: str) -> list[dict[str, Any]]:
-        """Returns the chain's entries of a kind, each once: a new leader logs the last entry again, in case its log
-        lacks it.
+        """Returns the entries of this kind in the outer job's chain, each once: a new leader logs the last entry a
+        second time.
         """
         told = [r for r in self.harness.records if r.name == "entry" and r["kind"] == kind]
         return [*{r["hash"]: r["body"] for r in told}.values()]
@@ -99,13 +99,13 @@ def job(tmp_path: Path) -> Iterator[OuterJob]:
 
 
 def told(job: OuterJob, **options: Any) -> dict[str, Any]:
-    """Returns settings for jobs of seconds."""
+    """Returns the strategy's settings for jobs that take seconds."""
     quick = {"heartbeat_s": 0.2, "lease_ahead_s": 0.3, "log_dir": str(job.harness.logs)}
     return {"inner_steps": 8, "options": {**quick, **options}}
 
 
 def spent(job: OuterJob) -> dict[int, int]:
-    """Returns how many positions of each epoch count; checks that none counts twice."""
+    """Returns how many positions of each epoch accepted pushes cover; fails if one is covered twice."""
     covers: dict[int, list[tuple[int, int]]] = {}
     for body in job.entries("Round"):
         for accepted in body["accepted"]:
@@ -127,8 +127,8 @@ def epochs(*numbers: int) -> list[tuple[str, int]]:
 
 
 def went_through(report: dict[str, Any], *numbers: int) -> bool:
-    """Returns whether a cluster saw these epochs. Another cluster's end may come during the last validation; no epoch
-    ends then.
+    """Returns whether a cluster's report has these epochs. The last one may lack its end, if the job ended during
+    its validation.
     """
     return marks(report) in (epochs(*numbers), epochs(*numbers)[:-1])
 
@@ -148,7 +148,9 @@ def test_two_clusters_train_each_sample_once_an_epoch_and_end_alike(job: OuterJo
 
 @pytest.mark.slow
 def test_a_late_cluster_takes_over_and_trains_on_where_another_dies(job: OuterJob) -> None:
-    """The late cluster comes in a later epoch; samples of the one that dies are dealt again to others."""
+    """One cluster joins in a later epoch, another one dies: the dead one's samples are leased again, and each counts
+    once.
+    """
     job.serve()
     job.cluster("one", told=told(job), step_s=0.03, trainer={"max_epochs": 4})
     job.cluster("dies", told=told(job), step_s=0.03, trainer={"max_epochs": 4})
@@ -217,20 +219,22 @@ def test_metrics_go_on_in_one_folder_when_the_oldest_cluster_dies(job: OuterJob,
 
 
 def steps_logged(folder: Path) -> list[int]:
-    """Returns the steps whose loss a folder's metrics.csv has, in order."""
+    """Returns the steps for which a folder's metrics.csv has a loss, in order."""
     with (folder / "metrics.csv").open() as file:
         return [int(row["step"]) for row in csv.DictReader(file) if row.get("loss_step")]
 
 
 def audited(job: OuterJob) -> None:
-    """Checks that the logs show no violation."""
+    """Audits the logs; fails at any violation."""
     (judged,) = audit_folder(job.harness.logs)
     assert [str(found) for found in judged.findings if found.verdict == VIOLATED] == []
 
 
 @pytest.mark.slow
 def test_a_frozen_cluster_is_removed_and_comes_in_again(job: OuterJob) -> None:
-    """A frozen cluster loses all steps that it had not pushed; their samples are dealt again, and each counts once."""
+    """A frozen cluster is removed and joins again: it loses the steps that it had not pushed; their samples are
+    leased again, and each counts once.
+    """
     job.serve()
     harness = job.harness
     job.cluster("one", told=told(job, last_holder_timeout_s=0.5), step_s=0.02, trainer={"max_epochs": 2})
@@ -283,7 +287,9 @@ def test_training_goes_on_while_the_whole_server_is_killed_and_comes_back(job: O
 
 
 def test_own_data_in_step_and_exact_until_max_steps_of_the_job(job: OuterJob) -> None:
-    """The faster cluster goes over its data more often; both stop by the job's clock."""
+    """Two clusters with own data of different sizes and speeds average exactly, until `max_steps` of the job: they
+    end at the same step with the same weights.
+    """
     job.serve()
     exact = {**told(job), "data": "local", "policy": "sync", "codec": "fp32", "overlap": False}
     for name, samples, step_s in (("one", 40, 0.01), ("two", 80, 0.02)):

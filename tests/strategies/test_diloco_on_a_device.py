@@ -1,4 +1,4 @@
-"""Clusters that train on an accelerator, beside one that does not: real processes, with a real server."""
+"""Tests clusters on an accelerator beside one on the CPU, as real processes with a real server."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def same(*reports: dict[str, Any]) -> bool:
 
 
 def test_clusters_on_a_device_and_one_on_the_cpu_train_one_model(job: OuterJob) -> None:
-    """One of the clusters trains in mixed precision: all of them exchange fp32 parameters all the same."""
+    """Two clusters on an accelerator, one in mixed precision, and one on the CPU exchange fp32 parameters, and end
+    with the same model.
+    """
     job.serve(followers=2)
     for name, precision in PRECISIONS.items():
         job.cluster(name, told=told(job), step_s=0.01, trainer=on_the_device(**precision))
@@ -68,7 +70,9 @@ def test_clusters_on_a_device_and_one_on_the_cpu_train_one_model(job: OuterJob) 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
 def test_exact_versions_on_a_device(job: OuterJob, overlap: bool) -> None:
-    """With a lossless codec both clusters hold the same bits; the own drift is added to the device's weights."""
+    """With a lossless codec two clusters on an accelerator end with the same bits, with and without overlapped
+    exchange.
+    """
     job.serve()
     rules = told(job) | {"data": "local", "policy": "sync", "codec": "fp32", "overlap": overlap}
     for name in ("one", "two"):
@@ -92,7 +96,9 @@ def test_ranks_of_an_elastic_cluster_share_a_device_and_one_is_killed(elastic: E
 
 
 def test_a_process_group_of_a_device_has_meetings_on_the_cpu(job: OuterJob) -> None:
-    """The cluster has one rank, as two cannot share a device under NCCL; its meetings use another process group."""
+    """A DDP cluster on an accelerator meets by a second process group, on the CPU. It has a single rank, since NCCL
+    allows one per device.
+    """
     from diloco_members import ddp
 
     from chaos_lightning.machine.listener import free_port

@@ -1,4 +1,6 @@
-"""Clusters under Lightning that are away when their job ends: their last checkpoints hold its last version."""
+"""Tests clusters under Lightning that are cut off when their job ends: their last checkpoints hold the job's last
+version.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,7 @@ def job(tmp_path: Path) -> Iterator[OuterJob]:
 
 
 def start(job: OuterJob, name: str, server: str, *, shared: bool, step_s: float) -> None:
-    """Starts a cluster; both write to one folder, as the docs have it; an epoch of its own data takes a cluster ten
-    steps.
-    """
+    """Starts a cluster; all write to one folder, as the docs show. With data of its own, an epoch takes ten steps."""
     rules = told(job, last_holder_timeout_s=0.5, reconnect_s=2.0)
     rules |= {} if shared else {"data": "local"}
     spec = {"samples": 240 if shared else 40, "trainer": {"max_epochs": 2 if shared else 10_000}}
@@ -36,8 +36,8 @@ def start(job: OuterJob, name: str, server: str, *, shared: bool, step_s: float)
 
 @pytest.mark.parametrize("ending", ["its data is trained", "an operator ends it"])
 def test_who_is_cut_off_over_the_end_ends_with_the_last_version(job: OuterJob, ending: str) -> None:
-    """The cut-off cluster is removed and trains on meanwhile, which is in no version; both clusters end with 0, and
-    alike. So does the last checkpoint, which the one that is away has written before, and the other one writes now.
+    """A cluster is cut off, removed, and trains on while the job ends: its later steps are in no version. Both
+    clusters exit with 0 and the last version, which the last checkpoint holds, too.
     """
     shared = ending == "its data is trained"
     job.serve()
@@ -64,7 +64,7 @@ def test_who_is_cut_off_over_the_end_ends_with_the_last_version(job: OuterJob, e
 
 
 def check_last(job: OuterJob, name: str) -> None:
-    """Checks that the last checkpoint is of the version with which this cluster has ended."""
+    """Checks that the last checkpoint holds the weights with which this cluster has ended."""
     found: dict[str, Any] = torch.load(job.out / "last" / "last.ckpt", weights_only=False)
     report = job.report(name)
     assert found["global_step"] == report["step"]
@@ -72,8 +72,8 @@ def check_last(job: OuterJob, name: str) -> None:
 
 
 def test_the_next_oldest_saves_last_where_the_oldest_died_just_before_the_end(job: OuterJob) -> None:
-    """Former bug: the next oldest cluster had heard of the death in no batch: no last checkpoint was written, or the
-    dead one's older file was left.
+    """Former bug: the oldest cluster died just before the job's end, and the next oldest had no batch left in which
+    to learn of it: no last checkpoint was written, or the dead cluster's older file was left.
     """
     job.serve()
     start(job, "dies", job.server, shared=False, step_s=0.03)
@@ -88,7 +88,9 @@ def test_the_next_oldest_saves_last_where_the_oldest_died_just_before_the_end(jo
 
 
 def test_the_last_checkpoint_holds_the_last_version_where_the_own_loop_ends(job: OuterJob) -> None:
-    """The epoch's own checkpoint is written before the last push has become a version."""
+    """ModelCheckpoint saves at the end of the last epoch, before the last push has become a version: the last
+    checkpoint is then written once more.
+    """
     job.serve()
     rules = told(job) | {"data": "local"}
     job.cluster("a", told=rules, server=job.server, last=str(job.out / "last"), samples=40, trainer={"max_epochs": 3})

@@ -1,4 +1,4 @@
-"""How DiLoCoStrategy is configured, by which ways, and the settings that it refuses by name before training starts."""
+"""Tests the ways to configure DiLoCoStrategy, and the settings that it refuses by name before training starts."""
 
 from __future__ import annotations
 
@@ -137,15 +137,15 @@ def test_fabric_is_told_what_to_use_instead() -> None:
 
 
 class Joins(Exception):
-    """End of these tests: the moment at which a cluster would join."""
+    """Exception that ends these fits at the moment when a cluster would join."""
 
 
 @pytest.mark.parametrize(("given", "leaves", "seed"), [({}, True, "0"), ({"leave_on_signals": False}, False, "7")])
 def test_an_elastic_cluster_is_told_its_options(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], leaves: bool, seed: str
 ) -> None:
-    """Former bug: only the inner strategy got `leave_on_signals`, and `seed` where ranks share the cluster's own
-    data.
+    """Former bug: only the inner strategy's `leave_on_signals` had an effect, and its `seed` where ranks share the
+    cluster's own data. The outer strategy's options count now.
     """
     found = list[Any]()
 
@@ -206,7 +206,9 @@ def test_several_devices_take_ddp_unless_told_otherwise(tmp_path: Path) -> None:
 
 
 def test_one_process_asks_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user may have one, or a fit before: other processes of it are other clusters."""
+    """A cluster of one process makes no collective of torch's default process group, whose other processes may be
+    other clusters.
+    """
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("lightning.pytorch.strategies.ddp._distributed_is_initialized", lambda: pytest.fail("asked"))
     run = models.trainer(tmp_path, strategy="chaos_diloco", devices=1, sync_batchnorm=True)

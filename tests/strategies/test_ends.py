@@ -1,4 +1,4 @@
-"""Real processes that are asked to end: the outcomes for the state, for fit, and for the code behind fit
+"""Tests real processes that are asked to end: what becomes of the state, of fit, and of the code after fit
 (docs/ends.md).
 """
 
@@ -26,14 +26,16 @@ Terminal = tuple[str, Callable[[], None]]
 
 
 class Unit:
-    """All processes of one start, which bear one mark: those that it starts, and those that go on behind it."""
+    """All processes that one start has brought about, also those that outlive it; found by a mark in their
+    environment.
+    """
 
     def __init__(self, folder: Path, harness: Harness, mark: Mark) -> None:
         self.folder, self.harness, self.mark = folder, harness, mark
         self.port = free_port()
 
     def start(self, name: str = "a", **settings: Any) -> None:
-        """Starts a plain script, and waits until it trains."""
+        """Starts a plain training script, and waits until it trains."""
         (self.folder / name).mkdir(exist_ok=True)
         self.harness.start_function(name, ending_members.fit, str(self.folder / name), self.port, settings)
         self.trains(name)
@@ -63,7 +65,7 @@ def unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Unit]:
 
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    """Path of a terminal, and a function that closes it."""
+    """Yields the path of a new terminal, and a function that closes it."""
     ours, its = pty.openpty()
     path, opened = os.ttyname(its), [ours, its]
 
@@ -77,7 +79,9 @@ def terminal() -> Iterator[Terminal]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_closed_terminal_is_a_polite_leave(unit: Unit, terminal: Terminal, workers: int) -> None:
-    """The progress bar meets a dead terminal meanwhile, and kernel and shell both tell the process."""
+    """The terminal of a training process is closed: the process leaves politely, although the progress bar cannot be
+    drawn and SIGHUP comes twice.
+    """
     path, close = terminal
     unit.harness.declare("a")
     unit.start(terminal=path, **({"workers": workers} if workers else {}))
@@ -90,7 +94,9 @@ def test_a_closed_terminal_is_a_polite_leave(unit: Unit, terminal: Terminal, wor
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_for_the_whole_group_ends_no_worker_of_the_loader(unit: Unit, number: signal.Signals) -> None:
-    """A terminal sends Ctrl+C to all its processes, and other tools send SIGTERM to a process group."""
+    """Ctrl+C or SIGTERM reaches the whole process group: the loader's workers survive, so that the state can be
+    saved, and training resumes from it.
+    """
     unit.harness.declare("a")
     unit.start(workers=2)
     unit.harness.terminate("a", number=number, group=True)
@@ -113,7 +119,9 @@ def test_a_drained_process_does_not_end_as_if_it_had_trained(unit: Unit) -> None
 
 
 def test_a_validation_that_is_under_way_keeps_its_workers(unit: Unit) -> None:
-    """The validation goes on to its end, for a state is kept between two batches of training."""
+    """SIGTERM reaches the process group during validation: the validation ends with its workers, and then the state
+    is saved, between two batches.
+    """
     unit.harness.declare("a")
     unit.start(workers=2, marks="validation")
     unit.harness.terminate("a", group=True)
@@ -124,7 +132,9 @@ def test_a_validation_that_is_under_way_keeps_its_workers(unit: Unit) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_sweep_and_the_state_belongs_to_its_run(unit: Unit) -> None:
-    """The ended sweep starts no other run, and a sweep that is started anew does not go on from the old one's state."""
+    """Ctrl+C in a Hydra sweep starts no further run. The next sweep in the same folder resumes the state; one in
+    another folder does not.
+    """
 
     def start(dated: str) -> None:
         unit.harness.declare("a")
@@ -173,8 +183,8 @@ def test_the_exit_code_says_that_it_is_no_success_but_to_who_would_take_it_for_a
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chaos", "diloco"])
 def test_a_unit_all_of_whose_processes_get_sigterm_leaves_as_one(unit: Unit, kind: str) -> None:
-    """Systemd stops a service so: the scheduler (or the server, its leader and followers), watchers and workers get the
-    signal with the process that trains. The unit leaves well all the same, nothing is started again, and all is gone.
+    """All processes get SIGTERM at once, as when systemd stops a service (scheduler or parameter server, watchers,
+    workers): the state is kept, nothing is started again, and no process is left.
     """
 
     def start(**settings: Any) -> None:
@@ -203,7 +213,9 @@ def test_a_unit_all_of_whose_processes_get_sigterm_leaves_as_one(unit: Unit, kin
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "way"), [("torchrun", "closed"), ("torchrun", "nohup"), ("run", "closed")])
 def test_an_agent_whose_terminal_is_closed(unit: Unit, terminal: Terminal, program: str, way: str) -> None:
-    """The torchrun agent lets its worker leave, which prints to that terminal, too; under `nohup` it goes on."""
+    """The terminal of a torchrun agent is closed: its worker leaves the job, although it prints to that terminal,
+    too. Under `nohup` training goes on.
+    """
     path, close = terminal
     (unit.folder / "a").mkdir()
     worker = [ending_members.__file__, str(unit.folder / "a"), str(unit.port), "{}"]

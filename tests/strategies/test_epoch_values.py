@@ -1,4 +1,4 @@
-"""Values of a training epoch cover each sample once, whichever member dies, leaves, or comes."""
+"""Tests that logged values of a training epoch cover each sample once, whichever member dies, leaves, or joins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def expected() -> dict[str, float]:
 
 
 def covers_all(reports: list[dict[str, Any]]) -> None:
-    """Checks the values that Lightning shows of the last epoch, and those that the module has computed of each."""
+    """Checks that logged and computed values of the last epoch cover all samples once."""
     _, y = models.data(SAMPLES).tensors
     for report in reports:
         for epoch in report["epochs"]:
@@ -37,8 +37,8 @@ def covers_all(reports: list[dict[str, Any]]) -> None:
 
 
 def start_three(job: Job, **of_a: Any) -> None:
-    """Starts members that come one after the other in the first epoch; a waits after its first step with both
-    others.
+    """Starts members a, b and c one after the other in the first epoch; once all three have made a step, a waits at
+    gate "three".
     """
     gates = {2: job.gate("two"), 3: job.gate("three")}
     job.start("a", gates={1: job.gate("one"), **of_a.pop("gates", {})}, worlds=gates, **SPEC, **of_a)
@@ -73,7 +73,9 @@ def test_after_a_leave(job: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [6, 7])
 def test_after_the_death_of_the_heir(job: Job, step: int) -> None:
-    """The heir of the dead member's values dies before, or after, the step that says what it has taken over."""
+    """The member that took over a dead member's values dies, too, before or after it has announced them in a step:
+    all values still count once.
+    """
     start_three(job, gates={step: job.gate("heir")})
     job.harness.kill("c")
     job.open("three")
@@ -85,7 +87,7 @@ def test_after_the_death_of_the_heir(job: Job, step: int) -> None:
 
 @pytest.mark.slow
 def test_after_a_stop_of_the_whole_job(job: Job) -> None:
-    """The last member's logged values are kept with its state."""
+    """The whole job stops within an epoch and resumes: the last member's saved state holds the values logged so far."""
     spec = {**SPEC, "options": {"on_last_exit": str(job.out / "kept")}}
     job.start("a", **spec, leaves_at=5)
     assert job.harness.wait_exit("a") == 0

@@ -1,4 +1,4 @@
-"""Validation with several loaders at once: the combined batches that each member does, also after a death."""
+"""Tests validation with several loaders at once: which combined batches each member evaluates, also after a death."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = ("max_size", "min_size", "max_size_cycle")
 
 
 class Meetings:
-    """Other members, which meet at the end of a pass.
+    """Double of the other members, which meet at the end of a pass.
 
     Args:
         here: Members that come, meeting by meeting.
@@ -31,17 +31,17 @@ class Meetings:
         return self.here.pop(0)
 
     def enter_step(self, hook: str) -> None:
-        """Takes part in the others' step."""
+        """Does nothing: the other members reduce no values."""
 
     def leave_step(self, collection: Any, *, always: bool) -> None:
-        """Takes part in the others' step, likewise."""
+        """Does nothing: the other members reduce no values."""
 
     def exchange(self, name: str, value: Any) -> None:
         return None
 
 
 def evaluated(me: str, members: str, meetings: Meetings, combined: CombinedLoader, **settings: Any) -> list[Any]:
-    """Returns the batches that this member evaluates in one pass, and how many Lightning was told to fetch."""
+    """Returns the batches that member `me` evaluates in one pass; checks how many Lightning is told to fetch."""
     fetcher = SimpleNamespace(length=1)
     loop = SimpleNamespace(
         _results=_ResultCollection(training=False), _combined_loader=combined, _data_fetcher=fetcher,

@@ -1,4 +1,6 @@
-"""Signals that ask a process to end: the first one is served, the second one is not, and old handlers are restored."""
+"""Tests signals that ask a process to end: the first one makes it leave, the second one ends it, and old handlers
+are restored.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_it_is_taken_over_again_from_whom_it_is_to_be_taken() -> None:
 
 
 def test_who_cannot_say_that_it_leaves_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process cannot print, as its terminal was closed."""
+    """A process whose terminal is closed cannot print that it leaves; it leaves all the same."""
 
     def closed(file: int, data: bytes) -> int:
         raise OSError(errno.EIO, "closed")
@@ -92,7 +94,7 @@ def test_who_cannot_say_that_it_leaves_leaves(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_hangup_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `nohup` SIGHUP stays ignored, also if another handler was installed meanwhile, as torchrun does."""
+    """Under `nohup` SIGHUP stays ignored, even if another handler was installed later, as by torchrun."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals = ExitSignals(lambda number, frame: None)
     assert signals.install() == [signal.SIGINT, signal.SIGTERM]
@@ -108,7 +110,9 @@ def test_a_hangup_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("polite", [False, True], ids=["ends by default", "has more to say"])
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
 def test_the_shell_and_the_kernel_and_a_session_manager_say_it_all(first: signal.Signals, polite: bool) -> None:
-    """SIGHUP is never the second signal; one that follows it at once is the same wish, and a later one is not."""
+    """Closing a terminal sends several signals: a SIGHUP never counts as the second signal, nor does a signal right
+    after a SIGHUP; a later one does.
+    """
     came: list[str] = []
     again: list[str] = []
     now = [100.0]
@@ -138,7 +142,9 @@ def test_the_shell_and_the_kernel_and_a_session_manager_say_it_all(first: signal
 
 
 def test_one_that_somebody_else_serves_is_not_stood_down() -> None:
-    """ChaosExit takes signals over from the strategy, whose own handler for another signal may be called."""
+    """If user code installed a handler of its own for SIGTERM, a SIGINT that makes the process leave does not
+    replace it.
+    """
     mine: list[int] = []
     signals = ExitSignals(lambda number, frame: None)
     signals.install()

@@ -1,5 +1,5 @@
-"""A member is fenced at any slot: the same fit throws its state away, joins again, and ends as if nothing had
-happened.
+"""Tests a member that is fenced at any slot: within the same fit it drops its state, joins again, and ends as an
+undisturbed one.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def run(tmp_path: Path, double: Any, case: str, fence_at: int) -> tuple[Any, Any
 
 
 def places(slots: list[str]) -> list[int]:
-    """Returns the positions of each kind of slot after each other kind, for the first and for the last time; one before
-    the first is none.
+    """Returns the positions in `slots` at which to fence: for each pair of successive kinds of slots, the first and
+    the last occurrence.
     """
     ways = [(before, name) for before, name in pairwise(slots)]
     return [at + 1 for at, way in enumerate(ways) if way not in ways[:at] or way not in ways[at + 1 :]]
@@ -82,7 +82,7 @@ def test_fenced_at_any_slot(tmp_path: Path, double: Any, case: str) -> None:
 
 
 def test_a_drifted_member_pulls_the_state_again(tmp_path: Path, double: Any) -> None:
-    """The member's state hash differed from the majority's: it acts as after a fence."""
+    """A member whose state hash differs from the majority's acts as if it were fenced: it pulls the state again."""
     _, reference, engine = run(tmp_path, double, "epochs", -1)
     at = [h.seq for h in engine.log if h.kind == "step"][4]
     double.setting["drift_at"] = at
@@ -94,7 +94,9 @@ def test_a_drifted_member_pulls_the_state_again(tmp_path: Path, double: Any) -> 
 
 
 def test_boundary_is_run_before_the_next_window(tmp_path: Path, double: Any) -> None:
-    """A step's header asks for the boundary, with other slots in between; it is not run in the middle of a window."""
+    """A step's header announces a safe point in the middle of an accumulation: the safe point comes after the
+    accumulation's step.
+    """
     double.setting["boundary_at"] = 2
     trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(Regression(sync=True), loader(20, 4), loader(8))
     names = [h.name for h in double.made[0].log]
@@ -106,7 +108,9 @@ def test_boundary_is_run_before_the_next_window(tmp_path: Path, double: Any) -> 
 def test_a_newcomer_may_come_in_with_a_view_that_no_header_names(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recovery that leaves too few members lets a newcomer in so."""
+    """A newcomer may enter by a recovery, when too few members are left: then no header names the view that lets it
+    in.
+    """
     joined, committed = double.join, double._commit
 
     def let_in(engine: Any, **words: Any) -> Any:

@@ -1,4 +1,6 @@
-"""A whole `Trainer.fit` with one member: the same numbers as without the strategy, and all of Lightning's features."""
+"""Tests a whole `Trainer.fit` with one member: the same numbers as without the strategy, and all of Lightning's
+features.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_same_numbers_as_without_strategy(tmp_path: Path, settings: dict[str, An
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_batch_sampler_is_told_the_epoch_by_the_script_alone(tmp_path: Path, tells: bool) -> None:
-    """Lightning calls set_epoch on samplers, and on no batch sampler; the script may, before an epoch's first batch."""
+    """Lightning calls set_epoch on samplers, but not on batch samplers. The user's script may call it before an
+    epoch's first batch, and the order is as without the strategy.
+    """
     plain, ours = Deals(tells), Deals(tells)
     samplers = [Dealt(), Dealt()]
     for model, sampler, strategy in zip((plain, ours), samplers, ("auto", "chaos"), strict=True):
@@ -74,7 +78,7 @@ def test_uneven_last_batches_weigh_their_samples(tmp_path: Path, double: Any) ->
 
 
 def test_gradient_of_an_uneven_window_is_that_of_all_its_samples(tmp_path: Path) -> None:
-    """Accumulated batches of 4, 4 and 2 samples give the gradient of 10 samples, as one batch would."""
+    """Accumulated batches of 4, 4 and 2 samples give the same gradient as one batch of 10."""
     one, many = Regression(), Regression()
     fitted(tmp_path, one, loader(10, 10), max_epochs=1)
     fitted(tmp_path, many, loader(10, 4), max_epochs=1, accumulate_grad_batches=3)
@@ -100,7 +104,9 @@ def test_first_stopping_and_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [1, 5, 6, 8, 11])
 def test_whole_job_resumes_exactly_once(tmp_path: Path, stop: int) -> None:
-    """Stopped in the middle of an epoch, the resumed job trains on exactly the rest of it."""
+    """A job that stopped in the middle of an epoch resumes from a checkpoint, and trains on exactly the remaining
+    samples.
+    """
     first = Regression()
     keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=stop, save_top_k=-1)
     fitted(tmp_path, first, loader(), max_steps=stop, max_epochs=-1, enable_checkpointing=True, callbacks=[keep])
@@ -117,7 +123,9 @@ def test_whole_job_resumes_exactly_once(tmp_path: Path, stop: int) -> None:
 
 
 def test_who_founds_from_the_end_of_an_epoch_tells_the_others_that_its_rest_is_due(tmp_path: Path) -> None:
-    """The other founders get the state from this member, and must make the same collectives."""
+    """A founder that resumes at the end of an epoch, with its validation still due, tells the other founders so:
+    they must make the same collectives.
+    """
     told = []
 
     class Asks(pl.Callback):

@@ -1,4 +1,4 @@
-"""A script that calls fit several times: members compare the number of their fit (docs/compat.md)."""
+"""Tests a script that calls fit several times: members compare the numbers of their fits (docs/compat.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def start(job: Job, name: str, **spec: Any) -> None:
 
 
 def steps(job: Job, number: int) -> int:
-    """Returns how often a step of this number was committed."""
+    """Returns how many members' logs have a commit of the step with this number."""
     return sum(r.name == "committed" and r["step"] == number for r in job.harness.records)
 
 

@@ -28,7 +28,7 @@ class Model(pl.LightningModule):
 
 
 class Side:
-    """One member, without a job around it."""
+    """One member's logged values and metrics, without a job."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -62,7 +62,7 @@ class Side:
             self.metrics.remove()
 
     def trains(self, *values: float, fx: str = "training_step") -> None:
-        """Trains a batch for each value."""
+        """Logs and counts each value, as in a training batch."""
         with self.at_work():
             for value in values:
                 self.sum.update(torch.tensor(value))
@@ -77,7 +77,7 @@ class Side:
 
 
 class Members:
-    """Members that make steps together."""
+    """Several members that make steps together."""
 
     def __init__(self, names: str = "abc") -> None:
         self.sides = {name: Side(name) for name in names}
@@ -87,7 +87,7 @@ class Members:
         return self.sides[name]
 
     def step(self, *, without: str = "", leaves: str = "") -> None:
-        """Makes a step; those of `without` have died before it, those of `leaves` are let go by its header."""
+        """Makes a step. Members in `without` have died before it; members in `leaves` are released by its header."""
         for name in without:
             del self.sides[name]
         names = sorted(self.sides)
@@ -139,7 +139,9 @@ def test_what_no_step_has_committed_is_logged_by_those_who_train_it(members: Mem
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_the_heir_goes_too(members: Members, steps: int) -> None:
-    """The heir goes before it has said what it has taken over, or after; each part counts once."""
+    """Member c dies, and then a, which took over c's values, dies before or after it announced them: each value
+    counts once.
+    """
     members.step(without="c")
     for _ in range(steps):
         members.step()
@@ -153,7 +155,7 @@ def test_two_go_at_once(members: Members) -> None:
 
 
 def test_an_heir_without_samples_gets_the_keys(members: Members) -> None:
-    """The heir itself has logged nothing in this epoch."""
+    """A member that has logged nothing itself takes over a dead member's values, with their keys."""
     other = Members("ab")
     other.b.trains(7.0)
     other.step()

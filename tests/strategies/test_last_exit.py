@@ -1,4 +1,4 @@
-"""The last member of a job in Lightning leaves, and the next fit goes on from its state."""
+"""Tests that the last member of a job leaves under Lightning, and the next fit resumes from its state."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def test_a_fit_that_the_last_member_left_goes_on_as_if_it_had_not(
 def test_a_fit_that_is_left_in_the_last_step_of_its_epoch_goes_on(
     job: Job, tmp_path: Path, limit: dict[str, int]
 ) -> None:
-    """No batch is left after this step: only the validation, the end of the epoch, and maybe that of fit remain."""
+    """The last member leaves in the last step of an epoch: the next fit resumes with the validation, the epoch's
+    end, and maybe the fit's.
+    """
     goes_on(job, tmp_path, "in the step", limit.get("max_steps", 13), **limit)
 
 
 def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> None:
-    """Checks that weights, statistics, trace and schedules of both parts together are those of one run without a
-    break.
+    """Checks that a training in two parts ends with the same weights, statistics, trace and schedules as an unbroken
+    one.
     """
     spec: dict[str, Any] = {
         "model": "Scheduled",
@@ -79,7 +81,9 @@ def goes_on(job: Job, tmp_path: Path, way: str, stop: int, **trainer: Any) -> No
 
 @pytest.mark.slow
 def test_a_kept_state_says_the_step_that_the_script_counts(job: Job, tmp_path: Path) -> None:
-    """The job of the second process began from a checkpoint of step 5, and counts its own steps from 0."""
+    """The job resumes from a checkpoint of step 5, and counts its own steps from 0: the message about the kept state
+    gives both numbers.
+    """
     options = {"on_last_exit": str(tmp_path / "kept"), "resume_from": "checkpoint"}
     spec: dict[str, Any] = {"callbacks": ("steps",), "options": options}
     for name, at, own, ckpt in (("a", 7, 7, None), ("b", 8, 3, str(job.out / "ckpt" / "step=5.ckpt"))):
@@ -98,7 +102,9 @@ def test_a_kept_state_says_the_step_that_the_script_counts(job: Job, tmp_path: P
 def test_a_kept_state_counts_before_the_checkpoint_that_it_goes_on_from(
     job: Job, tmp_path: Path, resume_from: str
 ) -> None:
-    """Steps after the checkpoint are lost only to those who ask for that."""
+    """If the last member's saved state is newer than a checkpoint, the job resumes from that state, unless
+    `resume_from` asks for the checkpoint.
+    """
     options = {"on_last_exit": str(tmp_path / "kept"), "resume_from": resume_from}
     spec: dict[str, Any] = {"callbacks": ("steps",), "options": options}
     job.start("a", **spec, gates={7: job.gate("a")})

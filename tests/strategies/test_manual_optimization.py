@@ -1,4 +1,4 @@
-"""Manual optimization: whatever a training step does with its gradients, the results are those of one process."""
+"""Tests manual optimization: whatever a training step does with its gradients, the results are those of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES = 26
 
 
 def alone(tmp_path: Path, kind: str, strategy: str, epochs: int) -> Manual:
-    """Trains in one process, with the global batch; returns the model."""
+    """Trains in one process with the whole batch; returns the model."""
     model = Manual(kind)
     run = trainer(tmp_path, max_epochs=epochs, strategy=strategy)
     run.fit(model, loader(SAMPLES, 8, shuffle=strategy == "chaos"), loader(8))
@@ -38,7 +38,9 @@ def test_one_member_is_as_one_process(tmp_path: Path, kind: str, double: Any) ->
 
 
 def test_two_members_are_as_one_process(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two members train with each kind of manual training step, one after the other in one job."""
+    """Two members train all kinds of manual training steps in one job: each gives the same weights as in one
+    process.
+    """
     job.fresh(min_nodes=2)
     epochs = 2 * len(MANUAL)
     spec = {"epochs": epochs, "samples": SAMPLES, "model": "Manual", "model_args": {"kind": "each"}, "min_nodes": 2}
@@ -59,9 +61,7 @@ def test_two_members_are_as_one_process(job: Job, tmp_path: Path, monkeypatch: p
 
 
 def test_newcomer_gets_gradients_that_are_kept_beyond_the_batch(job: Job) -> None:
-    """The step that asks for a safe point is of batch 5, so the newcomer comes in between the two batches of one
-    step.
-    """
+    """A newcomer enters between the two batches of an accumulated step: it gets the gradients of the first one."""
     spec = {"epochs": 1, "samples": 36, "model": "Manual", "model_args": {"kind": "accumulate"}}
     job.start("a", batches={4: job.gate("four")}, **spec)
     job.harness.wait_step(4)

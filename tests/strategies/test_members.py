@@ -1,4 +1,4 @@
-"""Members come, go and die, with real processes: all that are in at the end have the same bits."""
+"""Tests that members join, leave and die, as real processes: all that are in at the end have the same bits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from strategy_job import Job
 
 
 def same(reports: list[dict[str, Any]], lines: int = 0) -> None:
-    """Checks that all members hold the same bits and took the same branches since the last of them came.
+    """Checks that all members end with the same bits, counters and metrics, and with equal traces since the last one
+    joined.
 
     Args:
-        reports: Of `strategy_members.member`.
+        reports: Reports of `strategy_members.member`.
         lines: Compare only so many last lines of the traces (one that came twice has a gap); 0: all.
     """
     first = reports[0]
@@ -39,7 +40,9 @@ def same(reports: list[dict[str, Any]], lines: int = 0) -> None:
 
 @pytest.mark.parametrize("step", [2, 6, 21])
 def test_newcomer_has_the_same_counters(job: Job, step: int) -> None:
-    """A newcomer joins in the first epoch, at its end, or in the fourth."""
+    """A newcomer joins in the first epoch, at its end, or in the fourth: its counters and callbacks' states are
+    those of the founder.
+    """
     job.start(
         "a", epochs=6, gates={step: job.gate("a")}, callbacks=("checkpoint", "stopping"), model_args={"sync": True}
     )
@@ -71,7 +74,9 @@ def test_newcomer_has_the_same_counters(job: Job, step: int) -> None:
     ids=str,
 )
 def test_three_members_with_uneven_samples(job: Job, model: str, extra: dict[str, Any]) -> None:
-    """26 samples, batches of 4, members that come one after the other: tails are uneven and some are idle."""
+    """Three members join one after the other and train 26 samples in batches of 4: the last batches are uneven, some
+    members have none, and all end equal.
+    """
     spec = {"epochs": 4, "samples": 26, "model": model, **extra}
     start_three(job, spec, first=6)
     reports = job.finish("a", "b", "c")
@@ -84,7 +89,7 @@ def test_three_members_with_uneven_samples(job: Job, model: str, extra: dict[str
 
 
 def test_death_of_the_writer(job: Job) -> None:
-    """The first member dies; the second one logs and saves from there on, and no committed step is lost."""
+    """The writer dies: the second member logs and saves from there on, and no committed step is lost."""
     spec = {"epochs": 4, "callbacks": ("steps", "log")}
     job.start("a", gates={2: job.gate("a")}, worlds={2: job.gate("end")}, log_as="one", **spec)
     job.harness.wait_step(2)
@@ -134,13 +139,13 @@ def test_leaving_ends_fit_with_code_zero(job: Job, who: str, number: int) -> Non
 
 
 def logged_steps(job: Job, who: str) -> list[int]:
-    """Returns the steps whose loss this member wrote, in order."""
+    """Returns the steps for which this member logged a loss, in order."""
     (file,) = (job.out / "csv" / who).rglob("metrics.csv")
     return [int(line["step"]) for line in csv.DictReader(file.read_text().splitlines()) if line["loss_step"]]
 
 
 def test_fenced_member_joins_again_in_the_same_fit(job: Job) -> None:
-    """A member is frozen until the others go on without it; thawed, it throws its state away and catches up."""
+    """A member is frozen until the others go on without it: when it wakes, it drops its state and joins again."""
     spec = {"epochs": 12, "samples": 48, "callbacks": ("stopping",), "patience": 40, "model_args": {"sync": True}}
     job.start("a", gates={2: job.gate("a"), 60: job.gate("a2")}, **spec)
     job.harness.wait_step(2)
@@ -159,8 +164,8 @@ def test_fenced_member_joins_again_in_the_same_fit(job: Job) -> None:
 
 
 def test_whole_job_resumes_with_another_number_of_members(job: Job) -> None:
-    """One member trained and saved; two resume. The epoch that was cut goes on at the same position, each sample
-    once.
+    """A job of one member is resumed by two in the middle of an epoch: it continues at the same position, and each
+    sample counts once.
     """
     one = {"epochs": 2, "samples": 26, "callbacks": ("steps",)}
     job.start("a", **one)
@@ -187,7 +192,9 @@ def as_set(samples: torch.Tensor) -> set[tuple[float, ...]]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["map", "iterable"])
 def test_each_with_data_of_its_own(job: Job, stream: bool) -> None:
-    """An epoch ends when the data of all members are used; a member that is through sooner is idle until then."""
+    """Members have data of their own, of different sizes: an epoch ends when all are used, and a member that
+    finishes sooner has no samples until then.
+    """
     spec = {"epochs": 3, "data": "local", "stream": stream, "model_args": {"sync": True}, "callbacks": ("stopping",)}
     job.start("a", samples=20, data_seed=1, gates={2: job.gate("a")}, **spec)
     job.harness.wait_step(2)
@@ -210,8 +217,8 @@ def expected_validation(report: dict[str, Any], samples: int) -> None:
 
 @pytest.mark.parametrize("loaders", [1, 2])
 def test_validation_is_divided(job: Job, loaders: int) -> None:
-    """Members evaluate 22 samples in batches of 4: each once over all members, and every member has the values of
-    all.
+    """Members divide 22 validation samples in batches of 4: each is evaluated once, and every member has the values
+    over all.
     """
     spec = {"epochs": 2, "samples": 48, "model": "Counting", "val_samples": 22, "val_loaders": loaders}
     start_three(job, spec)
@@ -228,7 +235,9 @@ def test_validation_is_divided(job: Job, loaders: int) -> None:
 
 
 def start_two(job: Job, spec: dict[str, Any], first: int, of_a: dict[str, Any], of_b: dict[str, Any]) -> None:
-    """Starts member a, which waits after step `first` until b is let in; `of_a` and `of_b` are theirs alone."""
+    """Starts member a, which waits after step `first` until b is admitted; `of_a` and `of_b` are settings of one
+    member only.
+    """
     job.start("a", gates={first: job.gate("first")}, **of_a, **spec)
     job.harness.wait_step(first)
     job.start("b", **of_b, **spec)
@@ -239,7 +248,7 @@ def start_two(job: Job, spec: dict[str, Any], first: int, of_a: dict[str, Any], 
 def start_three(
     job: Job, spec: dict[str, Any], first: int = 1, of_b: dict[str, Any] | None = None, **of_a: Any
 ) -> None:
-    """Starts member a, then b after step `first`, then c; `of_a` is for the first alone, `of_b` for the second."""
+    """Starts member a, then b after step `first`, then c; `of_a` and `of_b` are settings of one member only."""
     start_two(job, spec, first, {"worlds": {2: job.gate("two")}, **of_a}, of_b or {})
     job.harness.wait_for("joined", node="b")
     job.start("c", **spec)
@@ -248,8 +257,8 @@ def start_three(
 
 
 def start_validating(job: Job, spec: dict[str, Any]) -> int:
-    """Starts members a and b, of which b waits in its first validation, at a gate of its name; returns the step before
-    that.
+    """Starts members a and b; b waits at gate "b" within its first validation. Returns the step before that
+    validation.
     """
     start_two(job, spec, 1, {}, {"val_gate": job.gate("b")})
     begun = job.harness.wait_for("committed", lambda r: "validation_step" in str(r.get("call")), node="b")
@@ -257,7 +266,7 @@ def start_validating(job: Job, spec: dict[str, Any]) -> int:
 
 
 def test_death_during_validation(job: Job) -> None:
-    """All batches that the dead member had evaluated are evaluated again by the others."""
+    """A member dies during validation: the others evaluate all its batches again."""
     spec = {"epochs": 2, "samples": 48, "model": "Counting", "val_samples": 22}
     start_validating(job, spec)
     job.harness.kill("b")
@@ -268,8 +277,8 @@ def test_death_during_validation(job: Job) -> None:
 
 @pytest.mark.parametrize(("manual", "accumulate"), [(False, 1), (False, 2), (True, 1)])
 def test_first_value_is_logged_while_a_member_has_no_samples(job: Job, manual: bool, accumulate: int) -> None:
-    """Two members have 9 samples in batches of 4: in the second batch one of them is idle, and only then the other one
-    logs. Validation has five batches, so that one member has a third one, where it logs.
+    """A value is first logged in a batch in which the other of two members has no samples: both end with the same
+    logged values.
     """
     spec = {
         "epochs": 4, "samples": 9, "val_samples": 20, "model": "LogsOnce", "model_args": {"manual": manual},
@@ -283,7 +292,9 @@ def test_first_value_is_logged_while_a_member_has_no_samples(job: Job, manual: b
 
 
 def test_validation_comes_when_the_writers_clock_says_so(job: Job) -> None:
-    """The interval is a time: b's clock says so after every step, a's after two of them."""
+    """With a time as validation interval the writer's clock decides for all: the other member's clock would validate
+    after every step.
+    """
     settings = {"val_check_interval": {"hours": 1}, "check_val_every_n_epoch": None}
     start_two(job, {"epochs": 4, "model": "OwnClocks", "trainer": settings}, 1, {}, {})
     reports = job.finish("a", "b")
@@ -294,8 +305,8 @@ def test_validation_comes_when_the_writers_clock_says_so(job: Job) -> None:
 
 
 def test_one_of_several_processes_writes_what_it_evaluates_before_fit(job: Job) -> None:
-    """All processes run one script, which validates, tests and predicts before it trains; the third one comes late.
-    Each judges all data, one logs.
+    """Three processes run one script that validates, tests and predicts before it trains, one of them late: each
+    evaluates all data, and only one logs.
     """
     job.fresh(min_nodes=2)
     spec = {
@@ -318,8 +329,8 @@ def test_one_of_several_processes_writes_what_it_evaluates_before_fit(job: Job) 
 
 
 def folders(job: Job, *reports: dict[str, Any]) -> set[str]:
-    """Returns the values of `trainer.log_dir` within training steps, by the member whose folder it is; checks that they
-    are the same for all members of a step.
+    """Returns the names of the members whose folder `trainer.log_dir` was in training steps; fails if members
+    disagree at a step.
     """
     told: dict[int, set[str]] = {}
     for report in reports:
@@ -340,7 +351,9 @@ def test_founders_are_told_where_the_writer_logs(job: Job) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("join_by", ["pause", pytest.param("replay", marks=pytest.mark.slow)])
 def test_newcomers_and_heirs_are_told_where_the_writer_logs(job: Job, join_by: str) -> None:
-    """Each member logs to a folder of its own. Member b comes to a, then c to both, then the writer dies."""
+    """Each member logs to its own folder; members b and c join, then the writer dies: all members see the present
+    writer's folder.
+    """
     spec = {"epochs": 40, "samples": 48, "model": "AsksForItsFolder", "callbacks": ("log",)}
     job.start("a", log_as="a", gates={2: job.gate("start")}, worlds={2: job.gate("two"), 3: job.gate("a")}, **spec)
     job.harness.wait_step(2)
@@ -358,7 +371,7 @@ def test_newcomers_and_heirs_are_told_where_the_writer_logs(job: Job, join_by: s
 
 
 def test_no_thread_outlives_fit(job: Job) -> None:
-    """No thread is left, even if the one that accepts links is slow to notice that its socket is closed."""
+    """After fit no thread is left, even if the thread that accepts links is slow to end."""
     job.start("a", epochs=1, slow_acceptor=True)
     (a,) = job.finish("a")
     assert a["threads"] == []
@@ -366,8 +379,8 @@ def test_no_thread_outlives_fit(job: Job) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["beside the scheduler", "elsewhere"])
 def test_founders_have_one_rank_zero_and_judge_all_data(job: Job, elsewhere: bool) -> None:
-    """Two processes found the job: before their first batch one is rank 0 of 2, the other rank 1; a third one comes
-    later. With a DistributedSampler of its own each validates a part, so the figure is that of one process.
+    """Two founders shard validation by rank before the first batch: one is rank 0 of 2, the other rank 1, and
+    together they evaluate all data. A third member joins later.
     """
     job.fresh(min_nodes=2)
     spec = {

@@ -1,4 +1,6 @@
-"""Members wait for a job, or come, or wake up, when it is finished: no code behind fit runs on other weights."""
+"""Tests members that come, wait, or wake up when their job is finished: no code after fit runs with other weights
+than the final ones.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch import equal
 
 
 def finished_job(job: Job, tmp_path: Path, **spec: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Runs a job of two members to its end; returns the spec of the next one, and their report."""
+    """Runs a job of two members to its end; returns the settings for a further member, and the final report."""
     spec = {"epochs": 2, "options": {"on_last_exit": str(tmp_path / "kept")}, "callbacks": ("checkpoint",), **spec}
     start_two(job, spec, 2, {}, {})
     a, b = job.finish("a", "b")
@@ -22,7 +24,9 @@ def finished_job(job: Job, tmp_path: Path, **spec: Any) -> tuple[dict[str, Any],
 
 
 def test_who_comes_after_the_end_goes_on_with_the_final_state(job: Job, tmp_path: Path) -> None:
-    """The late member trains nothing, and does not overwrite the job's files."""
+    """A member comes after the job's end to a machine that has the final state: it loads that, trains nothing, and
+    overwrites no files.
+    """
     spec, a = finished_job(job, tmp_path)
     written = {p: p.stat().st_mtime_ns for p in (job.out / "ckpt").iterdir()}
     job.again(finished_s=600.0)
@@ -39,7 +43,9 @@ def test_who_comes_after_the_end_goes_on_with_the_final_state(job: Job, tmp_path
 
 
 def test_who_comes_without_the_final_state_ends_well_and_does_nothing(job: Job, tmp_path: Path) -> None:
-    """The late member lacks the final state, as on another machine."""
+    """A member comes after the job's end to a machine without the final state: it exits with 0, and no code after
+    fit runs.
+    """
     spec, _ = finished_job(job, tmp_path)
     job.again(finished_s=600.0)
     job.start("c", **{**spec, "options": {"on_last_exit": str(tmp_path / "elsewhere")}})
@@ -59,7 +65,9 @@ def test_others_begin_the_job_anew(job: Job, tmp_path: Path, why: str) -> None:
 
 
 def test_a_standby_ends_well_with_the_job_that_it_waited_for(job: Job, tmp_path: Path) -> None:
-    """One other process had that job alone: there is no final state, and nothing begins anew."""
+    """A standby waits while the only member finishes the job, without a final state on disk: the standby exits with
+    0, and no new job begins.
+    """
     assert job.scheduler.stop()
     job.again(max_nodes=1)
     spec = {"options": {"on_last_exit": str(tmp_path / "kept")}}

@@ -1,4 +1,4 @@
-"""Real processes: the files of a run stay together, whichever member writes them."""
+"""Tests, with real processes, that the files of a run stay together, whichever member writes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPEC = {"samples": 48, "callbacks": ("log", "steps", *BOARDS), "trainer": {"val_
 
 
 def rows(job: Job) -> list[tuple[int, str]]:
-    """Returns the rows of the run's one metrics.csv, in order: steps, and the kinds of values logged at each."""
+    """Returns the rows of the run's only metrics.csv, in order: each row's step and the kind of its value."""
     (file,) = (job.out / "csv").rglob("metrics*.csv")
     kinds = ("loss_step", "val_loss", "loss_epoch")
     lines = csv.DictReader(file.read_text().splitlines())
@@ -23,7 +23,9 @@ def rows(job: Job) -> list[tuple[int, str]]:
 
 
 def check(job: Job, last: int) -> None:
-    """Checks that each step is in metrics.csv once, in order, and so are the values of validation and of epochs."""
+    """Checks that metrics.csv has each step's loss once, in order, and likewise the values of validations and
+    epochs.
+    """
     found = rows(job)
     assert [step for step, kind in found if kind == "loss_step"] == list(range(last))
     assert len(set(found)) == len(found), found
@@ -38,7 +40,7 @@ def check(job: Job, last: int) -> None:
 
 
 def shown(folder: Path) -> list[int]:
-    """Returns the steps whose loss TensorBoard shows from the files in this folder."""
+    """Returns the steps for which TensorBoard shows a loss from the files in this folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})

@@ -1,4 +1,6 @@
-"""Members come late: into a validation, at the last step, into a job that is finished; and one dies there."""
+"""Tests members that come late: into a validation, before the last step, to a finished job; and one that dies at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,7 @@ from test_members import expected_validation, same, start_three, start_two, star
 
 
 def test_newcomer_comes_into_a_validation(job: Job) -> None:
-    """The newcomer waits for the validation's end, which the members finish among themselves, and trains from
-    there on.
-    """
+    """A newcomer comes during a validation: it waits until the members have finished that, and trains from there on."""
     spec = {"epochs": 3, "samples": 48, "model": "Counting", "val_samples": 22}
     begun = start_validating(job, spec)
     job.start("c", **spec)
@@ -33,13 +33,17 @@ def test_newcomer_comes_into_a_validation(job: Job) -> None:
 
 
 def test_newcomer_comes_where_spikes_of_the_loss_are_looked_for(job: Job) -> None:
-    """Lightning's callback cannot load its own state, and its window is of each member's own losses."""
+    """A newcomer joins members that use SpikeDetection: that callback cannot load its own state, and its window
+    holds each member's own losses.
+    """
     start_two(job, {"epochs": 3, "samples": 26, "callbacks": ("spikes",)}, 5, {}, {})
     same(job.finish("a", "b"))
 
 
 def test_newcomer_tells_its_batch_sampler_the_epoch_in_time(job: Job) -> None:
-    """The newcomer's script does so in a hook, after it has taken over a state from the middle of that epoch."""
+    """A newcomer's script calls `set_epoch` on the batch sampler in a hook, after the state was taken over in the
+    middle of the epoch: the order is the members'.
+    """
     job.start("a", model=Deals.__name__, epochs=3, gates={8: job.gate("a")})
     job.harness.wait_step(8, node="a")
     job.start("b", model=Deals.__name__, epochs=3)
@@ -49,7 +53,7 @@ def test_newcomer_tells_its_batch_sampler_the_epoch_in_time(job: Job) -> None:
 
 
 def test_newcomer_comes_just_before_the_last_step(job: Job) -> None:
-    """The safe point before the last of 12 steps lets it in, and it makes that step with the others."""
+    """A newcomer is let in before the last of 12 steps, and makes that step with the others."""
     start_two(job, {"epochs": 2, "model_args": {"sync": True}}, 10, {}, {})
     a, b = job.finish("a", "b")
     same([a, b])
@@ -58,8 +62,8 @@ def test_newcomer_comes_just_before_the_last_step(job: Job) -> None:
 
 @pytest.mark.parametrize("steps", [11, 12])
 def test_newcomer_comes_when_no_rest_point_is_left(job: Job, steps: int) -> None:
-    """A newcomer is admitted while the last step is made, or after it: the job ends as if it had not come, and it is
-    told why.
+    """A newcomer is admitted during or after the last step: the job ends as if it had not come, and its message says
+    so.
     """
     job.harness.declare("b")
     start_two(job, {"epochs": 2, "model_args": {"sync": True}}, steps, {}, {})
@@ -72,7 +76,9 @@ def test_newcomer_comes_when_no_rest_point_is_left(job: Job, steps: int) -> None
 
 @pytest.mark.slow
 def test_an_order_that_depends_on_losses_is_refused(job: Job) -> None:
-    """Each member has seen other losses, so in the second epoch they would take samples in different orders."""
+    """A sampler orders samples by losses, of which each member has seen others: the newcomer, whose order differs,
+    is put out.
+    """
     job.harness.declare("b")
     job.start("a", model=MinesHard.__name__, epochs=3, gates={2: job.gate("a")})
     job.harness.wait_step(2, node="a")
@@ -105,8 +111,8 @@ def test_a_newcomer_whose_sampler_gives_another_order_is_refused_alone(job: Job)
 
 
 def test_newcomer_comes_to_a_finished_job(job: Job) -> None:
-    """A scheduler that keeps the finished chain answers the newcomer in words; the newcomer neither waits nor begins
-    anew.
+    """A newcomer comes to a scheduler that keeps a finished job's chain: it ends with a message, and neither waits
+    nor begins a new job.
     """
     job.start("a", epochs=1)
     job.finish("a")
@@ -124,7 +130,9 @@ def test_newcomer_comes_to_a_finished_job(job: Job) -> None:
 
 @pytest.mark.parametrize("who", ["a", pytest.param("b", marks=pytest.mark.slow)])
 def test_death_in_on_train_end(job: Job, who: str) -> None:
-    """All steps are done, the job's closing slot is not: the others finish with equal states and a writer."""
+    """A member dies after the last step, before the job's last slot: the others finish with equal states and a
+    writer.
+    """
     spec = {"epochs": 3, "model_args": {"sync": True}, "callbacks": ("checkpoint", "stopping")}
     job.harness.declare(who)
     start_three(job, {**spec, "plan": f"at step 6 in train_end: sigkill {who}"})

@@ -1,4 +1,4 @@
-"""Newcomers replay under Lightning, in real processes: no member waits, and all end with the same bits."""
+"""Tests newcomers that replay under Lightning, as real processes: no member waits, and all end with the same bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_members import same
 
 
 def joined_by_replay(job: Job, name: str) -> tuple[int, int]:
-    """Returns how many steps this newcomer replayed, and how many bytes its last pull still moved."""
+    """Returns how many steps this newcomer has replayed, and the bytes of its last pull."""
     mine = [r for r in job.harness.records if r.node == name]
     replayed = [r for r in mine if r.name == "replayed"]
     pulled = [r for r in mine if r.name == "pull_done"]
@@ -20,8 +20,8 @@ def joined_by_replay(job: Job, name: str) -> tuple[int, int]:
 
 
 def three(job: Job, join_by: str, *, steps: int = 1, **common: Any) -> None:
-    """Starts two members that train and a third one; one of the two is held up after `steps` until the third's way in
-    is chosen.
+    """Starts two members, then a third; the first one waits after `steps` until the way in which the third joins is
+    chosen.
     """
     job.fresh(min_nodes=2)
     job.start("a", gates={steps: job.gate("a")}, **common)  # before a step, everybody would come in by a pause

@@ -1,4 +1,4 @@
-"""Members wait for the job and are told to leave it; the messages of a waiting member on its terminal."""
+"""Tests members that wait for their job and are asked to leave, and what a waiting member prints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_signal_ends_the_wait_for_min_nodes(job: Job) -> None:
 
 @pytest.mark.parametrize("way", ["signal", "drained"])
 def test_standby_leaves_at_once(job: Job, way: str) -> None:
-    """The standby's place is not free and will not be: leaving need not wait for it."""
+    """A standby is asked to leave while no place is free: it leaves at once."""
     assert job.scheduler.stop()
     job.again(max_nodes=1)
     job.start("a", gates={2: job.gate("a")})
@@ -50,7 +50,9 @@ def test_standby_leaves_at_once(job: Job, way: str) -> None:
 
 
 def test_newcomer_leaves_before_a_boundary_lets_it_in(job: Job) -> None:
-    """A view that names the newcomer is decided; the others go on without it, and lose no work."""
+    """A newcomer leaves after its admission, before a safe point lets it in: the other member continues without it,
+    and loses no work.
+    """
     job.start("a", gates={2: job.gate("a")})
     job.harness.wait_step(2)
     job.start("b")
@@ -79,8 +81,8 @@ def test_waiting_is_told_once_on_the_terminal(job: Job) -> None:
 
 
 def test_pause_below_min_nodes_is_told_on_the_terminal(job: Job) -> None:
-    """The member's neighbour dies: training stops, which looks like a hang if no message explains it; and then it goes
-    on.
+    """A member dies, so that there are fewer than min_nodes: the other one prints that training waits, and later
+    that it continues.
     """
     needs_two(job)
     job.start("a", gates={3: job.gate("a"), 5: job.gate("late")})

@@ -1,4 +1,4 @@
-"""Plain Lightning loads the checkpoint that `ps export` writes, and goes on from it."""
+"""Tests that plain Lightning loads the checkpoint that `ps export` writes, and resumes from it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ STEPS = 41
 
 
 class Reads(pl.LightningModule):
-    """Encoder and decoder, whose weight may be one; notes where its training begins, and each batch's epoch."""
+    """Model of encoder and decoder, which may share a weight; records where its training began and each batch's
+    epoch.
+    """
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ def fitted(folder: Path, model: Reads, max_steps: int, ckpt_path: Path | None = 
 
 
 def durable_job(folder: Path, model: Reads) -> dict[str, Tensor]:
-    """Makes a job on this model with one durable version; returns its parameters by all their names."""
+    """Makes a job of this model with one durable version; returns the version's parameters by all their names."""
     replica = replica_of(model)
     options = ClusterOptions.build({"block": 64, "data": "local"}, {})
     agreement = agreement_of(replica, options, OuterSettings(), words=_hyper_parameters(model))

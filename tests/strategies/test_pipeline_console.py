@@ -1,4 +1,4 @@
-"""Lines about pipelines on the console."""
+"""Tests the lines about pipelines on the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lab.simulate.training import Program
 
 
 def view_of(*pipelines: tuple[str, ...]) -> View:
-    """Returns a view in which each of these pipelines has its layers in stages of two; the last stage has the rest."""
+    """Returns a view with these pipelines: each stage has two layers, the last one the rest of six."""
     ends = [[2 * (i + 1) for i in range(len(names) - 1)] + [6] for names in pipelines]
     rows = [
         Pipeline(tuple(PlanStage(n, end[i - 1] if i else 0, end[i]) for i, n in enumerate(names)), 4 // len(pipelines))

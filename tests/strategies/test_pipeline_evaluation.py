@@ -1,4 +1,4 @@
-"""Validation in rounds: hooks, loggers and metrics get at every member the values that they get in one process."""
+"""Tests validation in rounds: hooks, loggers and metrics get the same values at every member as in one process."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from chaos_lightning.strategies.session import gather_by_units
 
 
 def fetched(*counts: int) -> Iterator[tuple[Any, int, int]]:
-    """Yields so many batches of each loader."""
+    """Yields the given number of batches of each loader, one loader after the other."""
     return ((f"{loader}.{n}", n, loader) for loader, count in enumerate(counts) for n in range(count))
 
 
 def rounds_of(feed: RoundFeed) -> list[list[str]]:
-    """Evaluates everything as Lightning does; returns the batches by round."""
+    """Takes all batches of the feed as Lightning does; returns them by round."""
     found: list[list[str]] = []
     for batch, _, _ in feed:
         due = feed.due.popleft()
@@ -71,7 +71,7 @@ def test_rounds_have_as_many_batches_as_a_step_and_end_with_their_loader() -> No
 
 
 def test_no_batch_beyond_the_limit_is_fetched() -> None:
-    """Combined loaders stop where Lightning stops to ask."""
+    """With a limit of five batches the feed fetches exactly five: an iterator that is shared must not lose a sixth."""
     source = fetched(9)
     feed = RoundFeed(source, 4, left=5)
     assert rounds_of(feed) == [["0.0", "0.1", "0.2", "0.3"], ["0.4"]]
@@ -161,7 +161,7 @@ def test_metrics_are_those_of_one_process(tmp_path: Any, failing: Any) -> None:
 
 
 class ChangesItsBatch(Validates):
-    """Model that changes its batch in place, in the hooks and in the step."""
+    """Model that changes its batch in place, in hooks and in validation_step."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         batch[0] *= 2
@@ -177,7 +177,9 @@ class ChangesItsBatch(Validates):
 
 
 def test_each_unit_has_a_batch_of_its_own(tmp_path: Any) -> None:
-    """Units that run again, and those of several stages, begin with the loader's batch."""
+    """Model code changes its batch in place: each unit still begins with the loader's batch, also if it runs again
+    or at a further stage.
+    """
     expected = fit(tmp_path / "plain", ChangesItsBatch(), loader(9), "auto", max_epochs=1)
     for cut in ((0, BLOCKS), (0, 2, BLOCKS)):
         found = fit_in_rounds(tmp_path, ChangesItsBatch, lambda: loader(9), cut, failing=[("a", 1, 2)], max_epochs=1)
@@ -274,7 +276,7 @@ def test_outputs_that_do_not_travel_are_none_for_all(tmp_path: Any) -> None:
 
 
 def test_members_that_see_other_batches_disagree(tmp_path: Any) -> None:
-    """Any difference in a batch changes its hash, so that the root refuses the slot."""
+    """Members whose batches differ in anything give different hashes, by which the root refuses the slot."""
     x = [torch.ones(2, 3), {"a": torch.zeros(1, dtype=torch.bfloat16), "b": "text"}]
     same = [x[0].clone(), {"a": x[1]["a"].clone(), "b": "text"}]
     assert content_hash(x) == content_hash(same)
@@ -369,7 +371,9 @@ def test_loaders_that_draw_by_chance_are_refused() -> None:
 
 
 def test_nothing_is_validated_before_training_nor_in_inference_mode(tmp_path: Any) -> None:
-    """Parts that moved in inference mode could not be trained with."""
+    """Validation runs neither before training nor in inference mode, in which parts that are received could not be
+    trained afterwards.
+    """
     modes: list[bool] = []
 
     class Looks(Validates):
@@ -384,7 +388,7 @@ def test_nothing_is_validated_before_training_nor_in_inference_mode(tmp_path: An
 
 
 def test_a_member_that_is_out_of_the_job_ends_its_validation(tmp_path: Any) -> None:
-    """The member's session joins again at the next safe point; no pass runs the whole model meanwhile."""
+    """A member that is put out of the job during validation ends it at once, and evaluates no batch by itself."""
     heard, _, ends = fit_in_rounds(tmp_path, Validates, lambda: loader(9), (0, BLOCKS), out_after=1)["a"]
     assert [batch_idx for batch_idx, _, _ in heard.batches] == [0, 1, 2]
     assert len(ends.rounds) == 1
@@ -402,7 +406,7 @@ def test_a_model_without_all_layers_is_not_evaluated_alone() -> None:
 
 
 class Gathering:
-    """Engine whose collectives by units end with this error, if any."""
+    """Double of the engine, whose collectives by units raise `error`, if given."""
 
     contributors, role = ("a", "b"), ""
 

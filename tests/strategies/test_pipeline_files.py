@@ -1,4 +1,6 @@
-"""Checkpoints of fits with pipelines and of plain Lightning replace each other; counters are converted."""
+"""Tests that checkpoints of fits with pipelines and of plain Lightning can replace each other, and that counters are
+converted.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Plain(pl.Trainer):
 
 
 class Members:
-    """Trainer of a finished plain fit that becomes a member with one layer, and owners that hold all parts."""
+    """Trainer that has finished a plain fit and then keeps only one layer, with doubles of the members that own the
+    others.
+    """
 
     def __init__(self, folder: Path, owned: str = "layer.0", plugin: CheckpointIO | None = None, **kwargs: Any) -> None:
         self.trainer = Plain(folder, plugins=plugin, **kwargs)
@@ -222,7 +226,7 @@ def test_options_that_nobody_takes_are_refused(tmp_path: Path) -> None:
 
 
 def test_who_does_not_write_serves_its_parts_at_each_attempt(tmp_path: Path) -> None:
-    """The first writer has died: no member reports a written file."""
+    """The first writer dies while writing: a member that does not write serves its parts at the second attempt, too."""
     members = Members(tmp_path)
     answers = iter([[["", False, True]], [["", True, True]]])
     collectives = SimpleNamespace(exchange=lambda name, value: next(answers))
@@ -263,7 +267,7 @@ def test_outside_of_the_job_parts_cannot_be_had(tmp_path: Path, caplog: pytest.L
 
 
 class Partial(SingleDeviceStrategy):
-    """Strategy that loads by the functions under test, into a model of which some is left out."""
+    """Strategy that loads checkpoints with the functions under test, into a model that lacks some parts."""
 
     def __init__(self, owned: tuple[str, ...]) -> None:
         super().__init__("cpu")
@@ -349,7 +353,7 @@ def test_a_file_that_is_not_there_is_missed_as_by_lightning(tmp_path: Path) -> N
 
 
 class Everywhere(pl.Callback):
-    """Callback that writes a checkpoint after each batch, in each validation, and at each epoch's end."""
+    """Callback that writes a checkpoint after each batch and validation, and at each epoch's end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -386,7 +390,9 @@ def fit_loop(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("batches", [6, 5])
 def test_batches_become_steps(tmp_path: Path, batches: int) -> None:
-    """The counters are then those of a fit in which each batch is a step."""
+    """A plain fit's checkpoint is converted for pipelines: its counters equal those of a fit in which each batch is
+    a step.
+    """
     files = run(tmp_path / "batches", batches, 2, val_check_interval=2).files
     steps = run(tmp_path / "steps", 3, 1, val_check_interval=1).files
     wanted = {(where, step): fit_loop(path) for where, step, path in steps}
@@ -420,7 +426,7 @@ def test_a_fit_that_counts_steps_ends_where_the_one_that_counts_batches_does(tmp
 
 
 def test_model_checkpoint_keeps_last_and_best(tmp_path: Path) -> None:
-    """Each file that ModelCheckpoint asks for is whole, "last" too."""
+    """ModelCheckpoint in a job with pipelines writes the whole model to each of its files, also to "last"."""
     members = Members(tmp_path)
     kept = ModelCheckpoint(dirpath=tmp_path / "kept", save_last=True, filename="{step}")
     trainer: Any = members.trainer

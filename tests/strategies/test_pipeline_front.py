@@ -1,4 +1,6 @@
-"""Strategy `chaos_pipeline` as its user meets it: refusals, warnings, a dry run, and a job that ends to restart."""
+"""Tests strategy `chaos_pipeline` as its user meets it: refusals, warnings, a dry run, and a job that ends to
+restart.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ def kept_aside() -> Any:
             return super().forward(x)
 
     class Routed(Tower):
-        """Model with a loss of its blocks, which they keep beside their output."""
+        """Model with an additional loss, computed from what its blocks store beside their output."""
 
         def configure_model(self) -> None:
             super().configure_model()
@@ -136,7 +138,7 @@ def unsteady() -> Any:
     from torch import nn
 
     class Unsteady(Tower):
-        """Model that draws numbers, counts, and has statistics."""
+        """Model whose training_step draws random numbers, counts its calls, and updates buffers."""
 
         steps = 0
 
@@ -156,7 +158,9 @@ def unsteady() -> Any:
 
 
 def traces(module: Any) -> dict[str, Any]:
-    """Returns the values that a look at the model may not change."""
+    """Returns all values that looking at the model must not change: random states, gradients, tensors, counts,
+    memory.
+    """
     import numpy as np
 
     gc.collect()

@@ -1,4 +1,4 @@
-"""Values that are logged in units of a pipeline: all members have them, and they are those of one process."""
+"""Tests values that units of a pipeline log: all members have them, and they are those of one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOLERANCE = 1e-12
 
 
 class Logging(pl.LightningModule):
-    """Model that logs in every possible way; all numbers are of double precision."""
+    """Model that logs in every supported way, in double precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Memory(Logger):
 
 
 class Ends(pl.Callback):
-    """Callback that keeps the metrics of each epoch's end and the progress bar's contents after each batch."""
+    """Callback that records metrics at each epoch's end, and the progress bar's names and metrics after each batch."""
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []
@@ -116,8 +116,8 @@ def logs_of(module: Any, refuse: Any = lambda value, what: None) -> UnitLogs:
 
 
 class Units(SingleDeviceStrategy):
-    """Strategy whose step is a list of micro-batches. Those of `here` run here as units, the others at a twin of the
-    module.
+    """Strategy whose step is a list of micro-batches. Those in `here` run as this member's units, the others on a copy
+    of the module in place of another member.
 
     Args:
         here: Numbers of micro-batches.
@@ -159,7 +159,7 @@ class Units(SingleDeviceStrategy):
 
 
 def restore(metric: Any, kept: Any) -> None:
-    """Puts a metric's states back, as `undo` does elsewhere."""
+    """Restores a metric's states, as the engine's undo does in a job."""
     several = isinstance(metric, MetricCollection)
     pairs = zip(metric.values(), kept.values(), strict=True) if several else [(metric, kept)]
     for each, its in pairs:
@@ -176,7 +176,7 @@ class ForgetsTwin(pl.Callback):
 
 @contextlib.contextmanager
 def routed(trainer: pl.Trainer) -> Iterator[None]:
-    """Computes metrics with the twin's states while the block runs."""
+    """Syncs metrics with the states of the module's copy within this context."""
 
     def exchange(name: str, value: Any) -> list[Any]:
         path = name.removeprefix("metric ").partition(" ")[0]
@@ -235,7 +235,7 @@ def test_values_of_an_epoch_are_those_of_one_process(tmp_path: Any, here: set[in
 
 
 def test_all_members_log_the_same_bits(tmp_path: Any) -> None:
-    """Only metrics differ, whose states lie at several members."""
+    """Members that run different micro-batches log the same bits, except metrics, which they sync themselves."""
     runs = [fit(tmp_path, Units(here), steps(), 1)[0] for here in ({0, 1, 2}, {1}, set())]
     for other in runs[1:]:
         for got, expected in zip(other.steps + other.epochs, runs[0].steps + runs[0].epochs, strict=True):
@@ -315,7 +315,9 @@ def test_a_unit_that_ends_in_its_midst_is_not_logged(module: Logging) -> None:
 
 
 def test_a_second_pass_of_one_unit_leaves_no_trace(module: Logging) -> None:
-    """The chain runs a unit again to look for placeholders behind NaN."""
+    """The chain runs a unit a second time to find out where a NaN comes from: that pass is neither logged nor
+    counted.
+    """
     logs, after = logs_of(module), []
     for _ in range(2):
         with logs.unit(0, True, batches()[0]):
@@ -362,7 +364,7 @@ def test_what_cannot_be_logged_is_refused_in_the_users_line(
 
 
 class Staged(pl.LightningModule):
-    """Layers between an embedding and a head."""
+    """Model of layers between an embedding and a head, which are stages of a pipeline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +417,7 @@ def test_a_value_that_another_stage_has_is_refused_by_name(kind: type[Staged], w
 
 
 class Diverges(Staged):
-    """Model whose own numbers are NaN, so that the chain looks for placeholders behind them in a pass of its own."""
+    """Model whose own values are NaN, so that the chain runs a second pass to look for placeholders."""
 
     def logs(self, embedded: Tensor, out: Tensor) -> None:
         self.log("nan", out.sum() * math.nan)
@@ -441,7 +443,9 @@ def test_a_pass_that_looks_for_placeholders_counts_nothing() -> None:
 
 
 def test_units_within_units_log_for_themselves(module: Logging) -> None:
-    """A round of validation runs over layers whose units log for training."""
+    """In a validation round, units that log for validation run within units that log for training: each logs its own
+    values.
+    """
     outer, inner = logs_of(module), logs_of(module)
     with outer.unit(0, True):
         module.log("outer", 1.0)

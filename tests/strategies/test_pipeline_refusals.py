@@ -31,11 +31,11 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Accepted(Exception):
-    """End of a fit in which nothing was refused."""
+    """Exception that ends a fit in which nothing was refused."""
 
 
 class Pipelined(ChaosStrategy):
-    """Strategy that refuses like `chaos_pipeline`, and then ends fit at once."""
+    """Strategy that refuses the same as `chaos_pipeline`, and then ends fit."""
 
     def __init__(self, chain: str = "", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -179,7 +179,7 @@ def test_torchs_optimizers_that_were_read_are_accepted(tmp_path: Path, kind: typ
 
 
 class Named(torch.optim.AdamW):
-    """Optimizer with a name of its own, and AdamW's step."""
+    """Optimizer class of a user's own, with AdamW's step."""
 
 
 class Said(Shampoo):
@@ -204,7 +204,7 @@ def test_a_chain_that_is_named_is_taken(tmp_path: Path) -> None:
 
 
 class Late(TwoLists):
-    """Model that builds its lists later, when the strategy looks again."""
+    """Model whose lists of blocks exist only after `configure_model`."""
 
     def __init__(self) -> None:
         Regression.__init__(self)
@@ -221,7 +221,9 @@ def test_a_model_that_is_built_later_is_not_judged_yet(tmp_path: Path) -> None:
 
 
 def test_several_optimizers_are_told_what_to_do_by_way_of_manual_optimization(tmp_path: Path) -> None:
-    """Lightning itself refuses several optimizers with automatic optimization."""
+    """Several optimizers need manual optimization by Lightning's rules, so the refusal of manual optimization also
+    says what to do instead of them.
+    """
     with pytest.raises(UnsupportedError, match=r"manual optimization.*one optimizer, whose parameter groups"):
         run(tmp_path, Gan())
 

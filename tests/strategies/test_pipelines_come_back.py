@@ -1,4 +1,4 @@
-"""Members of pipelines that freeze, all leave, or lose their scheduler, and come back."""
+"""Tests members of pipelines that freeze, all leave, or lose their scheduler, and continue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_a_frozen_stage_is_put_out_and_comes_back(job: Any) -> None:
 
 @pytest.mark.slow
 def test_a_newcomer_that_a_recovery_meets_half_way_counts_as_the_others_do(job: Any) -> None:
-    """The newcomer gets the rest of the state from donors that are within a batch by then."""
+    """A stage dies while a newcomer pulls the rest of the state, from donors that are within a batch: the newcomer
+    ends with the same counters as they.
+    """
     spec = {"device_memory": 2 * HALF, "epochs": 8, "paced_s": 0.05, "precision": "64-true"}
     waits = job.out / "go on"
     job.fresh(min_nodes=3)

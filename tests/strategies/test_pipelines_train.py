@@ -1,4 +1,4 @@
-"""A model in stages, in real processes, is trained as in one process, whichever member dies."""
+"""Tests, with real processes, that a model in stages trains as in one process, whichever member dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start(job: Any, names: str, **spec: Any) -> None:
 
 
 def alone(**spec: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Trains the same with plain Lightning; returns the losses of whole steps, and the parameters."""
+    """Trains the same model with plain Lightning; returns the loss of each step, and the parameters."""
     from pipeline_members import quiet, trained
 
     quiet()
@@ -49,7 +49,7 @@ def check_equal(reports: list[dict[str, Any]], losses: list[float], parameters: 
 
 
 def plans(job: Any) -> list[dict[str, Any]]:
-    """Returns the decisions about pipelines, in order."""
+    """Returns the logged decisions about pipelines, in order."""
     return [r.fields for r in job.harness.records if r.name == "pipelines"]
 
 
@@ -80,7 +80,7 @@ def test_pipelines_train_as_one_process(job: Any, spec: dict[str, Any]) -> None:
 
 
 def test_hooks_see_what_is_owned_and_the_norm_is_that_of_the_whole(job: Any) -> None:
-    """The model clips in a hook of its own, logs norms of gradients, and has a frozen block."""
+    """The model's hooks see gradients of this member's layers only, but clipping uses the norm of the whole model."""
     job.fresh(min_nodes=3)
     start(job, "abc", device_memory=HALF, kind="Watched")
     reports = job.finish("a", "b", "c")
@@ -109,7 +109,9 @@ def test_plans_do_not_matter(job: Any, spec: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("unit", "raises"), [pytest.param(0, 0, marks=SLOW), (1, 0), pytest.param(1, 1, marks=SLOW)])
 def test_a_stage_that_dies_within_a_step_costs_nothing_but_time(job: Any, unit: int, raises: int) -> None:
-    """A stage's process is killed, or a layer of the user's runs out of memory there."""
+    """A stage dies within a step, by a kill or as its layer runs out of memory: the losses are those of an
+    undisturbed training.
+    """
     job.fresh(min_nodes=3)
     job.harness.declare("d")
     gate = {1: job.gate("one")}
@@ -153,7 +155,9 @@ def test_what_is_validated_is_equal_to_one_process(job: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", ["pipelines", "one process"])
 def test_checkpoints_are_lightnings_own(job: Any, writer: str, tmp_path: Any) -> None:
-    """A training that goes on from a file of the middle of the first epoch ends where one ends that was not cut."""
+    """A training that resumes from a checkpoint in the middle of an epoch, written by plain Lightning or with
+    pipelines, ends like an unbroken one.
+    """
     from pipeline_members import quiet, trained
 
     quiet()
@@ -180,7 +184,7 @@ def test_checkpoints_are_lightnings_own(job: Any, writer: str, tmp_path: Any) ->
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_llama_trains_as_one_process(job: Any) -> None:
-    """The model's masks and rotary tables are made at each stage, from the batch."""
+    """A Llama in stages trains as in one process: each stage computes masks and rotary tables from the batch."""
     job.fresh(min_nodes=2)
     start(job, "ab", device_memory=LLAMA_HALF, kind="Llama")
     a, b = job.finish("a", "b")

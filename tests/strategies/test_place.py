@@ -1,4 +1,4 @@
-"""Tests the rank that a process assumes before its first batch."""
+"""Tests the rank that a process assumes until its first batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ OWN, NAMED = "127.0.0.1:9", "192.0.2.1:9"
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Place]]:
-    """Function that makes founders, two of which are needed, at an endpoint where no scheduler answers yet."""
+    """Function that makes the places of founders, two of which are needed, at an endpoint where no scheduler answers
+    yet.
+    """
     monkeypatch.setattr(place, "listens", lambda endpoint: False)
     founders: list[Place] = []
 
@@ -37,14 +39,18 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Place]]:
 def test_of_all_founders_machines_one_at_most_has_a_rank_zero(
     found: Callable[[str], Place], endpoint: str, rank: int
 ) -> None:
-    """Each founder names its own candidate first, and then the one that all name."""
+    """Founders are on several machines: only one on the machine of the last endpoint, which all of them name, may
+    get rank 0.
+    """
     here = found(endpoint)
     assert (here.rank, here.world_size) == (rank, 2)
 
 
 @pytest.fixture
 def elsewhere(job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Endpoint of a scheduler that counts as another machine's, with lock files of its own."""
+    """Endpoint of a scheduler that this process takes for another machine's, with lock files in a folder of their
+    own.
+    """
     monkeypatch.setattr(place, "is_local", lambda host: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return f"127.0.0.1:{job.port}"
@@ -63,7 +69,9 @@ def test_the_scheduler_says_who_is_rank_zero_where_it_is_on_another_machine(else
 
 
 def test_who_evaluates_first_is_rank_zero_of_its_fit_too(elsewhere: str) -> None:
-    """The process's rank number is free before it asks for the next one."""
+    """A process that evaluates before fit as rank 0 gives up that number before it takes one for fit, and so gets
+    rank 0 again.
+    """
     config = EngineConfig(endpoint=elsewhere, min_nodes=2)
     evaluating = place_to_evaluate(config)
     assert evaluating.rank == 0

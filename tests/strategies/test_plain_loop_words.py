@@ -1,4 +1,4 @@
-"""Tests the messages to a plain loop that forgets a call, is interrupted, or goes on from the wrong file."""
+"""Tests the messages to a plain loop that forgets a call, is interrupted, or resumes from the wrong file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def trained(chaos: Trainer, steps: int, file: Any = None, **arguments: Any) -> nn.Module:
-    """Runs a loop of so many steps, which saves the last one; returns the model."""
+    """Runs a loop of `steps` steps, and saves a checkpoint at the last one if given a file; returns the model."""
     model, optimizer, loader = parts()
     for batch in chaos.prepare(model, optimizer, loader, epochs=2, **arguments):
         chaos.backward(loss_of(model, batch))
@@ -144,8 +144,8 @@ def test_calls_before_prepare_are_named(chaos: Trainer) -> None:
 
 
 def test_a_batch_that_is_left_out_weighs_nothing(chaos: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    """In a batch without backward `.grad` still holds the step before. Its samples are spent, no weight moves, and the
-    warning comes once.
+    """A loop calls `update` without backward, while `.grad` still holds the last step's average: the samples count
+    as used, no weight changes, and a warning comes once.
     """
     model, optimizer, loader = parts()
     for number, batch in enumerate(chaos.prepare(model, optimizer, loader)):
@@ -167,7 +167,7 @@ def test_a_batch_that_is_left_out_weighs_nothing(chaos: Trainer, caplog: pytest.
 @pytest.mark.parametrize("scaler", [False, True])
 @pytest.mark.parametrize("out", [{0}, {2}, {1, 2}, {2, 5}, {0, 1, 2}, {9}])
 def test_batches_that_are_left_out_of_an_accumulation(chaos: Trainer, out: set[int], scaler: bool) -> None:
-    """Steps have three batches, the last one has one: each is the mean of the samples that count."""
+    """Some batches of an accumulation have no backward: each step averages the samples of the others."""
     model, optimizer, loader = parts(samples=38, momentum=0.0)
     reference, other, _ = parts(momentum=0.0)
     x, y = loader.dataset.tensors
@@ -188,7 +188,9 @@ def test_batches_that_are_left_out_of_an_accumulation(chaos: Trainer, out: set[i
 
 
 def test_a_gradient_that_was_assigned_counts(chaos: Trainer) -> None:
-    """A gradient is assigned as with `torch.func.grad`: no backward pass reaches a parameter."""
+    """Gradients that are assigned to `.grad`, as with `torch.func.grad`, count although no backward pass reaches a
+    parameter.
+    """
     model, optimizer, loader = parts()
     for batch in chaos.prepare(model, optimizer, loader):
         found = torch.autograd.grad(loss_of(model, batch), list(model.parameters()))
@@ -272,7 +274,7 @@ def test_gradients_that_are_never_zeroed_are_named(chaos: Trainer) -> None:
 
 
 def test_gradients_may_be_changed_between_batches_of_a_step(chaos: Trainer) -> None:
-    """A loop may clip after each batch, say."""
+    """A loop may change gradients between the batches of a step, for example clip them."""
     model, optimizer, loader = parts()
     for batch in chaos.prepare(model, optimizer, loader, accumulate=2):
         chaos.backward(loss_of(model, batch))
@@ -283,7 +285,9 @@ def test_gradients_may_be_changed_between_batches_of_a_step(chaos: Trainer) -> N
 
 
 def test_an_accumulation_is_the_mean_of_its_samples_and_is_clipped_as_a_whole(chaos: Trainer) -> None:
-    """Five batches make steps of two: the last one alone makes the third step."""
+    """Five batches, accumulated two by two, give three steps, the last one of a single batch; gradients are averaged
+    over samples and then clipped.
+    """
     model, optimizer, loader = parts(samples=18, momentum=0.0)
     sums = [(8, 0), (16, 8), (18, 16)]
     reference, other, _ = parts(momentum=0.0)
@@ -350,7 +354,7 @@ def test_a_member_that_has_left_does_not_save(chaos: Trainer, tmp_path: Path, ca
 
 
 def test_the_last_member_saves_after_it_has_left(chaos: Trainer, tmp_path: Path) -> None:
-    """No other member has the state, so the leaver itself may still save it."""
+    """The last member may save a checkpoint after it has left, since no other member has the state."""
     trained(chaos, 2)
     chaos.request_node_exit()
     assert chaos.engine.out
@@ -359,7 +363,9 @@ def test_the_last_member_saves_after_it_has_left(chaos: Trainer, tmp_path: Path)
 
 
 def test_after_a_rejoin_the_rest_of_the_batch_is_nothing(chaos: Trainer) -> None:
-    """Half an accumulation is void, and the loop's remaining calls for this batch do not count."""
+    """A member is fenced in the middle of an accumulation and joins again: the loop's remaining calls for that batch
+    have no effect.
+    """
     model, optimizer, loader = parts()
     chaos.engine.fence_at = 2
     steps = []
@@ -427,7 +433,7 @@ def test_a_checkpoint_is_read_without_running_code(tmp_path: Path) -> None:
 
 
 class Odd:
-    """State that only pickle could write."""
+    """Object whose state only pickle could write."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"odd": Path("x")}
@@ -525,7 +531,7 @@ def test_a_file_that_is_none_is_named_before_anything_starts(tmp_path: Path, kin
 
 
 def interrupted(chaos: Trainer) -> None:
-    """Sends Ctrl+C in the loop: the first one asks, the second one interrupts."""
+    """Sends Ctrl+C twice within a loop: the first asks it to stop, the second interrupts it."""
     for _ in chaos.prepare(*parts()):
         signal.raise_signal(signal.SIGINT)
         assert capture_exit_event()
@@ -533,7 +539,7 @@ def interrupted(chaos: Trainer) -> None:
 
 
 def test_an_interrupted_loop_ends_its_part_and_the_next_one_works() -> None:
-    """The next Trainer knows of no Ctrl+C."""
+    """After an interrupted loop the next Trainer works, and has no request to stop."""
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Trainer(name="a") as first:
         interrupted(first)

@@ -1,4 +1,6 @@
-"""Plain loops that clip, accumulate, train in half precision, save and resume, beside Lightning's of the same model."""
+"""Tests plain loops that clip, accumulate, train in half precision, save and resume, against Lightning with the same
+model.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SPEC: dict[str, Any] = {"samples": 44, "batch": 4, "epochs": 3, "model_args": {"
 
 
 def start(job: Job, name: str, run: Any = plain_members.member, **spec: Any) -> None:
-    """Starts a member with a plain loop."""
+    """Starts a member that trains by a plain loop."""
     given = {"name": name, "port": job.port, "out": str(job.out), **SPEC, "prepare": CLIP, **spec}
     job.harness.start_function(name, run, given)
 
@@ -87,13 +89,15 @@ def test_equals_lightning_also_across_a_checkpoint_in_mid_epoch(job: Job, names:
 
 
 def told_step(job: Job) -> int:
-    """Returns the newest step that the scheduler knows of: before the first one no newcomer comes in by replay."""
+    """Returns the newest step that the scheduler knows; before the first one no newcomer can join by replay."""
     return max((int(m["step"]) for m in fetch_status(f"127.0.0.1:{job.port}")["machine"]["members"]), default=0)
 
 
 @pytest.mark.slow
 def test_newcomer_replays_clipped_steps_of_a_resumed_job(job: Job) -> None:
-    """The newcomer has no file; it counts the others' steps, and knows which samples the checkpoint had spent."""
+    """A newcomer without a checkpoint joins a job that resumed from one, and replays clipped steps: it ends with the
+    same state and counts.
+    """
     file = str(job.out / "half.pt")
     run(job, "a", saves={4: file}, stops_at=4)
     again(job, "a")
@@ -113,7 +117,7 @@ def test_newcomer_replays_clipped_steps_of_a_resumed_job(job: Job) -> None:
 
 
 def test_a_death_in_mid_accumulation_leaves_equal_survivors(job: Job) -> None:
-    """The dead member's samples are assigned again, so the steps are others than Lightning's."""
+    """A member dies in the middle of an accumulation: the others train its samples, and end with equal states."""
     job.fresh(min_nodes=2)
     spec: dict[str, Any] = {"precision": "bf16-mixed", "epochs": 40}
     for name in "abc":
@@ -127,8 +131,8 @@ def test_a_death_in_mid_accumulation_leaves_equal_survivors(job: Job) -> None:
 
 
 def test_a_batch_without_backward_weighs_nothing_and_sends_nothing(job: Job) -> None:
-    """A batch without backward counts for nothing even if `.grad` still has the last step's average, as in loops that
-    zero it in front of the backward pass.
+    """A batch without backward counts for nothing, even if `.grad` still holds the last step's average, because the
+    loop zeroes it right before backward.
     """
     job.fresh(min_nodes=2)
     start(job, "a", plain_members.leaves_batches_out, x=1.0, out_at={4: "stale"})
@@ -173,7 +177,9 @@ def test_who_skips_idle_batches_takes_part_all_the_same(job: Job) -> None:
 
 
 def test_who_leaves_within_a_batch_brings_nothing_of_it(job: Job) -> None:
-    """The leaver's `.grad` still holds the last average then."""
+    """A member leaves within a batch, when its `.grad` holds the last average: the others' step does not include
+    that.
+    """
     spec: dict[str, Any] = {"prepare": {}, "samples": 80, "settings": {"join_by": "pause"}}
     start(job, "a", **spec, gates={1: job.gate("a")}, watches=True)
     job.harness.wait_step(1)
@@ -188,7 +194,9 @@ def test_who_leaves_within_a_batch_brings_nothing_of_it(job: Job) -> None:
 
 
 def test_an_interrupted_loop_ends_its_own_part_alone(job: Job) -> None:
-    """The second Ctrl+C interrupts the loop, as in a notebook; the others need not wait until they lose patience."""
+    """A second Ctrl+C interrupts one member's loop: that member ends, and the others continue without waiting for
+    it.
+    """
     spec: dict[str, Any] = {"settings": {"join_by": "pause"}}
     start(job, "a", **spec, gates={1: job.gate("a")})
     job.harness.wait_step(1)

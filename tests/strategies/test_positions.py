@@ -1,4 +1,6 @@
-"""The position within an epoch survives from loops that count micro-batches to those that count steps, and back."""
+"""Tests that a position within an epoch is kept when a checkpoint moves between loops that count micro-batches and
+loops that count steps.
+"""
 
 import copy
 
@@ -27,7 +29,9 @@ class Model(LightningModule):
 
 
 class SavesOnce(Callback):
-    """Callback that writes a checkpoint after so many optimizer steps, at the end of a batch or of the epoch."""
+    """Callback that writes a checkpoint once, after this many optimizer steps, at a batch's end or at the epoch's
+    end.
+    """
 
     def __init__(self, path, steps, *, at_end=False):
         self.path, self.steps, self.at_end = path, steps, at_end
@@ -69,7 +73,9 @@ def counts(checkpoint):
 
 @pytest.fixture
 def saved(tmp_path, request):
-    """Checkpoints of a loop of micro-batches and of one whose batches are steps, after equally many steps."""
+    """Checkpoints after the same number of steps: of a loop over micro-batches, and of one whose batches are whole
+    steps.
+    """
     steps, at_end = request.param
     found = []
     for name, batch, accumulate in (("plain", BATCH, EACH), ("steps", BATCH * EACH, 1)):

@@ -1,4 +1,6 @@
-"""Processes of one machine prepare data in turn: a waiting process names the one it waits for, and has a deadline."""
+"""Tests that processes of one machine prepare data in turn: a waiting process reports which one it waits for, and
+gives up at a deadline.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def test_the_holder_is_named_when_the_wait_is_over() -> None:
 
 
 def test_a_holder_that_has_not_said_who_it_is_is_another_process() -> None:
-    """The holder has the lock, and has yet to write its process id."""
+    """A process holds the lock but has not yet written its process id: the error calls it "another process"."""
     with lock_path("job").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(DeadlineError, match=r"^another process of this machine has been preparing data for job"):

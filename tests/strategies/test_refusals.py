@@ -1,4 +1,6 @@
-"""Tests the refusals: each row of the table, by name, before training starts; and the messages while it runs."""
+"""Tests the refusals of strategy `chaos`: each row of the table, by name, before training starts; and refusals while
+it runs.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_a_search_that_fast_dev_run_leaves_out_is_not_refused(tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore:.*train_dataloader yielded None")
 def test_a_batch_that_is_none_is_named(tmp_path: Path) -> None:
-    """Lightning skips such a batch, so this member alone would be without a step."""
+    """A collate_fn returns None for a batch: Lightning would skip it at this member alone, so fit ends with an
+    error.
+    """
     nothing = loader(collate_fn=lambda rows: None)
     with pytest.raises(UnsupportedError, match="collate_fn gave None"):
         trainer(tmp_path).fit(Regression(), nothing)
@@ -185,7 +189,9 @@ class StepsInBackward(Regression):
 
 @pytest.mark.parametrize(("model", "where"), [(ClampsLate, "training_step"), (StepsInBackward, "backward")])
 def test_parameter_that_a_batch_changes_is_named(tmp_path: Path, model: type[Regression], where: str) -> None:
-    """A member without samples in this micro-batch would not change it."""
+    """A parameter that changes within training_step or a hook before the step is refused: a member without samples
+    would not change it.
+    """
     with pytest.raises(UnsupportedError, match=rf"net\.0\.weight changed within {where}.*on_train_batch_end"):
         trainer(tmp_path).fit(model(), loader())
 
@@ -245,9 +251,7 @@ class ZeroesElsewhere(KeepsGradients):
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_gradients_that_are_kept_over_steps_are_refused(tmp_path: Path, accumulate: int) -> None:
-    """A newcomer would lack the kept gradients, and in a window that is not full they would be scaled with the new
-    ones.
-    """
+    """Gradients that are not zeroed after a step are refused: a newcomer would not have them."""
     run = trainer(tmp_path, accumulate_grad_batches=accumulate)
     with pytest.raises(UnsupportedError, match=r"net\.0\.weight.*gradients that are kept over steps"):
         run.fit(KeepsGradients(), loader())
@@ -315,8 +319,8 @@ class AsksEarly(Regression):
 
 @pytest.mark.parametrize("least", [1, 2])
 def test_who_asks_the_others_before_the_first_batch_hears_that_it_asked_nobody(tmp_path: Path, least: int) -> None:
-    """A warning says that an early collective reaches no member; Lightning's own, and those of the sanity check, cause
-    none.
+    """User code that makes a collective before the first batch gets a warning that it reaches no member; Lightning's
+    own collectives get none.
     """
     strategy = ChaosStrategy(endpoint="127.0.0.1:9", min_nodes=least)
     with warnings.catch_warnings(record=True) as told:

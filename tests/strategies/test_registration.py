@@ -1,4 +1,4 @@
-"""`import chaos_lightning` registers "chaos", whatever is imported first."""
+"""Tests that `import chaos_lightning` registers "chaos", whatever is imported first."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ print(ChaosStrategy.__name__, EngineConfig.__name__, Engine.__name__)
 
 @pytest.mark.slow
 def test_registered_before_lightning_comes() -> None:
-    """The name of Lightning's other package is refused with what to import instead; names of ours are imported when
-    asked for.
+    """chaos_lightning is imported before Lightning: "chaos" is registered once Lightning comes. Asking for "chaos"
+    in the other package (`pytorch_lightning`) gives an error with advice.
     """
     code = f"import chaos_lightning; import lightning.pytorch as L\n{REGISTERED}{OTHER_HOST}{LAZY}"
     registered, refused, lazy = run(code).splitlines()
@@ -54,7 +54,7 @@ def test_registered_before_lightning_comes() -> None:
 
 @pytest.mark.slow
 def test_registered_after_lightning_came() -> None:
-    """The strategy is registered even if it is done twice."""
+    """If Lightning is imported first, "chaos" is registered at once; installing twice does no harm."""
     again = "import chaos_lightning._register as r; r.install(); r.install()"
     code = f"import lightning.pytorch as L; import chaos_lightning\n{again}\n{REGISTERED}"
     assert run(code) == "True False SourceFileLoader SourceFileLoader"

@@ -1,4 +1,6 @@
-"""`reload_dataloaders_every_n_epochs` with data that change by the epoch: a later newcomer has the epoch's data."""
+"""Tests `reload_dataloaders_every_n_epochs` with data that change by the epoch: a newcomer gets the data of the
+job's epoch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SETTINGS: dict[str, Any] = {"max_epochs": 4, "reload_dataloaders_every_n_epochs"
 
 @pytest.mark.parametrize("epoch", [1, 2, 3])
 def test_who_joins_again_has_the_data_of_the_epoch_that_it_goes_on_in(tmp_path: Path, double: Any, epoch: int) -> None:
-    """The member takes over a state of the first epoch, when its own loaders are those of a later one."""
+    """A fenced member gets back the state of the first epoch, while its own loaders are of a later one: it makes
+    them anew for that epoch.
+    """
     plain, ours = Grows(), Grows()
     trainer(tmp_path, **SETTINGS).fit(plain)
     steps = [header.seq for header in double.made[0].log if header.name.startswith("section")]
@@ -29,7 +33,9 @@ def test_who_joins_again_has_the_data_of_the_epoch_that_it_goes_on_in(tmp_path: 
 
 
 def test_a_newcomer_has_the_data_of_the_jobs_epoch(job: Job) -> None:
-    """The data of epoch 2 are longer than those that the newcomer makes at its start, and others."""
+    """A newcomer joins in epoch 2, whose data differ from those that it made at its start: it makes its loaders
+    anew.
+    """
     first = sum(Grows.batches(e) for e in range(2))
     settings: dict[str, Any] = {"model": Grows.__name__, "epochs": 4, "own_data": True, "trainer": SETTINGS}
     job.start("a", gates={first + 1: job.gate("a")}, **settings)

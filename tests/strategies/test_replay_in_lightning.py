@@ -1,5 +1,5 @@
-"""A newcomer replays the steps of a real `Trainer.fit` from averages and headers alone; and the fits that cannot be
-replayed.
+"""Tests that a newcomer replays the steps of a real `Trainer.fit` from averages and headers alone, and which fits
+cannot be replayed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from chaos_lightning.strategies.replay import LightningReplay, writes_of
 
 
 class Enough(Exception):
-    """End of a newcomer's fit, which has checked all that a test wants."""
+    """Exception that ends a newcomer's fit once all checks are done."""
 
 
 class Real(EngineDouble):
-    """Engine of one member whose gradients go the real way: through flat memory, averaged by the header's weights.
+    """Double of the engine for one member, with real gradient handling: flat memory, averaged with the header's
+    weights.
 
     As the first member it keeps a log and, at slot `snapshot_at`, a copy of the state. One made with a `log` is the
     newcomer: it takes the state, replays, compares, and ends fit.
@@ -61,7 +62,7 @@ class Real(EngineDouble):
         raise Enough
 
     def keep(self, state: Any) -> None:
-        """Keeps the state as the newcomer gets it."""
+        """Keeps a copy of the state, which the newcomer gets."""
         self.kept_at = self.header.seq
         self._keep(state)
 
@@ -124,7 +125,7 @@ class AnyOptimizer(Regression):
 
 
 class Branches(Regression):
-    """Model with parameters that are not used in each step."""
+    """Model with parameters that only every other step uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ def test_a_newcomer_replays_a_fit_to_the_bit(
 
 
 def test_a_rule_of_clipping_that_is_not_the_members_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison in this file must see a clip that was left out."""
+    """A newcomer that leaves out clipping differs from the members: this test's comparison must notice that."""
     monkeypatch.setattr(LightningReplay, "_clip", lambda self, optimizer: None)
     assert run(tmp_path, monkeypatch, Regression, 0, gradient_clip_val=0.1).differ
 
@@ -206,7 +207,7 @@ def test_a_rule_of_clipping_that_is_not_the_members_is_seen(tmp_path: Path, monk
 
 
 class Asked(EngineDouble):
-    """Engine that ends fit when a newcomer says hello."""
+    """Double of the engine that ends fit when it joins, and keeps the reason why the fit cannot be replayed."""
 
     def join(self, **given: Any) -> Header:
         self.said = LightningReplay(given["state"]._trainer).replayable()
@@ -214,7 +215,7 @@ class Asked(EngineDouble):
 
 
 def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: pl.LightningModule, **settings: Any) -> str:
-    """Returns the reason for which this fit cannot be replayed."""
+    """Returns the reason why a fit of this model cannot be replayed; "" if it can."""
     import chaos_lightning.strategies.session as module
 
     monkeypatch.setattr(module, "Engine", Asked)
@@ -265,7 +266,7 @@ class Forbids(Regression):
 
 
 class Target(Regression):
-    """Model with a second network that follows the first one, by a method of its own."""
+    """Model with a method that changes parameters after each batch."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.follow()
@@ -276,7 +277,7 @@ class Target(Regression):
 
 
 class Watches(Regression):
-    """Model with hooks that only read and count."""
+    """Model with hooks that only read parameters and count."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""Schedules: the steps that `estimated_stepping_batches` counts, and schedules by samples."""
+"""Tests learning rate schedules: the steps that `estimated_stepping_batches` counts, and schedules by samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chaos_lightning.strategies.schedules import used_between
 
 
 class ByLambda(Regression):
-    """Model with a schedule that notes how far it has come."""
+    """Model with a schedule that shows its number of steps in the learning rate, which is recorded."""
 
     def __init__(self, wrap: int = 0) -> None:
         super().__init__(lr=0.01)
@@ -85,7 +85,7 @@ def test_by_samples_is_the_schedule_itself_where_steps_are_what_it_says(
 
 
 def test_by_samples_goes_as_far_as_the_samples_do(tmp_path: Path, double: Any) -> None:
-    """An epoch has 24 samples in steps of 8: a step of the schedule after each 3 samples, the remainder is carried
+    """A schedule that steps once for every 3 samples gets optimizer steps of 8 samples: the remainder is carried
     over.
     """
     model = ByLambda(wrap=3)
@@ -121,7 +121,7 @@ def test_samples_between_two_ledgers() -> None:
 
 
 def test_by_samples_ends_where_one_machine_would_whoever_comes(job: Job) -> None:
-    """Members come in the middle: 4 epochs of 24 samples are 24 steps of the schedule of one machine with 4."""
+    """A member joins in the middle: the schedule by samples still takes as many steps as on one machine."""
     spec = {"epochs": 4, "samples": 24, "model": "Scheduled", "model_args": {"kind": "samples"}}
     job.start("a", gates={1: job.gate("first")}, **spec)
     job.harness.wait_step(1)

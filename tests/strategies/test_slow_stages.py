@@ -1,4 +1,4 @@
-"""A stage that becomes slow: its layers go to others, and the losses are those of one process."""
+"""Tests a stage that becomes slow: its layers move to other members, and the losses are those of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = {"blocks": 6, "pause_s": 0.01, "lr": 0.002}
 
 
 def owned(event: dict[str, Any], name: str) -> int:
-    """Returns the number of layers that a member runs."""
+    """Returns the number of layers that a member owns after this event."""
     return sum(end - first for m, spans in event["layers"].items() if m.startswith(name) for first, end in spans)
 
 

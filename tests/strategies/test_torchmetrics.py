@@ -1,4 +1,4 @@
-"""Torchmetrics in a job: found when they sync, wherever they were made; other members' states, and refusals."""
+"""Tests torchmetrics in a job: they sync wherever they were made, with other members' states, or are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chaos_lightning.strategies.results import adopt_results, describe_results
 
 
 class Others:
-    """Other members of a job: their states of the metric that is computed next."""
+    """Double of the other members, with their states of the next metric that is computed."""
 
     def __init__(self) -> None:
         self.packed: list[Any] = []
@@ -60,7 +60,7 @@ def others() -> Others:
 
 @pytest.fixture
 def fit(others: Others) -> Iterator[SimpleNamespace]:
-    """Trainer whose metrics sync with `others`."""
+    """Trainer whose metrics sync with the double `others`."""
     trainer = SimpleNamespace(lightning_module=Model(), datamodule=None, callbacks=[Watching()], training=True)
     route = MetricRoute(trainer, others.exchange, lambda: others.inside)  # type: ignore[arg-type]
     route.install()
@@ -119,7 +119,9 @@ def test_lists_need_not_be_equally_long(fit: SimpleNamespace, others: Others, re
 
 
 def test_who_has_no_samples_computes_what_the_others_have(fit: SimpleNamespace, others: Others) -> None:
-    """A member without samples gets no warning and adds no zeros: a state may get its shape with the first update."""
+    """A member without samples computes the others' value, without a warning; its initial state, which may have
+    another shape, is not added.
+    """
     theirs = tm.MeanSquaredError(num_outputs=1)
     theirs.update(torch.tensor([1.0]), torch.tensor([3.0]))
     others.has(theirs)
@@ -135,7 +137,9 @@ def test_nobody_has_samples(fit: SimpleNamespace, others: Others) -> None:
 
 
 def test_a_cached_value_is_computed_anew_after_the_next_slot(fit: SimpleNamespace, others: Others) -> None:
-    """Between two slots some members update a metric, and one without samples does not: all must ask again."""
+    """A metric's cached value is dropped after each slot: otherwise a member without samples would make no
+    collective where the others do.
+    """
     metric = updated(tm.SumMetric(), 1.0)
     for _ in range(2):
         metric.compute()

@@ -1,4 +1,4 @@
-"""One member asks the others for a collective that they do not foresee: the one that is put out is told the call, the
+"""Tests a member that makes a collective which the others do not make: the one that is put out is told the call, the
 line, and a remedy.
 """
 
@@ -13,14 +13,14 @@ from strategy_job import Job
 
 
 def line_of(function: Any, words: str) -> str:
-    """Returns `odd_members.py:31`: the line of this function that has these words."""
+    """Returns file and line, as `odd_members.py:31`, of the line in this function that contains `words`."""
     lines, first = inspect.getsourcelines(function)
     return f"odd_members.py:{first + next(i for i, line in enumerate(lines) if words in line)}"
 
 
 def told(job: Job, run: Any, asks: str) -> str:
-    """Returns the reason for which the younger of two members, started with one script, is put out; the other one goes
-    on.
+    """Runs two members of one script that disagree about a collective; returns the message to the younger one, which
+    is put out while the other continues.
     """
     for name in "ab":
         gates = {2: job.gate("a")} if name == "a" else {}
@@ -72,5 +72,5 @@ def test_who_asks_alone_under_lightning(job: Job, asks: str, function: Any, line
 
 @pytest.mark.slow
 def test_who_stops_alone_under_lightning(job: Job) -> None:
-    """One member stops by `trainer.should_stop = True`."""
+    """One of two members sets `trainer.should_stop = True`: the message says that it has ended its training."""
     assert "has ended its training, and b" in told(job, odd_members.alone, "stop")

@@ -1,4 +1,6 @@
-"""A member that differs from the job ends before it trains, and is told the difference; the job goes on."""
+"""Tests that a member that differs from the job ends before it trains, with a message about the difference, and the
+job continues.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ def test_who_differs_is_told_where(job: Job) -> None:
 
 
 class Swept(Regression):
-    """Model whose runs of a sweep differ only in the constructor's arguments."""
+    """Model of a sweep, whose runs differ only in arguments of the constructor."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Swept(Regression):
 
 
 class SweptData(pl.LightningDataModule):
-    """Training data that record the arguments of their constructor."""
+    """DataModule that keeps the arguments of its constructor as hyperparameters."""
 
     def __init__(self, split: Any = 0, data_dir: str = "/a", mine: int = 0) -> None:
         super().__init__()
@@ -179,7 +181,7 @@ def test_what_has_no_canonical_form_is_named_once(tmp_path: Path, double: Any) -
 
 
 class Idle(Regression):
-    """Model that validates any number of loaders and looks at nothing."""
+    """Model with an empty validation step, for any number of loaders."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         pass

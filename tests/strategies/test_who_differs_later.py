@@ -1,5 +1,5 @@
-"""A member that comes to differ from the others is put out by name, and the others go on; if none can, they keep the
-state.
+"""Tests that a member whose state comes to differ is put out by name, and the others continue; if none can, they
+save the state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def test_a_newcomer_whose_schedule_is_another_is_put_out_by_name(job: Job, run: 
 def test_a_tensor_that_a_member_changes_for_itself_is_named_and_refused_when_it_differs_again(
     job: Job, run: Any
 ) -> None:
-    """The state of the older one of two counts, so the younger one joins again, once."""
+    """One of two members changes a weight after each step: at the first difference it must take over the older
+    member's state, at the second it is put out.
+    """
     settings = {"epochs": 60, "options": {"state_hash_every": 2}}
     start(job, "a", run, gates={2: job.gate("a")}, **settings)
     job.harness.wait_step(2)

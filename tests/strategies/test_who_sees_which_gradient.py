@@ -1,4 +1,4 @@
-"""Which hooks see this member's own gradient, and which the average of all members: as in docs/compat.md."""
+"""Tests which hooks see this member's own gradient and which see the average, as docs/compat.md says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ LAST, EARLIER, MANUAL = range(3)
 
 
 def told(column: int) -> dict[str, str]:
-    """Returns the page's words on what each hook sees; hooks that are not called are left out."""
+    """Returns, for each hook, what docs/compat.md says that it sees, from this column of its table; hooks that are
+    not called are left out.
+    """
     text = PAGE.read_text()
     table = text[text.index("| hook | automatic optimisation") :].split("\n\n")[0]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
@@ -26,7 +28,9 @@ def told(column: int) -> dict[str, str]:
     ("accumulate", "manual"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (1, True)]
 )
 def test_hooks_see_what_the_page_says(job: Job, accumulate: int, manual: bool) -> None:
-    """Two members have 22 samples in batches of 4: in the last micro-batch of an epoch one of them has none."""
+    """Each hook sees the gradient that docs/compat.md says, also in a micro-batch of which one of two members has no
+    samples.
+    """
     job.fresh(min_nodes=2)
     for name in "ab":
         job.start(
@@ -49,7 +53,7 @@ def test_hooks_see_what_the_page_says(job: Job, accumulate: int, manual: bool) -
 
 
 def test_all_members_run_the_hook_that_changes_the_average(job: Job) -> None:
-    """A member without samples in the last step steps with the same gradient, so it must change it alike."""
+    """A hook clips the averaged gradient: it runs at a member without samples, too, so that all members step alike."""
     job.fresh(min_nodes=2)
     for name in "ab":
         job.start(name, epochs=2, samples=20, model="ClipsAfterBackward")

@@ -1,4 +1,4 @@
-"""Tests the meaning of Lightning's settings, hooks and properties with one member: the same as without the strategy."""
+"""Tests that Lightning's settings, hooks and properties mean the same with one member as without the strategy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 def same(tmp_path: Path, make: Any, *args: Any, **settings: Any) -> tuple[Any, Any]:
-    """Returns the model after a fit without the strategy and after one with it; checks that they saw the same batches.
+    """Returns the models of a fit without the strategy and of one with it; checks that both saw the same batches.
 
     Weights differ where a window is not full: Lightning divides by the window, the strategy by the samples.
     """
@@ -65,7 +65,7 @@ def test_a_fraction_of_an_epoch_is_rounded_down(tmp_path: Path, samples: int, se
 
 
 class Skips(Regression):
-    """Model that ends the epoch before the batch of this number."""
+    """Model that ends each epoch before the batch with this number."""
 
     def __init__(self, at: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -86,7 +86,7 @@ def test_on_train_batch_start_ends_the_epoch_with_minus_one(tmp_path: Path, at: 
 
 
 class Late(pl.Callback):
-    """Callback that moves the start of durations into the past."""
+    """Callback that sets the time of the last validation two hours back after these steps, and records validations."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = steps
@@ -110,7 +110,9 @@ def test_validation_by_the_clock(tmp_path: Path) -> None:
 
 
 def test_waiting_for_the_job_is_no_training_time(tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """max_time, Timer, time-based validation and checkpoints count from the moment when this member is in the job."""
+    """max_time, Timer, and the time intervals of validation and checkpoints count from the moment when this member
+    enters the job.
+    """
     kept = ModelCheckpoint(dirpath=tmp_path / "kept", train_time_interval=timedelta(hours=1), save_top_k=-1)
     timer, late = Timer(timedelta(hours=1)), Late()
     run = trainer(
@@ -137,7 +139,7 @@ def test_waiting_for_the_job_is_no_training_time(tmp_path: Path, double: Any, mo
 
 
 class Reads(Regression):
-    """Module whose hook reads, in the checkpoint, the states that others have put there."""
+    """Model whose checkpoint hook reads the states that Lightning has put into the checkpoint."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         (state,) = checkpoint["optimizer_states"]
@@ -212,7 +214,7 @@ def test_a_plain_loop_is_refused_before_it_joins(model: Any, optimizer: Any, wor
 
 
 class Leaves(pl.Callback):
-    """Callback that sends Ctrl+C, or another signal, at the end of a batch."""
+    """Callback that sends Ctrl+C, or another signal, at the end of the batch of this step."""
 
     def __init__(self, step: int, number: int = signal.SIGINT) -> None:
         self.step = step
@@ -228,7 +230,7 @@ class Leaves(pl.Callback):
 
 @pytest.mark.parametrize("step", [4, 5, 6])
 def test_a_lone_member_that_is_interrupted_says_so_and_saves(tmp_path: Path, step: int) -> None:
-    """No other member has the state; the job goes on from the checkpoint as if nothing had happened."""
+    """The only member gets Ctrl+C: it saves a checkpoint, and a fit that resumes from it ends like an unbroken one."""
     whole, first, second = Regression(), Regression(), Regression()
     fitted(tmp_path, whole, loader())
     run = fitted(tmp_path, first, loader(), callbacks=[Leaves(step)])
@@ -274,7 +276,7 @@ class Outputs(pl.Callback):
 
 
 class Answers(Regression):
-    """Model that gives predictions beside the loss, and for one batch nothing."""
+    """Model that returns predictions beside the loss, and None for the second batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -283,7 +285,7 @@ class Answers(Regression):
 
 @pytest.fixture
 def nothing_said() -> Iterator[None]:
-    """Resets Lightning's warning, given once in a process, that training_step returned None."""
+    """Makes Lightning warn again that training_step returned None, which it does once in a process."""
     Closure.warning_cache.clear()
     yield
     Closure.warning_cache.clear()
@@ -302,7 +304,7 @@ def test_outputs_of_a_batch_that_came_to_nothing(tmp_path: Path) -> None:
 
 
 class Passes(Regression):
-    """Model that gives nothing for every second batch."""
+    """Model whose training_step returns None for every second batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -311,7 +313,9 @@ class Passes(Regression):
 
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 def test_a_scaler_leaves_out_a_step_in_which_nobody_has_a_loss(tmp_path: Path) -> None:
-    """Without a loss there are no gradients to unscale, and a scaler fails if it finds none."""
+    """A gradient scaler fails if there are no gradients: a step in which no member has a loss is skipped, as without
+    the strategy.
+    """
 
     def run(strategy: str) -> tuple[Any, Any]:
         model, precision = Passes(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=2))
@@ -325,7 +329,7 @@ def test_a_scaler_leaves_out_a_step_in_which_nobody_has_a_loss(tmp_path: Path) -
 
 @pytest.mark.filterwarnings("ignore:.*training_step. returned .None")
 def test_outputs_of_an_idle_member_have_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outputs hold the last batch's loss, and no rows of values per sample: joining them to a list adds none."""
+    """A member without samples gives hooks the loss and, in place of values per sample, tensors with zero rows."""
     outputs = Outputs()
     fetched = ElasticLoader._next
 
@@ -350,7 +354,9 @@ def test_outputs_of_an_idle_member_have_no_samples(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("stage", ["train", "val"])
 def test_few_workers_are_hinted_at(tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's check looks at torch's DataLoader, and fit has other loaders."""
+    """Lightning's warning of too few loader workers comes also with the loaders that the strategy puts in place of
+    torch's.
+    """
     monkeypatch.setattr("lightning.fabric.utilities.data._num_cpus_available", lambda: 4)
     with pytest.warns(PossibleUserWarning, match=f"The '{stage}_dataloader' does not have many workers"):
         fitted(tmp_path, Regression(), loader(), loader(8))
@@ -365,7 +371,7 @@ def test_log_dir_within_training_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_handler_of_the_users_is_called(tmp_path: Path, number: int) -> None:
-    """The user's handler runs, and the job is left all the same."""
+    """A handler that the user had installed for the signal is called, and the member leaves the job nevertheless."""
     seen: list[int] = []
     before = signal.signal(number, lambda number, frame: seen.append(number))
     try:

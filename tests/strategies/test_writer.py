@@ -1,4 +1,6 @@
-"""One writer: loggers, progress bar, summary and files belong to rank 0, which no newcomer is while setting up."""
+"""Tests that loggers, progress bar, summary and files belong to one writer: rank 0, which no newcomer is while it
+sets up.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Ranks(Callback):
-    """Callback that notes this process's rank, hook by hook."""
+    """Callback that records this process's rank and world size at each hook."""
 
     def __init__(self) -> None:
         self.seen: dict[str, tuple[int, int]] = {}
@@ -53,7 +55,9 @@ class Ranks(Callback):
 
 
 class AsNewcomer:
-    """Place of a process that found a member in the job, which is gone when the process comes in."""
+    """Double of Place: while it sets up, the process is rank 1 of two; when it enters the job, the other member is
+    gone.
+    """
 
     rank, world_size = 1, 2
 
@@ -83,7 +87,9 @@ def test_who_is_alone_is_the_writer_from_the_start(tmp_path: Path) -> None:
 
 
 def test_all_trainers_of_a_process_evaluate_and_train_as_one(tmp_path: Path) -> None:
-    """Two trainers evaluate before fit, a third one trains, a fourth one evaluates after it: each is the writer."""
+    """Two Trainers of one process evaluate before fit, a third one trains, a fourth one evaluates afterwards: the
+    process is the writer in each.
+    """
     seen: list[Any] = []
     kept = []
     for hook in ("validate", "test", "fit", "validate"):
@@ -119,7 +125,7 @@ def test_a_newcomers_rank_is_known_from_the_first_batch_on(tmp_path: Path) -> No
 
 
 def test_rank_zero_code_runs_before_the_first_batch(tmp_path: Path) -> None:
-    """Hyperparameters are in the file, and hooks of rank zero ran, when training starts."""
+    """When training starts, hyperparameters are written, and the hooks of rank zero have run."""
     ran: list[str] = []
 
     class Zero(Callback):
@@ -146,7 +152,9 @@ def test_lightnings_warnings_are_heard(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("newcomer")
 def test_rank_of_a_newcomer_is_no_reason_to_shard(tmp_path: Path) -> None:
-    """A DistributedSampler for validation is made before the first batch; all data are evaluated nevertheless."""
+    """A user's DistributedSampler of validation was made before the first batch with a newcomer's rank: all data are
+    evaluated nevertheless.
+    """
     model = Counting()
 
     def sharded() -> DataLoader:
@@ -264,13 +272,13 @@ def test_logged_values_wait_for_the_next_commit() -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, str]]:
-    """Returns the rows of a folder's metrics.csv, without empty values."""
+    """Returns the rows of metrics.csv in a folder, without empty values."""
     with (folder / "metrics.csv").open() as file:
         return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def next_writer(folder: Path, logger: Any, told: LogPlace, *owed: dict[str, Any], let_go: bool = False) -> None:
-    """Makes a member take over from a writer that is gone or is let go; its own logger would have begun another
+    """Makes a member the next writer, after one that died or left (`let_go`). Its own logger would begin a new
     version.
     """
     fit = trainer(folder, logger=logger)
@@ -281,7 +289,7 @@ def next_writer(folder: Path, logger: Any, told: LogPlace, *owed: dict[str, Any]
 
 
 def told_by(folder: Path) -> LogPlace:
-    """Returns the log place of a writer that has written step 0, and the first values of step 1."""
+    """Writes step 0 and the first values of step 1 as an earlier writer; returns that writer's log place."""
     old = CSVLogger(folder, name="run")
     old.log_metrics({"a": 1.0}, step=0)
     old.log_metrics({"a": 1.5}, step=1)
@@ -290,7 +298,7 @@ def told_by(folder: Path) -> LogPlace:
 
 
 def test_the_next_writer_goes_on_with_the_files_of_the_one_before(tmp_path: Path) -> None:
-    """The next writer writes the missing rows, and has columns of its own."""
+    """The next writer adds the missing rows to the previous writer's file, and then rows with further columns."""
     told = told_by(tmp_path)
     new = CSVLogger(tmp_path, name="run")
     next_writer(tmp_path, new, told, *({"metrics": m, "step": 1} for m in ({"a": 1.5}, {"val": 0.5})))
@@ -308,7 +316,9 @@ def test_the_next_writer_goes_on_with_the_files_of_the_one_before(tmp_path: Path
 
 @pytest.mark.parametrize("let_go", [False, True])
 def test_the_next_writer_writes_what_is_logged_without_a_step(tmp_path: Path, *, let_go: bool) -> None:
-    """Lightning then counts from 0 after each save, so rows of one step come again and again."""
+    """Values logged without a step get Lightning's own count, which begins at 0 after each save: the next writer
+    must not drop them as rows that are already there.
+    """
     told = told_by(tmp_path)
     new = CSVLogger(tmp_path, name="run")
     next_writer(tmp_path, new, told, {"metrics": {"a": 1.5}, "step": 1}, let_go=let_go)
@@ -319,7 +329,9 @@ def test_the_next_writer_writes_what_is_logged_without_a_step(tmp_path: Path, *,
 
 @pytest.mark.parametrize("other", ["another run", "no run", ""])
 def test_the_next_writer_leaves_a_folder_alone_that_is_not_the_runs(tmp_path: Path, other: str) -> None:
-    """On another machine, an earlier run may have had the same version; no row is written twice there."""
+    """The next writer, on another machine, finds a folder of the same version from another run: it leaves that
+    alone, and logs to a new one.
+    """
     told, here = told_by(tmp_path / "there"), tmp_path / "here"
     if other:
         there_before = told_by(here)
@@ -336,7 +348,7 @@ def test_the_next_writer_leaves_a_folder_alone_that_is_not_the_runs(tmp_path: Pa
 
 
 def test_a_writer_that_was_frozen_finds_the_next_one_in_its_folder(tmp_path: Path) -> None:
-    """The frozen writer commits a slot that the others made without it, before it hears that it is out."""
+    """A frozen writer wakes up after another member has become the writer: it writes nothing more into the folder."""
     logger = CSVLogger(tmp_path, name="run")
     stable = StableLog(lambda: False, "a")
     stable.hold([logger])
@@ -366,7 +378,7 @@ def test_a_writer_that_was_put_out_writes_no_more(tmp_path: Path) -> None:
 
 
 def test_the_next_writer_goes_on_with_the_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's logger on a double of wandb, which is not installed."""
+    """The next writer continues the previous writer's W&B run. The package wandb is replaced by a double."""
     begun: list[dict[str, Any]] = []
 
     class Run:
@@ -431,7 +443,9 @@ def test_every_process_of_a_machine_prepares_data_in_turn(tmp_path: Path, monkey
 def test_data_that_were_cut_by_rank_are_refused_by_name(
     tmp_path: Path, double: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of two founders has half of the data: their fingerprints differ, so the second one is refused."""
+    """Two founders shard the data by rank in their loaders: the second one is refused with a message, as its
+    fingerprint differs.
+    """
 
     class Cut(Regression):
         def train_dataloader(self) -> DataLoader:

@@ -1,4 +1,4 @@
-"""Writers die while a checkpoint is being written: readers never see half a file, and the next writer goes on."""
+"""Tests writers that die while they write a checkpoint: no half file is ever visible, and the next writer continues."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from chaos_lightning.strategies.saving import KEY
 
 
 def test_deaths_while_a_checkpoint_is_written(job: Job) -> None:
-    """The first writer dies when some bytes are written. The second one, which writes the file anew, dies when all are
-    but the file is not in its place yet. Then the whole job resumes from the files that are there.
+    """The first writer dies with half of a checkpoint written, the second before it renames its complete file. The
+    third one writes it, and the whole job resumes from the files.
     """
     spec = {"epochs": 4, "samples": 48, "callbacks": ("steps",), "model_args": {"sync": True}}
     job.harness.declare("a", "b")
