@@ -31,17 +31,17 @@ def _at(curve: Curve, x: float, axis: Callable[[Point], float]) -> float:
 
 
 def at_samples(curve: Curve, samples: float) -> float:
-    """Returns the loss after so many samples."""
+    """Returns the loss of a curve after so many samples."""
     return _at(curve, samples, lambda point: point.samples)
 
 
 def at_time(curve: Curve, time_s: float) -> float:
-    """Returns the loss at that time."""
+    """Returns the loss of a curve at a virtual time."""
     return _at(curve, time_s, lambda point: point.time_s)
 
 
 def time_to(curve: Curve, loss: float) -> float:
-    """Returns the time at which the loss is first that low, by linear interpolation; infinity if never."""
+    """Returns the first time at which a curve reaches a loss, by linear interpolation; infinity if never."""
     before = curve[0]
     for point in curve:
         if point.loss <= loss:

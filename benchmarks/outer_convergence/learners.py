@@ -1,4 +1,5 @@
-"""Models that the clusters train: two character models on the prose that comes with Python, and how far a model is.
+"""Models that the clusters train: two character models on the prose that comes with Python, with their samples and
+losses.
 
 Theory of operation. A sample is one place in the training text: the characters before it, or the block that begins
 there. Positions of an epoch are places in an order that the seed draws, so a lease of a chunk is a fair sample of the
@@ -26,7 +27,7 @@ VALIDATION = 20
 
 
 class CharacterMLP(nn.Module):
-    """Model from the characters before a place to the logits of the next one."""
+    """MLP that predicts the next character from the characters before it; returns logits."""
 
     def __init__(self, vocabulary: int, context: int, width: int, hidden: int, seed: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class CharacterMLP(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """One model and how it is trained.
+    """One model and its training settings.
 
     Attributes:
         name: For people.
