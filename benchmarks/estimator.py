@@ -106,7 +106,8 @@ def profile_of(model: dict[str, Any], file: Path, **more: Any) -> TrainingJob:
 
 def beside_job(what: Series, profile: TrainingJob, file: Path, model: dict[str, Any], names: str, steps: int
                ) -> TrainingJob:  # fmt: skip
-    """Returns the profile with the costs that a running job has measured besides its layers, and writes it to the file.
+    """Returns the profile with the costs that a running job has measured besides its layers, and writes it to
+    the file.
     """
     facts: list[dict[str, Any]] = []
     series(what, profile, file, model, names, steps, lambda job: facts.append(job.facts()))

@@ -168,7 +168,8 @@ def leader_dies(how: int) -> Strike:
 
 
 def all_die(scene: OuterScene, rng: random.Random) -> Times:
-    """Kills all processes of the server by SIGKILL, and starts them again at once; returns the times of their recovery.
+    """Kills all processes of the server by SIGKILL, and starts them again at once; returns the times of their
+    recovery.
     """
     newest, term = scene.decided(), scene.term()
     since = time.monotonic_ns()

@@ -55,7 +55,8 @@ class TiedModel(nn.Module):
 
 
 def pairs(number: int, seed: int) -> TensorDataset:
-    """Returns `number` random tokens, each with the token that follows; the rule behind them is the same for all seeds.
+    """Returns `number` random tokens, each with the token that follows; the rule behind them is the same for
+    all seeds.
     """
     usual = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(1 + seed)

@@ -270,7 +270,8 @@ def sequences(counts: Counter[tuple[float, int]]) -> Iterator[tuple[tuple[float,
 
 
 def enumerated_unequal_s(job: TrainingJob) -> float:
-    """Returns the least seconds over all sets of pipelines of unequal devices in any order, with all splits and cuts.
+    """Returns the least seconds over all sets of pipelines of unequal devices in any order, with all splits and
+    cuts.
     """
     mixed, total = Mixed(job), job.micro_batches
     reduce = mixed.reduce([tuple(job.by_name)])

@@ -92,7 +92,8 @@ def _name(pipeline: int, stage: int) -> str:
 def rerouted(
     case: Case, lost: Sequence[tuple[int, int]], extra: int, *, search: bool = True, split: bool = False
 ) -> float:
-    """Returns the slowdown of the computed schedule, with up to `extra` micro-batches in flight beyond those of 1F1B.
+    """Returns the slowdown of the computed schedule, with up to `extra` micro-batches in flight beyond those of
+    1F1B.
     """
     job, plan = build(case)
     caps = [e for e in EXTRAS if e <= extra]

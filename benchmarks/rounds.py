@@ -120,7 +120,8 @@ def rounds_s(rounds: Iterable[Iterable[Vertex]]) -> float:
 
 
 def one_by_one(rounds: Iterable[Sequence[Vertex]]) -> float:
-    """Returns when the last of several rounds ends, each of which waits for the one before and for its own gradients.
+    """Returns when the last of several rounds ends, each of which waits for the one before and for its own
+    gradients.
     """
     at = 0.0
     for r in sorted(rounds, key=lambda r: max(v.ready_s for v in r)):

@@ -107,7 +107,8 @@ def _frame(one: _End, other: _End, payload: memoryview) -> tuple[float, float]:
 
 
 def frame_costs() -> dict[str, tuple[float, float]]:
-    """Returns by kind of link the least microseconds that the sender and the receiver of a frame of FRAME_NBYTES need.
+    """Returns by kind of link the least microseconds that the sender and the receiver of a frame of
+    FRAME_NBYTES need.
     """
     payload = memoryview(bytearray(os.urandom(FRAME_NBYTES)))
     pairs = {kind: _ends(kind) for kind in LINKS}

@@ -77,7 +77,8 @@ def told(name: str, seed: int, track: Track, began: float) -> None:
 
 
 def clean_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, steps: int) -> Cases:
-    """Runs every mode at every eta (spread of cluster speeds, in %); prints a table for each eta as soon as it is done.
+    """Runs every mode at every eta (spread of cluster speeds, in %); prints a table for each eta as soon as it
+    is done.
     """
     cases: Cases = {}
     total = steps * task.batch

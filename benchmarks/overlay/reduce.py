@@ -154,7 +154,8 @@ class Node:
         return self.done_at
 
     def trouble(self) -> str:
-        """Describes an all-reduce that does not end: the missing bytes of the sum, and the links on which bytes wait.
+        """Describes an all-reduce that does not end: the missing bytes of the sum, and the links on which bytes
+        wait.
         """
         held = self.reducer.held() or ()
         missing = self.layout.nbytes - sum(stop - start for start, stop in held)
@@ -179,7 +180,8 @@ class Node:
 
 
 def ours(pipe: Connection, me: str, rank: int, size: int, nbytes: int, namespace: str, address: str) -> None:
-    """Runs a node that all-reduces over trees, and obeys ("connect", ...), ("pace", ...), ("reduce", ...) and ("end",).
+    """Runs a node that all-reduces over trees, and obeys ("connect", ...), ("pace", ...), ("reduce", ...) and
+    ("end",).
     """
     import torch
 

@@ -42,7 +42,8 @@ def neighbours_of(join: Join, chance: random.Random) -> list[Neighbour]:
 
 
 def enumerated_s(count: int, shard_nbytes: int, near: Sequence[Neighbour]) -> float:
-    """Returns the seconds of the best assignment of `count` equal shards to neighbours (the paper's P3), by trying all.
+    """Returns the seconds of the best assignment of `count` equal shards to neighbours (the paper's P3), by
+    trying all.
     """
     best = float("inf")
     for assignment in product(range(len(near)), repeat=count):
@@ -61,7 +62,8 @@ def best_size_s(nbytes: int, near: Sequence[Neighbour], layers: Sequence[int], t
 
 
 def checks(seed: int, count: int) -> tuple[int, float]:
-    """Returns how many random small instances Algorithm 2 solves as well as brute force, and its worst relative excess.
+    """Returns how many random small instances Algorithm 2 solves as well as brute force, and its worst relative
+    excess.
     """
     chance = random.Random(f"brute force/{seed}")
     equal, worst = 0, 0.0

@@ -71,7 +71,8 @@ class Join:
         return math.inf if found is None else found - self.at_s
 
     def estimates(self) -> dict[str, tuple[float, float]]:
-        """Returns (latency in s, bits per second) of the newcomer's links when it comes, as a probe would measure them.
+        """Returns (latency in s, bits per second) of the newcomer's links when it comes, as a probe would
+        measure them.
         """
         rates = self.rates()
         return {

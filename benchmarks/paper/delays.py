@@ -91,7 +91,8 @@ def lines(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def draw(axes: Any, table: dict[str, Any], systems: Sequence[str]) -> None:
-    """Draws delay over cluster size: executed joins as dots on a line, simulated ones dashed, full-size ones as stars.
+    """Draws delay over cluster size: executed joins as dots on a line, simulated ones dashed, full-size ones as
+    stars.
     """
     sizes = sorted({int(size) for kind in table.values() for by_size in kind.values() for size in by_size})
     for system in systems:
@@ -361,7 +362,8 @@ _FIG15 = {"EDL+": "single source", "Autoscaling": "multi-source, even", "even": 
 
 
 def fig15(scale: Scale) -> FigureResult:
-    """Makes Fig. 15: replication from one source, many sources and many neighbours, the latter two with equal shares.
+    """Makes Fig. 15: replication from one source, many sources and many neighbours, the latter two with equal
+    shares.
     """
     points = [p for p in image_joins(scale) if p.system in (*_FIG15, "adaptive")]
     executed = chosen(points, kind="scaled down")

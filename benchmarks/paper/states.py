@@ -37,7 +37,7 @@ def _resnet101() -> list[Shape]:
     shapes: list[Shape] = []
 
     def convolution(out: int, into: int, side: int) -> None:
-        """Returns the shapes of a convolution's tensors, with the two vectors of its batch norm."""
+        """Adds the shapes of a convolution's weight and of its batch norm's two vectors."""
         shapes.extend([(out, into, side, side), (out,), (out,)])
 
     convolution(64, 3, 7)

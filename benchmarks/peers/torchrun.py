@@ -178,7 +178,8 @@ def one_run(state_mib: float, rng: random.Random) -> tuple[float, int]:
 
 
 def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Namespace) -> None:
-    """Adds plain torchrun's figures and the ratio of our times to them; left out with --quick (a run takes a minute).
+    """Adds plain torchrun's figures and the ratio of our times to them; left out with --quick (a run takes a
+    minute).
     """
     if args.quick:
         result.remark("no comparison with stock torchrun under --quick: each of its recoveries takes half a minute")

@@ -105,7 +105,9 @@ class Line:
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def live(self) -> None:
-        """Keeps a stand-in's stream open, again if it breaks, until the stand-in is removed from the job or killed."""
+        """Keeps a stand-in's stream to the scheduler open, reconnecting if it breaks, until the stand-in is removed or
+        killed.
+        """
         while self.one.here and not self.out:
             try:
                 await self._attend()

@@ -8,7 +8,7 @@ from chaos_lightning.testing.edge.relay import Way
 
 
 class Ways:
-    """Ways of one member to all schedulers, used as one.
+    """One member's connections to all schedulers, which are cut and restored together.
 
     Args:
         ways: To the schedulers; they know the member by its process.

@@ -182,7 +182,8 @@ class Comparison:
         return tuple(level(_mean(r, newcomers), self.tail) for r in runs)  # type: ignore[return-value]
 
     def moved(self, newcomers: bool = False) -> float:
-        """Returns how far the changing curve has moved from the first curve's level (0) to the second's (1) at the end.
+        """Returns how far the changing curve has moved from the first curve's level (0) to the second's (1) at
+        the end.
         """
         means = [_mean(runs, newcomers) for runs in (self.changing, self.first, self.second)]
         return moved(means[0], means[1], means[2], self.tail)
