@@ -42,7 +42,7 @@ def routed_job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def watched_job(tmp_path: Path) -> Iterator[tuple[Job, Middleman]]:
-    """Job with a middleman on all its links."""
+    """Job whose links all pass through a middleman, which can read and change their bytes."""
     with Middleman() as relay:
         for job in a_job(tmp_path, relay):
             yield job, relay
