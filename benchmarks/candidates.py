@@ -85,7 +85,7 @@ def leading(endpoint: str) -> dict[str, Any]:
 
 
 class Candidates:
-    """Several schedulers on one chain in etcd.
+    """Schedulers that compete for the lead of one job, with its chain in etcd.
 
     Args:
         context: Of the fork server.
@@ -172,7 +172,7 @@ class Candidates:
             time.sleep(LOOK_S)
 
     def wake(self, name: str) -> None:
-        """Starts a candidate again that was killed, or continues one that is frozen."""
+        """Restarts a candidate that was killed, or continues one that is frozen."""
         worker = self.workers[name]
         if worker.process.is_alive():
             assert worker.process.pid is not None

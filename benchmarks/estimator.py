@@ -125,7 +125,7 @@ def memory_of(profile: TrainingJob, owned: float) -> int:
 
 
 def measured(job: PipelineJob, steps: int, members: int) -> PlanRun:
-    """Waits until enough steps of the plan in force have run on so many members, and returns them."""
+    """Waits until `steps` steps of the plan in force have run on this many members, and returns them."""
 
     def enough() -> PlanRun | None:
         last = runs(job.harness.records)[-1:]

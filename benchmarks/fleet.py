@@ -60,7 +60,7 @@ def job(devices: int) -> TrainingJob:
 
 
 def simulated(chance: Chance, seed: int) -> Cost:
-    """Simulates one fleet under `adaptive` in this process; returns its cost."""
+    """Simulates one fleet under the policy `adaptive` in this process; returns the costs."""
     began = time.perf_counter()
     fleet = EqualFleet(job(chance.devices))
     out = FleetRun(fleet, generate(chance, seed), "adaptive", seed=seed, record=True).run()

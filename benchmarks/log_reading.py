@@ -190,7 +190,7 @@ def founders(folder: Path, lines: list[str], job: Job) -> None:
 
 
 def write_logs(folder: Path, count: int, steps: int) -> Job:
-    """Writes the event logs of a made-up job with so many members and steps."""
+    """Writes the event logs of a made-up job with given numbers of members and steps."""
     job = Job.of(count, steps)
     first = job.slots[0].members[0]
     with ClockedLog(folder / "scheduler-s-9.jsonl", role="scheduler") as log:

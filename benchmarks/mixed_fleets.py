@@ -163,7 +163,7 @@ CUT = (4, 3, 4, 4, 4, 4, 5, 5, 2, 2, 3, 2)
 
 
 def by_hand_s(job: TrainingJob) -> float:
-    """Returns the step seconds of two pipelines of 8 A100 and 4 A40 each, whose layers were split by hand."""
+    """Returns the step seconds of a plan made by hand: two pipelines of 8 A100 and 4 A40 each."""
     names = [d.name for d in job.devices]
     borders = [0]
     for layers in CUT:

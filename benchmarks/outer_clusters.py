@@ -38,7 +38,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def model_of(params_mib: float) -> Any:
-    """Returns linear layers with so many MiB of fp32 parameters, the same in all processes, and their width."""
+    """Returns linear layers with `params_mib` MiB of fp32 parameters, the same in all processes, and their width."""
     import torch
 
     width = round((params_mib * MIB / 4 / LAYERS) ** 0.5)

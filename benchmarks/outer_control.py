@@ -51,7 +51,7 @@ def leader() -> Iterator[Call]:
 
 
 def answerer(pipe: Connection) -> None:
-    """Runs a gRPC server that only answers small calls; sends its port."""
+    """Runs a gRPC server that only answers small calls; first sends its port to the parent."""
     _server, port = serve_grpc(memoryview(b""))
     pipe.send(port)
     with contextlib.suppress(EOFError):

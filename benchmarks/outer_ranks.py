@@ -189,7 +189,7 @@ class NestedScene(OuterScene):
 
 @contextlib.contextmanager
 def nested_scene(folder: Path, context: Any, ranks: int, **told: Any) -> Iterator[NestedScene]:
-    """Yields a parameter server, and a cluster of so many ranks that has adopted a version.
+    """Yields a parameter server, and a cluster of ranks that has adopted a version.
 
     Args:
         folder: For files and logs.

@@ -188,7 +188,7 @@ def _stage_times(job: TrainingJob, pipeline: Pipeline) -> tuple[tuple[float, ...
 
 
 def paper_memory(job: TrainingJob, plan: PipelinePlan) -> dict[str, MemoryUse]:
-    """Returns the memory of each device that has a stage in bytes, by Eq. 14 with averages over the model's layers."""
+    """Returns in bytes the memory of each device that has a stage, by Eq. 14 with averages over the model's layers."""
     c = job.costs
     p, o, a = (sums[-1] / c.count for sums in (c.parameters, c.optimizer, c.activations))
 

@@ -109,7 +109,7 @@ def gradients_apart(ours: dict[str, Any], theirs: dict[str, Any], double: bool) 
 
 
 def without_key_biases(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tensors, with zeros for the biases of attention keys."""
+    """Returns the tensors with the biases of attention keys set to zero."""
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in (n for n in kept if n.endswith("in_proj_bias")):
         third = len(kept[name]) // 3

@@ -237,7 +237,7 @@ def count_kept() -> list[int]:
 
 
 def module_of(spec: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns the model of a member, and its data."""
+    """Returns the model and the data that a member's specification names."""
     about = dict(spec["model"])
     if about.pop("kind") == "timed":
         width, generator = about["width"], torch.Generator().manual_seed(3)

@@ -243,7 +243,7 @@ def simulated(story: Story, job: TrainingJob, pauses: Pauses, length_s: float) -
 
 
 def compare(result: Result, stories: Mapping[str, Story], profile: TrainingJob, length_s: float) -> None:
-    """Adds the figures of all policies."""
+    """Adds the figures of the history under each policy, real and simulated."""
     for name, story in stories.items():
         result.add(f"{name}: samples in {length_s:g} s", story.samples, "count")
     best = max((story for name, story in stories.items() if name != "adaptive"), key=lambda story: story.samples)

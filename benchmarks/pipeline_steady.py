@@ -156,7 +156,7 @@ def ours(pipe: Connection, endpoint: str, name: str, width: int, rows: int, prof
 
 
 def theirs(pipe: Connection, rank: int, port: int, width: int, rows: int) -> None:
-    """Runs a process of torch.distributed.pipelining."""
+    """Runs one process that trains by torch.distributed.pipelining."""
     import time
 
     import torch
@@ -199,7 +199,7 @@ def turn(workers: list[Worker], count: int) -> float:
 
 
 def real(result: Result, size: str, pairs: int, count: int) -> None:
-    """Compares both systems at one size, in turns."""
+    """Compares this product with torch.distributed.pipelining at one size, in turns."""
     from json import dumps
 
     from chaos_lightning.planning.pipelines.files import to_dict

@@ -25,7 +25,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def profile(members: int, *, alike: bool) -> TrainingJob:
-    """Returns the job of a decoder on so many cards."""
+    """Returns the job of a decoder on `members` cards."""
     layers = tuple(
         Layer(
             name=f"block{i}",

@@ -136,7 +136,7 @@ def enumerated_s(shapes: Shapes, devices: int) -> float:
 
 
 def equal_cases(result: Result, cases: int, seed: int) -> None:
-    """Compares plans for equal devices with enumeration."""
+    """Compares the planner's plans for equal devices with the best ones found by enumeration."""
     same, none = 0, 0
     for case in range(cases):
         draw = Random(f"{seed}:{case}")
@@ -214,7 +214,7 @@ def placed(
 
 
 def hosted_cases(result: Result, cases: int, seed: int, *, unequal: bool) -> None:
-    """Compares whole plans, placed on devices and simulated, with enumeration."""
+    """Compares the planner's plans, placed on devices and simulated, with the best ones found by enumeration."""
     title = "unequal, on hosts" if unequal else "on hosts"
     ratios, wrong, differ, sure = [], 0, 0, 0
     for case in range(cases):
@@ -318,7 +318,7 @@ def joined(sets: Sets, one: Sets, full: tuple[int, ...], total: int) -> Sets:
 
 
 def unequal_cases(result: Result, fleets: int, seed: int) -> None:
-    """Compares plans for unequal devices with enumeration."""
+    """Compares the planner's plans for unequal devices with the best ones found by enumeration."""
     ratios, lower, differ, none = [], 0, 0, 0
     for case in range(fleets):
         job = small_fleet(Random(f"{seed}:unequal:{case}"), case)

@@ -32,7 +32,7 @@ SLOWER = 1.03
 
 
 class Case(NamedTuple):
-    """Numbers of pipelines, stages, and micro-batches of each pipeline."""
+    """A job's numbers of pipelines, stages, and micro-batches of each pipeline."""
 
     pipelines: int
     stages: int
@@ -178,7 +178,9 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
 
 
 def zero_bubble(result: Result) -> None:
-    """Adds figures of split backward passes with and without a loss."""
+    """Adds figures of a zero-bubble schedule, whose backward passes are split in two, with and without a loss of a
+    device.
+    """
     for case in GREEDY:
         p, m = case.stages, case.micro_batches
         times = PipelineTimes((FORWARD_S,) * p, (BACKWARD_S,) * p, (0.0,) * (p - 1))

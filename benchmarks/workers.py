@@ -74,7 +74,7 @@ class Scheduler:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, min_nodes: int) -> None:
-        """Starts the scheduler; returns when it listens. Its job begins with so many nodes, and waits with fewer."""
+        """Starts the scheduler of a job that needs a number of nodes to begin and to go on; returns when it listens."""
         command = [sys.executable, "-m", "chaos_lightning.cli", "scheduler", *self._options]
         self._process = subprocess.Popen(
             [*command, "--min-nodes", str(min_nodes)], stdout=subprocess.DEVNULL, **at(self._source)

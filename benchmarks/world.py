@@ -250,7 +250,7 @@ class Hosts(World):
         self.pump(lambda: "bye" in seen.words, f"the departure of {name}")
 
     def calm(self, size: int, count: int = CALM) -> None:
-        """Waits until the hosts have committed so many steps in a row with `size` contributors."""
+        """Waits until the hosts have committed several steps in a row with `size` contributors."""
         marks = {h: len(self.members[h].steps) for h in self.hosts}
 
         def passed(name: str) -> bool:

@@ -110,13 +110,15 @@ def final(tracks: Sequence[Track]) -> float:
 
 
 def part_of_time(ours: Curve, theirs: Curve) -> float:
-    """Returns the time at which our curve reaches the loss that theirs has at 60% of its time, divided by that time."""
+    """Returns when our curve reaches a loss, relative to when theirs does; the loss is theirs at 60% of its time."""
     then_s = 0.6 * theirs[-1].time_s
     return time_to(ours, at_time(theirs, then_s)) / then_s
 
 
 def sooner(ours: Sequence[Track], theirs: Sequence[Track]) -> float:
-    """Returns the mean of `part_of_time` over the seeds."""
+    """Returns the mean of `part_of_time` (how soon our curve reaches a loss of theirs, relative to theirs) over the
+    seeds.
+    """
     return fmean(part_of_time(one.curve, two.curve) for one, two in zip(ours, theirs, strict=True))
 
 

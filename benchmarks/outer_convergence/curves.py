@@ -1,4 +1,4 @@
-"""Loss over samples and over time: the curve of a run, and values read from it."""
+"""Loss curves of a run, over samples and over virtual time, and values read from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _at(curve: Curve, x: float, axis: Callable[[Point], float]) -> float:
 
 
 def at_samples(curve: Curve, samples: float) -> float:
-    """Returns the loss of a curve after so many samples."""
+    """Returns the loss of a curve after a number of samples."""
     return _at(curve, samples, lambda point: point.samples)
 
 

@@ -89,7 +89,9 @@ SMALL_GPT = Task("GPT", _gpt, context=32, everywhere=True, batch=8, inner_lr=3e-
 
 @functools.cache
 def _text() -> tuple[Tensor, Tensor, int]:
-    """Returns training and validation text as numbers of characters, and how many characters there are."""
+    """Returns the training and the validation text as tensors of character numbers, and the number of different
+    characters.
+    """
     raw = np.frombuffer(prose_text(), dtype=np.uint8)
     kinds, numbers = np.unique(raw, return_inverse=True)
     whole = torch.from_numpy(numbers.astype(np.int64))
@@ -110,11 +112,11 @@ class Samples:
 
     @property
     def length(self) -> int:
-        """Number of positions in an epoch."""
+        """Number of samples in an epoch."""
         return len(self._blocks)
 
     def take(self, covered: Sequence[Covered]) -> Tensor:
-        """Returns the text blocks at these positions, (n, context + 1)."""
+        """Returns the text blocks of the samples at these positions of their epochs, (n, context + 1)."""
         places = [self._order(c.epoch)[a:b] for c in covered for a, b in c.spans]
         return self._blocks[torch.cat(places)]
 

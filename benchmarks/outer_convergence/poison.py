@@ -106,7 +106,7 @@ class Verdicts:
                 self.alone += len(pushes) == 1
 
     def add(self, other: Verdicts) -> None:
-        """Adds the counts of another run."""
+        """Adds the verdicts of another run to these counts."""
         self.good += other.good
         self.good_rejected += other.good_rejected
         self.made.update(other.made)

@@ -37,7 +37,7 @@ _DEADLINE_S = 120.0
 
 
 def enter(namespace: str) -> None:
-    """Puts the calling thread (and those that it starts) into a network namespace; needs root."""
+    """Moves the calling thread (and threads that it starts) into a network namespace; needs root."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
     try:
@@ -302,7 +302,7 @@ def all_reduce(workers: list[Worker], *words: Any) -> tuple[float, float]:
 def measure_ours(
     result: Result, found: list[Case], nbytes: int, rounds: int, *, spaces: bool, scale: float = 1.0
 ) -> None:
-    """Measures all plans in turn, round by round, in the same processes."""
+    """Measures all plans in turn, in every round, in the same processes."""
     where = "namespaces" if spaces else "paced"
     times: dict[str, list[float]] = {case.name: [] for case in found}
     cpu: dict[str, list[float]] = {case.name: [] for case in found}

@@ -1,4 +1,5 @@
-"""The paper's clusters: random overlays that grow node by node, links of 100 to 1000 Mbps that change every 3 minutes.
+"""The paper's clusters: random overlays that grow node by node, with links of 100 to 1000 Mbps that change every 3
+minutes.
 
 Theory of operation. A *growth* is one random history: six nodes at first, connected at random, then one newcomer after
 the other at the instants of a Poisson process, each linked with several of those that run. It is one
@@ -127,6 +128,6 @@ def growth(seed: int, last: int, *, first: int = FIRST, neighbours: int = 0) -> 
 
 
 def pair(rate_bps: float) -> Join:
-    """Returns the join of two nodes over one link that never changes."""
+    """Returns the join of a second node to a first one, over one link that never changes."""
     nodes = (EdgeNode("n0"), EdgeNode("n1"))
     return Join(Topology(nodes, (Link("n0", "n1", rate_bps, LATENCY_S),), name="pair"), "n1", 0.0)

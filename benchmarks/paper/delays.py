@@ -66,7 +66,7 @@ def image_joins(scale: Scale) -> tuple[Point, ...]:
 
 
 def how_joins(points: Sequence[Point], factors: emulated.Factors, what: str = "ResNet101, AlexNet and VGG11") -> str:
-    """Returns in words which joins were real and which simulated."""
+    """Describes which joins were executed and which simulated."""
     executed = chosen(points, kind="scaled down")
     largest = max(p.size for p in points)
     repeats = len({p.repeat for p in executed})

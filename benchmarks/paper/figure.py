@@ -117,7 +117,7 @@ def settled(claim: Claim) -> Claim:
 
 
 def span(values: Sequence[float], unit: str = "s") -> str:
-    """Returns the least to the greatest value, in words."""
+    """Describes the range of values, from the least to the greatest."""
     low, high = (f"{v:.0f}" if v >= 9.95 else f"{v:.2g}" for v in (min(values), max(values)))
     return f"{low} to {high} {unit}" if low != high else f"{low} {unit}"
 

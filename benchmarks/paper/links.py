@@ -149,7 +149,7 @@ def _changes(size: int, links: frozenset[Pair], changes: int, rng: random.Random
 
 
 def fig9(scale: Scale) -> FigureResult:
-    """Makes Fig. 9: delays of connect-link by the cluster's size."""
+    """Makes Fig. 9: the delay of connect-link by the number of members."""
     sizes, events = scale.pick((4,), (3, 4, 5, 6)), scale.pick(3, 14)
     real: dict[str, dict[str, Any]] = {}
     for size in sizes:

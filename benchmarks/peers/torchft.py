@@ -47,7 +47,7 @@ PATIENCE_S, TUNED_PATIENCE_S = 75.0, 20.0
 
 
 def available() -> str:
-    """Returns why torchft cannot run here; empty if it can."""
+    """Returns why torchft cannot run on this machine; empty if it can."""
     if importlib.util.find_spec("torchft") is None:
         return f"torchft is not installed; {INSTALL}"
     if _lighthouse() is None:
@@ -110,7 +110,7 @@ class Commit:
 
 
 class Replica:
-    """One replica group of one process: torchft around the benchmarks' model and Adam.
+    """One torchft replica group of one process, with the benchmarks' model and Adam.
 
     Args:
         pipe: To the benchmark; obeys ("hash", step).

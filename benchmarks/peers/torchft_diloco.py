@@ -104,7 +104,7 @@ class Crew:
     _number: int = 0
 
     def start(self) -> None:
-        """Starts replicas until there are `REPLICAS`."""
+        """Starts replicas until `REPLICAS` of them run."""
         while len(self.workers) < REPLICAS:
             self._number += 1
             name = f"r{self._number}"

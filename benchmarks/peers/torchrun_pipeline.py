@@ -95,7 +95,7 @@ def newest(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Death:
-    """Costs of one worker's death and the restart.
+    """Costs of one worker's death and of the restart after it.
 
     Attributes:
         first_s: From the blow until all have done a step again.

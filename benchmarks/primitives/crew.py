@@ -303,7 +303,7 @@ class Crew(World):
     # ------------------------------------------------------------------ choosing
 
     def absent(self) -> Pair:
-        """Returns a random pair without a link."""
+        """Returns a random pair of members without a link."""
         pairs = [frozenset(p) for p in itertools.combinations(sorted(self.inside()), 2)]
         return self.rng.choice([p for p in pairs if p not in self.links])
 
@@ -324,7 +324,7 @@ def _words(links: frozenset[Pair]) -> str:
 
 @contextlib.contextmanager
 def crew(size: int, *, meshed: bool, work: Work, rng: random.Random) -> Iterator[Crew]:
-    """Yields so many members that train, under a scheduler with its defaults."""
+    """Yields `size` members that train, under a scheduler with its defaults."""
     with (
         scheduler(size - 1 if meshed else size) as endpoint,  # who leaves may not be needed
         Crew(endpoint, size, meshed=meshed, work=work, rng=rng) as made,

@@ -200,7 +200,7 @@ def say(what: str, index: int, events: int) -> None:
 
 
 def report(result: Result, title: str, outcome: Outcome, *, bounded: bool) -> None:
-    """Adds the figures of one kind of event."""
+    """Adds the figures of all changes of one kind."""
     count = len(outcome.samples)
     beyond = outcome.of("beyond")
     low, high = median_interval(beyond)

@@ -193,7 +193,7 @@ class Crowd:
         asyncio.get_running_loop().add_reader(self._socket, self._handed_on)
 
     def channel(self) -> tuple[Any, tuple[tuple[str, bytes], ...]]:
-        """Makes a new connection; returns it with the credentials that are shown on it."""
+        """Opens a new connection to the scheduler; returns it with the credentials for its calls."""
         keys = self._secret.keys
         if keys is None:
             return grpc.aio.insecure_channel(self._endpoint, options=CLIENT_OPTIONS), ()

@@ -14,7 +14,7 @@ class TooLongError(Exception):
 
 
 def exponent(costs: Mapping[int, float]) -> float:
-    """Returns k of the cost ~ members^k that fits best (least squares on logarithms).
+    """Returns the exponent k for which members^k fits a cost best (least squares on logarithms).
 
     Args:
         costs: By number of members, at least two of them; all above 0.
@@ -25,7 +25,7 @@ def exponent(costs: Mapping[int, float]) -> float:
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises an error once the block has taken so many seconds of this process's CPU time. Works in the main thread
+    """Raises an error once the block has used this many seconds of this process's CPU time. Works in the main thread
     only.
 
     While it runs the kernel keeps the process's clock in ticks; time with `time.thread_time`, which stays exact.

@@ -273,7 +273,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(kind: Kind, size: int, folder: Path) -> Iterator[Job]:
-    """Yields a scheduler that listens, and stand-ins that have not begun."""
+    """Yields a scheduler that listens, and stand-ins that have not connected yet."""
     with contextlib.ExitStack() as stack:
         store, keys_dir = str(folder / f"chain-{size}.sqlite"), ""
         if kind.keys:

@@ -222,7 +222,7 @@ class Stage(Surroundings):
     # ------------------------------------------------------------------ what happens to members
 
     def start(self, count: int, every_s: float = ARRIVAL_S) -> None:
-        """Starts so many processes, one after the other."""
+        """Starts `count` members' processes, one after the other."""
         for index in range(count):
             number = next(self._numbers)
             one = self._streams[number] = StandIn(self, f"n{number}", number)

@@ -57,7 +57,7 @@ def name_of(member: str) -> str:
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Returns all events of the logs, by the monotonic clock."""
+    """Returns the events of all logs in the order of the monotonic clock."""
     found = [{**r.fields, "name": r.name, "mono": r.mono, "member": r.member} for r in read_events(folder)]
     return sorted(found, key=lambda line: float(line["mono"]))
 

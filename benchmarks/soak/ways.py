@@ -1,4 +1,4 @@
-"""Joins one member's ways to all schedulers, so that they are used as one."""
+"""Joins a member's connections to all schedulers, so that they are cut and restored together."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Layout = Sequence[int]
 
 
 class Shaper:
-    """Limits of the rates of one process's links, by peer."""
+    """Rate limits of one process's links, by the peer at the other end."""
 
     def __init__(self, rates: Mapping[str, float]) -> None:
         self._rates = dict(rates)
@@ -343,7 +343,7 @@ class Joiner:
     def pull(
         self, policy: str, estimates: Any = None, *, empty: bool = True, progress: Any = None, **options: Any
     ) -> Any:
-        """Pulls the state; returns the pull's report.
+        """Pulls the state by a policy; returns the pull's report.
 
         Args:
             policy: A name as `policies.policy_of` takes it; `greedy` searches the shard size between the layers, as

@@ -86,7 +86,7 @@ def _objective(counts: Sequence[int], shard_nbytes: int, neighbours: Sequence[Ne
 def _bytes_of(
     nbytes: int, counts: Sequence[int], last: int, shard_nbytes: int, neighbours: Sequence[Neighbour]
 ) -> dict[str, int]:
-    """Returns the bytes that each neighbour sends; the last shard is as short as the state is."""
+    """Returns the bytes that each neighbour sends, given its number of shards; the last shard may be shorter."""
     sizes = [count * shard_nbytes for count in counts]
     sizes[last] -= sum(sizes) - nbytes
     return {n.member: size for n, size in zip(neighbours, sizes, strict=True) if size}

@@ -131,7 +131,9 @@ class MultiSource(TransferPolicy):
         return limit
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
-        """Returns all sources: the donors, which are neighbours, and the other nodes, which are asked through them."""
+        """Returns all sources: the donors (the newcomer's neighbours), and all other nodes, each reached through a
+        donor.
+        """
         near = {e.member: e for e in donors}
         unreachable = sorted(m for m, route in self._routes.items() if route[0] not in near)
         if unreachable:

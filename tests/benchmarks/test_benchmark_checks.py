@@ -191,7 +191,7 @@ def test_a_frozen_member_that_is_put_out_comes_back_unless_it_was_killed(journal
 
 
 def parting(journals: dict[str, list[Line]], *names: str, undecided: bool = False) -> Parting:
-    """Returns a cut of these members from all others that lasts through the second epoch."""
+    """Returns the record of a cut of these members from all others that lasts through the second epoch."""
     during = [x["ns"] for x in journals["a-1"] if x["what"] == "commit" and x["seq"] > 3]
     return Parting("split", names, min(during) - 1, max(during) + 2000, undecided)
 

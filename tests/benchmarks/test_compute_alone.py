@@ -1,4 +1,4 @@
-"""Tests the setup that all compared training loops share."""
+"""Tests the process settings that all compared trainings share: one thread, and denormal numbers as zero."""
 
 from __future__ import annotations
 

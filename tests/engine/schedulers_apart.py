@@ -1,4 +1,4 @@
-"""Candidates (standby schedulers) whose connections to members and to etcd can be cut, one by one.
+"""Candidates (standby schedulers) whose connections to members and to etcd can be cut one by one.
 
 Theory of operation. Each candidate is told to advertise a relay of its own (`scheduler --advertise`), so that members
 and other candidates dial that; who dials is found by the port that it dials from, in the tables of this machine's

@@ -21,7 +21,7 @@ RULINGS = ("prepare", "decide", "view", "fenced", "left", "rejoin")
 
 
 def end(job: Job, name: str) -> None:
-    """Kills this scheduler."""
+    """Kills the scheduler of this name."""
     job.harness.kill(name)
 
 

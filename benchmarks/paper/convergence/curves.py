@@ -50,7 +50,7 @@ class Curve:
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Returns the mean over repetitions that were measured after the same steps.
+    """Returns the mean curve of repetitions that were measured after the same steps.
 
     Raises:
         ValueError: there is none, or they were measured after different steps.
@@ -78,7 +78,7 @@ def gap(one: Curve, other: Curve, until: float = math.inf) -> float:
 
 
 def level(curve: Curve, since: float) -> float:
-    """Returns the mean of the values measured after more than `since` steps.
+    """Returns the mean of a curve's values measured after more than `since` steps.
 
     Raises:
         ValueError: nothing was.

@@ -238,7 +238,7 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """Recipe, data and test set of one training run.
+    """Recipe, data and test set of one training.
 
     Attributes:
         recipe: how nodes build model and optimizer.

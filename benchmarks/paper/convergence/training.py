@@ -227,7 +227,7 @@ def train(
     folder: Path,
     joiner_recipe: Recipe | None = None,
 ) -> Run:
-    """Trains with real processes.
+    """Trains with real processes, one of which may come or go; returns the outcome.
 
     Args:
         problem: what.
