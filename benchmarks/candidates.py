@@ -1,5 +1,4 @@
-"""Schedulers as candidates on real etcd servers, which benchmarks kill, freeze and start again, and queries for the
-leading one.
+"""Schedulers that stand by for each other (candidates) on real etcd servers; benchmarks kill, freeze and restart them.
 
 Candidates are children of the same fork server as members, so that one which was killed stands by again after a moment.
 With `apart` each counts as on a machine of its own (CHAOS_HOST, testing/emulation.py): then the others cannot see

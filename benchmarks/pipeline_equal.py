@@ -100,8 +100,8 @@ def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
 
 
 def gradients_apart(ours: dict[str, Any], theirs: dict[str, Any], double: bool) -> float:
-    """Returns the largest difference of gradients, relative to each tensor's largest value in 64 bits, else to that of
-    all tensors.
+    """Returns the largest difference of gradients: in 64 bits relative to the tensor's largest value, in 32 bits to
+    that of all tensors.
     """
     largest = {name: float(tensor.abs().max()) for name, tensor in theirs.items()}
     most = max(largest.values())

@@ -40,7 +40,7 @@ def test_a_third_member_dies_while_a_newcomer_loads(job: Job, victim: str, when:
 
 
 def test_who_has_just_loaded_hands_the_state_on_when_its_only_donor_dies(job: Job) -> None:
-    """Of three founders only the first has the state; it dies once the second has pulled it, so the third gets it from
+    """Only the first of three founders has the state; it dies once the second has pulled it, so the third gets it from
     the second.
     """
     gate = job.gate("c")

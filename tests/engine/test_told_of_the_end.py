@@ -32,8 +32,8 @@ def ended_on_two_machines(job: Job, **settings: Any) -> None:
 
 
 def test_who_comes_late_on_other_machines_is_told_until_finished_s_is_over(job: Job) -> None:
-    """Newcomers come after the end: one on a machine with the final state goes on with it; any other one ends well
-    without training.
+    """Newcomers come after the job's end: one on a machine with the final state goes on with it; any other one ends
+    well without training.
     """
     job.serve(finished_s=FINISHED_S)
     ended_on_two_machines(job, host_scheduler=False, finished_s=FINISHED_S)

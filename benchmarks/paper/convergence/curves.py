@@ -99,7 +99,7 @@ def moved(changing: Curve, first: Curve, second: Curve, since: float) -> float:
 
 
 def _changes(curve: Curve, since: float, until: float) -> list[float]:
-    """Returns the change from the measurement before for each one with since < step <= until."""
+    """Returns the differences between each measurement with since < step <= until and the one before it."""
     values = list(zip(curve.steps, curve.values, strict=True))
     return [v - before for (_, before), (s, v) in pairwise(values) if since < s <= until]
 
