@@ -1,4 +1,4 @@
-"""Benchmarks: each module runs alone, compares with a peer in the same run, and can be checked (`--check`)."""
+"""Benchmarks: each module runs alone, compares with another system in the same run, and can be checked (`--check`)."""
 
 import os
 

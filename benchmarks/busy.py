@@ -1,4 +1,5 @@
-"""A member holds the interpreter's lock, or is stopped: what the others wait, and whether it is put out.
+"""Measures how long members wait for one that holds Python's interpreter lock (GIL) or is stopped, and whether it is
+removed from the job.
 
 Three members train in real processes. One is told to hold the lock for 0.3, 1 and 3 s in one call into C, as a
 collection, a fork or a long kernel does: meanwhile no thread of it says a word. The figure is the time until all others
@@ -44,7 +45,7 @@ BOUND_MEMORY_MIB = 32
 
 @dataclass
 class Hold:
-    """Outcome of all holds of one length."""
+    """Outcome of all runs in which a member held the interpreter lock for one duration."""
 
     seconds: list[float] = field(default_factory=list)
     """From its beginning to the next step of all others."""
@@ -68,7 +69,7 @@ def members(scene: str, rng: random.Random, logs: str) -> Iterator[World]:
 
 
 def watchers_of(pids: set[int]) -> list[int]:
-    """Returns the ids of processes that watch these members for others."""
+    """Returns the ids of processes that watch these members on behalf of the other members."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -81,14 +82,14 @@ def watchers_of(pids: set[int]) -> list[int]:
 
 
 def silence(world: World) -> None:
-    """Kills the watchers of all members, so that no machine reports the state of its processes any more."""
+    """Kills the watchers of all members, so that nothing reports any more whether a member's process lives."""
     for pid in watchers_of({int(s.worker.process.pid or 0) for s in world.members.values()}):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
-    """Makes one member hold the lock; returns once all others have committed their next step."""
+    """Makes one member hold the interpreter lock; returns once all other members have committed their next step."""
     world.settle()
     victim = world.by_rank(rank)
     seen = world.members[victim]
@@ -112,7 +113,7 @@ def hold(world: World, case: Hold, rank: int, seconds: float) -> None:
 
 
 def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers: int) -> None:
-    """Measures all cases of one scene, and audits its event logs."""
+    """Measures all cases of one setting (apart, silent or shared), and audits its event logs."""
     from chaos_lightning.events.events import EventLog
 
     print(f" {scene}, {runs} runs each, seed {seed}", flush=True)
@@ -148,7 +149,7 @@ def measure(result: Result, scene: str, runs: int, seed: int, logs: str, gathers
 
 
 def remember(result: Result, world: World, gathers: int) -> None:
-    """Measures the memory that members keep of finished slots that gathered much."""
+    """Measures the memory that members still use for finished slots in which they gathered large messages."""
     world.settle()
     at = world.last_step() + 50
     for seen in world.members.values():

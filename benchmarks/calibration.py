@@ -1,4 +1,4 @@
-"""Fits to measured steps what a model file cannot know: the costs of a hop, of a unit and of a commit.
+"""Fits the costs of a hop, of a unit and of a commit to measured steps, since a model file cannot contain them.
 
 Theory of operation. The estimated step of a plan is the length of its critical path, so it is linear in the three
 `Overheads` as long as the path stays the same, and its slope in each of them is a whole number: how many hops, units
@@ -32,23 +32,23 @@ Row3 = tuple[float, float, float]
 
 
 class CalibrationError(JobError):
-    """The measured steps do not tell what is sought; says what is missing."""
+    """Error: the measured steps do not determine the costs; the message names what is missing."""
 
 
 class Residual(NamedTuple):
-    """One measured step beside its estimate."""
+    """One measured step and the step that the fitted costs predict."""
 
     measured_s: float
     estimated_s: float
 
     @property
     def share(self) -> float:
-        """By how much the measured step is longer than the estimate, as a share of it."""
+        """Share by which the measured step is longer than the estimate."""
         return self.measured_s / self.estimated_s - 1
 
 
 class Calibration(NamedTuple):
-    """The fitted costs, and how well they fit."""
+    """Fitted costs, and the errors of the steps predicted from them."""
 
     overheads: Overheads
     residuals: tuple[Residual, ...]
@@ -56,12 +56,12 @@ class Calibration(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The largest error of an estimate, as a share of it."""
+        """Largest relative error of an estimated step."""
         return max(abs(r.share) for r in self.residuals)
 
 
 def fit(job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]]) -> Calibration:
-    """Fits the overheads of a job to measured steps.
+    """Fits a job's costs of a hop, a unit and a commit to measured steps.
 
     Args:
         job: The job; it has all devices of the plans. Its own overheads are where the search begins.
@@ -97,7 +97,9 @@ def fit(job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]]) -> Cal
 def _towards(
     job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]], here: Row3, there: Row3, squares: float
 ) -> tuple[Row3, float] | None:
-    """Returns the first of all the way, half of it, a quarter, ... at which the estimates are nearer; None: none is."""
+    """Returns the first point with smaller errors on the way from the present costs to new ones: all the way, half of
+    it, a quarter, ...; None if there is none.
+    """
     for halvings in range(20):
         part = 0.5**halvings
         a, b, c = (x + part * (y - x) for x, y in zip(here, there, strict=True))
@@ -122,7 +124,7 @@ def _squares(job: TrainingJob, measured: Sequence[tuple[PipelinePlan, float]], c
 
 
 def _counts(job: TrainingJob, plan: PipelinePlan, costs: Row3) -> tuple[int, int, int]:
-    """Returns how many hops, units and commits lie on the critical path."""
+    """Returns how many hops, units and commits lie on the critical path of a plan."""
     step = _step_s(job, plan, costs)
     little = LITTLE * step
 
@@ -134,7 +136,9 @@ def _counts(job: TrainingJob, plan: PipelinePlan, costs: Row3) -> tuple[int, int
 
 
 def _check_told_apart(rows: Sequence[tuple[int, int, int]]) -> None:
-    """Refuses counts of rank below three; whole numbers, so this is exact."""
+    """Raises an error if the counts of hops, units and commits have a rank below three (exact, as they are whole
+    numbers).
+    """
     gram = _gram(rows, (0, 1, 2))
     if _determinant(gram) == 0:
         never = [name for i, name in enumerate(NAMES) if not any(row[i] for row in rows)]
@@ -146,7 +150,9 @@ def _check_told_apart(rows: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _least_squares(rows: Sequence[tuple[int, int, int]], aims: Sequence[float]) -> Row3:
-    """Returns the three values, none below zero, for which rows times values is nearest to the aims."""
+    """Returns the three non-negative costs whose products with the rows of counts are nearest to the measured times
+    (least squares).
+    """
 
     def error(x: Row3) -> float:
         return sum((aim - sum(map(_times, row, x))) ** 2 for row, aim in zip(rows, aims, strict=True))
@@ -155,7 +161,9 @@ def _least_squares(rows: Sequence[tuple[int, int, int]], aims: Sequence[float]) 
 
 
 def _corners(rows: Sequence[tuple[int, int, int]], aims: Sequence[float]) -> Iterator[Row3]:
-    """Yields the best values of each set of costs that may be above zero, the others being zero; by Cramer's rule."""
+    """Yields the least-squares costs for each subset of costs that may be non-zero, if none of them is negative
+    (Cramer's rule).
+    """
     for size in range(len(NAMES) + 1):
         for free in combinations(range(len(NAMES)), size):
             gram = _gram(rows, free)
@@ -173,7 +181,7 @@ def _gram(rows: Sequence[tuple[int, int, int]], of: Sequence[int]) -> list[list[
 
 
 def _determinant(m: Sequence[Sequence[float]]) -> float:
-    """Returns a determinant, by its first row; of whole numbers a whole number."""
+    """Returns the determinant of a matrix by expansion along its first row; an integer for integers."""
     if not m:
         return 1
     minors = ([[*line[:i], *line[i + 1 :]] for line in m[1:]] for i in range(len(m)))

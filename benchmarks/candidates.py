@@ -1,4 +1,4 @@
-"""Schedulers as candidates on real etcd servers, and who leads: what benchmarks kill, freeze and start again.
+"""Schedulers that stand by for each other (candidates) on real etcd servers; benchmarks kill, freeze and restart them.
 
 Candidates are children of the same fork server as members, so that one which was killed stands by again after a moment.
 With `apart` each counts as on a machine of its own (CHAOS_HOST, testing/emulation.py): then the others cannot see
@@ -32,7 +32,7 @@ _RECENT = 5000
 
 
 def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, Any], plan: str, host: str) -> None:
-    """Runs one scheduler process, which ends with the benchmark or by a signal.
+    """Runs one scheduler process, which ends when the benchmark ends or on a signal.
 
     Args:
         pipe: To the benchmark.
@@ -57,7 +57,7 @@ def candidate(pipe: Connection, options: Mapping[str, Any], job: Mapping[str, An
 
 
 class Leaders(Protocol):
-    """Schedulers of a scene that may be struck."""
+    """Interface to the schedulers of a benchmark, so that it can kill or freeze them."""
 
     endpoint: str
 
@@ -69,7 +69,7 @@ class Leaders(Protocol):
 
 
 def leading(endpoint: str) -> dict[str, Any]:
-    """Returns the status of the leading scheduler, asked for until there is one."""
+    """Returns the status of the leading scheduler; asks again until there is one."""
     from chaos_lightning.control.channel import fetch_status
 
     end = time.monotonic() + PATIENCE_S
@@ -84,7 +84,7 @@ def leading(endpoint: str) -> dict[str, Any]:
 
 
 class Candidates:
-    """Several schedulers on one chain in etcd.
+    """Schedulers that compete for the lead of one job, with its chain in etcd.
 
     Args:
         context: Of the fork server.
@@ -120,21 +120,21 @@ class Candidates:
             self.start_all()
 
     def start_all(self) -> None:
-        """Returns when one leads."""
+        """Starts all candidates; returns when one of them leads."""
         for name in self.places:
             self.start(name)
         leading(self.endpoint)
 
     @property
     def endpoint(self) -> str:
-        """Endpoint for members: the addresses of all candidates."""
+        """Endpoint that members are given: the addresses of all candidates."""
         return ",".join(self.places.values())
 
     def start(self, name: str) -> None:
         self.workers[name] = self._on(name, self._servers.address)
 
     def impostor(self, name: str, store: str) -> Worker:
-        """Starts a scheduler at this candidate's address, on a store that is not the job's."""
+        """Starts a scheduler at this candidate's address, on a store that belongs to another job."""
         return self._on(name, store)
 
     def _on(self, name: str, store: str) -> Worker:
@@ -151,12 +151,12 @@ class Candidates:
         return next(name for name, worker in self.workers.items() if worker.process.pid == pid)
 
     def leading(self) -> tuple[str, int, int]:
-        """Returns name, process id and term of the candidate that leads."""
+        """Returns the name, the process id and the term of the leading candidate."""
         facts = leading(self.endpoint)
         return self.by_pid(facts["pid"]), int(facts["pid"]), int(facts["term"])
 
     def bring_back(self, name: str) -> None:
-        """Wakes a candidate as `wake` does; returns when it answers as a standby."""
+        """Wakes or restarts a candidate as `wake` does; returns when the candidate answers as a standby."""
         from chaos_lightning.control.channel import fetch_status
 
         self.wake(name)
@@ -171,7 +171,7 @@ class Candidates:
             time.sleep(LOOK_S)
 
     def wake(self, name: str) -> None:
-        """Starts a candidate again that was killed, or continues one that is frozen."""
+        """Restarts a candidate that was killed, or continues one that is frozen."""
         worker = self.workers[name]
         if worker.process.is_alive():
             assert worker.process.pid is not None
@@ -186,7 +186,7 @@ class Candidates:
 
 
 class Embedded:
-    """A scheduler that members host, with its chain in a file; a member that misses it starts it again."""
+    """Scheduler that a member runs beside training, with its chain in a file; members that lose it start it again."""
 
     def __init__(self, folder: Path) -> None:
         self.endpoint = f"127.0.0.1:{free_port()}"
@@ -197,7 +197,7 @@ class Embedded:
         return "scheduler", int(facts["pid"]), int(facts["term"])
 
     def bring_back(self, name: str) -> None:
-        """Leaves the scheduler alone: members have started it again already."""
+        """Does nothing, since members have started the scheduler again already."""
 
     def close(self) -> None:
         with contextlib.suppress(TimeoutError, SchedulerUnreachableError, ProcessLookupError):
@@ -207,7 +207,7 @@ class Embedded:
 
 
 class Watch:
-    """Reader of the logs of all processes, some times a second: a look at every step would cost training time."""
+    """Reader of all processes' event logs, a few times a second; reading at every step would cost training time."""
 
     def __init__(self, logs: str) -> None:
         self._tail = Tail(Path(logs))
@@ -221,6 +221,6 @@ class Watch:
             self.records += self._tail.poll()
 
     def first(self, name: str, since_ns: int, fits: Callable[[Record], bool] = lambda r: True) -> int:
-        """Returns when (CLOCK_MONOTONIC, ns) such an event was first written after `since_ns`; 0 if not yet."""
+        """Returns when (CLOCK_MONOTONIC, ns) an event of this name was first logged after `since_ns`; 0 if not yet."""
         found = [r.mono for r in self.records[-_RECENT:] if r.name == name and r.mono * 1e9 > since_ns and fits(r)]
         return int(min(found) * 1e9) if found else 0

@@ -1,4 +1,4 @@
-"""The evaluation of the paper "Chaos", figure by figure, with its claims beside what comes out here.
+"""Repeats the evaluation of the paper "Chaos", figure by figure, and compares the paper's claims with the results.
 
     python -m benchmarks.chaos_paper                      all figures, under 40 minutes on two slow cores with 24 GiB
     python -m benchmarks.chaos_paper --quick              all of them, smaller, under 2 minutes
@@ -52,7 +52,7 @@ BOUND_S = {True: 120.0, False: 2400.0}
 
 
 def function(number: str, prefix: str = "") -> Callable[..., Any]:
-    """Returns the function that makes a figure, or with the prefix "plot_" the one that draws it."""
+    """Returns the function that computes a figure, or with the prefix "plot_" the one that draws it."""
     module, name = FIGURES[number]
     found: Callable[..., Any] = getattr(importlib.import_module(f"benchmarks.paper.{module}"), prefix + name)
     return found
@@ -66,7 +66,7 @@ def picture(number: str) -> str:
 def make(
     numbers: Sequence[str], scale: Scale, made_one: Callable[[dict[str, FigureResult]], Any] = lambda made: None
 ) -> tuple[dict[str, FigureResult], dict[str, str]]:
-    """Runs figures one after the other; one that fails does not stop the others.
+    """Computes figures one after the other; one that fails does not stop the others.
 
     Args:
         numbers: Which.
@@ -103,7 +103,7 @@ def draw(results: dict[str, FigureResult], folder: Path) -> None:
 
 
 def load(path: Path) -> tuple[dict[str, FigureResult], dict[str, Any]]:
-    """Loads the results that an earlier run kept, and the machine's description; nothing if there was none.
+    """Loads the saved results of an earlier run and the description of its machine; empty if there was no earlier run.
 
     Raises:
         ValueError: The file is not one of ours.
@@ -120,14 +120,14 @@ def load(path: Path) -> tuple[dict[str, FigureResult], dict[str, Any]]:
 
 
 def keep(path: Path, results: dict[str, FigureResult], about: dict[str, Any]) -> None:
-    """Writes everything that pictures and text are made from to a JSON file."""
+    """Saves everything that pictures and text are made from as a JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"about": about, "figures": {n: rounded(r.as_json()) for n, r in results.items()}}
     path.write_text(json.dumps(record, separators=(",", ":")) + "\n")
 
 
 def about(scale: Scale) -> dict[str, Any]:
-    """Returns where and how it was measured."""
+    """Returns a description of the machine and of the versions with which figures were made."""
     return {
         "when": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
@@ -145,14 +145,14 @@ def ordered(results: dict[str, FigureResult]) -> dict[str, FigureResult]:
 
 
 def merge(folder: Path, made: dict[str, FigureResult], here: dict[str, Any]) -> None:
-    """Keeps the figures of this run; those not made now are kept from before."""
+    """Saves the figures of this run together with figures saved earlier that this run did not make."""
     store = folder / "paper" / "results.json"
     before, earlier = load(store)
     keep(store, ordered({**before, **made}), here if made else earlier)
 
 
 def mixed(folder: Path, numbers: Sequence[str], quick: bool) -> str:
-    """Returns why these figures cannot be put beside those that are kept in the folder; empty if they can.
+    """Returns why these figures cannot be mixed with the ones saved in the folder; empty if they can.
 
     Raises:
         ValueError: What is kept there is not ours.
@@ -169,7 +169,7 @@ def mixed(folder: Path, numbers: Sequence[str], quick: bool) -> str:
 
 
 def write_docs(folder: Path) -> dict[str, FigureResult]:
-    """Writes text and pictures of all results that are kept in the folder; returns the results."""
+    """Writes the text and pictures of all results saved in the folder; returns the results."""
     results, machine = load(folder / "paper" / "results.json")
     draw(results, folder / "paper")
     if results:
@@ -178,7 +178,7 @@ def write_docs(folder: Path) -> dict[str, FigureResult]:
 
 
 def tell(result: Result, made: dict[str, FigureResult], failed: dict[str, str], args: argparse.Namespace) -> None:
-    """Adds the benchmark's own figures: claims that hold or differ, figures that failed, and the time of all."""
+    """Adds counts of claims that hold, claims that differ and figures that failed, and the total time."""
     claims: list[Claim] = [claim for figure in made.values() for claim in figure.claims]
     result.add("claims that hold here", sum(c.agrees for c in claims), "count")
     result.add("claims that differ, with a reason", sum(not c.agrees for c in claims), "count")

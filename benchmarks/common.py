@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @dataclass
 class Figure:
-    """One measured number; `ok` is None where no bound was set."""
+    """One measured number of a benchmark, with its bound; `ok` is None if it has no bound."""
 
     name: str
     value: float
@@ -54,19 +54,20 @@ class Result:
         return figure
 
     def ratio(self, name: str, ours: Sequence[float], theirs: Sequence[float], bound: float | None = None) -> Figure:
-        """Adds the median ratio of two series measured side by side, pair by pair; keeps all ratios in the details."""
+        """Adds the median of the pairwise ratios of two series that were measured in turns; saves all ratios in the
+        details.
+        """
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         self.details[f"ratios, {name}"] = ratios
         return self.add(name, median(ratios), "ratio", bound)
 
     def remark(self, text: str) -> None:
-        """Prints a note that belongs to the figures, and keeps it for the JSON."""
+        """Prints a note on the figures, and saves it for the JSON."""
         self.notes.append(text)
         print(f"  {text}", flush=True)
 
     def leave_out(self, case: str, why: str) -> None:
-        """Notes that a case with bounds, or one that bounds are about, cannot run here: with --check it counts as
-        missed.
+        """Notes that a case cannot run on this machine; with --check it counts as missed if bounds depend on it.
 
         Not so with --quick, which leaves out cases itself.
         """
@@ -74,7 +75,7 @@ class Result:
         self.remark(f"{case} is left out: {why}")
 
     def audit(self, logs: str | Path, title: str, about: str) -> None:
-        """Adds how often the members' event logs contradict the contract.
+        """Audits the members' event logs; adds the number of violations of the contract.
 
         Args:
             logs: Folder of the event logs.
@@ -110,7 +111,7 @@ class Result:
 
 
 class Options(argparse.ArgumentParser):
-    """Parser with the flags that every benchmark has, and with values of which there are fewer with --quick.
+    """Parser with the flags that every benchmark has; counts and series of values can be smaller with --quick.
 
     Args:
         description: The benchmark's docstring.
@@ -129,12 +130,12 @@ class Options(argparse.ArgumentParser):
         self.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its bound")
 
     def add_count(self, flag: str, full: int, quick: int, what: str) -> None:
-        """Adds a flag for a number of repetitions: `full` by default, `quick` with --quick."""
+        """Adds a flag for a number of repetitions, whose default is `full`, or `quick` with --quick."""
         action = self.add_argument(flag, type=int, default=0, help=f"{what}; 0: {full}, or {quick} with --quick")
         self._counts[action.dest] = (full, quick)
 
     def add_series(self, flag: str, default: Sequence[float], what: str) -> None:
-        """Adds an option for numbers, of which the first one alone is taken with --quick."""
+        """Adds an option for a list of numbers, of which only the first one is used with --quick."""
         kind = float if any(isinstance(x, float) for x in default) else int
         action = self.add_argument(flag, type=kind, nargs="*", default=list(default), help=what)
         self._series.append(action.dest)
@@ -164,7 +165,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns a percentile by linear interpolation between the values in order; 0 is the least, 100 the greatest.
+    """Returns a percentile (0 the least, 100 the greatest value) by linear interpolation between the sorted values.
 
     Raises:
         ValueError: No values, or `percent` is not within 0 to 100.

@@ -1,4 +1,4 @@
-"""Predicted steps against those of real pipelines: the paper's Fig. 9, with processes.
+"""Compares predicted steps with those of real pipelines of processes, as the paper's Fig. 9 does.
 
 One process trains timed layers and is measured as `chaos-lightning profile` does it beside a job that runs: six members
 train by a plan, and the file has what their units and steps take beside layers. Other jobs of six members take this
@@ -43,7 +43,7 @@ PROFILED = 12
 
 @dataclass(frozen=True)
 class Series:
-    """A job whose members leave or are killed one by one.
+    """A job with one policy and one size, whose members leave or are killed one by one.
 
     Attributes:
         policy: Under "reroute" members are killed, else they leave.
@@ -74,7 +74,7 @@ SERIES = (
 
 
 def profiled(spec: dict[str, Any]) -> None:
-    """Measures a model in one process.
+    """Measures a model's layers in one process, and writes its profile to a file.
 
     Args:
         spec: As of a member; out: the file.
@@ -96,7 +96,7 @@ def profiled(spec: dict[str, Any]) -> None:
 
 
 def profile_of(model: dict[str, Any], file: Path, **more: Any) -> TrainingJob:
-    """Returns a profile of a model measured in one process, and writes it to the file."""
+    """Returns the profile of a model that is measured in one process, and writes it to the file."""
     with pipeline_job(model=model, batch=BATCH, out=str(file), **more) as job:
         job.harness.start_function("alone", profiled, job.about)
         if job.harness.wait_exit("alone", 120.0):
@@ -106,7 +106,9 @@ def profile_of(model: dict[str, Any], file: Path, **more: Any) -> TrainingJob:
 
 def beside_job(what: Series, profile: TrainingJob, file: Path, model: dict[str, Any], names: str, steps: int
                ) -> TrainingJob:  # fmt: skip
-    """Returns the profile with the costs beside layers that a running job has measured, and writes it to the file."""
+    """Returns the profile with the costs that a running job has measured besides its layers, and writes it to
+    the file.
+    """
     facts: list[dict[str, Any]] = []
     series(what, profile, file, model, names, steps, lambda job: facts.append(job.facts()))
     whole = replace(profile, overheads=Overheads(**facts[-1]["machine"]["overheads"]))
@@ -115,7 +117,7 @@ def beside_job(what: Series, profile: TrainingJob, file: Path, model: dict[str, 
 
 
 def memory_of(profile: TrainingJob, owned: float) -> int:
-    """Returns the memory of a device that has room for so many of the profile's layers, in bytes."""
+    """Returns the memory in bytes of a device that has room for `owned` of the profile's layers."""
     return alike(profile.layers[1], 1, micro_batches=1, samples=1, owned=owned).devices[0].memory_nbytes
 
 
@@ -123,7 +125,7 @@ def memory_of(profile: TrainingJob, owned: float) -> int:
 
 
 def measured(job: PipelineJob, steps: int, members: int) -> PlanRun:
-    """Waits until so many steps of so many members have run by the plan in force, and returns them."""
+    """Waits until `steps` steps of the plan in force have run on this many members, and returns them."""
 
     def enough() -> PlanRun | None:
         last = runs(job.harness.records)[-1:]
@@ -133,7 +135,7 @@ def measured(job: PipelineJob, steps: int, members: int) -> PlanRun:
 
 
 def victim(job: PipelineJob, names: Sequence[str]) -> str:
-    """Returns a member whose layers have other owners."""
+    """Returns a member all of whose layers have another owner as well."""
     choice = [r for r in job.harness.records if r.name == "pipelines" and r.get("view")][-1]
     rows = {m.rpartition("~")[0]: spans for m, spans in choice["layers"].items()}
     return next(n for n in reversed(names) if sum(rows[n] == rows[other] for other in names) > 1)
@@ -148,7 +150,9 @@ def series(
     steps: int,
     look: Callable[[PipelineJob], None] = lambda job: None,
 ) -> list[PlanRun]:
-    """Runs a job from its founding to its last plan; looks at it after the steps of each."""
+    """Runs a job while its members shrink from plan to plan; returns the measured steps of each plan, after which
+    `look` is called.
+    """
     print(f" {what}", flush=True)
     about = {"model": model, "batch": BATCH, "micro_batches": what.micro_batches, "profile": str(file)}
     about |= {"policy": what.policy, "device_memory": memory_of(profile, what.owned), "text": 60_000}
@@ -173,7 +177,7 @@ def series(
 
 
 def told(result: Result, what: Series, found: Sequence[PlanRun]) -> None:
-    """Adds the errors of a series."""
+    """Adds the distance of measured from predicted steps for each plan of a series."""
     for at in found:
         words = f"{at.shape}{', rerouted' if at.rerouted else ''} on {at.members}, {what.micro_batches} micro-batches"
         title = f"{words}: distance of {at.step_s:.4f} s over the predicted {at.predicted_s:.4f} s from 1"
@@ -184,7 +188,9 @@ def told(result: Result, what: Series, found: Sequence[PlanRun]) -> None:
 
 
 def explained(result: Result, profile: TrainingJob, found: Sequence[PlanRun]) -> None:
-    """Adds the three costs as all plans tell them, and how plans are predicted with those of the others."""
+    """Adds the three costs fitted to all plans, and the errors of each plan predicted with costs fitted to the other
+    plans.
+    """
     rows = [(at.plan, at.step_s) for at in found if not at.rerouted]
     names = sorted({name for plan, _ in rows for name in plan.devices})
     job = replace(profile, devices=tuple(Device(name=n, memory_nbytes=1 << 40) for n in names))
@@ -200,7 +206,7 @@ def explained(result: Result, profile: TrainingJob, found: Sequence[PlanRun]) ->
 
 
 def real(result: Result, folder: Path, steps: int) -> None:
-    """Adds figures of real layers: two devices against one, as measured and as predicted."""
+    """Adds the speed of two devices relative to one with real layers, as measured and as predicted."""
     file = folder / "real.json"
     profile = profile_of(REAL, file, text=60_000)
     profile = beside_job(Series("reroute", 9.0, 6, (2,)), profile, file, REAL, "ab", steps)

@@ -1,4 +1,4 @@
-"""Costs of the event log: bytes of a step, time of a step with it and without, and files under the day's limit.
+"""Measures the event log: bytes of a step, time of a step with logs and without, and files under the daily size limit.
 
 Two members train in real processes, in blocks of steps that are logged and of steps that are not, in turns: the same
 processes, the same minute. With logs a step may take as long as in the slowest block without. A step costs what
@@ -31,7 +31,7 @@ SLOW_S, SLOW_STEPS = 0.35, 50
 
 
 def member(pipe: Connection, endpoint: str, name: str, logs: str, block: int, blocks: int) -> None:
-    """Trains; sends for each block whether it was logged, its seconds a step, and the growth of its log; then the bytes
+    """Runs a member; sends for each block whether logs were on, its seconds a step and its log's growth, then the bytes
     of a slow step.
     """
     import torch
@@ -76,7 +76,7 @@ def _nothing(name: str, /, **fields: object) -> None: ...
 
 
 def trained(result: Result, folder: Path, block: int, blocks: int) -> float:
-    """Trains in blocks with and without logs; returns the seconds of a step with logs."""
+    """Trains in alternating blocks with and without logs; returns the seconds of a step with logs."""
     logs = folder / "events"
     told: list[tuple[bool, float, int]] = []
     with (
@@ -99,7 +99,7 @@ def trained(result: Result, folder: Path, block: int, blocks: int) -> float:
 
 
 def limited(result: Result, folder: Path, lines: int) -> None:
-    """Writes so many commits."""
+    """Writes many commits to an event log with a daily size limit, and measures its processor time and size."""
     head = {"view": "1.1", "next_view": "1.1", "contributors": [["a~1", 32.0], ["b~2", 32.0]]}
     worst, began, looking_s = 0, time.process_time(), 0.0
     with EventLog.in_directory(folder, "a", day_nbytes=LIMIT_NBYTES) as log:

@@ -1,4 +1,4 @@
-"""A scheduler dies or freezes, alone or together with a member or with etcd's leader: how long training is disturbed.
+"""Measures how long training is disturbed when a scheduler dies or freezes, alone or with a member or etcd's leader.
 
 Three members train in real processes; three candidates stand by for each other on three etcd servers
 (benchmarks/candidates.py). The parent notes CLOCK_MONOTONIC, strikes, and follows the members' reports of their steps
@@ -60,7 +60,7 @@ REST_S = 1.0
 
 @dataclass
 class Case:
-    """The outcome of all runs of one kind; durations are seconds from the strike."""
+    """Outcomes of all runs of one kind; durations are seconds from the fault."""
 
     beyond: list[float] = field(default_factory=list)
     """Longest step of any survivor beyond the median step."""
@@ -83,7 +83,7 @@ class Case:
 
 @dataclass
 class Scene:
-    """Members, and the schedulers and etcd servers that may be struck."""
+    """Members, schedulers and etcd servers of one run, which the benchmark kills or freezes."""
 
     name: str
     world: World
@@ -94,7 +94,7 @@ class Scene:
     servers: EtcdServers | None = None
 
     def until(self, ready: Callable[[], Any], what: str) -> None:
-        """Takes reports and events in."""
+        """Takes in members' reports and logged events until a condition holds."""
 
         def look() -> bool:
             self.watch.look()
@@ -123,12 +123,12 @@ class Scene:
         return max((seconds for step, seconds in timed if step.ns > since_ns), default=0.0)
 
     def usual(self) -> float:
-        """Returns the median of recent steps, in seconds."""
+        """Returns the median of the members' recent steps, in seconds."""
         return self.world.usual(60)
 
 
 def quiet(scene: Scene, seconds: float) -> float:
-    """Returns by how many seconds the longest step exceeds the median while nothing is struck."""
+    """Returns by how many seconds the longest step exceeds the median in a time without faults."""
     rested = time.monotonic_ns() + int(REST_S * 1e9)
     scene.until(lambda: time.monotonic_ns() > rested, "rest for who has just come back")
     since = time.monotonic_ns()
@@ -138,7 +138,7 @@ def quiet(scene: Scene, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Strike:
-    """A blow to schedulers, etcd servers and members at one instant.
+    """Faults that hit schedulers, etcd servers and members at one instant.
 
     Attributes:
         scheduler: The signal that the leading scheduler gets; 0: none.
@@ -156,8 +156,8 @@ class Strike:
 
 
 def one_run(scene: Scene, case: Case, index: int, what: Strike) -> None:
-    """Strikes once and waits until all is back; `case` takes the outcome, and members take turns in dying, by
-    `index`.
+    """Injects a fault once, and waits until all processes are back; adds the outcome to `case`. Member `index` modulo
+    their number dies.
     """
     world = scene.world
     world.settle(MEMBERS)
@@ -192,8 +192,8 @@ def one_run(scene: Scene, case: Case, index: int, what: Strike) -> None:
 
 
 def follow(scene: Scene, case: Case, what: Strike, survivors: list[str], struck: tuple[int, int, str, str]) -> None:
-    """Waits until training has recovered from a strike and goes on; `struck`: when, in which term, whom, and who
-    came.
+    """Waits until training has recovered from a fault; `struck` has the time, the scheduler's term, the victim and the
+    newcomer.
     """
     world, (since, term, victim, newcomer) = scene.world, struck
     if victim:
@@ -212,7 +212,7 @@ def follow(scene: Scene, case: Case, what: Strike, survivors: list[str], struck:
 
 
 def wait_for_the_next(scene: Scene, case: Case, survivors: list[str], since: int, term: int) -> None:
-    """Waits until another scheduler leads and the survivors are connected to it; notes how long that took."""
+    """Waits until another scheduler leads and the survivors are connected to it; records how long both took."""
     watch = scene.watch
     led = partial(watch.first, "scheduler_started", since, lambda r: r["term"] > term)
     scene.until(led, f"another scheduler than that of term {term}")
@@ -231,7 +231,7 @@ def wait_for_the_next(scene: Scene, case: Case, survivors: list[str], since: int
 
 
 def come_back(scene: Scene, leader: str, server: EtcdServer | None, victim: str, newcomer: str) -> None:
-    """Brings back as many members, candidates and etcd servers as there were before the strike."""
+    """Restores the members, candidates and etcd servers that there were before the fault."""
     world = scene.world
     if server is not None and scene.servers is not None:
         scene.servers.kill(server)
@@ -255,7 +255,9 @@ def come_back(scene: Scene, leader: str, server: EtcdServer | None, victim: str,
 
 @contextlib.contextmanager
 def scene(name: str, folder: Path, rng: random.Random) -> Iterator[Scene]:
-    """Yields members under candidates ("apart", "shared") or under a scheduler that they host ("embedded")."""
+    """Yields a running job, under candidates ("apart", "shared") or under a scheduler that its members host
+    ("embedded").
+    """
     from chaos_lightning.events.events import EventLog
 
     logs = str(folder / "events")
@@ -310,7 +312,7 @@ FEWER = ("a newcomer starts, nobody is struck", "scheduler SIGKILL as a newcomer
 
 
 def measure(result: Result, name: str, folder: Path, args: Any) -> None:
-    """Runs all cases of one scene, and audits its event logs."""
+    """Measures all cases of one setting, and audits its event logs."""
     print(f" {name}: {', '.join(CASES[name])}", flush=True)
     with scene(name, folder, random.Random(args.seed)) as stage:
         unequal = 0
@@ -326,7 +328,7 @@ def measure(result: Result, name: str, folder: Path, args: Any) -> None:
 
 
 def report(result: Result, scene_name: str, title: str, what: Strike, case: Case) -> None:
-    """Adds the figures of one case."""
+    """Adds the figures of one kind of fault."""
     key = f"{scene_name}, {title}"
     n = len(case.usual)
     alone = not what.dies and not what.joins

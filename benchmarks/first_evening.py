@@ -1,4 +1,4 @@
-"""From nothing to a third member that trains: how many commands, and how many minutes of waiting for them.
+"""Counts the commands and the minutes of waiting from an empty folder to three members that train.
 
 Each way begins in an empty folder, with Python and a copy of the source. For chaos-lightning the commands are those of
 docs/install.md and docs/tutorial.md, word for word, with a port of its own; it ends when a committed step has three
@@ -68,7 +68,7 @@ while True:
 
 @dataclass
 class Way:
-    """One way from nothing to three members, in a folder of its own."""
+    """One product's installation and start of three members, in a folder of its own."""
 
     result: Result
     name: str
@@ -79,7 +79,7 @@ class Way:
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def does(self, command: str, *, installs: bool = True) -> None:
-        """Runs a command to its end."""
+        """Runs a command, and waits for its end."""
         self.counted += 1
         if not installs:
             return
@@ -92,7 +92,7 @@ class Way:
         self.installing_s += time.monotonic() - began
 
     def starts(self, command: str, **more: str) -> None:
-        """Opens a terminal and runs a command in it."""
+        """Starts a command in a terminal of its own, and does not wait for it."""
         self.counted += 1
         with (self.folder / f"terminal-{self.counted}.txt").open("wb") as output:
             self.running.append(
@@ -125,7 +125,9 @@ class Way:
             process.wait(10)
 
     def tells(self, began: float) -> None:
-        """Adds the figures of this way: commands, minutes of installing, and seconds up to three members."""
+        """Adds the product's figures: commands, minutes of installing, and seconds from the first start to three
+        members.
+        """
         total_s = time.monotonic() - began
         self.result.add(f"{self.name}: commands", self.counted, "count")
         if self.installing_s:
@@ -135,12 +137,12 @@ class Way:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Returns the code blocks of a page in one language, in order."""
+    """Returns the code blocks of a documentation page in one language, in order."""
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def chaos(result: Result, folder: Path, *, quick: bool) -> None:
-    """Takes the way of chaos-lightning, by docs/install.md and docs/tutorial.md."""
+    """Installs chaos-lightning and starts three members with the commands of docs/install.md and docs/tutorial.md."""
     way = Way(result, "chaos-lightning", folder)
     endpoint = f"127.0.0.1:{free_port()}"
     way.env = {"CHAOS_ENDPOINT": endpoint, "XDG_STATE_HOME": str(folder / "state"), "CHAOS_LOG_DIR": "auto"}
@@ -176,7 +178,7 @@ def chaos(result: Result, folder: Path, *, quick: bool) -> None:
 
 
 def torchft(result: Result, folder: Path, *, quick: bool) -> None:
-    """Takes the way of torchft, by its README."""
+    """Installs torchft and starts three replicas with the commands of its README."""
     way = Way(result, "torchft", folder)
     way.counted = 2  # git clone, for its script; pip install torchvision, which that needs
     began = time.monotonic()

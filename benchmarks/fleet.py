@@ -1,4 +1,4 @@
-"""Costs of simulating large fleets; a run is a function of its seed.
+"""Measures the time and memory of simulating large fleets; a run is a function of its seed.
 
 10,000 devices for nine hours, each lost at 10% per hour and replaced within minutes: 9,000 losses, under `adaptive`.
 Twice, in processes of their own: time and memory are bounded, and both write the same bytes of JSON. The same without
@@ -47,7 +47,9 @@ class Cost:
 
 
 def job(devices: int) -> TrainingJob:
-    """Returns a job of 80 equal layers: a pipeline needs at least eight devices; two micro-batches for each device."""
+    """Returns a job of 80 equal layers, of which a pipeline needs at least eight devices; it has two micro-batches for
+    each device.
+    """
     layer = Layer(name="", forward_s=0.01, backward_s=0.02, parameter_nbytes=GIB, activation_nbytes=GIB // 32)
     return TrainingJob(
         layers=tuple(replace(layer, name=f"block{i}") for i in range(80)),
@@ -58,7 +60,7 @@ def job(devices: int) -> TrainingJob:
 
 
 def simulated(chance: Chance, seed: int) -> Cost:
-    """Simulates one fleet under `adaptive` in this process; returns its cost."""
+    """Simulates one fleet under the policy `adaptive` in this process; returns the costs."""
     began = time.perf_counter()
     fleet = EqualFleet(job(chance.devices))
     out = FleetRun(fleet, generate(chance, seed), "adaptive", seed=seed, record=True).run()
@@ -69,20 +71,20 @@ def simulated(chance: Chance, seed: int) -> Cost:
 
 
 def apart(chance: Chance, seed: int) -> Cost:
-    """Simulates one fleet as `simulated` does, in a process of its own."""
+    """Simulates one fleet as `simulated` does, but in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(simulated, chance, seed).result()
 
 
 def write_events(trace: Trace, path: Path) -> None:
-    """Writes lines of `milliseconds,add|remove,node`; slow devices are left out."""
+    """Writes a trace as lines of `milliseconds,add|remove,node`, without its slow devices."""
     rows = [(0.0, "add", d) for d in trace.first]
     rows += [(c.at_s, c.kind, d) for c in trace.changes if c.kind in ("add", "remove") for d in c.devices]
     path.write_text("".join(f"{round(at * 1000)},{kind},node-{d}\n" for at, kind, d in rows))
 
 
 def write_steps(trace: Trace, path: Path) -> None:
-    """Writes lines of `hours,count`; which devices they were is left out."""
+    """Writes a trace as lines of `hours,count`, the number of devices over time."""
     rows: list[tuple[float, int]] = []
     for at_s, count in trace.counts():
         if rows:
@@ -93,7 +95,7 @@ def write_steps(trace: Trace, path: Path) -> None:
 
 
 def traces_run(result: Result, seed: int) -> None:
-    """Checks that generated traces run through `chaos-lightning simulate`, as a user's own would."""
+    """Checks that `chaos-lightning simulate` accepts generated traces from files, as it does a user's own."""
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for write in (write_events, write_steps):

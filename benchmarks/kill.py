@@ -1,4 +1,4 @@
-"""A member dies or freezes: how long until every survivor has committed a step without it, and what that cost.
+"""Measures how long survivors of a killed or frozen member take to commit a step without it, and what that costs.
 
 Three members train in real processes. The parent notes CLOCK_MONOTONIC, sends SIGKILL (or SIGSTOP) to one of them at a
 random moment of its step, and waits until both survivors have reported a step whose contributors are the two of them;
@@ -37,7 +37,7 @@ BOUND_FREEZE_S = 0.5
 
 @contextlib.contextmanager
 def our_world(state_mib: float, rng: random.Random, logs: str) -> Iterator[World]:
-    """Yields three members of ours under a scheduler with its defaults."""
+    """Yields three members of this product under a scheduler with its defaults."""
     ctx = context("benchmarks.victims", "chaos_lightning.replication.access")
     with (
         scheduler(2, log_dir=logs) as endpoint,
@@ -48,8 +48,8 @@ def our_world(state_mib: float, rng: random.Random, logs: str) -> Iterator[World
 
 
 def ours(result: Result, state_mib: float, counts: dict[str, int], seed: int, keep: str) -> dict[str, Case]:
-    """Strikes members in all ways at one state size, then audits the whole run; returns the outcomes by kind of
-    blow.
+    """Kills or freezes members in all ways at one state size, then audits the logs; returns the outcomes by kind of
+    fault.
     """
     from chaos_lightning.events.events import EventLog, read_events
     from chaos_lightning.observe import evidence, history

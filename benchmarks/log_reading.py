@@ -1,4 +1,4 @@
-"""Costs of `chaos-lightning audit` and `report` over the event logs of a large job: processor seconds and peak memory.
+"""Measures processor seconds and peak memory of `chaos-lightning audit` and `report` on the event logs of a large job.
 
 The logs are made up. All members but one found the job; one is killed at a third of the steps, and a newcomer pulls the
 state at two thirds. The first founder's file and the newcomer's are written by `EventLog` with a clock of their own.
@@ -37,7 +37,7 @@ BOUND_NBYTES = 1e9
 
 
 class ClockedLog(EventLog):
-    """An event log whose time is given: `now` is its wall time, s."""
+    """Event log whose clock is set by the benchmark: `now` is its wall time, s."""
 
     now = T0
 
@@ -62,13 +62,13 @@ class Slot:
 
     @property
     def state(self) -> str:
-        """Hash of the training state at it."""
+        """Hash that stands for the training state at this slot."""
         return hashlib.blake2b(f"state {self.header}".encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class Job:
-    """Slots of the job, the member that is killed and the one that joins."""
+    """Slots of the made-up job, the name of the member that is killed and of the one that joins."""
 
     slots: tuple[Slot, ...]
     victim: str
@@ -80,7 +80,7 @@ class Job:
 
     @staticmethod
     def of(count: int, steps: int) -> Job:
-        """Makes up a job of so many members in all and so many steps."""
+        """Makes up a job of `count` members in all and `steps` steps."""
         members = tuple(f"m{i:04}~{i + 1}" for i in range(count - 1))
         victim, newcomer, killed_at = members[-1], f"new~{count}", 0.0
         found: list[Slot] = []
@@ -102,7 +102,7 @@ class Job:
         return Job(tuple(found), victim, newcomer, killed_at, pulled, used)
 
     def views(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yields when each view was decided, and what a `view` event says of it."""
+        """Yields the time of each view's decision, with the contents of its `view` event."""
         reasons = ("founding", f"{self.victim} died", f"{self.newcomer} joins")
         view = 0
         for before, slot in zip((None, *self.slots), self.slots, strict=False):
@@ -115,7 +115,7 @@ class Job:
 
 
 def tell(log: ClockedLog, job: Job, me: str, rank: int) -> None:
-    """Writes the log of one member, which lives to the end of the job."""
+    """Writes the log of one member that trains to the end of the job."""
     founder = me != job.newcomer
     begun, pulled = 0 if founder else job.pulled_at.seq, job.pulled_at
     log.identify(me)
@@ -165,7 +165,9 @@ def tell(log: ClockedLog, job: Job, me: str, rank: int) -> None:
 
 
 def founders(folder: Path, lines: list[str], job: Job) -> None:
-    """Writes the logs of all founders but the first one, whose lines these are; the victim's ends when it is killed."""
+    """Writes the logs of all founders but the first one, by adapting the first one's lines; the killed member's log
+    ends at its death.
+    """
     names = job.slots[0].members
     mine = f'"member":"{names[0]}","node":"{names[0].partition("~")[0]}"'
     for rank, name in enumerate(names[1:], 1):
@@ -188,7 +190,7 @@ def founders(folder: Path, lines: list[str], job: Job) -> None:
 
 
 def write_logs(folder: Path, count: int, steps: int) -> Job:
-    """Writes the logs of a made-up job of so many members and steps."""
+    """Writes the event logs of a made-up job with given numbers of members and steps."""
     job = Job.of(count, steps)
     first = job.slots[0].members[0]
     with ClockedLog(folder / "scheduler-s-9.jsonl", role="scheduler") as log:
@@ -214,7 +216,7 @@ def write_logs(folder: Path, count: int, steps: int) -> Job:
 
 
 def measured(command: list[str], source: str) -> tuple[float, int, str]:
-    """Returns processor seconds and peak resident bytes of a command of the product, and what it printed."""
+    """Returns processor seconds, peak resident bytes and the output of a command of the product."""
     program = [sys.executable, "-m", "chaos_lightning", *command]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, **at(source or os.getcwd())) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Process of a member: the model, the plain loop on the engine that all benchmarks time, and its reports.
+"""Process of a member in benchmarks: its model, the plain training loop that all benchmarks time, and its reports.
 
 A member reports each committed step over its pipe, stamped with CLOCK_MONOTONIC, and hears orders between steps:
 ("hash", step) sends a SHA-256 of parameters and optimizer state at that step, ("end", step) finishes the job there,
@@ -21,7 +21,7 @@ BATCH = 32
 
 
 def compute_alone() -> None:
-    """Makes this process compute in one thread, and take numbers too small for a normal float as zero.
+    """Makes this process compute in one thread, and treat denormal numbers as zero.
 
     Networks that learn nothing lose neurons; Adam's averages of these decay for some hundred steps, and then are
     denormal: a step of 50 MiB takes 60 ms instead of 7, whatever is being compared.
@@ -59,7 +59,7 @@ def model_and_adam(
 
 
 def width_of(model: Any) -> int:
-    """Returns the number of input features of a model."""
+    """Returns the number of a model's input features."""
     return int(next(model.parameters()).shape[1])
 
 
@@ -73,7 +73,7 @@ def warm_up(model: Any, optimizer: Any) -> None:
 
 
 def fingerprint(model: Any, optimizer: Any) -> str:
-    """Returns the SHA-256 over parameters and optimizer state, by torch and hashlib alone."""
+    """Returns the SHA-256 of parameters and optimizer state, computed by torch and hashlib alone."""
     import torch
 
     digest = hashlib.sha256()
@@ -88,23 +88,21 @@ def fingerprint(model: Any, optimizer: Any) -> str:
 
 
 def config_of(**settings: Any) -> EngineConfig:
-    """Returns the configuration of a member whose scheduler is the benchmark's."""
+    """Returns the configuration of a member of the benchmark's scheduler."""
     return EngineConfig(
         **{"log_dir": "none", "host_scheduler": False, "join_timeout_s": 60, "step_timeout_s": 60, **settings}
     )
 
 
 def wait_at_the_door(pipe: Connection) -> None:
-    """Reports that a newcomer has built everything, waits for the word to go, and reports time and CPU seconds as it
-    goes.
-    """
+    """Reports that a newcomer has built everything, waits for "go", and reports time and CPU seconds as it starts."""
     pipe.send(("ready", time.monotonic_ns()))
     assert pipe.recv()[0] == "go"
     pipe.send(("going", time.monotonic_ns(), time.process_time()))
 
 
 class Trainee:
-    """A member and the parts of its training loop.
+    """A member, its model and optimizer, and the parts of its training loop.
 
     Args:
         pipe: To the benchmark; None: nothing is told.
@@ -158,7 +156,7 @@ class Trainee:
         self.say("in", time.monotonic_ns(), self.engine.member_id)
 
     def rejoin(self) -> None:
-        """Joins the job again after this member was removed from it, and reports both."""
+        """Joins the job again after this member was removed from it, and reports the removal and the return."""
         self.say("fenced", time.monotonic_ns())
         self.engine.rejoin(self.state)
         self.backwards = 0
@@ -170,11 +168,11 @@ class Trainee:
 
     @property
     def over(self) -> bool:
-        """True if this member is out of the job, or the job's last step is done."""
+        """Whether this member is out of the job, or the job's last step is done."""
         return bool(self.engine.out or (self.last and self.engine.header.step >= self.last))
 
     def orders(self) -> Iterator[tuple[Any, ...]]:
-        """Carries out the parent's orders; yields those that are the benchmark's own."""
+        """Carries out the orders that all benchmarks share; yields the others."""
         assert self._pipe is not None
         while self._pipe.poll():
             order = self._pipe.recv()
@@ -227,13 +225,13 @@ class Trainee:
         return self.model(torch.randn(self._batch, self._width, generator=self._draw)).square().mean()
 
     def report(self, header: Any, *more: Any) -> None:
-        """Tells of a committed step, and of the state if that is wanted."""
+        """Reports a committed step, and a hash of the state if the benchmark asked for it."""
         place = (header.seq, header.step, header.hash, header.contributors, self.engine.rank)
         self.say("step", self.committed_ns, *place, self.backwards, *more)
         self.report_state(header)
 
     def report_state(self, header: Any) -> None:
-        """Tells a hash of the state, if that is wanted at this step, also to the event log."""
+        """Reports a hash of the state, also to the event log, if the benchmark asked for it at this step."""
         from chaos_lightning.replication.table import state_hash
 
         if header.step in self.wanted:
@@ -242,13 +240,13 @@ class Trainee:
             self.say("hash", header.step, header.hash, fingerprint(self.model, self.optimizer))
 
     def between(self, header: Any) -> None:
-        """Serves the state to members that catch up, and lets newcomers in if the step ended at a boundary."""
+        """Serves the state to members that catch up, and lets newcomers in after a step that ended at a boundary."""
         self.engine.serve(self.state)
         if header.boundary and not self.engine.out:
             self.engine.boundary(self.state)
 
     def end(self) -> None:
-        """Finishes the job, or waits to be let go, and closes."""
+        """Finishes the job (or waits for the release, if this member has left it), and closes the engine."""
         if self.engine.out:
             self.engine.wait_released()
         else:
@@ -257,7 +255,7 @@ class Trainee:
 
 
 def train(pipe: Connection, trainee: Trainee, *, newcomer: bool, device_s: float = 0.0) -> None:
-    """Joins and trains until it is let go or the job ends; tells CPU seconds by step.
+    """Joins the job and trains until this member is released or the job ends; reports its CPU seconds after each step.
 
     Args:
         pipe: To the benchmark.

@@ -1,4 +1,5 @@
-"""Moves to a new plan, and the order in which its gradients are summed: `planning/pipelines/moves` and `rounds` here.
+"""Compares moves of layers to a new plan, and the order in which gradients are summed, with the best of all on small
+cases.
 
 *Small cases* are plans for up to six devices of two kinds, some of which are lost; every permutation of
 the survivors is tried. *The paper's cases* are those of Figs. 10 and 11: eight cards as four pipelines of two stages,
@@ -55,7 +56,9 @@ class Case(NamedTuple):
 
 
 def decoder_layer(name: str, parameters: float) -> Layer:
-    """Returns a layer with weights and gradients of two bytes, and optimizer state of twelve, for each parameter."""
+    """Returns a layer with two bytes each for weights and gradients, and twelve for optimizer state, for each
+    parameter.
+    """
     forward_s = 2 * parameters * TOKENS / CARD_FLOPS
     width = math.sqrt(parameters / 12)
     return Layer(
@@ -74,7 +77,7 @@ def pipeline(names: Sequence[str], cut: Sequence[int], micro_batches: int) -> Pi
 
 
 def even(layers: int, stages: int) -> list[int]:
-    """Returns the borders of even stages; the first stages get the layers that are left over."""
+    """Returns the borders of stages of equal length; the first stages get the layers that are left over."""
     return [0, *(sum(layers // stages + (k < layers % stages) for k in range(n + 1)) for n in range(stages))]
 
 
@@ -93,7 +96,7 @@ def any_plan(draw: random.Random, devices: Sequence[str], layers: int) -> Pipeli
 
 
 def small_cases(seed: int, count: int) -> Iterator[Case]:
-    """Yields `count` random small cases; draws a case again in which some layer is lost."""
+    """Yields `count` random small moves; draws again those in which some layer is lost."""
     draw = random.Random(seed)
     while count:
         names = [f"d{i}" for i in range(draw.randint(3, 6))]
@@ -113,19 +116,19 @@ def small_cases(seed: int, count: int) -> Iterator[Case]:
 
 
 def missing(case: Case, plan: PipelinePlan) -> Iterator[int]:
-    """Yields the layers that have to move, once for each device that needs one and does not have it."""
+    """Yields the layers that have to move, once for each device that needs a layer and does not have it."""
     for name, stages in plan.stages.items():
         held = {x for s in case.old.stages.get(name, ()) for x in s.layers}
         yield from {x for s in stages for x in s.layers} - held
 
 
 def nbytes_of(case: Case, plan: PipelinePlan) -> int:
-    """Returns the bytes that have to move, counted layer by layer."""
+    """Returns the bytes of all layers that have to move."""
     return sum(case.job.costs.state(x, x + 1) for x in missing(case, plan))
 
 
 def busiest(moves: Moves) -> int:
-    """Returns the bytes of the busiest card in its busier direction."""
+    """Returns the bytes that the busiest card sends or receives, whichever is more."""
     receives: Counter[str] = Counter()
     for x in moves.links:
         receives[x.target] += x.nbytes
@@ -133,19 +136,21 @@ def busiest(moves: Moves) -> int:
 
 
 def busiest_link_s(moves: Moves) -> float:
-    """Returns the seconds of the busiest direction between two cards."""
+    """Returns the seconds of the busiest direction of a link between two cards."""
     return max((x.seconds for x in moves.links), default=0.0)
 
 
 def rank_order(old: PipelinePlan, new: PipelinePlan) -> PipelinePlan:
-    """Returns the new plan with the survivors in the order of their old places."""
+    """Returns the new plan with survivors placed in the order of their old places."""
     order = {name: i for i, name in enumerate(old.stages)}
     left = sorted(new.devices, key=lambda name: (order.get(name, len(order)), name))
     return renamed(new, dict(zip([*new.stages, *new.idle], left, strict=True)))
 
 
 def against_permutations(result: Result, seed: int, count: int) -> None:
-    """Compares bytes in all and bytes of the busiest card with the best of all permutations."""
+    """Compares the bytes of chosen moves, in all and at the busiest card, with those of the best permutation of
+    devices.
+    """
     more = busier = other = 0
     for case in small_cases(seed, count):
         kinds = {d.name: d.kind for d in case.job.devices}
@@ -171,7 +176,9 @@ def against_permutations(result: Result, seed: int, count: int) -> None:
 
 
 def seven_of_eight(layers: int, lost: int, micro_batches: Sequence[int], card: str = "card{}") -> Case:
-    """Returns four pipelines of two stages on one host; one card is lost, the others become pipelines of 2, 2 and 3."""
+    """Returns the loss of one of eight cards on a host: four pipelines of two stages become pipelines of 2, 2 and 3
+    stages.
+    """
     names = [card.format(i) for i in range(8)]
     job = TrainingJob(
         layers=tuple(decoder_layer(f"block {i}", 202e6) for i in range(layers)),
@@ -187,7 +194,7 @@ def seven_of_eight(layers: int, lost: int, micro_batches: Sequence[int], card: s
 
 
 def unbalanced(case: Case, plan: PipelinePlan) -> int:
-    """Returns the bytes of the busiest source if each layer comes from its first holder."""
+    """Returns the bytes that the busiest source sends if each layer comes from its first holder."""
     left = {d.name for d in case.job.devices}
     first = [min(who & left) for who in case.old.holders()]
     sends: Counter[str] = Counter()
@@ -197,7 +204,7 @@ def unbalanced(case: Case, plan: PipelinePlan) -> int:
 
 
 def transfer(result: Result) -> None:
-    """Adds the moves of Fig. 10: each card is lost in turn, and means are taken."""
+    """Adds figures of the moves in Fig. 10: means over the loss of each card."""
     for layers in (4, 8, 16):
         cases = [seven_of_eight(layers, lost, (1, 1, 1)) for lost in range(8)]
         ours = [assign(*case) for case in cases]
@@ -232,9 +239,7 @@ def transfer(result: Result) -> None:
 
 
 def sending(result: Result) -> None:
-    """Adds Fig. 11: a step of 2, 2 and 3 stages by the order of its all-reduces, with single layers as in the paper,
-    too.
-    """
+    """Adds figures of Fig. 11: steps of pipelines of 2, 2 and 3 stages by the order of their all-reduces."""
     ways: tuple[Sending, ...] = ("rounds", "at once")
     for batch, paper in PAPER_STEP.items():
         splits = [(m, m, batch - 2 * m) for m in range(1, batch // 2)]
@@ -270,7 +275,7 @@ def sending(result: Result) -> None:
 
 
 def shortest_s(all_of: Sequence[Vertex]) -> float:
-    """Returns the shortest time of all colourings."""
+    """Returns the shortest time of all-reduces over all ways to group them into rounds (colourings)."""
     near = neighbours_of(all_of)
     order = sorted(range(len(all_of)), key=lambda i: -all_of[i].seconds)
 
@@ -288,7 +293,9 @@ def shortest_s(all_of: Sequence[Vertex]) -> float:
 
 
 def against_colourings(result: Result, seed: int, count: int) -> None:
-    """Compares the colouring with the best of all, and single layers as vertices with groups of layers."""
+    """Compares rounds of all-reduces with the shortest ones possible, and all-reduces of single layers with those of
+    groups.
+    """
     draw = random.Random(seed)
     over, times, numbers = [], [], []
     while len(over) < count:
@@ -323,7 +330,7 @@ def against_colourings(result: Result, seed: int, count: int) -> None:
 
 
 def taken_s(call: Callable[[], object], times: int = 5) -> float:
-    """Returns the median seconds of a call."""
+    """Returns the median seconds that a function call takes."""
     taken = []
     for _ in range(times):
         began = time.perf_counter()
@@ -333,7 +340,7 @@ def taken_s(call: Callable[[], object], times: int = 5) -> float:
 
 
 def large(result: Result, devices: int) -> None:
-    """Measures the moves from the plan of a whole fleet to that of all but one device, and of all but one host."""
+    """Measures the moves of a large fleet after the loss of one device, and of one host."""
     blocks = [decoder_layer(f"block {i}", 8e8) for i in range(78)]
     job = TrainingJob(
         layers=(decoder_layer("embedding", 3e8), *blocks, decoder_layer("head", 5e8)),

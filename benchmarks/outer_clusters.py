@@ -1,4 +1,4 @@
-"""A parameter server and clusters of an outer job, as real processes that benchmarks strike at.
+"""A parameter server and clusters of an outer job, as real processes that benchmarks kill and stop.
 
 The server is what a user starts (testing/far_server.py). Clusters are children of a fork server that has torch
 imported; each runs the plain loop (chaos_lightning.DiLoCo) over batches that it draws, with a pause that stands for
@@ -38,7 +38,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def model_of(params_mib: float) -> Any:
-    """Returns linear layers with so many MiB of fp32 parameters, the same in all processes, and their width."""
+    """Returns linear layers with `params_mib` MiB of fp32 parameters, the same in all processes, and their width."""
     import torch
 
     width = round((params_mib * MIB / 4 / LAYERS) ** 0.5)
@@ -47,7 +47,8 @@ def model_of(params_mib: float) -> Any:
 
 
 def cluster(pipe: Connection, told: dict[str, Any], host: str) -> None:
-    """Trains until the pipe ends. Obeys "times": sends (end in ns of CLOCK_MONOTONIC, seconds) of each step since.
+    """Trains a cluster until its pipe ends. On "times" it sends (end in ns of CLOCK_MONOTONIC, seconds) of each step
+    since the last one.
 
     Args:
         pipe: To the benchmark.
@@ -88,7 +89,7 @@ def cluster(pipe: Connection, told: dict[str, Any], host: str) -> None:
 
 
 class _Endless:
-    """Endless random batches of one row."""
+    """Endless random batches of one sample."""
 
     def __init__(self, width: int, draw: Any) -> None:
         self._width, self._draw = width, draw
@@ -101,14 +102,14 @@ class _Endless:
 
 
 def burn(pipe: Connection, cpu_s: float) -> None:
-    """Uses so much processor time at once, and ends."""
+    """Uses this much processor time at once, and ends."""
     while time.process_time() < cpu_s:
         pass
     pipe.send(time.process_time())
 
 
 def cpu_of(pids: set[int]) -> dict[int, float]:
-    """Returns the CPU seconds that each of these processes has used; those that are gone are left out."""
+    """Returns the CPU seconds that each process has used; leaves out processes that have ended."""
     found = {}
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
@@ -119,7 +120,7 @@ def cpu_of(pids: set[int]) -> dict[int, float]:
 
 @dataclass
 class OuterScene:
-    """A running outer job.
+    """A running outer job: its server, its clusters and their events.
 
     Attributes:
         name: Of the scene.
@@ -142,7 +143,7 @@ class OuterScene:
     _number: int = 0
 
     def until(self, ready: Callable[[], Any], what: str) -> Any:
-        """Takes events in until this is something; returns it.
+        """Takes in events until `ready` returns a true value; returns that value.
 
         Raises:
             TimeoutError: It does not come.
@@ -162,16 +163,16 @@ class OuterScene:
             time.sleep(_LOOK_S)
 
     def first(self, since_ns: int, fits: Callable[[Record], bool]) -> float:
-        """Returns the seconds from `since_ns` to the first such event after it; 0.0 if not yet."""
+        """Returns the seconds from `since_ns` to the first later event that fits; 0.0 if there is none yet."""
         later = (r.mono - since_ns / 1e9 for r in self.watch.records if r.mono * 1e9 > since_ns and fits(r))
         return min(later, default=0.0)
 
     def wait_first(self, since_ns: int, fits: Callable[[Record], bool], what: str) -> float:
-        """Waits for the first such event after `since_ns`; returns the seconds up to it."""
+        """Waits for the first event after `since_ns` that fits; returns the seconds from `since_ns` to it."""
         return float(self.until(lambda: self.first(since_ns, fits), what))
 
     def decided(self) -> int:
-        """Returns the number of the newest version."""
+        """Returns the number of the newest decided version."""
         rounds = (r for r in reversed(self.watch.records) if r.name == "entry" and r["kind"] in ("Founded", "Round"))
         return next((int(r["body"]["number"]) for r in rounds), 0)
 
@@ -180,12 +181,12 @@ class OuterScene:
         return max((int(r["term"]) for r in self.watch.records if r.name == "outer_leader_started"), default=0)
 
     def rounds(self, count: int) -> None:
-        """Waits until so many more rounds were decided."""
+        """Waits until `count` more rounds are decided."""
         goal = self.decided() + count
         self.until(lambda: self.decided() >= goal, f"version {goal}")
 
     def child(self, name: str) -> int:
-        """Waits for this child of the supervisor; returns its process id."""
+        """Waits until the supervisor has started its child process of this name; returns the child's process id."""
 
         def found() -> int:
             told = (r for r in reversed(self.watch.records) if r.name == "server_child" and r["child"] == name)
@@ -202,7 +203,7 @@ class OuterScene:
         return name
 
     def all_train(self, clusters: int = CLUSTERS) -> None:
-        """Starts clusters up to this number; waits until all have adopted a version, and a round has all of them."""
+        """Starts clusters up to this number; waits for a round with a push of each."""
         while len(self.clusters) < clusters:
             self.start_cluster()
         names = set(self.clusters)
@@ -222,14 +223,16 @@ class OuterScene:
         self.clusters.pop(name).kill()
 
     def collect(self) -> None:
-        """Takes in the times of all steps since the last time."""
+        """Takes in the times of all steps since the last call."""
         for worker in self.clusters.values():
             worker.pipe.send("times")
         for name, worker in self.clusters.items():
             self.times.setdefault(name, []).extend(worker.receive(PATIENCE_S))
 
     def longest(self, since_ns: int, until_ns: int) -> float:
-        """Returns the longest step of all living clusters, s; the one that was open at the beginning counts whole."""
+        """Returns the longest step of a living cluster that ended in the interval, s; one that began before it counts
+        in full.
+        """
         return max(
             (s for name in self.clusters for end, s in self.times.get(name, ()) if since_ns < end < until_ns),
             default=0.0,
@@ -240,12 +243,12 @@ class OuterScene:
         return cpu_of(self.server.alive())
 
     def facts(self) -> OuterFacts:
-        """Returns the facts that the logs have up to now."""
+        """Returns the facts read from the logs so far."""
         self.watch.look()
         return OuterFacts.of(fold_jobs(sorted(self.watch.records, key=lambda r: r.t), Timeline, OuterRun).outer[0])
 
     def removed(self) -> list[str]:
-        """Returns the living clusters that were removed, each with the reason."""
+        """Returns the living clusters that were removed from the job, each with the reason."""
         told = self.facts().chain.told.values()
         bodies = [one.entry.body for one in told if one.entry is not None and isinstance(one.entry.body, Removed)]
         return [f"{b.incarnation}: {b.reason}" for b in bodies if b.incarnation.cluster not in self.struck]
@@ -255,7 +258,7 @@ class OuterScene:
 def outer_scene(
     name: str, folder: Path, context: Any, *, store: str = "", apart: bool = False, train: bool = True, **told: Any
 ) -> Iterator[OuterScene]:
-    """Yields a server of one machine on SQLite, or of three on etcd, and clusters that train.
+    """Yields a running outer job, its server on one machine with SQLite or on three with etcd.
 
     Args:
         name: Of the scene.

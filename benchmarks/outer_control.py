@@ -1,4 +1,5 @@
-"""Round trips of control while data floods: on a connection of its own, as built, or on the one that data take.
+"""Measures round trips of control calls while data flood the network: on a connection of their own, or on that of the
+data.
 
 A process asks a small thing over a gRPC channel that stays, as clusters have one, every few milliseconds, while its
 other thread fetches data without end. *Own*: a process that does nothing else answers, and versions are fetched over a
@@ -35,7 +36,7 @@ Call = Callable[[], object]
 
 @contextlib.contextmanager
 def leader() -> Iterator[Call]:
-    """Starts a leader's process; yields a call that asks it for its facts."""
+    """Starts a leader's process; yields a function that asks it for its facts."""
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "chaos_lightning.cli", "ps", "leader", "--listen", endpoint, "--store", ":memory:"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -50,7 +51,7 @@ def leader() -> Iterator[Call]:
 
 
 def answerer(pipe: Connection) -> None:
-    """Runs a gRPC server that only answers small calls; sends its port."""
+    """Runs a gRPC server that only answers small calls; first sends its port to the parent."""
     _server, port = serve_grpc(memoryview(b""))
     pipe.send(port)
     with contextlib.suppress(EOFError):
@@ -59,7 +60,7 @@ def answerer(pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def own() -> Iterator[Call]:
-    """Starts a process that only answers; yields a call to it."""
+    """Starts a server that does nothing but answer; yields a function that calls it."""
     worker = Worker(context("benchmarks.outer_data"), answerer)
     try:
         with open_channel(f"127.0.0.1:{worker.receive()}", b"", CLIENT_OPTIONS) as channel:
@@ -70,7 +71,7 @@ def own() -> Iterator[Call]:
 
 @contextlib.contextmanager
 def flood(fetch: Callable[[], float], rates: list[float]) -> Iterator[None]:
-    """Fetches without end meanwhile; `rates` gets bytes per second."""
+    """Fetches data without end while the block runs; then adds the bytes per second to `rates`."""
     over = threading.Event()
     began, fetched = time.monotonic(), 0
 
@@ -91,7 +92,7 @@ def flood(fetch: Callable[[], float], rates: list[float]) -> Iterator[None]:
 
 
 def round_trips(ask: Call, count: int) -> list[float]:
-    """Returns the seconds of so many calls, made one at a time, every few milliseconds."""
+    """Returns the seconds of `count` calls, made one at a time, every few milliseconds."""
     taken = []
     for _ in range(count):
         began = time.perf_counter()
@@ -102,9 +103,7 @@ def round_trips(ask: Call, count: int) -> list[float]:
 
 
 def control(result: Result, count: int, seed: int) -> None:
-    """Measures round trips, quiet and flooded. Bound: a late one on an own connection is not later than on a shared
-    one.
-    """
+    """Measures round trips of small calls, without and with a flood of data."""
     with Data(FLOOD_MIB * MIB, seed) as data, leader() as facts, own() as ask:
         quiet = {"the leader's facts, quiet": facts, "own, quiet": ask}
         if data.ask is not None:

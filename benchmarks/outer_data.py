@@ -1,4 +1,4 @@
-"""Measures pushes and versions between two processes, from published to verified, and other ways to move as many bytes.
+"""Measures transfers of pushes and versions between two processes, and of as many bytes by a socket, pyzmq and gRPC.
 
 One process is a follower with the package's own listener, the other a cluster's process with connections parked there.
 A *push* is timed from the moment when the cluster holds it to the moment when the follower has it and has compared all
@@ -56,18 +56,18 @@ _PARKED = 2
 
 
 def _ignore(name: str, **fields: Any) -> None:
-    """Ignores events."""
+    """Ignores an event of the event log."""
 
 
 def _part(nbytes: int, seed: int) -> Part:
-    """Returns random bytes as a part of the whole grid."""
+    """Returns random bytes as one part of a state that covers all of its elements."""
     part = Part.empty(Grid((nbytes // 2,)).whole, BF16)
     part.data.random_(generator=torch.Generator().manual_seed(seed))
     return part
 
 
 class _Peers:
-    """Sending ends of the peers that only move bytes: a socket, pyzmq and gRPC."""
+    """Senders of the plain byte transfers that pushes are compared with: a socket, pyzmq and gRPC."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -95,7 +95,7 @@ class _Peers:
         return int(self._push.bind_to_random_port("tcp://127.0.0.1"))
 
     def send_zmq(self) -> None:
-        """Sends the data as one message, without a copy."""
+        """Sends the data as one pyzmq message, without a copy."""
         self._push.send(self._data, copy=False)
 
 
@@ -123,13 +123,13 @@ def serve_grpc(data: memoryview) -> tuple[Any, int]:
 
 
 def asking(channel: Any) -> Callable[[], object]:
-    """Returns a small call on this channel."""
+    """Returns a function that makes a small call on this gRPC channel."""
     ask = channel.unary_unary(_ASK)
     return lambda: ask(b"?")
 
 
 def follower(pipe: Connection, nbytes: int, seed: int) -> None:
-    """Runs the follower's process."""
+    """Runs the follower's process: pulls and publishes as it is ordered to."""
     whole, into = _part(nbytes, seed), _part(nbytes, seed)
     peers, ends, servers = _Peers(host_view(whole.data)), dict[str, DataListener](), dict[str, StateServer]()
     for level in Level:
@@ -157,7 +157,7 @@ def follower(pipe: Connection, nbytes: int, seed: int) -> None:
 
 
 class Data:
-    """The cluster's side of all transfers, in this process; a context manager."""
+    """The cluster's end of all measured transfers, which runs in this process; a context manager."""
 
     def __init__(self, nbytes: int, seed: int) -> None:
         self.nbytes = nbytes
@@ -198,7 +198,7 @@ class Data:
         self._worker.kill()
 
     def _tell(self, order: str, level: str = "", what: Any = None) -> float:
-        """Gives the follower an order; returns when it had carried it out."""
+        """Gives the follower an order; returns the time at which the order was carried out."""
         self._worker.pipe.send((order, level, what))
         return float(self._worker.receive())
 
@@ -264,7 +264,7 @@ class Data:
 
 
 def transfers(result: Result, state_mib: int, turns: int, seed: int) -> None:
-    """Adds the figures of pushes and versions of this size, and of the peers that they are compared with."""
+    """Adds the transfer rates of pushes and versions of this size, and of plain bytes for comparison."""
     rng = random.Random(seed)
     with Data(state_mib * MIB, seed) as data:
         taken: dict[str, list[float]] = {name: [] for name in data.cases}

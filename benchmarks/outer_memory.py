@@ -1,4 +1,4 @@
-"""A follower's peak memory in a running job, in bytes per parameter of its shard.
+"""Measures a follower's peak memory in a running job, in bytes per parameter of its shard.
 
 A server as a user starts it (one leader, two followers, a warm spare) and three clusters that train until so many
 versions are durable. Every few milliseconds the kernel is asked what a follower holds in anonymous memory; what it held
@@ -34,14 +34,14 @@ LOOK_S = 0.01
 
 
 def held_nbytes(pid: int) -> int:
-    """Returns the bytes of a process's own memory, without the pages of programs and files."""
+    """Returns the anonymous memory of a process in bytes, without mapped programs and files."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return 1024 * int(found[1])
 
 
 class Peaks(threading.Thread):
-    """Thread that reads the memory of processes again and again; `most` holds the largest value of each, in bytes."""
+    """Thread that reads the memory of processes again and again; `most` has each one's peak, in bytes."""
 
     def __init__(self, pids: dict[str, int]) -> None:
         super().__init__(name="chaos-benchmark-memory", daemon=True)
@@ -54,7 +54,7 @@ class Peaks(threading.Thread):
                 self.most[name] = max(self.most[name], held_nbytes(pid))
 
     def end(self) -> dict[str, int]:
-        """Ends the thread; returns the largest value of each process, in bytes.
+        """Ends the thread; returns each process's peak, in bytes.
 
         Raises:
             RuntimeError: It could not look to the end, since a process was gone.
@@ -67,7 +67,8 @@ class Peaks(threading.Thread):
 
 
 def memory(result: Result, params_mib: int, durable: int) -> None:
-    """Adds the memory of each follower; the bound is 28 bytes per parameter and 2 for each push that it held at most.
+    """Adds the peak memory of each follower; the bound is 28 bytes per parameter, plus 2 for each push that it kept at
+    once.
 
     Args:
         result: Takes the figures.
@@ -102,7 +103,7 @@ def memory(result: Result, params_mib: int, durable: int) -> None:
 
 
 def peak(result: Result, key: str, nbytes: int, parameters: float, staged: Sequence[Record]) -> float:
-    """Adds the figures of one follower; returns its peak beside its pushes, in bytes per parameter.
+    """Adds the figures of one follower; returns its peak without the pushes that it kept, in bytes per parameter.
 
     Args:
         result: Takes the figures.

@@ -1,5 +1,5 @@
-"""Elastic clusters behind a slow link: the bytes that cross it, the costs of ranks that die and come, and the waits of
-training.
+"""Measures elastic clusters behind a slow link: the link's bytes, the costs of ranks that die and join, and the waits
+of training.
 
 One cluster of 1, 2 and 4 ranks trains by itself (benchmarks/outer_ranks.py); the server has a leader and two followers.
 Between the cluster and the server lie 100 Mbps each way for all ranks together, by the relay, which counts all bytes:
@@ -51,7 +51,7 @@ REQUESTS_NBYTES = 4 * MIB
 
 @dataclass
 class Counted:
-    """Bytes that have passed the far link by an instant, by direction, and the events in the logs by then.
+    """Bytes that have crossed the slow link so far, by direction, and the events at which they were read.
 
     Attributes:
         pushed, fetched: Bytes that have passed.
@@ -65,13 +65,13 @@ class Counted:
 
 
 def passed(scene: NestedScene) -> tuple[int, int]:
-    """Returns the bytes that have passed from the cluster, and to it."""
+    """Returns the bytes that have crossed the slow link from the cluster and to it."""
     ways = scene.relay.passed()
     return tuple(sum(n for ends, n in ways.items() if ends[way] == CLUSTER) for way in (0, 1))  # type: ignore[return-value]
 
 
 def count(scene: NestedScene) -> Counted:
-    """Counts bytes after the next push, and after the next version behind it."""
+    """Reads the byte counters after the next push, and again after the next version that follows it."""
     push = scene.next("push_frozen", time.monotonic_ns())
     staged = scene.staged(push["push"])
     pushed = passed(scene)[0]
@@ -80,12 +80,12 @@ def count(scene: NestedScene) -> Counted:
 
 
 def between(scene: NestedScene, name: str, first: Record, last: Record) -> list[Record]:
-    """Returns the events of this name after the first and up to the last one."""
+    """Returns the events of this name after `first`, up to and including `last`."""
     return [r for r in scene.watch.records if r.name == name and first.mono < r.mono <= last.mono]
 
 
 def pace_s(params_mib: float) -> float:
-    """Returns the seconds of a step, so that a push in bf16 takes half a round."""
+    """Returns the seconds of a step for which sending a push in bf16 takes half a round."""
     return 2 * (8 * params_mib * MIB / 2 / FAR_BPS) / INNER_STEPS
 
 
@@ -120,20 +120,24 @@ def steady(result: Result, scene: NestedScene, title: str, rounds: int, *, overl
 
 
 def push_part(scene: NestedScene, pushes: list[Record], round_s: float) -> float:
-    """Returns the mean time for which a push is under way, as part of a round."""
+    """Returns the mean time from a push's freezing until all followers have it, as a share of a round."""
     ends = {r["push"]: r.mono for r in scene.watch.records if r.name == "push_staged"}
     took = [ends[r["push"]] - r.mono for r in pushes]
     return sum(took) / len(took) / round_s
 
 
 def vain_bound(push_nbytes: int) -> float | None:
-    """Returns the part of a push that may pass in vain where a rank is killed; None if all sent before may be lost."""
+    """Returns the share of a push that may be sent in vain when a rank is killed; None if all bytes sent before may be
+    lost.
+    """
     bound = REQUESTS_NBYTES / push_nbytes + BOUND_TRAFFIC - 1
     return bound if bound < KILLED_AT else None
 
 
 def kills(result: Result, scene: NestedScene, title: str, count_: int) -> None:
-    """Kills a rank in mid-push, and starts another one for it; the first rank and the last one in turn."""
+    """Kills a rank while a push is being sent, the first and the last rank in turn, and starts a replacement; adds
+    figures.
+    """
     again, lost, from_whom = [], [], []
     for turn in range(count_):
         heir = scene.prepare_rank()
@@ -164,7 +168,7 @@ def kills(result: Result, scene: NestedScene, title: str, count_: int) -> None:
 
 
 def joins(result: Result, scene: NestedScene, title: str, count_: int) -> None:
-    """Starts a rank between a push and the adoption of its version, and has another one leave after that."""
+    """Starts a rank between a push and the adoption of its version, and makes it leave after that; adds figures."""
     different, between_ = 0, 0
     for _ in range(count_):
         newcomer = scene.prepare_rank()
@@ -187,7 +191,9 @@ def joins(result: Result, scene: NestedScene, title: str, count_: int) -> None:
 
 
 def proof(scene: NestedScene, since: Record) -> set[str]:
-    """Returns the state hashes of all ranks at the first slot after this event that all of them report."""
+    """Returns the state hashes of all ranks at the first slot after an event that all of them report; one if they
+    agree.
+    """
 
     def found() -> set[str]:
         told: dict[int, list[str]] = {}
@@ -201,7 +207,7 @@ def proof(scene: NestedScene, since: Record) -> set[str]:
 
 
 def close(result: Result, scene: NestedScene, title: str, events: Path) -> None:
-    """Lets all ranks leave, compares the steps that count with those that were trained, and judges the logs."""
+    """Makes all ranks leave, compares the steps counted in pushes with those trained, and audits the logs."""
     for name in sorted(scene.clusters, key=lambda name: int(name[1:])):
         scene.leave_rank(name)
     committed = max(r["step"] for r in scene.watch.records if r.name == "committed")
@@ -220,7 +226,7 @@ def close(result: Result, scene: NestedScene, title: str, events: Path) -> None:
 
 
 def measure(result: Result, folder: Path, ctx: Any, args: Any, ranks: int, *, overlap: bool) -> None:
-    """Measures one cluster, from its beginning to its end."""
+    """Measures one cluster from its start to its end."""
     title = f"{ranks} rank{'s' if ranks > 1 else ''}{'' if overlap else ', without overlap'}"
     print(f" {title}", flush=True)
     told = {

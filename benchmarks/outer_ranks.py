@@ -1,4 +1,4 @@
-"""An elastic cluster of an outer job, far from its parameter server: real processes, and a relay as the far link.
+"""An elastic cluster of an outer job far from its parameter server: real processes, with a relay as the slow link.
 
 The server is what a user starts (testing/far_server.py), the inner job has a scheduler of its own. Ranks are children
 of a fork server that has torch and Lightning imported; each runs `Trainer.fit` with `DiLoCoStrategy(inner="chaos")`
@@ -38,7 +38,7 @@ HASH_EVERY = 4
 
 
 class FarLinks:
-    """Network of a rank: followers are far, behind the relay, and all others are near.
+    """Network of a rank: connections to followers go through the relay, all others are direct.
 
     Args:
         relay: HOST:PORT.
@@ -56,7 +56,7 @@ class FarLinks:
 
 
 def rank(pipe: Connection, told: dict[str, Any]) -> None:
-    """Runs one rank: says that it is there, begins when it is told to, and trains until SIGTERM.
+    """Runs one rank of a cluster: reports that it is ready, waits for its start, and trains until SIGTERM.
 
     Args:
         pipe: To the benchmark.
@@ -133,21 +133,21 @@ class NestedScene(OuterScene):
     waiting: dict[str, Worker] = field(default_factory=dict)
 
     def prepare_rank(self) -> str:
-        """Starts a process that waits for its beginning; returns its name."""
+        """Starts a rank's process, which waits before it joins; returns the rank's name."""
         self._number += 1
         name = f"r{self._number}"
         self.waiting[name] = Worker(self.context, rank, {**self.told, "name": name})
         return name
 
     def begin_rank(self, name: str) -> None:
-        """Lets a waiting rank join the cluster."""
+        """Lets a rank that waits join the cluster."""
         worker = self.waiting[name]
         worker.receive(PATIENCE_S)
         self.clusters[name] = self.waiting.pop(name)
         worker.pipe.send("go")
 
     def leave_rank(self, name: str) -> None:
-        """Makes a rank leave politely; the last one takes the cluster along."""
+        """Makes a rank leave politely; the cluster ends with its last rank."""
         worker = self.clusters.pop(name)
         pid = worker.process.pid
         assert pid is not None
@@ -158,7 +158,7 @@ class NestedScene(OuterScene):
             raise RuntimeError(f"rank {name} ended with {worker.process.exitcode} when it was asked to leave")
 
     def next(self, name: str, since_ns: int, **fields: Any) -> Record:
-        """Waits for the first such event after `since_ns` and returns it."""
+        """Waits for the first event of this name and these fields after `since_ns`, and returns it."""
 
         def found() -> Record | None:
             return next(
@@ -173,7 +173,7 @@ class NestedScene(OuterScene):
         return self.until(found, f"{name} {fields or ''}")  # type: ignore[no-any-return]
 
     def staged(self, push: str) -> list[Record]:
-        """Waits for all followers to have all of a push; returns their events about it."""
+        """Waits until all followers have received a whole push; returns their events about it."""
 
         def found() -> list[Record]:
             told = {r.node: r for r in self.watch.records if r.name == "push_staged" and r["push"] == push}
@@ -189,7 +189,7 @@ class NestedScene(OuterScene):
 
 @contextlib.contextmanager
 def nested_scene(folder: Path, context: Any, ranks: int, **told: Any) -> Iterator[NestedScene]:
-    """Yields a server, and a cluster of so many ranks that has adopted a version.
+    """Yields a parameter server, and a cluster of ranks that has adopted a version.
 
     Args:
         folder: For files and logs.

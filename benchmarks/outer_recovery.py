@@ -1,5 +1,5 @@
-"""A process of outer sync's server dies or is stopped: how clusters are disturbed, and when the server's part is done
-again.
+"""Measures the recovery of outer sync's server from a killed or stopped process, and how clusters are disturbed
+meanwhile.
 
 Three clusters train by themselves (benchmarks/outer_clusters.py), the server is what `chaos-lightning ps up` and `ps
 leader` start. The parent notes CLOCK_MONOTONIC, strikes at a drawn instant, and reads the event logs of all. All times
@@ -74,7 +74,7 @@ Times = dict[str, float]
 
 @dataclass
 class OuterCase:
-    """Outcome of all runs of one kind; durations in s from the strike."""
+    """Outcomes of all runs of one kind; durations in s from the fault."""
 
     times: dict[str, list[float]] = field(default_factory=dict)
     longest: list[float] = field(default_factory=list)
@@ -97,9 +97,7 @@ def number(record: Record) -> int:
 
 
 def stands(scene: OuterScene, since: int, names: list[str], newest: int) -> float:
-    """Waits until these followers, as new processes, stand at this version or a later one; returns the seconds up to
-    it.
-    """
+    """Waits until restarted followers have this version or a later one; returns the seconds up to then."""
 
     def at(name: str) -> float:
         events = ("version_loaded", "version_computed")
@@ -109,7 +107,7 @@ def stands(scene: OuterScene, since: int, names: list[str], newest: int) -> floa
 
 
 def follower_dies(how: int, *, cold: bool = False) -> Strike:
-    """Returns a strike that sends SIGKILL or SIGSTOP to one follower."""
+    """Returns a function that sends SIGKILL or SIGSTOP to one follower, and measures the recovery."""
 
     def strike(scene: OuterScene, rng: random.Random) -> Times:
         server = scene.server
@@ -132,7 +130,9 @@ def follower_dies(how: int, *, cold: bool = False) -> Strike:
 
 
 def led(scene: OuterScene, since: int, term: int) -> Times:
-    """Returns the seconds from the death of a leader to the next one's lead, its first entry and its first round."""
+    """Returns the seconds from a leader's death until another one leads, writes its first entry, and decides its first
+    round.
+    """
 
     def of(name: str, kind: str = "") -> Callable[[Record], bool]:
         return lambda r: r.name == name and r["term"] > term and kind in ("", r.get("kind"))
@@ -145,7 +145,9 @@ def led(scene: OuterScene, since: int, term: int) -> Times:
 
 
 def leader_dies(how: int) -> Strike:
-    """Returns a strike that sends SIGKILL or SIGSTOP to the leader, which then comes back as a new process."""
+    """Returns a function that sends SIGKILL or SIGSTOP to the leader, and measures the recovery; the leader then
+    returns as a new process.
+    """
 
     def strike(scene: OuterScene, rng: random.Random) -> Times:
         server = scene.server
@@ -166,7 +168,9 @@ def leader_dies(how: int) -> Strike:
 
 
 def all_die(scene: OuterScene, rng: random.Random) -> Times:
-    """Kills the whole server by SIGKILL, and starts it again at once."""
+    """Kills all processes of the server by SIGKILL, and starts them again at once; returns the times of their
+    recovery.
+    """
     newest, term = scene.decided(), scene.term()
     since = time.monotonic_ns()
     scene.server.kill_all()
@@ -177,7 +181,9 @@ def all_die(scene: OuterScene, rng: random.Random) -> Times:
 
 
 def cluster_dies(scene: OuterScene, rng: random.Random) -> Times:
-    """Kills a cluster by SIGKILL as soon as its next push is frozen; another one comes in its place."""
+    """Kills a cluster by SIGKILL as soon as its next push is frozen; returns the times of its removal and of the
+    others' next round.
+    """
     victim = sorted(scene.clusters)[rng.randrange(len(scene.clusters))]
     begun = time.monotonic_ns()
 
@@ -218,7 +224,9 @@ ALONE = ("cluster SIGKILL in mid-push", "all at once SIGKILL")
 
 
 def one_run(scene: OuterScene, case: OuterCase, title: str, strike: Strike, rng: random.Random, usual: float) -> None:
-    """Strikes once, waits for the way back, and runs the control; `usual` is the server's processor time a second."""
+    """Injects one fault, waits for the recovery, and runs the control; `usual` is the processor time that the server
+    uses per second.
+    """
     scene.all_train()
     scene.rounds(1)
     time.sleep(rng.uniform(0.0, 1.0))
@@ -241,7 +249,9 @@ def one_run(scene: OuterScene, case: OuterCase, title: str, strike: Strike, rng:
 
 
 def control(scene: OuterScene, case: OuterCase, seconds: float, cpu_s: float) -> None:
-    """Measures the longest inner step, and entries, while nothing is struck and a process uses this processor time."""
+    """Measures the longest inner step and the gaps between entries in a time without faults, while a process uses as
+    much processor time.
+    """
     scene.rounds(1)
     scene.collect()
     since = time.monotonic_ns()
@@ -258,14 +268,14 @@ def control(scene: OuterScene, case: OuterCase, seconds: float, cpu_s: float) ->
 
 
 def usual_cpu(scene: OuterScene) -> float:
-    """Returns the share of a processor that the server's processes use while none is struck."""
+    """Returns the share of a processor that the server's processes use in a time without faults."""
     before, since = scene.cpu(), time.monotonic()
     scene.until(lambda: time.monotonic() - since > QUIET_S, "some seconds in peace")
     return sum(cpu_s - before.get(pid, 0.0) for pid, cpu_s in scene.cpu().items()) / (time.monotonic() - since)
 
 
 def measure(result: Result, name: str, folder: Path, ctx: Any, args: Any) -> None:
-    """Runs all cases of one scene, and checks its logs for lost versions and removed clusters."""
+    """Measures all cases of one setting, and checks its logs for lost versions and removed clusters."""
     rng = random.Random(args.seed)
     print(f" {name}: {', '.join(CASES[name])}", flush=True)
     with ExitStack() as stack:
@@ -286,7 +296,7 @@ def measure(result: Result, name: str, folder: Path, ctx: Any, args: Any) -> Non
 
 
 def report(result: Result, scene_name: str, title: str, case: OuterCase) -> None:
-    """Adds the figures of one case."""
+    """Adds the figures of one kind of fault."""
     key, n = f"{scene_name}, {title}", len(case.longest)
     warm = "cold" not in title
     bounds = {"noticed": BOUND_NOTICED_S, "served again": BOUND_SERVED_S} if warm else {}
@@ -309,7 +319,7 @@ def report(result: Result, scene_name: str, title: str, case: OuterCase) -> None
 
 
 def kept(result: Result, scene: OuterScene) -> None:
-    """Adds how many versions were lost and rolled back, and how many living clusters were removed: none may be."""
+    """Adds the numbers of versions lost, of rollbacks and of living clusters removed; each must be 0."""
     facts = scene.facts()
     gone = [str(row.version) for row in facts.versions if not row.stands]
     result.add(f"{scene.name}: versions lost, of {len(facts.versions)}", len(gone), "count", 0)
@@ -326,7 +336,7 @@ def kept(result: Result, scene: OuterScene) -> None:
 
 
 def steps_lost(facts: Any, incarnation: str) -> int:
-    """Returns the inner steps of a cluster's incarnation in pushes that were rejected."""
+    """Returns the number of inner steps in rejected pushes of one incarnation of a cluster."""
     answers = [s for push, s in facts.chain.standing.items() if str(push.incarnation) == incarnation]
     return sum(s.offer.steps for s in answers if s.answer == "rejected")
 
@@ -359,7 +369,7 @@ def main() -> int:
 
 
 def summary(result: Result) -> None:
-    """Adds the words of the last line."""
+    """Adds the main figures to the summary line."""
     figures = {figure.name: figure.value for figure in result.figures}
     for name, value in figures.items():
         if (

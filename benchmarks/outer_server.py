@@ -1,4 +1,5 @@
-"""Costs of a parameter server's follower: from a round to the new fp32 state and its bf16 copy, on one core.
+"""Measures a follower of a parameter server: from a round's pushes to the new fp32 state and its bf16 copy, on one
+core.
 
 A shard of fp32 parameters and momentum gets rounds of k pushes in bf16 through the outer kernel: pushes are decoded and
 averaged, momentum and parameters are updated in place, the new version is encoded. Figures are GB of fp32 parameters
@@ -48,12 +49,12 @@ Case = Callable[[], object]
 
 
 def nbytes_moved(pushes: int) -> int:
-    """Returns the bytes per parameter that a round in bf16 moves if the momentum moves."""
+    """Returns the bytes of memory traffic per parameter of a round that updates the momentum, with pushes in bf16."""
     return 18 + 2 * pushes
 
 
 def update_of(shard: Shard, format: Format, pushes: int, factors: Factors) -> Case:
-    """Returns a call that carries out a round, again and again on one state."""
+    """Returns a function that carries out one round; repeated calls go on with the same state."""
     state = OuterState(shard, torch.randn(shard.elements))
     deltas = [Part.encoded(shard, format, 1e-3 * torch.randn(shard.elements)) for _ in range(pushes)]
     version = Part.empty(shard, BF16)
@@ -61,7 +62,7 @@ def update_of(shard: Shard, format: Format, pushes: int, factors: Factors) -> Ca
 
 
 def copy_of(nbytes: int) -> Case:
-    """Returns a call that copies, for which so many bytes go through memory."""
+    """Returns a function that copies memory, with `nbytes` read and written in all."""
     source = torch.ones(nbytes // 2, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return lambda: target.copy_(source)
@@ -80,7 +81,7 @@ def products_of(shard: Shard) -> Case:
 
 
 def timed(cases: dict[str, Case], turns: int, seed: int) -> dict[str, list[float]]:
-    """Returns the seconds of each case in each turn; a first turn warms up."""
+    """Returns the seconds of each case in each turn, without a first turn that warms up."""
     rng = random.Random(seed)
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(turns + 1):
@@ -93,7 +94,7 @@ def timed(cases: dict[str, Case], turns: int, seed: int) -> dict[str, list[float
 
 
 def updates(result: Result, shard: Shard, pushes: list[int], turns: int, seed: int) -> None:
-    """Adds the figures of a follower's rounds, and of the programs that they are compared with."""
+    """Adds the rates of a follower's rounds, and of memory copies and an SGD step for comparison."""
     rounds = {f"round, pushes in bf16: {k}": (k, update_of(shard, BF16, k, MOVES)) for k in pushes}
     copies = {f"copy of {n} bytes per parameter": copy_of(n * shard.elements) for n in map(nbytes_moved, pushes)}
     others = {
@@ -121,7 +122,8 @@ def updates(result: Result, shard: Shard, pushes: list[int], turns: int, seed: i
 
 
 def codecs(result: Result, shard: Shard, turns: int, seed: int) -> None:
-    """Adds the figures of each format: its bytes, how fast one core writes and reads it, and the loss of precision.
+    """Adds the figures of each number format: its bytes, how fast one core encodes and decodes it, and the loss of
+    precision.
 
     A cluster's pushes are drawn (normal, the length of each block drawn, too), and frozen one after another as clusters
     do it, with a residual where the format has one. What is dropped is the length of the error over the length of the

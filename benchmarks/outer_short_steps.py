@@ -1,4 +1,4 @@
-"""Two clusters whose steps take a millisecond: how well a small model learns through a parameter server.
+"""Measures how well a small model learns through a parameter server in two clusters whose steps take a millisecond.
 
 The model ties its embedding to its output, and learns which of 50 tokens follows which; at chance its loss is 3.91, and
 1.36 is the least there is. Two processes train it by the plain loop, 500 steps each, with a push after eight. A step is
@@ -40,7 +40,7 @@ PATIENCE_S = 300.0
 
 
 class TiedModel(nn.Module):
-    """Model that predicts the next token by the embedding that it reads tokens with."""
+    """Model that predicts the next token, with one matrix as input and output embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,9 @@ class TiedModel(nn.Module):
 
 
 def pairs(number: int, seed: int) -> TensorDataset:
-    """Returns so many tokens, each with the token that follows; the rule is the same for all seeds."""
+    """Returns `number` random tokens, each with the token that follows; the rule behind them is the same for
+    all seeds.
+    """
     usual = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(1 + seed)
     tokens, other = torch.randint(TOKENS, (2, number), generator=draw)
@@ -63,7 +65,7 @@ def pairs(number: int, seed: int) -> TensorDataset:
 
 
 def made(seed: int) -> tuple[TiedModel, torch.optim.Optimizer]:
-    """Returns a fresh model and its optimizer."""
+    """Returns a model with fresh weights, and its optimizer."""
     torch.manual_seed(seed)
     model = TiedModel()
     return model, torch.optim.AdamW(model.parameters(), RATE)
@@ -80,13 +82,13 @@ def stepped(model: TiedModel, optimizer: torch.optim.Optimizer, tokens: Tensor, 
 
 @torch.no_grad()
 def judged(model: TiedModel) -> float:
-    """Returns the loss on pairs that no model trains on."""
+    """Returns the loss on pairs of tokens that are not used in training."""
     tokens, following = pairs(4096, 1000).tensors
     return float(cross_entropy(model(tokens), following))
 
 
 def by_hand(seed: int) -> float:
-    """Trains two copies in one process, averaged by Nesterov's momentum after each round; returns the loss."""
+    """Trains two copies in one process, averaged with Nesterov momentum after each round; returns the loss."""
     copies = [made(seed) for _ in range(2)]
     base = [p.detach().clone() for p in copies[0][0].parameters()]
     outer = torch.optim.SGD(base, OUTER_LR, OUTER_MOMENTUM, nesterov=True)
@@ -145,7 +147,7 @@ def together(seed: int, *, overlap: bool, ahead_steps: int = 0) -> tuple[float, 
 
 
 def versions(logs: Path) -> int:
-    """Returns how many versions the leader made."""
+    """Returns how many versions the leader made, by its event log."""
     from chaos_lightning.events.reader import read_events
 
     return sum(r.name == "entry" and r.fields["kind"] == "Round" for r in read_events(logs))
@@ -153,7 +155,7 @@ def versions(logs: Path) -> int:
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """Keeps all cores busy with other processes while the block runs."""
+    """Keeps all cores busy with processes that only compute, while the block runs."""
     command = [sys.executable, "-c", "while True: pass"]
     running = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
     try:

@@ -1,5 +1,5 @@
-"""Computes with our model the losses of Chameleon's Fig. 6 (8 -> 7, 16 -> 15 and 32 -> 24 cards) and the memory of its
-Fig. 12.
+"""Computes the losses of Chameleon's Fig. 6 (8 -> 7, 16 -> 15 and 32 -> 24 cards) and the memory of its Fig. 12 by our
+model.
 
 Each plan after a loss is compared with four others: the one that the paper began with, the best one to begin with, the
 share of that which would be linear in the devices, and the best one for what is left. The last is found by trying all
@@ -39,7 +39,7 @@ CLOSE = 1e-9
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss in one case of the paper."""
+    """A loss of devices in the paper: the plan before it, and the throughput that the paper reports after it."""
 
     name: str
     before: int
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def equal_job(devices: int, micro_batches: int, least: int) -> TrainingJob:
-    """Returns a job of equal layers; with `least` above 1 a device lacks memory for all of them, so pipelines have two
+    """Returns a job of equal layers; if `least` is above 1, one device cannot keep all layers, so pipelines have two
     stages or more.
     """
     layer = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S, "parameter_nbytes": 1}
@@ -94,7 +94,7 @@ def equal_job(devices: int, micro_batches: int, least: int) -> TrainingJob:
 
 
 def compare(result: Result, loss: Loss, title: str, micro_batches: int, least: int) -> None:
-    """Adds the figures of one loss of devices with one number of micro-batches."""
+    """Adds the figures of one loss of devices, with one number of micro-batches."""
     job = equal_job(loss.before, micro_batches, least)
     shapes = Planner(job).shapes
     before = shapes.exact(loss.before)
@@ -123,9 +123,7 @@ def compare(result: Result, loss: Loss, title: str, micro_batches: int, least: i
 
 
 def chosen_s(job: TrainingJob, loss: Loss, policy: str) -> float:
-    """Returns the step time in seconds that a policy chooses if the first devices are lost and it expects no further
-    loss.
-    """
+    """Returns the step time in seconds that a policy chooses after a loss of devices if it expects no other one."""
     fleet = EqualFleet(job)
     before = fleet.formation("best", loss.before)
     assert before is not None
@@ -138,7 +136,7 @@ def chosen_s(job: TrainingJob, loss: Loss, policy: str) -> float:
 
 
 def why(loss: Loss, original: float, best_original: float, ours: float) -> str:
-    """Returns in words the assumptions under which the paper's share would hold."""
+    """Describes under which assumptions the paper's share of the throughput would be right."""
     fixed = (loss.share * ours - original) / (1 - loss.share)
     if fixed <= 0:
         return (
@@ -156,8 +154,7 @@ def why(loss: Loss, original: float, best_original: float, ours: float) -> str:
 
 
 def best_s(devices: int, micro_batches: int, least: int) -> float:
-    """Returns the least step time in seconds over all multisets of pipeline lengths, splits of micro-batches and cuts
-    of layers.
+    """Returns the least step time in seconds over all pipeline lengths, splits of micro-batches and cuts of layers.
 
     The search begins with one pipeline that runs one micro-batch after the other. A multiset keeps to a time for some
     split if and only if what its pipelines do in it adds up to all micro-batches.
@@ -190,9 +187,7 @@ def multisets(devices: int, longest: int, least: int) -> Iterator[tuple[int, ...
 
 @cache
 def pipeline_s(stages: int, micro_batches: int) -> float:
-    """Returns the least time of one pipeline in seconds over all cuts, tried in the order of their bounds until these
-    are no better.
-    """
+    """Returns the least time of one pipeline in seconds over all cuts, by branch and bound."""
 
     def bound(k: int, first: int, end: int) -> float:
         return stage_bound_s(k, first, end, stages, micro_batches)
@@ -219,7 +214,7 @@ def pipeline_s(stages: int, micro_batches: int) -> float:
 
 
 def stage_bound_s(k: int, first: int, end: int, stages: int, m: int) -> float:
-    """Returns a lower bound in seconds for each pipeline with this stage, by three ways through its units.
+    """Returns a lower bound in seconds for every pipeline that has this stage, as the largest of three bounds.
 
     Its own between the ways to it and back; those after the first micro-batch has come back to it, before which it
     cannot have run more forward ones than 1F1B allows; and as many times to the last stage and back as these go into m.
@@ -259,9 +254,7 @@ def llama_job(devices: int, micro_batches: int, cards: int = 1, sequence: int = 
 
 
 def compare_llama(result: Result, loss: Loss, title: str, micro_batches: int) -> None:
-    """Adds the figures of one loss with the paper's model, hops and all-reduce; the search's own bound stands for the
-    best plan.
-    """
+    """Adds the figures of one loss with the paper's model, hops and all-reduces."""
     job = llama_job(loss.before, micro_batches, cards=8 if loss.before == 4 else 1)
     planner = Planner(job)
     shapes, names = planner.shapes, [d.name for d in job.devices]
@@ -281,7 +274,7 @@ def compare_llama(result: Result, loss: Loss, title: str, micro_batches: int) ->
 
 
 def memory(result: Result, micro_batches: list[int]) -> None:
-    """Adds the figures of Fig. 12: four pipelines of two stages lose a device and become [3, 2, 2].
+    """Adds the memory figures of Fig. 12: four pipelines of two stages lose a device and become [3, 2, 2].
 
     Samples have 2,048 tokens: with the 4,096 that times are computed with, the model does not fit on two of its cards.
     """
@@ -313,7 +306,7 @@ def memory(result: Result, micro_batches: list[int]) -> None:
 
 
 def apart(use: MemoryUse) -> int:
-    """Returns the bytes without the boundary tensors that are kept until the step is committed."""
+    """Returns the bytes of a memory use, without the boundary tensors that are kept until the step is committed."""
     return use.nbytes - use.boundaries
 
 

@@ -1,4 +1,4 @@
-"""The equations of the paper on Chameleon as printed, with what is wrong in each, for any plan of a job.
+"""The equations of the paper on Chameleon as printed, with the error in each, applied to any plan of a job.
 
 "Chameleon: Adaptive Fault Tolerance for Distributed Training via Real-time Policy Selection" gives the time of a step
 by Eqs. 9 to 13 and the memory of a device by Eq. 14. All of them are here so that each of its figures can be computed
@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 
 def eq9(stages: int, micro_batches: int, forward_s: float, backward_s: float) -> float:
-    """Returns the step of equal pipelines: (N_pp + N_m - 1) (T_f + T_b), in seconds.
+    """Returns the step time of equal pipelines by Eq. 9: (N_pp + N_m - 1) (T_f + T_b), in seconds.
 
     Exact for 1F1B with equal stages and no fault. Hops, all-reduce and optimizer are missing.
 
@@ -46,7 +46,7 @@ def eq9(stages: int, micro_batches: int, forward_s: float, backward_s: float) ->
 
 
 def eq10(times_s: Iterable[float]) -> float:
-    """Returns the step of unequal pipelines: that of the slowest one, in seconds.
+    """Returns the step time of unequal pipelines by Eq. 10: that of the slowest one, in seconds.
 
     The all-reduce, which ties them together, is missing.
 
@@ -60,7 +60,8 @@ def eq10(times_s: Iterable[float]) -> float:
 
 
 def eq11(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> float:
-    """Returns the step of a pipeline of unequal stages, in seconds: a unit starts when its stage and input are ready.
+    """Returns the step time of a pipeline of unequal stages, in seconds: a unit starts when its stage and its input are
+    ready.
 
     The recurrence is that of `timing`; as printed it has no hops.
 
@@ -74,7 +75,8 @@ def eq11(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches:
 
 
 def eq12(stages: int, micro_batches: int, dp: int, forward_s: float, backward_s: float) -> float:
-    """Returns the step with one device's work rerouted: (N_pp + N_m - 1 + N_m / (N_dp - 1)) (T_f + T_b), in seconds.
+    """Returns the step time with one device's work rerouted: (N_pp + N_m - 1 + N_m / (N_dp - 1)) (T_f + T_b), in
+    seconds.
 
     Too slow where bubbles take part of the work, too fast (by up to 38%) where memory does not allow the activations
     of what is rerouted. With one pipeline nobody is left to take it: infinite.
@@ -92,7 +94,8 @@ def eq12(stages: int, micro_batches: int, dp: int, forward_s: float, backward_s:
 def eq13(
     stages: int, micro_batches: int, dp: int, lost_by_stage: Sequence[int], forward_s: float, backward_s: float
 ) -> float:
-    """Returns the step with several devices lost: Eq. 12 with a sum over stages of N_m F_i / (N_dp - F_i), in seconds.
+    """Returns the step time with several devices lost: Eq. 12 with a sum over stages of N_m F_i / (N_dp - F_i), in
+    seconds.
 
     As Eq. 12, and the sum overstates losses in several stages: they work at once, so the busiest one sets the pace. As
     printed only F_i > N_dp ends the job, which cannot be; at F_i = N_dp, which does, the formula divides by zero. Here
@@ -121,7 +124,7 @@ def eq14(
     activation_nbytes: float,
     gradient_nbytes: float | None = None,
 ) -> float:
-    """Returns the peak memory of a stage: N_l (m_p + m_o + m_g) + (N_pp - i) N_l m_a, in bytes.
+    """Returns the peak memory of a stage by Eq. 14: N_l (m_p + m_o + m_g) + (N_pp - i) N_l m_a, in bytes.
 
     In flight are min(N_pp - i, N_m), so few micro-batches need less. Embedding, head, workspace, boundary tensors and
     what is rerouted are missing; m_g = m_p fails for gradients in fp32, and m_o depends on N_dp under ZeRO.
@@ -143,7 +146,7 @@ def eq14(
 
 
 def paper_step_s(job: TrainingJob, plan: PipelinePlan) -> float:
-    """Returns the step of a plan by the paper's estimator, in seconds: no hops, no all-reduce, no optimizer.
+    """Returns the step time of a plan by the paper's estimator, in seconds: without hops, all-reduce and optimizer.
 
     Pipelines that are alike and have equal stages take Eq. 9, others Eqs. 10 and 11. Where places are vacant it is
     Eq. 13, of the mean stage and the pipeline with most micro-batches; who takes the work does not matter to it.
@@ -174,7 +177,7 @@ def _rerouted_s(job: TrainingJob, plan: PipelinePlan) -> float:
 
 
 def _stage_times(job: TrainingJob, pipeline: Pipeline) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns forward and backward seconds by stage; a vacant place is taken as a device of speed 1."""
+    """Returns the forward and the backward seconds of each stage; a stage without a device counts as one of speed 1."""
     c = job.costs
     speeds = [job.by_name[s.device].speed if s.device != VACANT else 1.0 for s in pipeline.stages]
     rows = list(zip(pipeline.stages, speeds, strict=True))
@@ -185,9 +188,7 @@ def _stage_times(job: TrainingJob, pipeline: Pipeline) -> tuple[tuple[float, ...
 
 
 def paper_memory(job: TrainingJob, plan: PipelinePlan) -> dict[str, MemoryUse]:
-    """Returns the memory of each device that has a stage by Eq. 14, in bytes, with the model's averages of one
-    layer.
-    """
+    """Returns in bytes the memory of each device that has a stage, by Eq. 14 with averages over the model's layers."""
     c = job.costs
     p, o, a = (sums[-1] / c.count for sums in (c.parameters, c.optimizer, c.activations))
 
@@ -207,7 +208,7 @@ def paper_memory(job: TrainingJob, plan: PipelinePlan) -> dict[str, MemoryUse]:
 
 
 def get_execution_plan(shapes: Shapes, devices: int, faults: int, was: PlanShape | None) -> PlanShape | None:
-    """Returns the plans of Algorithm 1 as printed: one best plan over 1 to `faults` lost devices.
+    """Returns the plan that Algorithm 1 as printed chooses: the best one over 1 to `faults` lost devices.
 
     Plans of different numbers of devices are compared by the time of their steps, so that of one fault tends to win,
     and is of no use after two. That is why policies take `algorithm1`, and this is here for comparison only.

@@ -1,4 +1,4 @@
-"""Checks that pipelines compute the same as one process, whatever dies and whatever moves.
+"""Checks that pipelines compute the same as one process, whatever member dies and whatever layers move.
 
 Six members train a small GPT with tied weights as three pipelines of two stages, from a first view of all six. Then one
 of them dies in the middle of a backward pass: its micro-batches are rerouted, or its layers move to others; or a device
@@ -44,7 +44,7 @@ LOSS = 1e-5
 
 
 def about(case: dict[str, Any], double: bool, steps: int) -> dict[str, Any]:
-    """Returns the specification of a case for its members."""
+    """Returns the settings of a case in the form that its members take."""
     model = {"kind": "gpt", "layers": 6, "width": 32, "block": BLOCK, "dropout": case.get("dropout", 0.0)}
     return {
         "model": model,
@@ -60,7 +60,7 @@ def about(case: dict[str, Any], double: bool, steps: int) -> dict[str, Any]:
 
 
 def trained(spec: dict[str, Any], fault: str) -> dict[str, dict[str, Any]]:
-    """Trains six members; returns the reports of the living ones."""
+    """Trains six members with this fault; returns the reports of those that live to the end."""
     policy, dies, back = FAULTS[fault]
     itemsize = 8 if spec["double"] else 4
     profile = gpt_job(6, spec["model"]["width"], BLOCK, BATCH, MICRO_BATCHES, round(0.55 * MIB * itemsize), itemsize)
@@ -86,7 +86,7 @@ def trained(spec: dict[str, Any], fault: str) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def gated(job: PipelineJob, closed: bool) -> Iterator[None]:
-    """Keeps all members from the step behind `GATE` while the block runs, if `closed`."""
+    """Makes all members wait before the step that follows `GATE` while the block runs, if `closed`."""
     gate = job.harness.directory / f"gate-{GATE}"
     if closed:
         gate.touch()
@@ -95,19 +95,21 @@ def gated(job: PipelineJob, closed: bool) -> Iterator[None]:
 
 
 def apart(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
-    """Returns the largest difference within each tensor of the same name."""
+    """Returns by name the largest absolute difference between equally named tensors."""
     return {name: float((ours[name] - theirs[name]).abs().max()) for name in ours.keys() & theirs.keys()}
 
 
 def gradients_apart(ours: dict[str, Any], theirs: dict[str, Any], double: bool) -> float:
-    """Returns how far gradients differ: relative to the largest number of each tensor, or in 32 bits of all."""
+    """Returns the largest difference of gradients: in 64 bits relative to the tensor's largest value, in 32 bits to
+    that of all tensors.
+    """
     largest = {name: float(tensor.abs().max()) for name, tensor in theirs.items()}
     most = max(largest.values())
     return max(x / max(1e-30, largest[name] if double else most) for name, x in apart(ours, theirs).items())
 
 
 def without_key_biases(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tensors, with zeros for the biases of attention keys."""
+    """Returns the tensors with the biases of attention keys set to zero."""
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in (n for n in kept if n.endswith("in_proj_bias")):
         third = len(kept[name]) // 3
@@ -116,13 +118,13 @@ def without_key_biases(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def union(reports: dict[str, dict[str, Any]], key: str, step: int | None = None) -> dict[str, Any]:
-    """Returns the tensors, or gradients of a step, that all members have together."""
+    """Returns the tensors (or the gradients of a step) of all members together, by name."""
     parts = (r[key] if step is None else r[key].get(step, {}) for r in reports.values())
     return {name: value for part in parts for name, value in part.items()}
 
 
 def owners_unequal(reports: dict[str, dict[str, Any]]) -> int:
-    """Returns how many tensors differ between owners, over all steps."""
+    """Returns how many tensors differ between the members that own them, summed over all steps."""
     seen: dict[tuple[int, str], set[str]] = defaultdict(set)
     for report in reports.values():
         for step, row in report["rows"].items():
@@ -132,7 +134,7 @@ def owners_unequal(reports: dict[str, dict[str, Any]]) -> int:
 
 
 def logged_apart(rows: dict[int, Any], theirs: dict[int, Any]) -> float:
-    """Returns the largest relative difference between logged values."""
+    """Returns the largest relative difference between the values that two trainings logged."""
     pairs = [(rows[s]["logged"][k], v) for s in rows for k, v in theirs[s]["logged"].items()]
     return max(abs(a - b) / max(1e-12, abs(b)) for a, b in pairs)
 
@@ -146,7 +148,7 @@ def compare(
     faultless: dict[str, dict[str, Any]] | None,
     double: bool,
 ) -> None:
-    """Adds the figures of one training.
+    """Adds the figures of one training compared with that of one process.
 
     Args:
         result: Takes them.
@@ -176,7 +178,7 @@ def compare(
 
 
 def family(result: Result, name: str, double: bool, faults: list[str], steps: int) -> None:
-    """Compares all trainings of one model and precision."""
+    """Compares all trainings of one model in one precision."""
     spec = about(CASES[name], double, steps)
     print(f" {name}, fp{64 if double else 32}", flush=True)
     logs = alone(**spec)
@@ -190,7 +192,7 @@ def family(result: Result, name: str, double: bool, faults: list[str], steps: in
 
 
 def twice(result: Result, steps: int) -> None:
-    """Compares two runs with the same death at the same unit."""
+    """Compares two runs in which the same member dies at the same unit."""
     spec = about(CASES["dropout"], False, steps)
     one, two = (trained(spec, "rerouted") for _ in range(2))
     pairs = itertools.product(one, range(1, steps + 1))

@@ -1,4 +1,4 @@
-"""Members of a job with pipelines, as benchmarks start, strike and compare them; and the job around them.
+"""Members of jobs with pipelines, which benchmarks start, kill and compare, and the job that contains them.
 
 A member trains by `Trainer(strategy="chaos_pipeline")`: a small GPT, or timed layers (lab/timed_layers.py). It
 kills or freezes itself at one place of a step, when a file asks for it (`Strikes`). All that benchmarks measure they
@@ -59,7 +59,7 @@ GATE_S = 0.005
 
 
 class Strikes:
-    """Kills or freezes this process at the place that a file names; see `PLACES`.
+    """Kills or freezes its own process at the place in a step that a file names (one of `PLACES`).
 
     Args:
         path: Of the file: {"place", "kind"}, and if need be "step" and "unit", which number must have been reached. Of
@@ -71,7 +71,7 @@ class Strikes:
         self.engine: Callable[[], Any] = lambda: None
 
     def at(self, place: str) -> None:
-        """Strikes if the file asks for this place, which is passed now."""
+        """Kills or freezes the process if the file names this place, which training has just reached."""
         if not self._asks(place):
             return
         kind = self._asked["kind"]
@@ -88,16 +88,16 @@ class Strikes:
         return False
 
     def begin(self, step: int) -> None:
-        """Notes that the units of a step begin, maybe again."""
+        """Notes that the units of a step begin, also when the step is done again."""
         self._step, self._unit = step, -1
 
     def unit(self) -> None:
-        """Notes that another unit begins."""
+        """Notes that the next unit of a step begins."""
         self._unit += 1
         self.at("between")
 
     def watch(self, blocks: Any) -> None:
-        """Makes blocks of the chain strike within their passes."""
+        """Adds hooks to the model's blocks, so that a fault can hit within their forward or backward passes."""
 
         def forward(block: Any, arguments: Any, output: Any) -> None:
             self.at("forward")
@@ -108,7 +108,7 @@ class Strikes:
             block.register_forward_hook(forward)
 
     def install(self) -> None:
-        """Hooks this object into the product's own classes, in this process."""
+        """Adds hooks to the product's classes in this process, so that a fault can hit at each place."""
         _before(PipelineExecutor, "run", lambda executor, work: self.begin(work.step))
         _before(PipelineExecutor, "_run_unit", lambda *_: self.unit())
         _before(PipelineStep, "_await_reduced", lambda *_: self.at("all-reduce"))
@@ -134,7 +134,7 @@ class Strikes:
 
 
 def _before(owner: type, name: str, act: Callable[..., object]) -> None:
-    """Calls `act` before each call of a method, with its arguments."""
+    """Makes `act` be called with the arguments before each call of a method."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -149,7 +149,7 @@ def _before(owner: type, name: str, act: Callable[..., object]) -> None:
 
 
 class FixedGPT(GPT):
-    """The demo's GPT with fixed initial values, so that one process and members begin with equal ones."""
+    """The demo's GPT with fixed initial values, so that training in one process and by members begins alike."""
 
     def configure_model(self) -> None:
         if hasattr(self, "blocks"):
@@ -216,12 +216,12 @@ class Watch(pl.Callback):
 
 
 def tensors_of(module: Any) -> dict[str, Any]:
-    """Returns the tensors that have memory here, by name."""
+    """Returns the tensors whose memory this member has allocated, by name."""
     return {name: t for name, _, _, t in named_tensors(module) if not is_absent(t)}
 
 
 def count_kept() -> list[int]:
-    """Counts the tensors that units keep, in this process; returns the list that gets the peak of each attempt."""
+    """Starts counting the tensors that units keep; returns the list to which each attempt's peak is added."""
     make, execute, peaks = PipelineExecutor.__init__, PipelineExecutor.run, list[int]()
 
     def counted(executor: Any, *args: Any, **named: Any) -> None:
@@ -237,7 +237,7 @@ def count_kept() -> list[int]:
 
 
 def module_of(spec: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns the model of a member, and its data."""
+    """Returns the model and the data that a member's specification names."""
     about = dict(spec["model"])
     if about.pop("kind") == "timed":
         width, generator = about["width"], torch.Generator().manual_seed(3)
@@ -247,7 +247,7 @@ def module_of(spec: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def member(spec: dict[str, Any], *callbacks: pl.Callback) -> None:
-    """Runs one member, or the training in one process.
+    """Runs one member of a job, or the whole training in one process.
 
     Args:
         spec: name, folder, model (kind: gpt or timed, and arguments), batch, micro_batches; steps, clip, double
@@ -320,7 +320,7 @@ class PipelineJob:
         )
 
     def found(self, names: Sequence[str], least: int = 2) -> None:
-        """Founds the job with these members, who come in this order; it goes on with `least` of them."""
+        """Starts a job whose first view has these members, in this order, and which goes on with `least` of them."""
         self._scheduler.start(len(names))
         for name in names:
             self.start(name)
@@ -333,12 +333,12 @@ class PipelineJob:
             self.harness.wait_until(lambda name=name: self._knows(name, last), f"{name} knows the scheduler or is dead")
 
     def _knows(self, name: str, since: Record) -> bool:
-        """Returns whether a member knows the scheduler that was started then, or has struck itself before."""
+        """Returns whether a member has connected to the scheduler since an event, or was hit by a fault."""
         found = {r.name for r in self.harness.records if r.member.startswith(f"{name}~") and r.mono > since.mono}
         return "scheduler" in found or "fault_injected" in found
 
     def again(self, names: Sequence[str], **more: Any) -> None:
-        """Starts all members anew and at once, as a launcher does with a job that has ended to begin again."""
+        """Starts all members anew and at once, as a launcher does after a job that ended in order to restart."""
         since = self.harness.records[-1]
         self._scheduler.stop()
         self._scheduler.start(len(names))
@@ -356,14 +356,14 @@ class PipelineJob:
         self.harness.start_function(name, member, spec)
 
     def strike(self, name: str, place: str, kind: str = "sigkill", **at: int) -> None:
-        """Orders a member to strike itself; see `Strikes`."""
+        """Orders a member to kill or freeze itself; see `Strikes`."""
         self.harness.declare(name)
         path = self.harness.directory / f"strike-{name}"
         path.with_suffix(".new").write_text(json.dumps({"place": place, "kind": kind, **at}))
         path.with_suffix(".new").replace(path)
 
     def struck(self, name: str, since: Record | None = None) -> Record:
-        """Waits until a member has struck itself."""
+        """Waits until a member has killed or frozen itself."""
         found = self.harness.wait_for("fault_injected", node=name, after=since)
         child = self.harness.children[name]
         child.killed, child.frozen = found["kind"] == "sigkill", found["kind"] == "sigstop"
@@ -375,7 +375,7 @@ class PipelineJob:
         (self.harness.directory / "end").write_text(str(last + margin))
 
     def report(self, name: str) -> dict[str, Any]:
-        """Returns the report that a member wrote at its end."""
+        """Returns the report that a member wrote as it ended."""
         found: dict[str, Any] = torch.load(self.harness.directory / f"{name}.pt", weights_only=False)
         return found
 
@@ -405,7 +405,7 @@ def pipeline_job(keep: str = "", *, deadline_s: float = 90.0, **about: Any) -> I
 
 
 def alone(keep: str = "", **about: Any) -> dict[str, Any]:
-    """Trains in one process without interruption, and returns its report.
+    """Runs the training in one process without interruption, and returns its report.
 
     Args:
         keep: As for `pipeline_job`.

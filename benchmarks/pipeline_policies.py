@@ -1,4 +1,5 @@
-"""One history of losses and returns under each policy of a running job, with real processes; the paper's Figs. 6 to 9.
+"""Repeats one history of losses and returns under each policy of a running job, with real processes; the paper's Figs.
+6 to 9.
 
 Six processes train timed layers, so that they behave as six devices, from a first view of all six. The same members
 are killed at the same times, and their names come back at the same times, under `adaptive`, `reroute`, `dynamic` and
@@ -53,7 +54,7 @@ AS_A_JOB = "restart, as a job does"
 
 
 class Event(NamedTuple):
-    """A device that goes ("remove") or comes ("add"), so long after all six train."""
+    """A device that is lost ("remove") or returns ("add"), and how long after the start of training by all six."""
 
     at_s: float
     kind: str
@@ -70,7 +71,7 @@ QUICK, QUICK_S = (Event(5, "remove", "b"), Event(17, "add", "b")), 28.0
 
 @dataclass
 class Story:
-    """Outcome of a history under a policy.
+    """Outcome of one history under one policy.
 
     Attributes:
         samples: Trained between begin and end.
@@ -92,7 +93,7 @@ class Story:
 
 
 def play(result: Result, policy: str, history: Sequence[Event], length_s: float, about: dict[str, Any]) -> Story:
-    """Runs a history under a policy."""
+    """Runs one history of losses and returns under a policy."""
     print(f" {policy}", flush=True)
     with scratch() as saves, pipeline_job(policy=policy, saves=str(saves), save_every=SAVE_EVERY, **about) as job:
         job.harness.declare(*NAMES)
@@ -117,7 +118,7 @@ def play(result: Result, policy: str, history: Sequence[Event], length_s: float,
 
 
 def wait(job: PipelineJob, up: set[str], until: float, saves: Path) -> None:
-    """Waits until then, by the monotonic clock (s); starts these members again where all have ended to begin again."""
+    """Waits until a monotonic time (s); starts members again if all have ended in order to restart."""
 
     def ended() -> bool:
         codes = [job.harness.children[name].poll() for name in up]
@@ -133,12 +134,12 @@ def wait(job: PipelineJob, up: set[str], until: float, saves: Path) -> None:
 
 
 def step_of(path: str) -> int:
-    """Returns the step of a checkpoint."""
+    """Returns the number of the step at which a checkpoint was saved, from its path."""
     return int(Path(path).stem.partition("=")[2])
 
 
 def trained(records: Sequence[Record], until: float) -> int:
-    """Returns the number of steps that are trained at a time (s): steps after a checkpoint are void at a restart."""
+    """Returns how many steps are trained by a time (s); a restart discards the steps after its checkpoint."""
     records = [r for r in records if r.mono <= until]
     resumed = max((r for r in records if r.name == "resumed"), key=lambda r: r.mono, default=None)
     since, base = (resumed.mono, int(resumed["step"])) if resumed else (0.0, 0)
@@ -169,12 +170,13 @@ def story_of(policy: str, records: Sequence[Record], began: float, history: Sequ
 
 
 def nodes_of(step: Committed) -> set[str]:
-    """Returns the names of those who contributed to a step."""
+    """Returns the names of the members that contributed to a step."""
     return {node_of(m) for m, _ in next(iter(step[1].values()))["contributors"]}
 
 
 def change(steps: Sequence[Committed], name: str, after: float, *, gone: bool) -> tuple[float, float, Committed] | None:
-    """Returns how a member's loss or return shows in the steps after a time (s); None if it does not.
+    """Returns when a member's loss or return begins to cost time, how much it costs, and the first step after it; None
+    if it does not show.
 
     That is: since when it costs time (a loss at once, a return when the last step without it has ended); for how long,
     beyond a step; and the first step after it.
@@ -190,7 +192,7 @@ def change(steps: Sequence[Committed], name: str, after: float, *, gone: bool) -
 
 
 def kind_of(records: Sequence[Record], first: Committed, policy: str, event: Event) -> str:
-    """Returns the reaction to a change: reroute, fill or move; reload after a restart."""
+    """Returns the policy's reaction to a change: "reroute", "fill" or "move", or "reload" after a restart."""
     if policy == "restart" and event.kind == "remove":
         return "reload"
     view = next(iter(first[1].values()))["view"]
@@ -202,12 +204,16 @@ def kind_of(records: Sequence[Record], first: Committed, policy: str, event: Eve
 
 
 def restarts(ways: policies.Options) -> Iterator[PlanCandidate | None]:
-    """Returns to a checkpoint after a loss, with the best plan, and seats newcomers, as a running job does."""
+    """Policy that returns to a checkpoint after a loss, with the best plan, and gives newcomers work, as a running job
+    does.
+    """
     yield from policies.adaptive(ways) if ways.whole else [ways.restart()]
 
 
 def measured_costs(stories: Sequence[Story], step_s: float) -> Pauses:
-    """Returns the measured costs of changes; those not seen cost as much as the planner of a running job assumes."""
+    """Returns the measured costs of changes; kinds that did not occur get the costs that the planner of a running job
+    assumes.
+    """
     usual = {"reroute": PAUSES.reroute_s, "fill": PAUSES.fill_s, "move": PAUSES.move_s, "reload": PAUSES.reload_s}
     seen = defaultdict[str, list[float]](list)
     for kind, values in itertools.chain.from_iterable(story.pauses.items() for story in stories):
@@ -220,14 +226,14 @@ def measured_costs(stories: Sequence[Story], step_s: float) -> Pauses:
 
 
 def measured_job(profile: TrainingJob, commit_s: float) -> TrainingJob:
-    """Returns the job on six devices, whose steps take so long (s) beyond their layers."""
+    """Returns the job on six devices, whose steps take `commit_s` seconds beyond their layers."""
     devices = tuple(Device(name=n, memory_nbytes=memory_of(profile, OWNED)) for n in NAMES)
     overheads = replace(profile.overheads, commit_s=commit_s)
     return replace(profile, overheads=overheads, devices=devices, micro_batches=MICRO_BATCHES, samples=BATCH)
 
 
 def simulated(story: Story, job: TrainingJob, pauses: Pauses, length_s: float) -> Outcome:
-    """Returns the outcome of the history, as it happened, on the simulated fleet."""
+    """Returns the outcome of the same history on the simulated fleet."""
     changes = tuple(FleetChange(x.at_s, x.kind, (NAMES.index(x.name),)) for x in story.changes)
     policy = AS_A_JOB if story.policy == "restart" else story.policy
     return FleetRun(MixedFleet(job, pauses), Trace(tuple(range(len(NAMES))), changes, length_s), policy).run()
@@ -237,7 +243,7 @@ def simulated(story: Story, job: TrainingJob, pauses: Pauses, length_s: float) -
 
 
 def compare(result: Result, stories: Mapping[str, Story], profile: TrainingJob, length_s: float) -> None:
-    """Adds the figures of all policies."""
+    """Adds the figures of the history under each policy, real and simulated."""
     for name, story in stories.items():
         result.add(f"{name}: samples in {length_s:g} s", story.samples, "count")
     best = max((story for name, story in stories.items() if name != "adaptive"), key=lambda story: story.samples)
@@ -259,7 +265,7 @@ def compare(result: Result, stories: Mapping[str, Story], profile: TrainingJob, 
 
 
 def beside_the_paper(result: Result, stories: Mapping[str, Story]) -> None:
-    """Prints the paper's claims beside the results here."""
+    """Prints the paper's claims with our results."""
     for story in stories.values():
         six, less = story.plans[0], next((x for x in story.plans if x.members == 5 and len(x.steps) > 1), None)
         if less is not None:

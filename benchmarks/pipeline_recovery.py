@@ -1,4 +1,5 @@
-"""A member of a pipeline dies or freezes: how long until the others have made a step without it, and how fast they go.
+"""Measures how soon the other members make a step without one that dies or freezes in a pipeline, and how fast they are
+then.
 
 Six processes train timed layers, so that they behave as six devices, as three pipelines of two stages or two of three.
 One member after the other strikes itself at a place of a step: within a forward or a backward pass, between units, in
@@ -50,7 +51,7 @@ SETTLED = 10
 
 @dataclass(frozen=True)
 class Campaign:
-    """Shape, policy and size of one job that is struck many times.
+    """Settings of one job in which members are killed or frozen many times.
 
     Attributes:
         state_mib: Of weights and optimizer state, of all layers together.
@@ -64,7 +65,7 @@ class Campaign:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Arguments of `TimedModel`."""
+        """Arguments with which members build `TimedModel`."""
         width = int((self.state_mib * MIB / LAYERS / 12) ** 0.5)
         return {"layers": LAYERS, "width": width, "forward_s": self.forward_s, "backward_s": 2 * self.forward_s}
 
@@ -74,7 +75,7 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Blow:
-    """Measurements of a death or freeze.
+    """Measurements of one member's death or freeze.
 
     Attributes:
         total_s: From the blow to the next step at all survivors.
@@ -94,12 +95,12 @@ class Blow:
 
     @property
     def beyond_s(self) -> float:
-        """Delay beyond the step that runs again and the unit that was under way."""
+        """Delay in excess of the repeated step and of the unit that was under way."""
         return self.total_s - self.step_s - self.unit_s
 
 
 class Story:
-    """A campaign under way: its job, and the blows so far.
+    """A running job with a campaign's settings, and the deaths and freezes so far.
 
     Args:
         job: Its members.
@@ -113,7 +114,9 @@ class Story:
     # ------------------------------------------------------------------ looking
 
     def steps(self, since: float, without: Collection[str]) -> list[tuple[float, tuple[str, ...]]]:
-        """Returns steps that all their contributors have committed, none of these nodes among them: when, and who."""
+        """Returns the steps after a time that all their contributors have committed, without these nodes: when, and who
+        contributed.
+        """
         found: dict[int, dict[str, float]] = defaultdict(dict)
         who: dict[int, tuple[str, ...]] = {}
         for r in self.job.harness.records:
@@ -130,19 +133,19 @@ class Story:
 
     @property
     def layers(self) -> dict[str, list[list[int]]]:
-        """Layers that each node runs, by node."""
+        """Layers that each node runs, by the node's name."""
         choice = [r for r in self.last("pipelines") if r.get("view")][-1]
         return {m.rpartition("~")[0]: spans for m, spans in choice["layers"].items()}
 
     def victim(self, other_than: Sequence[str] = ()) -> str:
-        """Returns the next member in turn that runs layers, and has none in common with these."""
+        """Returns the next member, in turn, that runs layers and shares none with the given members."""
         rows = self.layers
         taken = [rows.get(name) for name in other_than]
         free = [name for name in sorted(rows) if name not in other_than and rows[name] not in taken]
         return free[next(self._turn) % len(free)]
 
     def spare(self, gone: Collection[str]) -> list[str]:
-        """Returns the members without which the others still hold all layers."""
+        """Returns the members whose layers all have another owner as well."""
         held = {n: {i for a, b in spans for i in range(a, b)} for n, spans in self.layers.items() if n not in gone}
         return [n for n, mine in held.items() if mine and mine <= set().union(*(held[m] for m in held if m != n))]
 
@@ -153,7 +156,7 @@ class Story:
     # ------------------------------------------------------------------ acting
 
     def formed(self) -> None:
-        """Waits until all six members are in the campaign's shape and have made two steps."""
+        """Waits until all six members run in the campaign's shape and have made two steps."""
 
         def whole() -> bool:
             choice = [r for r in self.last("pipelines") if r.get("view")][-1:]
@@ -166,7 +169,7 @@ class Story:
         )
 
     def strike(self, place: str, kind: str = "sigkill") -> None:
-        """Strikes once, measures it, and brings the job back to six members."""
+        """Kills or freezes a member once, measures the recovery, and brings the job back to six members."""
         harness, job = self.job.harness, self.job
         if place == "pull":
             self._in_pull()
@@ -194,7 +197,7 @@ class Story:
         self.formed()
 
     def _in_pull(self) -> None:
-        """Kills a newcomer in its first pull; the others go on."""
+        """Kills a newcomer in its first pull, and measures the recovery of the other members."""
         harness, job, name = self.job.harness, self.job, self.victim()
         before = harness.records[-1]
         job.strike(name, "between")
@@ -227,15 +230,15 @@ class Story:
         )
 
     def _units(self, since: float, until: float) -> Iterator[float]:
-        """Yields for how long survivors' units under way went on after the recovery was decided, s."""
+        """Yields the seconds for which survivors' current units ran on after the recovery was decided."""
         decided = {r.member: r.mono for r in self.last("redo", since) if r.mono <= until}
         for r in self.last("units_dropped", since):
             if r.member in decided and r.mono <= until:
                 yield max(0.0, r.mono - decided[r.member])
 
     def shrink(self, result: Result) -> None:
-        """Takes two members away, by death or, if they alone hold layers, by leaving; adds how fast five and four
-        devices are.
+        """Removes two members, by death or, if only they have some layers, by leaving; adds the speed of five and of
+        four devices.
         """
         gone: list[str] = []
         for _ in range(2):
@@ -263,7 +266,7 @@ class Story:
             result.add(title, step_s / wanted_s, "ratio", 1 / THROUGHPUT)
 
     def _wanted(self, devices: int, overheads: Overheads) -> tuple[float, str]:
-        """Returns the step that so many devices should have, s, and whose word that is.
+        """Returns the step in s that so many devices should reach, and in words what predicted it.
 
         Args:
             devices: Their number.
@@ -287,7 +290,7 @@ def profile_of(campaign: Campaign) -> Any:
 def play(
     result: Result, campaign: Campaign, blows: Sequence[tuple[str, str]], *, shrinks: bool, keep: str
 ) -> list[Blow]:
-    """Returns the blows of one campaign, from its founding to its audit.
+    """Runs one campaign from its founding to its audit; returns the measured deaths and freezes.
 
     Args:
         result: Takes the figures.
@@ -323,7 +326,7 @@ def play(
 
 
 def report(result: Result, campaign: Campaign, blows: Sequence[Blow]) -> None:
-    """Adds medians and bytes."""
+    """Adds medians of the delays, and the bytes moved."""
     for kind in ("sigkill", "sigstop"):
         moved = [b for b in blows if b.kind == kind and (b.planned_nbytes or b.moved_nbytes)]
         for words, these in (("moves", moved), ("reroute", [b for b in blows if b.kind == kind and b not in moved])):
@@ -343,7 +346,9 @@ def report(result: Result, campaign: Campaign, blows: Sequence[Blow]) -> None:
 
 
 def campaigns(times: int, quick: bool) -> dict[str, tuple[Campaign, list[tuple[str, str]], bool]]:
-    """Returns the campaigns by the name that --only takes: each with its blows, and whether it shrinks at the end."""
+    """Returns the campaigns by the name that --only takes: each with its faults, and whether it loses two members at
+    the end.
+    """
     kills = [(place, "sigkill") for place in (*PLACES, "two at once")]
     stops = [(place, "sigstop") for place in ("forward", "backward", "all-reduce")]
     if quick:

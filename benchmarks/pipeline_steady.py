@@ -1,4 +1,4 @@
-"""Undisturbed steps of a pipeline: against torch's own 1F1B, against the simulated schedule, and their memory.
+"""Measures undisturbed steps of a pipeline against torch's own 1F1B and the simulated schedule, and their memory.
 
 Real layers: two processes train four blocks as two stages with eight micro-batches and AdamW, by `chaos_pipeline` and
 by torch.distributed.pipelining (`Schedule1F1B` over gloo). Both are there all the time and take turns, some steps each,
@@ -39,7 +39,7 @@ SIMULATED, KEPT = 1.05, 0.1
 
 
 def block(width: int) -> Any:
-    """Returns one layer: an MLP with a residual."""
+    """Returns one layer: an MLP with a residual connection."""
     from torch import nn
 
     class Block(nn.Module):
@@ -56,14 +56,14 @@ def block(width: int) -> Any:
 
 
 def batches(width: int, rows: int) -> Any:
-    """Returns inputs and targets of one step."""
+    """Returns the inputs and targets of one step."""
     import torch
 
     return torch.randn(2, MICRO_BATCHES * rows, width, generator=torch.Generator().manual_seed(1))
 
 
 def profile_of(width: int, rows: int) -> TrainingJob:
-    """Returns a profile of the layers: all alike, and three of the four fit on a device."""
+    """Returns a profile of equal layers, of which three of the four fit on a device."""
     numbers, wide = 8 * width * width + 7 * width, 4 * rows * width
     layer = Layer(
         name="blocks",
@@ -79,7 +79,7 @@ def profile_of(width: int, rows: int) -> TrainingJob:
 
 
 class Turns:
-    """Step counter of a process that steps by order of the benchmark: ("run", count), answered by the times of their
+    """Step counter of a process that the benchmark orders to run steps: ("run", count), answered by the times of their
     ends; ("end",).
 
     Args:
@@ -90,7 +90,7 @@ class Turns:
         self._pipe, self._left, self._ends = pipe, 0, list[float]()
 
     def wait(self) -> bool:
-        """Waits before a step for its order if the last one is carried out; returns False at the end."""
+        """Waits for the next order if the last one is carried out, before a step; returns False at the end."""
         if not self._left:
             self._pipe.send(("done", self._ends))
             word, *count = self._pipe.recv()
@@ -106,7 +106,7 @@ class Turns:
 
 
 def ours(pipe: Connection, endpoint: str, name: str, width: int, rows: int, profile: str) -> None:
-    """Runs a member of ours."""
+    """Runs a member of this product."""
     import time
 
     import lightning.pytorch as pl
@@ -156,7 +156,7 @@ def ours(pipe: Connection, endpoint: str, name: str, width: int, rows: int, prof
 
 
 def theirs(pipe: Connection, rank: int, port: int, width: int, rows: int) -> None:
-    """Runs a process of torch.distributed.pipelining."""
+    """Runs one process that trains by torch.distributed.pipelining."""
     import time
 
     import torch
@@ -190,7 +190,7 @@ def theirs(pipe: Connection, rank: int, port: int, width: int, rows: int) -> Non
 
 
 def turn(workers: list[Worker], count: int) -> float:
-    """Makes these workers run so many steps; returns the median of one, s."""
+    """Makes these workers run `count` steps; returns the median step, s."""
     for worker in workers:
         worker.pipe.send(("run", count))
     ends = [worker.receive(300.0)[1] for worker in workers]
@@ -199,7 +199,7 @@ def turn(workers: list[Worker], count: int) -> float:
 
 
 def real(result: Result, size: str, pairs: int, count: int) -> None:
-    """Compares both systems at one size, in turns."""
+    """Compares this product with torch.distributed.pipelining at one size, in turns."""
     from json import dumps
 
     from chaos_lightning.planning.pipelines.files import to_dict
@@ -234,7 +234,7 @@ def real(result: Result, size: str, pairs: int, count: int) -> None:
 
 
 def timed(result: Result, steps: int) -> None:
-    """Compares six devices with the simulated schedule."""
+    """Compares the steps of six devices with the simulated schedule."""
     model = TimedModel(**TIMED)  # type: ignore[arg-type]
     profile = model.job(micro_batches=6, samples=TIMED_BATCH, owned=4.2)
     about = {"model": {"kind": "timed", **TIMED}, "batch": TIMED_BATCH, "micro_batches": 6, "steps": steps}
@@ -262,7 +262,7 @@ def timed(result: Result, steps: int) -> None:
 
 
 def kept(result: Result, steps: int) -> None:
-    """Compares tensors that real layers keep with the bytes that the planner knew."""
+    """Compares the bytes of tensors that real layers keep with those that the planner predicted."""
     model = {"kind": "gpt", "layers": 6, "width": 64, "block": 64}
     about: dict[str, Any] = {"model": model, "batch": 4, "micro_batches": 6, "text": 60_000, "steps": steps}
     with pipeline_job(device_memory=round(7.5 * MIB), counted=True, **about) as job:

@@ -1,4 +1,4 @@
-"""Reads steps of real pipelines from event logs: which plan each ran by, when it was committed, what was predicted.
+"""Reads the steps of real pipelines from event logs: the plan and the commit of each, and its predicted time.
 
 A plan is taken from what its members' sums held (`committed` events), not from what the scheduler wanted. Its
 prediction is the scheduler's word when it chose the plan (`pipelines` events).
@@ -24,7 +24,7 @@ Rows = Sequence[tuple[int, int, Sequence[tuple[int, int]]]]
 
 @dataclass
 class PlanRun:
-    """Steps in a row by one plan.
+    """Consecutive steps that ran by one plan.
 
     Attributes:
         shape: In words, such as "3 x 2".
@@ -44,7 +44,7 @@ class PlanRun:
 
     @property
     def steps(self) -> list[float]:
-        """Seconds of steps that count."""
+        """Seconds of each step, without the first ones after a change of plan."""
         return [b - a for a, b in itertools.pairwise(self.ends[UNSETTLED:])]
 
     @property
@@ -58,12 +58,12 @@ class PlanRun:
 
     @property
     def plan(self) -> PipelinePlan:
-        """Plan that ran; only where nothing is rerouted."""
+        """Plan by which the steps ran; defined only if no micro-batch is rerouted."""
         return plan_of(self.coverage)
 
 
 def plan_of(coverage: Mapping[str, Rows]) -> PipelinePlan:
-    """Returns the plan by which these members ran these layers of these micro-batches.
+    """Returns the plan by which members ran their layers, from the micro-batches that each one's sums contain.
 
     Raises:
         PlanError: They make none, as where micro-batches are rerouted.
@@ -100,7 +100,7 @@ def committed(records: Iterable[Record]) -> list[Committed]:
 
 
 def runs(records: Iterable[Record]) -> list[PlanRun]:
-    """Returns which steps ran by which plan, in order; all of one chain of views."""
+    """Returns runs of consecutive steps by one plan each, in order, for one chain of views."""
     records = list(records)
     told = [r for r in records if r.name == "pipelines" and r.get("view") and r.get("step_s")]
     chosen = {view_number(r["view"]): r for r in reversed(told)}  # what was said first; later it may know its steps

@@ -1,5 +1,5 @@
-"""Measures how long the pipelines of the next view take: at a founding, after a loss, a leave and a join; of 6 to 256
-members.
+"""Measures how long planning the pipelines of the next view takes: at a founding, after a loss, a leave and a join; for
+6 to 256 members.
 
 The model is a decoder of 26 layers on cards of 32 GiB with four micro-batches for each, eight cards on a host. Fleets
 are of one kind, or every third card has 0.8 of the speed. Times are of the processor, the least of some; the first
@@ -25,7 +25,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def profile(members: int, *, alike: bool) -> TrainingJob:
-    """Returns the job on so many cards."""
+    """Returns the job of a decoder on `members` cards."""
     layers = tuple(
         Layer(
             name=f"block{i}",
@@ -60,7 +60,7 @@ def profile(members: int, *, alike: bool) -> TrainingJob:
 
 
 def least_ms(call: Callable[[], PipelineAnswer], times: int = TIMES) -> float:
-    """Returns the least processor time of some calls, in milliseconds."""
+    """Returns the least processor time of several calls, in milliseconds."""
     taken = []
     for _ in range(times):
         began = time.process_time()
@@ -70,7 +70,7 @@ def least_ms(call: Callable[[], PipelineAnswer], times: int = TIMES) -> float:
 
 
 def fleet(result: Result, members: int, *, alike: bool) -> None:
-    """Measures all questions that a fleet of this size asks the planner."""
+    """Measures the planner's answers to all questions of a fleet of this size."""
     job = profile(members, alike=alike)
     everybody = list(job.devices)
     what = f"{members} members{'' if alike else ' of two speeds'}"

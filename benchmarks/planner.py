@@ -1,5 +1,4 @@
-"""Compares the planner of pipelines with enumeration and the paper's search: how good its answers are, how soon they
-come.
+"""Compares the planner of pipelines with enumeration and with the paper's search: how good its plans are, and how fast.
 
 Small fleets are planned by trying everything as well: all multisets of lengths, all splits of the micro-batches and all
 cuts for equal devices; all rows of devices in any order, too, for unequal ones. Large fleets train a decoder of 80
@@ -73,9 +72,7 @@ def main() -> int:
 
 
 def small_job(draw: Random, layers: int, devices: int, micro_batches: int) -> TrainingJob:
-    """Returns a job with layers of unequal times and sizes, links that cost something, and now and then little
-    memory.
-    """
+    """Returns a random job with unequal layers, links that cost time, and sometimes little memory."""
     alike = draw.random() < 0.4
     found = []
     for i in range(layers):
@@ -108,8 +105,8 @@ def small_job(draw: Random, layers: int, devices: int, micro_batches: int) -> Tr
 
 
 def enumerated_s(shapes: Shapes, devices: int) -> float:
-    """Returns the least seconds of any multiset of lengths, split and cut, as plans are charged; infinity where none
-    fits.
+    """Returns the least charged seconds over all pipeline lengths, splits of micro-batches and cuts of layers; infinity
+    if none fits.
     """
     cutter, total = shapes.cutter, shapes.total
 
@@ -139,7 +136,7 @@ def enumerated_s(shapes: Shapes, devices: int) -> float:
 
 
 def equal_cases(result: Result, cases: int, seed: int) -> None:
-    """Compares plans for equal devices with enumeration."""
+    """Compares the planner's plans for equal devices with the best ones found by enumeration."""
     same, none = 0, 0
     for case in range(cases):
         draw = Random(f"{seed}:{case}")
@@ -161,7 +158,9 @@ def equal_cases(result: Result, cases: int, seed: int) -> None:
 
 
 def small_hosts(draw: Random, *, unequal: bool = False) -> TrainingJob:
-    """Returns three to five devices (four, if unequal) on two or three hosts, between which links are slow."""
+    """Returns a random job with three to five devices (four, if unequal) on two or three hosts with slow links between
+    them.
+    """
     devices = draw.randint(3, 4 if unequal else 5)
     job = small_job(draw, draw.randint(2, 6), devices, draw.randint(2, 4))
     hosts = draw.randint(2, 3)
@@ -173,7 +172,7 @@ def small_hosts(draw: Random, *, unequal: bool = False) -> TrainingJob:
 
 
 def placed_s(job: TrainingJob) -> float:
-    """Returns the least simulated step of any plan on any devices; infinity where none fits."""
+    """Returns the least simulated step over all plans and placements on devices; infinity if none fits."""
     there: dict[Kind, list[str]] = defaultdict(list)
     for d in job.devices:
         there[d.host, d.kind].append(d.name)
@@ -200,8 +199,8 @@ def placed(
     cuts: tuple[tuple[int, ...], ...],
     split: tuple[int, ...],
 ) -> float:
-    """Returns the simulated step of one plan, whose places are of these kinds in order; infinity where it does not
-    fit.
+    """Returns the simulated step of one plan, whose stages are placed on devices of these kinds in order; infinity if
+    it does not fit.
     """
     left, pipelines = {kind: iter(names) for kind, names in there.items()}, []
     places = iter(order)
@@ -215,7 +214,7 @@ def placed(
 
 
 def hosted_cases(result: Result, cases: int, seed: int, *, unequal: bool) -> None:
-    """Compares whole plans, with devices placed and simulated, with enumeration."""
+    """Compares the planner's plans, placed on devices and simulated, with the best ones found by enumeration."""
     title = "unequal, on hosts" if unequal else "on hosts"
     ratios, wrong, differ, sure = [], 0, 0, 0
     for case in range(cases):
@@ -243,7 +242,7 @@ def hosted_cases(result: Result, cases: int, seed: int, *, unequal: bool) -> Non
 
 
 def small_fleet(draw: Random, case: int) -> TrainingJob:
-    """Returns up to eight devices of several speeds and sizes of memory; all unlike each other where that can be
+    """Returns a job with up to eight devices of several speeds and memory sizes; all different if that can be
     enumerated.
     """
     devices = draw.choice([3, 4, 5, 6, 8])
@@ -262,7 +261,7 @@ def small_fleet(draw: Random, case: int) -> TrainingJob:
 
 
 def sequences(counts: Counter[tuple[float, int]]) -> Iterator[tuple[tuple[float, int], ...]]:
-    """Yields all orders of some of these kinds."""
+    """Yields all sequences of devices that these numbers of each kind allow."""
     yield ()
     for kind in sorted(counts):
         if counts[kind]:
@@ -271,7 +270,9 @@ def sequences(counts: Counter[tuple[float, int]]) -> Iterator[tuple[tuple[float,
 
 
 def enumerated_unequal_s(job: TrainingJob) -> float:
-    """Returns the least seconds of any rows of these devices in any order, split and cut."""
+    """Returns the least seconds over all sets of pipelines of unequal devices in any order, with all splits and
+    cuts.
+    """
     mixed, total = Mixed(job), job.micro_batches
     reduce = mixed.reduce([tuple(job.by_name)])
     names: dict[tuple[float, int], list[str]] = defaultdict(list)
@@ -304,7 +305,7 @@ Sets = dict[tuple[tuple[int, ...], int], float]
 
 
 def joined(sets: Sets, one: Sets, full: tuple[int, ...], total: int) -> Sets:
-    """Returns sets of rows with one more row."""
+    """Returns sets of pipelines extended by one more pipeline, with the best time of each."""
     found: Sets = {}
     for (used, m), time_s in sets.items():
         for (more, n), row_s in one.items():
@@ -317,7 +318,7 @@ def joined(sets: Sets, one: Sets, full: tuple[int, ...], total: int) -> Sets:
 
 
 def unequal_cases(result: Result, fleets: int, seed: int) -> None:
-    """Compares plans for unequal devices with enumeration."""
+    """Compares the planner's plans for unequal devices with the best ones found by enumeration."""
     ratios, lower, differ, none = [], 0, 0, 0
     for case in range(fleets):
         job = small_fleet(Random(f"{seed}:unequal:{case}"), case)
@@ -345,7 +346,7 @@ def unequal_cases(result: Result, fleets: int, seed: int) -> None:
 
 
 def large_job(devices: int, blocks: int = 80, width: int = 8192) -> TrainingJob:
-    """Returns a decoder, by default of 65 billion parameters, on cards in hosts of eight."""
+    """Returns a job with a decoder, by default of 65 billion parameters, on cards in hosts of eight."""
     return TrainingJob(
         layers=Decoder(layers=blocks, width=width).made(),
         devices=tuple(Device(name=f"d{i:05}", memory_nbytes=141 * GIB, host=f"h{i // 8:04}") for i in range(devices)),
@@ -356,7 +357,7 @@ def large_job(devices: int, blocks: int = 80, width: int = 8192) -> TrainingJob:
 
 
 def cold(devices: int) -> float:
-    """Returns the seconds of the first answer ever in this process."""
+    """Returns the seconds of the planner's very first answer in this process."""
     job = large_job(devices)
     start = time.perf_counter()
     Planner(job).shapes.first(devices)
@@ -370,7 +371,7 @@ def timed(work: Callable[[int], object], devices: int) -> float:
 
 
 def large(result: Result, sizes: list[int]) -> None:
-    """Measures answers for large fleets of equal devices."""
+    """Measures the planner's answers for large fleets of equal devices."""
     for n in sizes:
         command = [sys.executable, "-m", "benchmarks.planner", "--cold", str(n)]
         cold_s = median(
@@ -401,8 +402,8 @@ def large(result: Result, sizes: list[int]) -> None:
 
 
 def others(result: Result, devices: int) -> None:
-    """Measures the paper's search after one loss, for a model for which its pipelines of 16 stages have room, and for
-    one for which not.
+    """Measures the paper's search after one loss, for a model whose pipelines of 16 stages fit into memory, and for one
+    where they do not.
     """
     for title, blocks, width in (("7B", 32, 4096), ("65B", 80, 8192)):
         shapes = Planner(large_job(devices, blocks, width)).shapes
@@ -421,7 +422,7 @@ def others(result: Result, devices: int) -> None:
 
 
 def large_unequal(result: Result, devices: int) -> None:
-    """Measures unequal devices in large fleets: one in ten at half speed; all of different speeds."""
+    """Measures answers for large fleets of unequal devices: one in ten at half speed, or all of different speeds."""
     job, draw = large_job(devices), Random(1)
     for title, speed in (
         ("one in ten at half speed", lambda i: 0.5 if i % 10 == 0 else 1.0),

@@ -1,4 +1,4 @@
-"""Simulates the paper's nine hours: which policy trains most after losses, by how long a transition takes.
+"""Simulates the paper's nine hours: which policy trains most samples under losses, by the duration of a transition.
 
 32 devices of which each is lost at 10% per hour, nine hours, the same losses for every policy (paired seeds). The job
 is as large as the paper's: 32 equal layers, b = 2 f, of which a pipeline needs at least four devices; the best plan
@@ -43,7 +43,7 @@ GIB = 1 << 30
 
 
 def job(room: float) -> TrainingJob:
-    """Returns a job of 32 equal layers of 1 GiB, of which `room` fit on a device beside what is in flight."""
+    """Returns a job of 32 equal layers of 1 GiB, of which `room` fit on a device besides its activations."""
     layer = Layer(name="", forward_s=0.022, backward_s=0.044, parameter_nbytes=GIB, activation_nbytes=GIB // 16)
     return TrainingJob(
         layers=tuple(replace(layer, name=f"block{i}") for i in range(32)),
@@ -57,7 +57,7 @@ Runs = Mapping[str, Sequence[Outcome]]
 
 
 def runs(fleet: EqualFleet, traces: Sequence[Trace], names: Sequence[str], *, with_risk: bool = True) -> Runs:
-    """Returns by policy the outcome of each history."""
+    """Returns by policy the outcome of each history of losses."""
     rules = Rules(with_risk=with_risk)
     return {
         name: [FleetRun(fleet, trace, name, seed=i, rules=rules).run() for i, trace in enumerate(traces)]
@@ -66,7 +66,7 @@ def runs(fleet: EqualFleet, traces: Sequence[Trace], names: Sequence[str], *, wi
 
 
 def ratio(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> tuple[float, float, float]:
-    """Returns the samples over all seeds, ours over theirs, with the ends of the ratio's 95% interval."""
+    """Returns the ratio of our samples to theirs over all seeds, and its 95% interval."""
     a, b = [o.samples for o in ours], [o.samples for o in theirs]
     chance = random.Random(0)
     drawn = []
@@ -77,7 +77,9 @@ def ratio(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> tuple[float, fl
 
 
 def crossing(curve: Sequence[tuple[float, float]], value: float) -> float | None:
-    """Returns the place at which a curve over the logarithm of the transition first has a value; None: nowhere."""
+    """Returns the first duration of a transition at which a curve reaches a value, interpolated on a log scale; None if
+    it never does.
+    """
     for (s, x), (t, y) in pairwise(curve):
         if min(x, y) <= value <= max(x, y) and x != y:
             return math.exp(math.log(s) + (value - x) / (y - x) * (math.log(t) - math.log(s)))
@@ -89,7 +91,7 @@ Curves = dict[str, list[tuple[float, float, float, float]]]
 
 
 def sweep(result: Result, title: str, traces: Sequence[Trace], transitions: Sequence[float]) -> Curves:
-    """Compares `adaptive` with all other policies, for each duration of a transition."""
+    """Compares the policy `adaptive` with all other policies, for each duration of a transition."""
     curves: Curves = {}
     for move_s in transitions:
         found = runs(EqualFleet(job(12.0), Pauses(move_s=move_s)), traces, list(POLICIES))
@@ -122,7 +124,7 @@ def sweep(result: Result, title: str, traces: Sequence[Trace], transitions: Sequ
 
 
 def draw(path: Path, sweeps: Mapping[str, Curves]) -> None:
-    """Draws the ratios over the transition, with their intervals: a picture for each sweep."""
+    """Draws the ratios of samples over the duration of a transition, with their intervals: a picture for each sweep."""
     sheet = figure(7 * len(sweeps), 5)
     for axes, (title, curves) in zip(sheet.subplots(1, len(sweeps)), sweeps.items(), strict=True):
         style(axes, f"Samples of adaptive over those of others: {title}\n", grid="both")
@@ -139,7 +141,7 @@ def draw(path: Path, sweeps: Mapping[str, Curves]) -> None:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Returns rates and losses over all seeds, and the share of time by cause."""
+    """Returns the rate of samples, the numbers of losses, and the share of time by cause, over all seeds."""
     length = sum(o.hours for o in outcomes)
     causes = {c: sum(o.seconds[c] for o in outcomes) / 3600 / length for c in outcomes[0].seconds}
     return {
@@ -151,7 +153,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def risks(result: Result, title: str, room: float, traces: Sequence[Trace], move_s: float) -> None:
-    """Compares `adaptive` with the risk that the next loss is fatal, and without that risk."""
+    """Compares the policy `adaptive` with and without its term for the risk that the next loss is fatal."""
     fleet = EqualFleet(job(room), Pauses(move_s=move_s))
     shown = {}
     for words, with_risk in (("with", True), ("without", False)):

@@ -1,4 +1,4 @@
-"""Computes costs of rerouting: by the paper's formulas, and by schedules that fill bubbles and keep within memory.
+"""Computes the costs of rerouting by the paper's formulas, and by schedules that fill bubbles within the memory limit.
 
 Pipelines have equal stages; a backward unit takes as long as two forward units. A device of the first or of the last
 stage dies, and its micro-batches go to the owners of the same layers: spread evenly as in the paper, and as a search
@@ -32,7 +32,7 @@ SLOWER = 1.03
 
 
 class Case(NamedTuple):
-    """Numbers of pipelines, stages, and micro-batches of each pipeline."""
+    """A job's numbers of pipelines, stages, and micro-batches of each pipeline."""
 
     pipelines: int
     stages: int
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Seconds of a step without a loss: Eq. 9, which is exact here."""
+        """Seconds of a step without a loss by Eq. 9, which is exact for these cases."""
         return (self.stages + self.micro_batches - 1) * (FORWARD_S + BACKWARD_S)
 
 
@@ -57,18 +57,18 @@ GREEDY = {
 
 
 def by_eq12(case: Case) -> float:
-    """Returns the slowdown with one loss, by the paper."""
+    """Returns the slowdown after one loss by the paper's Eq. 12."""
     return eq12(case.stages, case.micro_batches, case.pipelines, FORWARD_S, BACKWARD_S) / case.whole_s
 
 
 def by_eq13(case: Case, lost: Sequence[tuple[int, int]]) -> float:
-    """Returns the slowdown with several losses, given as (pipeline, stage), by the paper."""
+    """Returns the slowdown after several losses, given as (pipeline, stage), by the paper's Eq. 13."""
     gone = [sum(k == stage for _, k in lost) for stage in range(case.stages)]
     return eq13(case.stages, case.micro_batches, case.pipelines, gone, FORWARD_S, BACKWARD_S) / case.whole_s
 
 
 def build(case: Case) -> tuple[TrainingJob, PipelinePlan]:
-    """Returns a job of equal stages with ample memory, and its plan; caps are given where it runs."""
+    """Returns a job of equal stages with ample memory, and its plan."""
     layers = tuple(
         Layer(name=str(k), forward_s=FORWARD_S, backward_s=BACKWARD_S, activation_nbytes=1) for k in range(case.stages)
     )
@@ -92,7 +92,9 @@ def _name(pipeline: int, stage: int) -> str:
 def rerouted(
     case: Case, lost: Sequence[tuple[int, int]], extra: int, *, search: bool = True, split: bool = False
 ) -> float:
-    """Returns the slowdown by the schedule, with up to so many micro-batches in flight beyond 1F1B's."""
+    """Returns the slowdown of the computed schedule, with up to `extra` micro-batches in flight beyond those of
+    1F1B.
+    """
     job, plan = build(case)
     caps = [e for e in EXTRAS if e <= extra]
     left = reroute(job, plan, [_name(*x) for x in lost], search=search, caps=caps)
@@ -101,7 +103,7 @@ def rerouted(
 
 
 def against_greedy(result: Result) -> None:
-    """Compares the search with the greedy schedule for one loss, in the first and the last stage."""
+    """Compares the searched with the greedy schedule after one loss, in the first and in the last stage."""
     for case, (first, last) in GREEDY.items():
         rows = [(0, e, bound) for e, bound in zip(EXTRAS, first, strict=True)] + [(case.stages - 1, 0, last)]
         for stage, extra, bound in rows:
@@ -115,7 +117,7 @@ def against_greedy(result: Result) -> None:
 
 
 def patterns(case: Case) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yields one to four losses; those that are fatal are left out."""
+    """Yields patterns of one to four losses, without those that are fatal."""
     for count in range(1, 5):
         if count < case.pipelines:
             yield "in the first stage", [(q, 0) for q in range(count)]
@@ -127,7 +129,9 @@ def patterns(case: Case) -> Iterator[tuple[str, list[tuple[int, int]]]]:
 
 
 def several(result: Result) -> list[tuple[Case, str, int, int, float, float]]:
-    """Compares schedules with Eq. 13, least and most in flight; the worst and the best ratio are figures."""
+    """Compares schedules with Eq. 13, with the least and the most micro-batches in flight; adds the worst and the best
+    ratio.
+    """
     rows = []
     for case in GREEDY:
         for (where, lost), extra in itertools.product(patterns(case), (EXTRAS[0], EXTRAS[-1])):
@@ -149,7 +153,8 @@ def several(result: Result) -> list[tuple[Case, str, int, int, float, float]]:
 
 
 def zero_bubble_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
-    """Returns the lists of ZB-H1 (arXiv 2401.10241, section 2.2): weight halves of backward passes fill bubbles.
+    """Returns the unit lists of ZB-H1 (arXiv 2401.10241, section 2.2), in which weight halves of backward passes fill
+    bubbles.
 
     A stage keeps no more micro-batches in flight than the first stage of 1F1B does, counting one until its weight half
     is done, so memory is that of 1F1B at the first stage.
@@ -173,7 +178,9 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> list[list[Instruction]]:
 
 
 def zero_bubble(result: Result) -> None:
-    """Adds figures of split backward passes with and without a loss."""
+    """Adds figures of a zero-bubble schedule, whose backward passes are split in two, with and without a loss of a
+    device.
+    """
     for case in GREEDY:
         p, m = case.stages, case.micro_batches
         times = PipelineTimes((FORWARD_S,) * p, (BACKWARD_S,) * p, (0.0,) * (p - 1))
@@ -190,7 +197,9 @@ def zero_bubble(result: Result) -> None:
 
 
 def draw(path: str, rows: Sequence[tuple[Case, str, int, int, float, float]]) -> None:
-    """Draws slowdown by the stage that is lost above, and by the number of losses, over Eq. 13, below."""
+    """Draws the slowdown by the lost stage in the upper row, and by the number of losses, with Eq. 13, in the lower
+    one.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""Orders the all-reduces of pipelines that are cut at different places: in rounds by colouring, in a row, or all at
+"""Orders the all-reduces of pipelines that are cut at different layers: in rounds by colouring, in a row, or all at
 once.
 
 Theory of operation. Layers with the same owners are reduced together, as a *vertex*; its weight is the seconds of that
@@ -35,7 +35,7 @@ _ENDED = 1e-12
 
 
 class Vertex(NamedTuple):
-    """Layers that are reduced together."""
+    """Layers that are all-reduced together, as they have the same owners."""
 
     layers: tuple[int, ...]
     owners: frozenset[str]
@@ -48,7 +48,8 @@ class Vertex(NamedTuple):
 def vertices(
     job: TrainingJob, plan: PipelinePlan, ends_s: Mapping[str, float] | None = None, *, single_layers: bool = False
 ) -> list[Vertex]:
-    """Returns the all-reduces to be done, in order of readiness: layers with the same owners, where there are several.
+    """Returns the necessary all-reduces in order of readiness: one for each set of layers with the same, several
+    owners.
 
     Args:
         job: The job.
@@ -74,7 +75,7 @@ def vertices(
 
 
 def neighbours_of(all_of: Sequence[Vertex]) -> list[set[int]]:
-    """Returns for each vertex those with which it has an owner in common."""
+    """Returns for each all-reduce the indices of those that share an owner with it."""
     at: dict[str, set[int]] = defaultdict(set)
     for i, v in enumerate(all_of):
         for name in v.owners:
@@ -83,9 +84,7 @@ def neighbours_of(all_of: Sequence[Vertex]) -> list[set[int]]:
 
 
 def colour(all_of: Sequence[Vertex]) -> tuple[tuple[Vertex, ...], ...]:
-    """Returns rounds of vertices that have no owner in common: by DSATUR, or by weight alone if that takes less
-    time.
-    """
+    """Groups all-reduces into rounds without a common owner: by DSATUR, or by weight alone if that takes less time."""
     near = neighbours_of(all_of)
     return min((_coloured(all_of, near, saturation) for saturation in (True, False)), key=rounds_s)
 
@@ -113,7 +112,7 @@ def _coloured(all_of: Sequence[Vertex], near: Sequence[set[int]], saturation: bo
 
 
 def rounds_s(rounds: Iterable[Iterable[Vertex]]) -> float:
-    """Returns the seconds of all rounds, if everything is ready."""
+    """Returns the seconds of all rounds together, if all gradients are ready."""
     return sum(max(v.seconds for v in r) for r in rounds)
 
 
@@ -121,7 +120,9 @@ def rounds_s(rounds: Iterable[Iterable[Vertex]]) -> float:
 
 
 def one_by_one(rounds: Iterable[Sequence[Vertex]]) -> float:
-    """Returns when the last round ends. A round begins when the one before has ended and all in it are ready."""
+    """Returns when the last of several rounds ends, each of which waits for the one before and for its own
+    gradients.
+    """
     at = 0.0
     for r in sorted(rounds, key=lambda r: max(v.ready_s for v in r)):
         at = max(at, *(v.ready_s for v in r)) + max(v.seconds for v in r)
@@ -129,7 +130,7 @@ def one_by_one(rounds: Iterable[Sequence[Vertex]]) -> float:
 
 
 def at_once(all_of: Sequence[Vertex]) -> float:
-    """Returns when the last all-reduce ends if each begins when it is ready and they share the owners' cards fairly."""
+    """Returns when the last all-reduce ends if each begins when it is ready and all share the owners' cards fairly."""
     now = 0.0
     waiting = sorted(all_of, key=lambda v: v.ready_s, reverse=True)
     left: dict[Vertex, float] = {}
@@ -149,7 +150,9 @@ def at_once(all_of: Sequence[Vertex]) -> float:
 
 
 def _fair(running: Iterable[Vertex]) -> dict[Vertex, float]:
-    """Returns shares of full speed: the busiest card is divided equally, then the busiest of the remaining ones."""
+    """Returns the fair shares of full speed: the busiest card is divided equally, then the busiest of the remaining
+    ones.
+    """
     users: dict[str, set[Vertex]] = defaultdict(set)
     for v in running:
         for name in v.owners:
@@ -172,7 +175,7 @@ def _fair(running: Iterable[Vertex]) -> dict[Vertex, float]:
 def step_s(
     job: TrainingJob, plan: PipelinePlan, way: Sending, *, single_layers: bool = False, overlap: bool = True
 ) -> float:
-    """Returns the step seconds of a plan with its all-reduces sent in another way than `estimate` has it.
+    """Returns the step seconds of a plan if its all-reduces are sent in this way, instead of that of `estimate`.
 
     Args:
         job: The job.

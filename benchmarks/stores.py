@@ -1,4 +1,4 @@
-"""Measures the costs of the stores, and how etcd's two clients fare when servers die.
+"""Measures the costs of the stores, and how etcd's two clients cope with the death of servers.
 
 For a chain in memory, in an SQLite file, and in etcd (one server; by the own client and by the package etcd3): the
 time of an append, the time to read a chain back, and the time from an append by one scheduler until another one that
@@ -40,7 +40,7 @@ Open = Callable[[], Store]
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a store's appends, of reading it back, and of telling another scheduler."""
+    """Seconds of appends to a store, of reading it back, and until another scheduler learns of an append."""
 
     appends: list[float]
     read_s: float
@@ -48,12 +48,14 @@ class Timed:
 
 
 def decision(term: int, number: int, last: ViewId) -> Persist:
-    """Returns a view of eight members, as a scheduler decides it."""
+    """Returns the record of a view of eight members, as a scheduler stores it."""
     return Persist(1, "view", ViewId(term, number), View(ViewId(term, number), last, MEMBERS, (), reason="measured"))
 
 
 def chain(open_store: Open, entries: int, waits: int) -> Timed:
-    """Times appends, a read of all of it by another scheduler, and how soon that one is told of more."""
+    """Measures appends, reading the whole chain by another scheduler, and how soon that one learns of further
+    appends.
+    """
     with JobChain(open_store()) as writer, open_store() as reader:
         term, last, appends = writer.take_term(), NO_VIEW, []
         for number in range(1, entries + 1):
@@ -73,7 +75,7 @@ def chain(open_store: Open, entries: int, waits: int) -> Timed:
 
 
 def told_after(writer: JobChain, reader: Store, effect: Persist, after: int) -> float:
-    """Returns the seconds from the append's return until `wait` of the other one returns."""
+    """Returns the seconds from the return of an append until `wait` returns at the reading scheduler."""
     woken: list[float] = []
 
     def wait() -> None:
@@ -90,7 +92,7 @@ def told_after(writer: JobChain, reader: Store, effect: Persist, after: int) -> 
 
 
 def client_at(servers: EtcdServers, kind: str, leads: bool) -> tuple[EtcdClient, EtcdServer]:
-    """Returns a client that asks etcd's leader first, or another server; and that server."""
+    """Returns a client of etcd's leader (or of another server, if not `leads`), and the server that it uses."""
     end = time.monotonic() + DEADLINE_S
     while time.monotonic() < end:
         leader = servers.leader()
@@ -103,7 +105,7 @@ def client_at(servers: EtcdServers, kind: str, leads: bool) -> tuple[EtcdClient,
 
 
 def written_again(servers: EtcdServers, kind: str, leads: bool) -> float:
-    """Returns the seconds from the SIGKILL of the server in use until a write has worked."""
+    """Returns the seconds from the SIGKILL of the server that the client uses until a write has worked again."""
     client, victim = client_at(servers, kind, leads)
     with contextlib.closing(client):
         servers.kill(victim)
@@ -122,9 +124,7 @@ def written_again(servers: EtcdServers, kind: str, leads: bool) -> float:
 
 
 def watch_survives(servers: EtcdServers, kind: str) -> bool:
-    """Returns whether a watch begun before the only server's restart sees all that is written after it, by its
-    revision.
-    """
+    """Returns whether a watch begun before the only server's restart sees all that is written after it."""
     server, stop, seen = servers.servers[0], threading.Event(), set[bytes]()
     begun = threading.Event()
     with contextlib.closing(servers.client(kind)) as client, contextlib.closing(servers.client()) as writer:
@@ -153,7 +153,7 @@ def watch_survives(servers: EtcdServers, kind: str) -> bool:
 
 @contextlib.contextmanager
 def stores(folder: Path, servers: EtcdServers | None, kinds: list[str]) -> Iterator[dict[str, Open]]:
-    """Yields for each store a function that opens it, as often as wanted."""
+    """Yields for each store a function that opens it, which may be called several times."""
     shelf, path = Shelf(), folder / "chain"
     found: dict[str, Open] = {"memory": lambda: MemoryStore("job", shelf), "sqlite": lambda: SqliteStore(path, "job")}
     if servers is not None:

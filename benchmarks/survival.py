@@ -1,4 +1,4 @@
-"""Strikes one of three members, and measures how long until the others have committed without it.
+"""Kills or freezes one of three members, and measures how long until the others have committed without it.
 
 The parent hurts one, waits for the survivors, has the third place filled again and lets all three compare their states.
 """
@@ -20,7 +20,7 @@ BOUND_SPREAD = 2.0
 
 @dataclass
 class Case:
-    """Outcome of all blows of one kind."""
+    """Outcomes of all runs with one kind of fault."""
 
     seconds: list[float] = field(default_factory=list)
     """From the blow to a step without the victim, committed on all survivors."""
@@ -37,7 +37,7 @@ class Case:
 
 
 def blow(world: World, case: Case, rank: int, kind: str, log: Any = None, chosen: int = 0) -> None:
-    """Strikes one member, measures the recovery, and waits until three members agree again.
+    """Kills or freezes one member, measures the recovery, and waits until three members have the same state again.
 
     Args:
         world: Three members.
@@ -78,7 +78,9 @@ def blow(world: World, case: Case, rank: int, kind: str, log: Any = None, chosen
 
 
 def strike(world: World, victim: str, kind: str, log: Any, chosen: int, usual: float) -> int:
-    """Strikes a member at a random moment of a step, or in a trap; returns when (CLOCK_MONOTONIC, ns)."""
+    """Kills or freezes a member at a random moment of a step, or at the place of a trap; returns when (CLOCK_MONOTONIC,
+    ns).
+    """
     seen = world.members[victim]
     if kind != "freeze":
         world.doomed.add(victim)
@@ -95,7 +97,7 @@ def strike(world: World, victim: str, kind: str, log: Any, chosen: int, usual: f
 
 
 def come_back(world: World, victim: str, kind: str, log: Any, struck: int) -> str:
-    """Wakes a frozen victim until it is in again, or starts another process; returns its name."""
+    """Wakes a frozen member until it is in the job again, or starts a new process; returns the member's name."""
     if kind != "freeze":
         world.bury(victim)
         return world.start()
@@ -108,7 +110,7 @@ def come_back(world: World, victim: str, kind: str, log: Any, struck: int) -> st
 
 
 def report(result: Result, title: str, case: Case, *, bound_s: float | None = None, strict: bool = False) -> None:
-    """Adds the figures of one case."""
+    """Adds the figures of one kind of fault."""
     if not case.seconds:
         return
     middle = median(case.seconds)

@@ -1,4 +1,4 @@
-"""Runs members that benchmarks kill, freeze and replace, and a trap that kills at one instant.
+"""Runs members that benchmarks kill, freeze and replace, and a trap that kills a member at a chosen instant.
 
 Besides the orders of members.py they obey ("trap", way, chosen), which sets a `Trap`, ("hold", seconds), which holds
 the interpreter's lock for so long, and ("gather", step, count, nbytes), which gathers so often at that step and tells
@@ -27,7 +27,7 @@ WAYS = ("header", "bytes", "split")
 
 
 def own_memory_nbytes() -> int:
-    """Returns the bytes of memory that is this process's alone."""
+    """Returns the bytes of memory that only this process uses."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
@@ -35,7 +35,7 @@ def own_memory_nbytes() -> int:
 
 
 def write_out(links: Any) -> None:
-    """Writes out all that was given to a member's links, in the loop's thread."""
+    """Sends all bytes that wait at a member's links; runs in the loop's thread."""
     for link in links._links.values():
         while link.open and link._queue:
             select.select([], [link._fd], [], 1.0)
@@ -45,7 +45,7 @@ def write_out(links: Any) -> None:
 
 
 class Trap:
-    """Trap that kills this process, the commit root, once the header of slot `seq` has reached one survivor only (see
+    """Kills its own process, the commit root, once the header of slot `seq` has reached one survivor only (see
     WAYS).
     """
 
@@ -97,7 +97,7 @@ def member(
     pace_s: float = 0.0,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs one training process of ours, which obeys the orders of this module.
+    """Runs one member of this product, which obeys the orders listed in this module.
 
     Args:
         pipe: To the benchmark.
@@ -145,7 +145,7 @@ def member(
 
 
 def gather_often(trainee: Trainee, count: int, nbytes: int) -> None:
-    """Makes so many gathers of so many bytes; reports how much memory the process took before and after."""
+    """Makes `count` gathers of `nbytes` each; reports how much memory the process used before and after."""
     before = 0
     for index in range(GATHERS_BEFORE + count):
         if index == GATHERS_BEFORE:

@@ -1,6 +1,4 @@
-"""Starts the processes of a benchmark: a forkserver with torch preloaded, pipes back to the parent, an own
-scheduler.
-"""
+"""Starts the processes of a benchmark: a forkserver with torch preloaded, pipes to the parent, and a scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "chaos_lightning.membe
 
 
 def wait_listening(endpoint: str, process: subprocess.Popen[Any], what: str, timeout_s: float = 30.0) -> None:
-    """Waits until this process takes connections.
+    """Waits until a process accepts connections.
 
     Raises:
         RuntimeError: It has ended, or does not in time.
@@ -40,12 +38,12 @@ def wait_listening(endpoint: str, process: subprocess.Popen[Any], what: str, tim
 
 
 def at(source: str) -> dict[str, Any]:
-    """Returns arguments of Popen by which a Python program takes the product from this folder; "" for this one."""
+    """Returns arguments of Popen with which a Python program uses the product in this folder; "" means this one."""
     return {"cwd": source, "env": {**os.environ, "PYTHONPATH": source}} if source else {}
 
 
 class Scheduler:
-    """Scheduler process on a port of its own.
+    """A scheduler process on a port of its own.
 
     Args:
         store: Of its chain; one in a file outlives the process.
@@ -76,9 +74,7 @@ class Scheduler:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, min_nodes: int) -> None:
-        """Starts the process; returns when it listens. The job begins with so many nodes, and waits below that
-        number.
-        """
+        """Starts the scheduler of a job that needs a number of nodes to begin and to go on; returns when it listens."""
         command = [sys.executable, "-m", "chaos_lightning.cli", "scheduler", *self._options]
         self._process = subprocess.Popen(
             [*command, "--min-nodes", str(min_nodes)], stdout=subprocess.DEVNULL, **at(self._source)
@@ -87,7 +83,7 @@ class Scheduler:
 
     @property
     def pid(self) -> int:
-        """Process id, while the process runs."""
+        """Process id, only while the process runs."""
         assert self._process is not None
         return self._process.pid
 
@@ -108,7 +104,7 @@ class Scheduler:
 
 @contextlib.contextmanager
 def scheduler(min_nodes: int, **options: Any) -> Iterator[str]:
-    """Runs a `Scheduler` while the block runs; yields its endpoint."""
+    """Runs a scheduler while the block runs; yields its endpoint."""
     made = Scheduler(**options)
     try:
         made.start(min_nodes)
@@ -118,7 +114,7 @@ def scheduler(min_nodes: int, **options: Any) -> Iterator[str]:
 
 
 class Worker:
-    """Worker process with a pipe; `function(pipe, *args)` runs in it, and an error that it raises is sent."""
+    """Process that runs `function(pipe, *args)`, with a pipe to the parent; an error in it is sent over the pipe."""
 
     def __init__(self, context: Any, function: Callable[..., None], *args: Any) -> None:
         self.pipe: Connection
@@ -136,7 +132,7 @@ class Worker:
         return message
 
     def kill(self, patience_s: float = 0.0) -> None:
-        """Kills the process by SIGKILL, if it does not end by itself meanwhile."""
+        """Waits `patience_s` for the process to end, then kills it by SIGKILL."""
         if patience_s:
             self.process.join(patience_s)
         if self.process.is_alive():
@@ -157,7 +153,7 @@ def _work(function: Callable[..., None], pipe: Connection, *args: Any) -> None:
 def several(
     context: Any, function: Callable[..., None], arguments: Iterable[tuple[Any, ...]]
 ) -> Iterator[list[Worker]]:
-    """Yields a worker for each tuple of arguments; they end by themselves, or with the block."""
+    """Yields a worker for each tuple of arguments; all are ended with the block."""
     made: list[Worker] = []
     try:
         made += [Worker(context, function, *args) for args in arguments]
@@ -168,7 +164,7 @@ def several(
 
 
 def context(*preload: str) -> Any:
-    """Returns a forkserver that has torch loaded and runs each worker with one thread, as torchrun does."""
+    """Returns a forkserver context that has torch loaded and runs each worker with one thread, as torchrun does."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["MKL_NUM_THREADS"] = "1"
     # khugepaged looks through what numpy recommends to it, with the lowest priority and the process's memory locked:
@@ -187,7 +183,7 @@ def scratch() -> Iterator[Path]:
 
 @functools.cache
 def restart_s() -> float:
-    """Returns the least cost of starting a training process again, s: a fresh interpreter that imports torch."""
+    """Measures a lower bound for restarting a training process, s: a fresh interpreter that imports torch."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=120)
     return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Follows a job's members for the benchmark: takes in their reports over pipes, and waits for them.
+"""Follows a job's members for a benchmark: takes in their reports over pipes, and waits for events.
 
 Members are processes that report each committed step, stamped with CLOCK_MONOTONIC (members.py is ours,
 peers/torchft.py the peer's). Whatever trains, the parent's code is the same.
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass
 class Seen:
-    """Reports of one member."""
+    """Reports that one member has sent."""
 
     worker: Worker
     steps: list[Step] = field(default_factory=list)
@@ -75,14 +75,14 @@ class World:
         self._count = 0
 
     def start(self, name: str = "") -> str:
-        """Starts a fresh process; returns its name."""
+        """Starts a new member's process; returns the member's name."""
         name = name or f"w{self._count}"
         self._count += 1
         self.members[name] = Seen(self._spawn(name))
         return name
 
     def open(self, size: int = 3) -> None:
-        """Starts so many processes."""
+        """Starts `size` processes."""
         for _ in range(size):
             self.start()
 
@@ -92,7 +92,7 @@ class World:
         self.past.append(seen)
 
     def pump(self, ready: Callable[[], Any], what: str, patience_s: float = 0.0) -> None:
-        """Takes reports in until `ready()`.
+        """Takes in the members' reports until a condition holds.
 
         Raises:
             TimeoutError: Not within `patience_s` (0: the world's).
@@ -123,7 +123,7 @@ class World:
             raise message
 
     def _hear(self, name: str, word: str, *values: Any) -> None:
-        """Takes in a member's message."""
+        """Takes in a message of a member."""
         seen = self.members[name]
         if word == "step":
             ns, seq, step, head, contributors, rank, backwards = values
@@ -142,7 +142,7 @@ class World:
     # ------------------------------------------------------------------ waiting
 
     def settle(self, size: int = 3) -> None:
-        """Waits until all members have reported three steps of `size` members in a row."""
+        """Waits until all members have reported three steps in a row with `size` contributors."""
 
         def calm(seen: Seen) -> bool:
             return len(seen.steps) >= 3 and all(s.contributors == size for s in seen.steps[-3:])
@@ -154,7 +154,7 @@ class World:
         return max(s.steps[-1].step for s in self.members.values())
 
     def recovered(self, victim: str, struck_ns: int) -> float:
-        """Returns the seconds until all survivors have committed a step without the victim."""
+        """Returns the seconds from a member's death or freeze until all survivors have committed a step without it."""
         survivors = {n: s for n, s in self.members.items() if n != victim}
 
         def first(seen: Seen) -> int:
@@ -177,7 +177,7 @@ class World:
         raise TimeoutError("members ran past every step that was named for comparing hashes")
 
     def end(self, margin: int = 50) -> None:
-        """Makes all members finish at one step, together."""
+        """Makes all members finish the job at the same step."""
         at = self.last_step() + margin
         for seen in self.members.values():
             seen.worker.pipe.send(("end", at))
@@ -186,7 +186,7 @@ class World:
     # ------------------------------------------------------------------ looking
 
     def usual(self, count: int = 12) -> float:
-        """Returns the median of recent steps, in seconds."""
+        """Returns the median of the members' recent steps, in seconds."""
         steps = next(iter(self.members.values())).steps[-count:]
         return median([(b.ns - a.ns) / 1e9 for a, b in itertools.pairwise(steps) if b.step == a.step + 1])
 
@@ -206,36 +206,36 @@ class World:
 
 
 def lost_or_repeated(steps: Sequence[Step]) -> int:
-    """Returns how often a step is not followed by the next one."""
+    """Returns how often a reported step is not followed by the next one."""
     return sum(b.step != a.step + 1 for a, b in itertools.pairwise(steps))
 
 
 def intervals(steps: Sequence[Step]) -> list[tuple[Step, float]]:
-    """Returns each step with the seconds since the one before."""
+    """Returns each step with the seconds since the step before it."""
     return [(b, (b.ns - a.ns) / 1e9) for a, b in itertools.pairwise(steps)]
 
 
 class Hosts(World):
-    """Members that train on, and now and then a newcomer that has built everything and waits for its word."""
+    """Members that train throughout, and at times a newcomer that has built everything and waits for its start."""
 
     def __init__(self, spawn: Callable[[str], Worker], rng: random.Random, patience_s: float = PATIENCE_S) -> None:
         super().__init__(spawn, rng, patience_s)
         self.hosts: list[str] = []
 
     def admit_hosts(self, names: Sequence[str]) -> None:
-        """Starts the members that are there before any newcomer."""
+        """Starts the members that train before any newcomer comes."""
         self.hosts = [self.start(name) for name in names]
         self.calm(len(self.hosts))
 
     def invite(self, name: str) -> Seen:
-        """Starts a newcomer and waits until it is ready to be let in; returns its record."""
+        """Starts a newcomer, and waits until it is ready to join; returns its reports."""
         self.start(name)
         seen = self.members[name]
         self.pump(lambda: seen.said("ready"), f"{name} to be ready")
         return seen
 
     def let_in(self, name: str) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Lets a newcomer in; returns (ns, its CPU seconds) at its call, and at the commit of its first
+        """Lets a newcomer join; returns (ns, its CPU seconds) at its call, and at the commit of its first
         contribution.
         """
         seen = self.members[name]
@@ -250,7 +250,7 @@ class Hosts(World):
         self.pump(lambda: "bye" in seen.words, f"the departure of {name}")
 
     def calm(self, size: int, count: int = CALM) -> None:
-        """Waits until the hosts have taken so many steps in a row with `size` members."""
+        """Waits until the hosts have committed several steps in a row with `size` contributors."""
         marks = {h: len(self.members[h].steps) for h in self.hosts}
 
         def passed(name: str) -> bool:
@@ -260,6 +260,6 @@ class Hosts(World):
         self.pump(lambda: all(passed(h) for h in self.hosts), f"{count} steps of {size} members")
 
     def usual_of(self, size: int, count: int = CALM) -> float:
-        """Returns the median of the hosts' last steps, all with `size` members, s."""
+        """Returns the median of the hosts' last steps, all with `size` contributors, s."""
         recent = {h: [s for s in self.members[h].steps[-count:] if s.contributors == size] for h in self.hosts}
         return median([t for steps in recent.values() for _, t in intervals(steps)])

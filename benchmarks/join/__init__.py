@@ -1,1 +1,1 @@
-"""A node joins: how soon it contributes, and what the others feel."""
+"""Measures how soon a newcomer contributes, and what its join costs the members that train."""

@@ -1,4 +1,4 @@
-"""A node joins: how soon does it contribute, and what do those feel who train meanwhile?
+"""Measures how soon a newcomer contributes, and how its join disturbs the members that train.
 
 Two hosts train in real processes. A third one has built everything and waits; told to go, it joins by replay or by
 pause, trains with the others, and leaves politely. All processes stamp their commits with CLOCK_MONOTONIC. Per run:
@@ -38,7 +38,7 @@ HOPELESS = 3
 
 @contextlib.contextmanager
 def our_house(state_mib: float, way: str, rng: random.Random, logs: str) -> Iterator[House]:
-    """Yields two hosts of ours under a scheduler with its defaults; newcomers join by `way`."""
+    """Yields two members of this product that train under a scheduler with its defaults; newcomers join by `way`."""
     ctx = context("benchmarks.join.members", "chaos_lightning.replication.replay")
     with (
         scheduler(2, log_dir=logs) as endpoint,
@@ -49,7 +49,7 @@ def our_house(state_mib: float, way: str, rng: random.Random, logs: str) -> Iter
 
 
 def ours(state_mib: float, way: str, runs: int, rng: random.Random, keep: str = "") -> Visits:
-    """Measures so many joins of one kind, each followed by its control."""
+    """Measures `runs` joins by one way; after each one, a process without a job burns as much CPU, as a control."""
     visits = Visits()
     logs = str(Path(keep) / f"join-{way}-{state_mib:g}") if keep else ""
     stranger = Worker(context(), burner)
@@ -68,8 +68,8 @@ def ours(state_mib: float, way: str, runs: int, rng: random.Random, keep: str = 
 
 
 def theirs(result: Result, title: str, state_mib: float, runs: int, rng: random.Random) -> Visits:
-    """Measures torchft's joins, in a new world after each failure, or `HOPELESS` failures; says so if it cannot run
-    here.
+    """Measures torchft's joins, in a new job after each failure, until `HOPELESS` failures; notes it if torchft cannot
+    run on this machine.
 
     A newcomer cannot leave, so it is killed, and the hosts' timeouts see to the rest before the next one is let in.
     """

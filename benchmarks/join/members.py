@@ -1,4 +1,5 @@
-"""Processes of the join benchmark: hosts that train, a newcomer at the door, and a burner that only costs CPU.
+"""Processes of the join benchmark: hosts that train, a newcomer that waits for its start, and a burner that only uses
+CPU.
 
 A newcomer first builds everything that a step needs (model, Adam's state, flat memory, one forward and backward pass),
 says "ready" and waits for "go". It then notes time and its own CPU seconds, joins, trains, and notes both again when
@@ -15,7 +16,7 @@ from benchmarks.members import Trainee, config_of, model_and_adam, train, warm_u
 
 
 def member(pipe: Connection, endpoint: str, name: str, state_mib: float, join_by: str, logs: str) -> None:
-    """Runs one training process of ours; `join_by` is "" for a host, else "replay" or "pause"."""
+    """Runs one member of this product; `join_by` is "" for a host, else the newcomer's way ("replay" or "pause")."""
     seed = os.getpid() if join_by else 0  # a newcomer's own weights are worth nothing
     model, optimizer = model_and_adam(state_mib, seed)
     warm_up(model, optimizer)
@@ -24,7 +25,7 @@ def member(pipe: Connection, endpoint: str, name: str, state_mib: float, join_by
 
 
 def burner(pipe: Connection) -> None:
-    """Burns as many CPU seconds as it is told, again and again; sends when it began and ended (ns)."""
+    """Uses as many CPU seconds as each order says; sends when that began and ended (ns)."""
     pipe.send(("ready", time.monotonic_ns()))
     while (cpu_s := pipe.recv()) is not None:
         began, end = time.monotonic_ns(), time.process_time() + cpu_s

@@ -1,4 +1,4 @@
-"""Measures a join and its control from what hosts and newcomer report; definitions are in __main__.py."""
+"""Measures a join and its control from the reports of hosts and newcomer; definitions are in __main__.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Visits:
 
 
 class House(Hosts):
-    """Two hosts, and now and then a newcomer; members tell CPU seconds by the step that they had just committed.
+    """Two members that train, and at times a newcomer; all report their CPU seconds after each step.
 
     Args:
         spawn: Starts the member of this name; whether it is a newcomer.
@@ -70,23 +70,23 @@ class House(Hosts):
             super()._hear(name, word, *values)
 
     def joint(self, host: str, since_ns: int) -> list[Step]:
-        """Returns the steps of three members that a host committed after this moment."""
+        """Returns the steps with three contributors that a host committed after an instant (ns)."""
         return [s for s in self.members[host].steps if s.contributors == 3 and s.ns > since_ns]
 
     def within(self, since_ns: int, until_ns: int) -> list[list[tuple[Step, float]]]:
-        """Returns for each host its steps that ended within this time, each with the seconds since the step before."""
+        """Returns for each host its steps that ended in an interval, each with the seconds since the step before."""
         return [
             [(step, t) for step, t in intervals(self.members[h].steps) if since_ns < step.ns <= until_ns]
             for h in self.hosts
         ]
 
     def spent(self, first: Step, last: Step, host: str) -> float:
-        """Returns the CPU seconds of a host between two of its steps."""
+        """Returns the CPU seconds that a host used between two of its steps."""
         return self.cpu[host][last.step] - self.cpu[host][first.step]
 
     def beyond(self, called_ns: int, host: str) -> float:
-        """Returns the CPU seconds that a join cost this host: from the call to the last step that counts, less the
-        usual.
+        """Returns the CPU seconds beyond the usual that this host used from the newcomer's call to the last step that a
+        join may affect.
         """
         steps = self.members[host].steps
         at = max(i for i, s in enumerate(steps) if s.ns <= called_ns)
@@ -102,7 +102,7 @@ def _longest(intervals: list[list[tuple[Step, float]]], usual: dict[int, float])
 
 
 def visit(house: House, leave: bool = True) -> Visit:
-    """Measures one join, compares the states, and has the newcomer leave."""
+    """Measures one join, compares the members' states, and makes the newcomer leave."""
     guest = f"g{len(house.past) + len(house.members)}-{house.rng.randrange(1 << 30)}"
     house.invite(guest)
     house.calm(2)
@@ -136,7 +136,7 @@ def visit(house: House, leave: bool = True) -> Visit:
 
 
 def control(house: House, stranger: Worker, cpu_s: float) -> float:
-    """Returns the hosts' longest step beyond the usual one while `stranger` burns so much CPU, in seconds."""
+    """Returns the seconds by which the hosts' longest step exceeds the usual one while `stranger` uses CPU."""
     house.calm(2)
     usual = {2: house.usual_of(2)}
     stranger.pipe.send(cpu_s)

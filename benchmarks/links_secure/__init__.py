@@ -1,1 +1,1 @@
-"""Costs of the protection of links."""
+"""Measures the costs of checksums, authentication and encryption on links."""

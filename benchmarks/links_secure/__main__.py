@@ -1,4 +1,4 @@
-"""Costs of protection: plain links, with checksums, authenticated and encrypted, and Python's ssl, in one run.
+"""Compares links without protection, with checksums, authenticated and encrypted, and Python's ssl, in one run.
 
 Throughput and CPU: two processes on this machine, one loopback TCP connection per case, frames of 64 KiB, 1 MiB and
 4 MiB through this engine's own links (frames, loop, buffers), so that "plain" is what a link does without any
@@ -31,7 +31,9 @@ SIZES = (64 << 10, 1 << 20, 4 << 20)
 
 
 def carried(cases: list[Case], certificate: str) -> list[tuple[float, float]]:
-    """Returns for each case, in this order, the receiver's seconds and the CPU seconds of both ends."""
+    """Returns for each case of a connection, in the given order, the receiver's seconds and the CPU seconds of both
+    ends.
+    """
     ctx = context("benchmarks.links_secure.ends")
     taker = Worker(ctx, carry, 0, cases, certificate)
     workers = [taker]
@@ -45,7 +47,7 @@ def carried(cases: list[Case], certificate: str) -> list[tuple[float, float]]:
 
 
 def throughput(result: Result, rounds: int, total_mib: int) -> tuple[float, float]:
-    """Adds the figures by kind of connection and size of frames.
+    """Adds throughput and CPU by kind of connection and size of frames.
 
     Returns:
         Microseconds for FRAME_NBYTES over plain links, and the ratio of authenticated to plain throughput there.
@@ -87,7 +89,7 @@ def throughput(result: Result, rounds: int, total_mib: int) -> tuple[float, floa
 
 
 def steps(result: Result, shape: Shape) -> None:
-    """Adds the step times of jobs that differ in their links alone."""
+    """Adds the step times of jobs that differ only in the protection of their links."""
     with ExitStack() as stack:
         ours = {}
         for kind in LINKS:

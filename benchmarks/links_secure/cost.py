@@ -1,4 +1,5 @@
-"""Costs of one frame at either end of a link, in microseconds, and the share of the tag, the checksum or the cipher.
+"""Measures the microseconds that one frame costs at each end of a link, and how much of it is the tag, the checksum or
+the cipher.
 
 Theory of operation. Both ends are in this process and take turns in one thread: one sends a frame into the kernel's
 buffers, the other takes it out. Each turn is timed by itself, and the least of many counts, so what else the machine
@@ -37,7 +38,7 @@ _FRAMES = 10
 
 
 class _Turns:
-    """Stand-in for the event loop, which calls the link only when it is told to."""
+    """Stand-in for the event loop that calls a link's handler only when the benchmark says so."""
 
     def __init__(self) -> None:
         self.handler: Callable[[int], None] = lambda _: None
@@ -89,7 +90,7 @@ def _ends(kind: str) -> tuple[_End, _End]:
 
 
 def _frame(one: _End, other: _End, payload: memoryview) -> tuple[float, float]:
-    """Sends one frame; returns the seconds that the sender and the receiver take for it."""
+    """Sends one frame over a link; returns the seconds that the sender and the receiver need for it."""
     wanted, taking = other.frames + 1, 0.0
     began = time.perf_counter()
     one.link.send(FrameType.DOWN, ViewId(1, 1), 1, 0, (payload,))
@@ -106,7 +107,9 @@ def _frame(one: _End, other: _End, payload: memoryview) -> tuple[float, float]:
 
 
 def frame_costs() -> dict[str, tuple[float, float]]:
-    """Returns the least microseconds of (sender, receiver) for a frame of FRAME_NBYTES, by kind of link."""
+    """Returns by kind of link the least microseconds that the sender and the receiver of a frame of
+    FRAME_NBYTES need.
+    """
     payload = memoryview(bytearray(os.urandom(FRAME_NBYTES)))
     pairs = {kind: _ends(kind) for kind in LINKS}
     taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in LINKS}
@@ -122,8 +125,8 @@ def frame_costs() -> dict[str, tuple[float, float]]:
 
 
 def library_costs() -> dict[str, float]:
-    """Returns the least microseconds in which one core sums, tags or encrypts FRAME_NBYTES that are warm in its
-    cache.
+    """Returns the least microseconds in which one core computes the checksum, the tag or the ciphertext of FRAME_NBYTES
+    in its cache.
     """
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -160,7 +163,8 @@ def library_costs() -> dict[str, float]:
 
 
 def best_ratio(plain_us: float, tag_us: float) -> float:
-    """Returns the share of a plain link's throughput that is left if each end does nothing but tag each frame besides.
+    """Returns the share of a plain link's throughput that is left if each end also computes a tag of each frame, and
+    nothing else.
 
     Args:
         plain_us: In which a saturated plain link carries a frame; both ends' cores are busy with it all the time.
@@ -170,7 +174,7 @@ def best_ratio(plain_us: float, tag_us: float) -> float:
 
 
 def costs(result: Result, plain_us: float, ratio: float) -> None:
-    """Adds figures of the costs of protection for one frame at either end, and the reason for the ratio in words."""
+    """Adds figures of the costs of protection for one frame at each end, and explains their ratio in words."""
     of, library = frame_costs(), library_costs()
     case = f"a frame of {FRAME_NBYTES >> 10} KiB"
     plain = of["plain"]

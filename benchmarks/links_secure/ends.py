@@ -1,4 +1,4 @@
-"""The two processes of a connection that is measured: one sends frames, the other takes them."""
+"""Two processes of a measured connection: one sends frames, the other receives them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Case = tuple[str, int, int]
 
 
 class _Meter:
-    """Meter of seconds, and of CPU seconds of this process, between two moments."""
+    """Meter of the seconds and of this process's CPU seconds between two moments."""
 
     def __init__(self) -> None:
         self._since = (0.0, 0.0)
@@ -40,12 +40,12 @@ class _Meter:
 
 
 def _warm_up(nbytes: int, every: int) -> int:
-    """Returns the number of frames that are sent before measuring; a multiple of `every`."""
+    """Returns the number of frames to send before measuring; a multiple of `every`."""
     return -(-WARM_UP_NBYTES // (nbytes * every)) * every
 
 
 class _Owner:
-    """Owner of a link that receives all frames into one buffer, and says when a given number has arrived."""
+    """Owner of a link that receives all frames into one buffer, and signals when a given number has arrived."""
 
     def __init__(self, nbytes: int) -> None:
         self.into = memoryview(bytearray(nbytes))
@@ -71,13 +71,15 @@ class _Owner:
 
 
 def _window(nbytes: int, frames: int) -> tuple[int, int]:
-    """Returns how many frames may be under way, and after how many frames the receiver acknowledges them."""
+    """Returns how many frames may be unacknowledged, and after how many frames the receiver acknowledges."""
     window = max(4, WINDOW_NBYTES // nbytes)
     return min(window, frames), max(1, min(window, frames) // 4)
 
 
 class _Course:
-    """Work of one end in the loop's thread: sends frames one after the other, or acknowledges every few that came."""
+    """Work of one end of a link in its loop's thread: sends frames one after the other, or acknowledges received ones
+    in groups.
+    """
 
     def __init__(self, owner: _Owner, loop: Any, sock: socket.socket, case: Case, *, sends: bool) -> None:
         from chaos_lightning.protocol.types import ViewId
@@ -194,8 +196,8 @@ def _over_socket(sock: socket.socket, case: Case, certificate: str, *, sends: bo
 
 
 def carry(pipe: Connection, port: int, cases: list[Case], certificate: str) -> None:
-    """Runs one end of the connections; port 0 is the receiver, which sends its port. Sends (seconds, CPU seconds) per
-    case.
+    """Runs one end of all connections, and sends (seconds, CPU seconds) for each; port 0 means the receiver, which
+    sends its own port.
     """
     with ExitStack() as stack:
         listener = None
@@ -218,7 +220,9 @@ def carry(pipe: Connection, port: int, cases: list[Case], certificate: str) -> N
 
 
 def make_certificate(folder: Path) -> str:
-    """Writes a file with a key, its certificate for localhost, and the authority that signed it; returns its path."""
+    """Writes a file with a key, its certificate for localhost and the authority that signed it; returns the file's
+    path.
+    """
     from chaos_lightning.security.certificates import certify, new_authority
     from chaos_lightning.security.roles import MEMBER
 
@@ -231,6 +235,8 @@ def make_certificate(folder: Path) -> str:
 
 
 def sums_everywhere(contenders: dict[str, Any]) -> None:
-    """Gives a member's links checksums as between machines; within one, the level checksum sends chunks without."""
+    """Turns checksums on for a member's links, which at the level "checksum" send chunks without them within one
+    machine.
+    """
     for link in contenders["checksum"].engine._links._links.values():
         link.sums = True

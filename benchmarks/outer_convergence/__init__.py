@@ -1,1 +1,1 @@
-"""How outer sync converges in virtual time: policies against each other, and against poison (outer_convergence)."""
+"""Compares in virtual time how the policies of outer sync converge, also with poisoned pushes."""

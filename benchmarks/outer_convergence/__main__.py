@@ -1,4 +1,5 @@
-"""How outer sync converges: the product's leader, followers, clusters and optimizer in virtual time, and real training.
+"""Compares how policies of outer sync converge: the product's leader, followers and clusters in virtual time, with real
+training.
 
 Four clusters train one character model. The slowest takes 1 + eta / 100 times as long for a step as the fastest, legs
 jitter by 20%, and one in twenty takes four times as long. Modes are compared at equal samples, and by the time that
@@ -39,7 +40,9 @@ Cases = dict[str, dict[str, list[Track]]]
 
 
 def modes(task: Task) -> list[Mode]:
-    """Returns all modes that have a server. Only robust overlaps: the others are as they were published."""
+    """Returns all modes that have a server; clusters train on during a push in mode `robust` only, as the others were
+    published without that.
+    """
     rules = OuterSettings(
         inner_steps=INNER_STEPS,
         batch=task.batch,
@@ -63,7 +66,7 @@ def title(task: Task, eta: int) -> str:
 
 
 def told(name: str, seed: int, track: Track, began: float) -> None:
-    """Prints one line on stderr for a run."""
+    """Prints one line on stderr about a finished run."""
     end = track.curve[-1]
     print(
         f"{name}, seed {seed}: loss {end.loss:.3f} after {end.time_s:.0f} virtual s; "
@@ -74,7 +77,9 @@ def told(name: str, seed: int, track: Track, began: float) -> None:
 
 
 def clean_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, steps: int) -> Cases:
-    """Runs every mode at every eta; tells of each as soon as it is there."""
+    """Runs every mode at every eta (spread of cluster speeds, in %); prints a table for each eta as soon as it
+    is done.
+    """
     cases: Cases = {}
     total = steps * task.batch
     for eta in etas:
@@ -87,7 +92,7 @@ def clean_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, step
 
 
 def several(task: Task, mode: Mode, eta: int, seeds: int, total: int, poison: float = 0.0) -> list[Track]:
-    """Runs one mode with each seed; returns the tracks."""
+    """Runs one mode with each seed; returns the outcomes."""
     tracks = []
     for seed in range(seeds):
         began = time.process_time()
@@ -100,23 +105,25 @@ def several(task: Task, mode: Mode, eta: int, seeds: int, total: int, poison: fl
 
 
 def final(tracks: Sequence[Track]) -> float:
-    """Returns the mean final loss."""
+    """Returns the mean of the runs' final losses."""
     return fmean(track.curve[-1].loss for track in tracks)
 
 
 def part_of_time(ours: Curve, theirs: Curve) -> float:
-    """Returns how soon our curve has the loss that theirs has at 60% of its time, as a part of that time."""
+    """Returns when our curve reaches a loss, relative to when theirs does; the loss is theirs at 60% of its time."""
     then_s = 0.6 * theirs[-1].time_s
     return time_to(ours, at_time(theirs, then_s)) / then_s
 
 
 def sooner(ours: Sequence[Track], theirs: Sequence[Track]) -> float:
-    """Returns the mean of `part_of_time` over the seeds."""
+    """Returns the mean of `part_of_time` (how soon our curve reaches a loss of theirs, relative to theirs) over the
+    seeds.
+    """
     return fmean(part_of_time(one.curve, two.curve) for one, two in zip(ours, theirs, strict=True))
 
 
 def table(result: Result, name: str, case: Mapping[str, Sequence[Track]]) -> None:
-    """Prints a line for each mode."""
+    """Prints a table with one line for each mode."""
     columns = (
         "final loss",
         "virtual s",
@@ -144,7 +151,7 @@ def table(result: Result, name: str, case: Mapping[str, Sequence[Track]]) -> Non
 
 
 def claims(result: Result, cases: Cases, *, strict: bool) -> None:
-    """Adds the claims on robust; without bounds if the runs are too short to tell."""
+    """Adds the claims on mode `robust`; without bounds if the runs are too short."""
     for name, case in cases.items():
         robust, sync = case[ROBUST], case[SYNC]
         if name.endswith("eta 200"):
@@ -164,7 +171,7 @@ def claims(result: Result, cases: Cases, *, strict: bool) -> None:
 
 
 def newcomer(result: Result, task: Task, seeds: int, total: int) -> None:
-    """Measures a cluster of robust that begins anew in mid-training, with a cold inner optimizer."""
+    """Measures the pushes of a cluster in mode `robust` that restarts in mid-training with an empty inner optimizer."""
     refused, others = [], 0
     for seed in range(seeds):
         mode = next(mode for mode in modes(task) if mode.name == ROBUST)
@@ -182,7 +189,7 @@ def newcomer(result: Result, task: Task, seeds: int, total: int) -> None:
 
 
 def poisoned_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, total: int, clean: Cases) -> Verdicts:
-    """Runs robust on poison at each eta, and at the first eta the other modes on the same poison.
+    """Runs mode `robust` with poisoned pushes at each eta, and the other modes with the same ones at the first eta.
 
     Returns:
         What robust made of it.
@@ -217,12 +224,12 @@ def poisoned_runs(result: Result, task: Task, etas: Sequence[int], seeds: int, t
 
 
 def missed(made: int, caught: int) -> float:
-    """Returns the part of pushes that got the wrong verdict; 1 if none was made, since that shows nothing."""
+    """Returns the share of poisoned pushes that were not caught; 1 if none was made, since that proves nothing."""
     return (made - caught) / made if made else 1.0
 
 
 def poison_claims(result: Result, verdicts: Verdicts, *, strict: bool) -> None:
-    """Adds the claims on robust."""
+    """Adds the claims on how mode `robust` treats poisoned pushes."""
     for kind in KINDS[:2]:
         made = verdicts.made[kind]
         result.add(
@@ -243,7 +250,7 @@ def poison_claims(result: Result, verdicts: Verdicts, *, strict: bool) -> None:
 
 
 def pictures(cases: Mapping[str, Mapping[str, Sequence[Track]]], out: str) -> None:
-    """Draws the two plots beside the JSON."""
+    """Draws loss over samples and loss over time, beside the JSON file."""
     curves = {n: {mode: [t.curve for t in tracks] for mode, tracks in case.items()} for n, case in cases.items()}
     for axis, over_time in (("samples", False), ("time", True)):
         draw(curves, Path(out).with_name(f"{Path(out).stem}-{axis}.png"), over_time=over_time)

@@ -1,4 +1,4 @@
-"""Loss over samples and over time: the curve of a run, and values read from it."""
+"""Loss curves of a run, over samples and over virtual time, and values read from them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def _at(curve: Curve, x: float, axis: Callable[[Point], float]) -> float:
 
 
 def at_samples(curve: Curve, samples: float) -> float:
-    """Returns the loss after so many samples."""
+    """Returns the loss of a curve after a number of samples."""
     return _at(curve, samples, lambda point: point.samples)
 
 
 def at_time(curve: Curve, time_s: float) -> float:
-    """Returns the loss at that time."""
+    """Returns the loss of a curve at a virtual time."""
     return _at(curve, time_s, lambda point: point.time_s)
 
 
 def time_to(curve: Curve, loss: float) -> float:
-    """Returns the time at which the loss is first that low, by linear interpolation; infinity if never."""
+    """Returns the first time at which a curve reaches a loss, by linear interpolation; infinity if never."""
     before = curve[0]
     for point in curve:
         if point.loss <= loss:

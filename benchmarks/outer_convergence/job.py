@@ -1,4 +1,5 @@
-"""One outer job in virtual time: the product's machines and arithmetic, real training, and clocks that are drawn.
+"""Runs one outer job in virtual time: the product's state machines and arithmetic, real training, and randomly drawn
+durations.
 
 Theory of operation. `VirtualJob` is an event loop (the simulator's kernel) with one leader, some followers and the
 clusters, each a small shell around the machine that real processes run: `LeaderMachine`, `FollowerMachine`,
@@ -67,13 +68,13 @@ CLUSTERS, FOLLOWERS = 4, 2
 
 
 def speeds(eta: int) -> list[float]:
-    """Returns the virtual seconds of an inner step at each cluster: from 1 to 1 + eta / 100, evenly."""
+    """Returns the virtual seconds of an inner step of each cluster, evenly spaced from 1 to 1 + eta / 100."""
     return [1.0 + eta / 100 * number / (CLUSTERS - 1) for number in range(CLUSTERS)]
 
 
 @dataclass(frozen=True)
 class Weather:
-    """Random factors by which the cluster's legs take longer, beside its speed; the same legs in every mode.
+    """Random factors that lengthen the steps of a cluster between two pushes (a leg); the same in every mode.
 
     Attributes:
         seed: Of the drawing.
@@ -86,7 +87,7 @@ class Weather:
     straggling: float = STRAGGLING
 
     def factor(self, cluster: int, leg: int) -> float:
-        """Returns the factor of all steps of this leg."""
+        """Returns the factor by which all steps of a cluster's leg (the time between two pushes) are longer."""
         draw = Random(f"{self.seed} {cluster} {leg}")
         slower = SLOWER if draw.random() < self.straggling else 1.0
         return slower * max(0.3, draw.gauss(1.0, self.jitter))
@@ -94,7 +95,7 @@ class Weather:
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to train together.
+    """One policy of training together: its settings, and whether clusters train during a push.
 
     Attributes:
         name: For people.
@@ -109,7 +110,7 @@ class Mode:
 
 @dataclass
 class Track:
-    """Outcome of a run.
+    """Outcome of one run: its loss curve, and measurements.
 
     Attributes:
         curve: ascending.
@@ -133,7 +134,7 @@ class Track:
 
 
 class LeaderShell:
-    """Shell of the one leader, on a store that never fails."""
+    """Runs the leader's state machine in virtual time, on a store that never fails."""
 
     def __init__(self, job: VirtualJob, followers: int) -> None:
         self.job = job
@@ -148,11 +149,11 @@ class LeaderShell:
         self.job.kernel.after(TICK_S, self._tick)
 
     def hear(self, conn: int, message: FromCluster | FromFollower) -> None:
-        """Delivers a message a moment later."""
+        """Delivers a message to the leader after a moment."""
         self.job.kernel.after(WORD_S, lambda: self.feed(fx.Heard(conn, message)))
 
     def feed(self, event: fx.LeaderEvent) -> None:
-        """Gives one event to the machine, and carries out its effects."""
+        """Gives one event to the leader's state machine, and carries out its effects."""
         for effect in self.machine.on(1.0 + self.job.kernel.now, event):
             match effect:
                 case fx.StoreEntry(entry):
@@ -172,7 +173,7 @@ class LeaderShell:
 
 
 class FollowerShell:
-    """Shell of one follower, which stages pushes, computes versions and serves the two newest."""
+    """Runs a follower's state machine: stages pushes, computes versions and serves the two newest."""
 
     def __init__(self, job: VirtualJob, name: str) -> None:
         self.job, self.conn = job, job.connect(self.hear)
@@ -188,7 +189,7 @@ class FollowerShell:
         self.feed(fx.Told(message))  # type: ignore[arg-type]
 
     def feed(self, event: fx.FollowerEvent) -> None:
-        """Gives one event to the machine, and carries out its effects."""
+        """Gives one event to the follower's state machine, and carries out its effects."""
         after = self.job.kernel.after
         for effect in self.machine.on(event):
             match effect:
@@ -254,7 +255,7 @@ class FollowerShell:
 
 
 class ClusterShell:
-    """Shell of one cluster, which trains its leased samples in its own time."""
+    """Runs a cluster's state machine, and trains the samples leased to it."""
 
     def __init__(self, job: VirtualJob, number: int, step_s: float) -> None:
         self.job, self.number, self.step_s = job, number, step_s
@@ -283,7 +284,7 @@ class ClusterShell:
         self.job.kernel.after(HEARTBEAT_S, self._beat)
 
     def feed(self, event: cl.ClusterEvent) -> None:
-        """Gives one event to the machine, carries out its effects, and trains if the cluster may."""
+        """Gives one event to the cluster's state machine, carries out its effects, and trains if it may."""
         for effect in self.machine.on(event):
             match effect:
                 case fx.Say(message):
@@ -308,7 +309,7 @@ class ClusterShell:
         self._train()
 
     def _come_anew(self) -> None:
-        """Lets the process come in as another incarnation, since its old one has ended."""
+        """Restarts the cluster as another incarnation, since its old one has ended."""
         self.machine = self.machine.anew()
         self._base, self._frozen = None, None
         old, self.conn = self.conn, self.job.connect(self.hear)
@@ -318,7 +319,7 @@ class ClusterShell:
         self.job.track.anew += 1
 
     def begin_cold(self) -> None:
-        """Replaces the cluster's process by one whose inner optimizer has seen nothing."""
+        """Restarts the cluster with an inner optimizer that has no state yet."""
         self.learner.forget()
         self._come_anew()
 
@@ -346,7 +347,7 @@ class ClusterShell:
         self._train()
 
     def _share(self) -> tuple[Covered, ...]:
-        """Returns the next samples that are leased to the cluster, a batch of them if there are so many."""
+        """Returns the next samples leased to the cluster: a batch of them, or all if there are fewer."""
         left, found = self.job.task.batch, []
         for epoch, spans in sorted(self.machine.free_spans().items()):
             some = []
@@ -406,7 +407,7 @@ class ClusterShell:
 
 
 class VirtualJob:
-    """One outer job in virtual time, trained by the product's machines.
+    """One outer job in virtual time: leader, followers and clusters, by the product's state machines.
 
     Args:
         task: What is trained.
@@ -455,7 +456,7 @@ class VirtualJob:
         return len(self.leader.hears) - 1
 
     def stored(self, entry: Entry) -> None:
-        """Counts samples and verdicts of an entry that is in the chain."""
+        """Counts the samples and verdicts of an entry that was stored in the chain."""
         self.track.verdicts.read(entry, self.poison.kinds)
         body = entry.body
         if isinstance(body, Round):
@@ -467,7 +468,9 @@ class VirtualJob:
             self._samples[entry.version] = self.spent
 
     def computed(self, entry: Entry) -> None:
-        """Notes that a follower has computed this version; once all have, the curve may get a point."""
+        """Counts a follower that has computed this version; once all have, adds a point to the loss curve if one is
+        due.
+        """
         count = self._standing[entry.version] = self._standing.get(entry.version, 0) + 1
         samples = self._samples.get(entry.version, 0)
         if count < len(self.followers) or samples < self._next:
@@ -478,7 +481,7 @@ class VirtualJob:
         self._next = samples - samples % self.every + self.every
 
     def run(self) -> Track:
-        """Trains until so many samples are spent.
+        """Trains until the given number of samples is spent.
 
         Raises:
             RuntimeError: Nothing happens any more.

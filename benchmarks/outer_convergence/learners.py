@@ -1,4 +1,5 @@
-"""Models that the clusters train: two character models on the prose that comes with Python, and how far a model is.
+"""Models that the clusters train: two character models on the prose that comes with Python, with their samples and
+losses.
 
 Theory of operation. A sample is one place in the training text: the characters before it, or the block that begins
 there. Positions of an epoch are places in an order that the seed draws, so a lease of a chunk is a fair sample of the
@@ -26,7 +27,7 @@ VALIDATION = 20
 
 
 class CharacterMLP(nn.Module):
-    """Model from the characters before a place to the logits of the next one."""
+    """MLP that predicts the next character from the characters before it; returns logits."""
 
     def __init__(self, vocabulary: int, context: int, width: int, hidden: int, seed: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class CharacterMLP(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """One model and how it is trained.
+    """One model and its training settings.
 
     Attributes:
         name: For people.
@@ -88,7 +89,9 @@ SMALL_GPT = Task("GPT", _gpt, context=32, everywhere=True, batch=8, inner_lr=3e-
 
 @functools.cache
 def _text() -> tuple[Tensor, Tensor, int]:
-    """Returns training and validation text as numbers of characters, and how many characters there are."""
+    """Returns the training and the validation text as tensors of character numbers, and the number of different
+    characters.
+    """
     raw = np.frombuffer(prose_text(), dtype=np.uint8)
     kinds, numbers = np.unique(raw, return_inverse=True)
     whole = torch.from_numpy(numbers.astype(np.int64))
@@ -109,11 +112,11 @@ class Samples:
 
     @property
     def length(self) -> int:
-        """Number of positions in an epoch."""
+        """Number of samples in an epoch."""
         return len(self._blocks)
 
     def take(self, covered: Sequence[Covered]) -> Tensor:
-        """Returns the text blocks at these positions, (n, context + 1)."""
+        """Returns the text blocks of the samples at these positions of their epochs, (n, context + 1)."""
         places = [self._order(c.epoch)[a:b] for c in covered for a, b in c.spans]
         return self._blocks[torch.cat(places)]
 

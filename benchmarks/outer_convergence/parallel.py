@@ -1,4 +1,4 @@
-"""Baseline of all: data-parallel training, where every inner step waits for all clusters' gradients."""
+"""Baseline for all policies: data-parallel training, where every inner step waits for all clusters' gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from chaos_lightning.outer.rules.types import Covered
 
 
 def data_parallel(task: Task, eta: int, seed: int, total: int, inner_steps: int) -> list[Point]:
-    """Trains with one optimizer for all clusters; a step takes as long as its slowest cluster, and two transfers on the
-    far link.
+    """Trains with one optimizer for all clusters; a step takes as long as that of the slowest cluster plus two
+    transfers on the far link.
 
     A leg of jitter and straggling has as many steps as a round. The learning rate grows with the root of the batch, as
     is usual for AdamW.

@@ -1,4 +1,4 @@
-"""Pushes that are spoiled at the cluster that made them, and the verdict on each."""
+"""Poisons pushes at the cluster that made them, and counts the rounds' verdicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOISE = 10.0
 
 @dataclass
 class Poison:
-    """Choice of the pushes that are poisoned: one in some, after the warm-up, the kinds in turn.
+    """Choice of the pushes to poison: a random share of them after the warm-up, with the kinds of poison in turn.
 
     Attributes:
         share: This part of all pushes; 0.0: none.
@@ -36,7 +36,7 @@ class Poison:
     kinds: dict[PushId, str] = field(default_factory=dict)
 
     def spoil(self, push: PushId, accepted: int, gained: Tensor) -> bool:
-        """Poisons a push in place if its name is drawn; returns whether it did, which is a function of the name alone.
+        """Poisons a push in place if a draw seeded by its name says so; returns whether it did.
 
         Args:
             push: Its name.
@@ -62,7 +62,7 @@ class Poison:
 
 @dataclass
 class Verdicts:
-    """Verdicts of rounds on good and on poisoned pushes.
+    """Counts of the verdicts of rounds on good and on poisoned pushes.
 
     Attributes:
         good: Good ones that were answered.
@@ -85,7 +85,7 @@ class Verdicts:
     reasons: list[str] = field(default_factory=list)
 
     def read(self, entry: Entry, kinds: Mapping[PushId, str]) -> None:
-        """Counts the verdicts of an entry of the chain."""
+        """Counts the verdicts in an entry of the chain."""
         if not isinstance(entry.body, Round):
             return
         rejected = {refusal.offer.push: refusal.reason for refusal in entry.body.rejected}
@@ -106,7 +106,7 @@ class Verdicts:
                 self.alone += len(pushes) == 1
 
     def add(self, other: Verdicts) -> None:
-        """Adds the counts of another run."""
+        """Adds the verdicts of another run to these counts."""
         self.good += other.good
         self.good_rejected += other.good_rejected
         self.made.update(other.made)

@@ -1,1 +1,1 @@
-"""All-reduce over an uneven overlay."""
+"""All-reduces over an overlay of uneven links."""

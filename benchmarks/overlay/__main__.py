@@ -1,4 +1,4 @@
-"""All-reduce over an uneven overlay: six nodes, eight links of 100 to 500 Mbps, and how fast the planner's trees are.
+"""Measures all-reduces over six nodes with eight links of 100 to 500 Mbps, and how fast the planner's trees are.
 
 Six processes with the product's reducer, loop, links and handshake all-reduce one buffer; the plans are those that
 `planning/overlay.py` draws from the links' rates. Each time is from a common instant, at which all gradients are

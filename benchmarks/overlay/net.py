@@ -1,4 +1,4 @@
-"""The network of the overlay benchmark: six nodes on eight uneven links, with root also as network namespaces.
+"""The network of the overlay benchmark: six nodes on eight uneven links, for root also as network namespaces.
 
 Each node is a namespace, each link a veth pair with an htb class and a bfifo of 256 KiB at both ends. A node has one
 address of its own (10.77.0.R on an interface node0 that leads nowhere), which gloo announces; how a packet to another
@@ -36,13 +36,13 @@ Routes = dict[tuple[str, str], str]
 
 
 def rates(scale: float = 1.0) -> dict[tuple[str, str], tuple[float, float, float]]:
-    """Returns the links' rates as planners take them: (latency in seconds, bps there, bps back)."""
+    """Returns the rates of all links in the planners' form: (latency in seconds, bps there, bps back)."""
     return {pair: (1e-4, mbps * 1e6 * scale, mbps * 1e6 * scale) for pair, mbps in MBPS.items()}
 
 
 def routes(mbps: Mapping[tuple[str, str], float], *, widest: bool) -> Routes:
-    """Returns routes between all pairs: those with the widest narrowest link (of these the shortest), or of fewest
-    hops.
+    """Returns routes between all pairs of nodes: the ones with the most bandwidth (of these the shortest), or with the
+    fewest hops.
     """
     width = {p: mbps.get(p) or mbps.get((p[1], p[0]), 0.0) for p in permutations(NAMES, 2)}
     found: Routes = {}
@@ -74,7 +74,7 @@ def namespace(name: str) -> str:
 
 
 def _remove_leftovers() -> None:
-    """Removes the namespaces that killed runs have left."""
+    """Removes the network namespaces that killed runs have left."""
     for path in Path("/run/netns").glob("chaosbench*"):
         pid = re.fullmatch(r"chaosbench(\d+)[a-z]", path.name)
         if pid and not Path(f"/proc/{pid[1]}").exists():
@@ -83,7 +83,7 @@ def _remove_leftovers() -> None:
 
 @contextlib.contextmanager
 def namespaces(scale: float = 1.0) -> Iterator[None]:
-    """Makes the network for the block, and takes it down again.
+    """Makes the network of namespaces for the block, and removes it afterwards.
 
     Raises:
         NetworkError: No root, or a kernel without what this needs.
@@ -128,7 +128,7 @@ def _shape(space: str, device: str, mbps: float, verb: str) -> None:
 
 
 def set_routes(chosen: Routes) -> None:
-    """Sets the routes of packets between the nodes' own addresses."""
+    """Sets the nodes' routing tables, so that packets between them take the chosen routes."""
     for (here, target), there in chosen.items():
         pair = (here, there) if (here, there) in MBPS else (there, here)
         run(

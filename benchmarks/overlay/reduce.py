@@ -1,4 +1,5 @@
-"""All-reduces of the overlay benchmark: a node per process with the real reducer, loop, links and handshake; or gloo.
+"""All-reduces of the overlay benchmark: one process per node with the product's reducer, loop, links and handshake; or
+gloo.
 
 A node is told what to do over its pipe. Its links are TCP connections made by the product's own handshake; where the
 network is emulated by pacing, each end's socket gets SO_MAX_PACING_RATE, which limits what it sends; in a network
@@ -36,7 +37,7 @@ _DEADLINE_S = 120.0
 
 
 def enter(namespace: str) -> None:
-    """Puts the calling thread (and those that it starts) into a network namespace; needs root."""
+    """Moves the calling thread (and threads that it starts) into a network namespace; needs root."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
     try:
@@ -47,7 +48,7 @@ def enter(namespace: str) -> None:
 
 
 class Node:
-    """Data plane of one member without a protocol above it."""
+    """Reducer, loop and links of one member, without the protocol of views and slots."""
 
     def __init__(self, me: str, nbytes: int, address: str) -> None:
         import torch
@@ -98,7 +99,7 @@ class Node:
     # ------------------------------------------------------------------ links
 
     def connect(self, dial_to: dict[str, tuple[str, int]], accept_from: Sequence[str]) -> None:
-        """Makes all links of this node; blocks until they stand."""
+        """Makes all links of this node; blocks until they are connected."""
         from chaos_lightning.transport.handshake import Greeting, accept, dial
 
         sockets = {
@@ -139,7 +140,7 @@ class Node:
         self.pattern = pattern
 
     def reduce(self, view: Any, seq: int, begin_at: float) -> float:
-        """Runs one all-reduce that begins at this CLOCK_MONOTONIC second; returns when its sum was complete here."""
+        """Runs one all-reduce that begins at this CLOCK_MONOTONIC second; returns when this node had the whole sum."""
         self.memory.results[seq % 2].zero_()
         self.done.clear()
         scope = self.layout.scope(0)
@@ -153,7 +154,9 @@ class Node:
         return self.done_at
 
     def trouble(self) -> str:
-        """Returns words about an all-reduce that does not end: the missing sums, and the places where bytes wait."""
+        """Describes an all-reduce that does not end: the missing bytes of the sum, and the links on which bytes
+        wait.
+        """
         held = self.reducer.held() or ()
         missing = self.layout.nbytes - sum(stop - start for start, stop in held)
         waiting = (
@@ -177,7 +180,9 @@ class Node:
 
 
 def ours(pipe: Connection, me: str, rank: int, size: int, nbytes: int, namespace: str, address: str) -> None:
-    """Runs a node that all-reduces over trees; obeys ("connect", ...), ("pace", ...), ("reduce", ...) and ("end",)."""
+    """Runs a node that all-reduces over trees, and obeys ("connect", ...), ("pace", ...), ("reduce", ...) and
+    ("end",).
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -206,7 +211,7 @@ def ours(pipe: Connection, me: str, rank: int, size: int, nbytes: int, namespace
 
 
 def gloo(pipe: Connection, rank: int, size: int, nbytes: int, namespace: str, store: str) -> None:
-    """Runs a node that all-reduces by gloo in a namespace; obeys ("reduce", begin_at) and ("end",)."""
+    """Runs a node that all-reduces by gloo in a namespace, and obeys ("reduce", begin_at) and ("end",)."""
     import torch
     import torch.distributed as dist
 
@@ -242,7 +247,7 @@ class Case(NamedTuple):
 
 
 def cases(nbytes: int, scale: float = 1.0) -> list[Case]:
-    """Returns the cases, with the bound that each is held against."""
+    """Returns the plans to compare, each with the lower bound of its time."""
     rates = net.rates(scale)
     bound = overlay.bound(MEMBERS, rates, nbytes)
     found = []
@@ -258,7 +263,7 @@ def cases(nbytes: int, scale: float = 1.0) -> list[Case]:
 
 @contextlib.contextmanager
 def nodes(nbytes: int, *, spaces: bool, scale: float = 1.0) -> Iterator[list[Worker]]:
-    """Yields six connected nodes; paced on loopback, or one in each namespace."""
+    """Yields six connected nodes, with paced links on loopback or each in a network namespace."""
     ctx = context(
         "benchmarks.overlay.reduce", "chaos_lightning.collectives.gradients", "chaos_lightning.collectives.reducer"
     )
@@ -297,7 +302,7 @@ def all_reduce(workers: list[Worker], *words: Any) -> tuple[float, float]:
 def measure_ours(
     result: Result, found: list[Case], nbytes: int, rounds: int, *, spaces: bool, scale: float = 1.0
 ) -> None:
-    """Measures all plans in turn, round by round, in the same processes."""
+    """Measures all plans in turn, in every round, in the same processes."""
     where = "namespaces" if spaces else "paced"
     times: dict[str, list[float]] = {case.name: [] for case in found}
     cpu: dict[str, list[float]] = {case.name: [] for case in found}
@@ -322,7 +327,7 @@ def measure_ours(
 
 
 def measure_gloo(result: Result, nbytes: int, rounds: int, folder: Path, scale: float = 1.0) -> None:
-    """Measures gloo in the namespaces, over both kinds of routes in turn."""
+    """Measures gloo in the namespaces, in turn over the routes of most bandwidth and of fewest hops."""
     ctx = context("benchmarks.overlay.reduce")
     kinds = {"best": True, "fewest-hops": False}
     routes = {kind: net.routes(MBPS, widest=widest) for kind, widest in kinds.items()}

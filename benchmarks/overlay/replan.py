@@ -1,4 +1,5 @@
-"""A link drops to a tenth while six members train, and recovers: how long until other trees rule, and what that cost.
+"""Measures how soon training uses other reduction trees after a link drops to a tenth and after it recovers, and the
+costs.
 
 Six processes train a plain loop on the engine, over the overlay's eight links only (each names its neighbours), paced
 at both ends, with the plan "auto". When every link was measured and the plan stays, the pacing of the link that the
@@ -39,7 +40,9 @@ Trees = list[tuple[float, tuple[str, ...], tuple[str, ...]]]
 
 
 def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], state_mib: float, logs: str) -> None:
-    """Runs one member; reports each step with its view's trees, and obeys ("rates", {peer: bps}) besides."""
+    """Runs one member; reports each step with its view's reduction trees, and changes its links' rates on ("rates",
+    {peer: bps}).
+    """
     import torch
 
     from chaos_lightning.machine.process_table import count_as
@@ -77,7 +80,7 @@ def member(pipe: Connection, endpoint: str, name: str, rates: dict[str, float], 
 
 
 class Planned(World):
-    """Members, and the reduction trees of their views.
+    """Members of the benchmark, and the reduction trees of their views.
 
     Args:
         endpoint: The scheduler.
@@ -108,14 +111,14 @@ class Planned(World):
         super()._hear(name, word, *values)
 
     def measured(self) -> set[tuple[str, str]]:
-        """Returns (from, to) of the links that were measured."""
+        """Returns (from, to) of the links that members have measured so far."""
         from chaos_lightning.events.events import read_events
 
         found = (r for r in read_events(self._logs) if r.name == "link_measured")
         return {(r.member.partition("~")[0], str(r.get("peer")).partition("~")[0]) for r in found}
 
     def settled(self) -> bool:
-        """Returns whether all links were measured, all members train by one plan, and it stays."""
+        """Returns whether all links were measured, and all members have had one and the same plan for a while."""
         plans = list(self.trees.values())
         alike = len(plans) == len(NAMES) and all(plan == plans[0] for plan in plans)
         full = all(s.steps and s.steps[-1].contributors == len(NAMES) for s in self.members.values())
@@ -135,7 +138,7 @@ def _rates_of(name: str, rates: Rates) -> dict[str, float]:
 
 
 def _loads(trees: Trees) -> Counter[tuple[str, str]]:
-    """Returns how much of the buffer crosses each link, by members' names."""
+    """Returns the share of the gradient buffer that crosses each link, by members' names."""
     load: Counter[tuple[str, str]] = Counter()
     for weight, members, parents in trees:
         for one, other in zip(members, parents, strict=True):
@@ -146,13 +149,13 @@ def _loads(trees: Trees) -> Counter[tuple[str, str]]:
 
 
 def _busiest(trees: Trees) -> tuple[str, str]:
-    """Returns the link that most of the buffer crosses; of equal ones the slowest."""
+    """Returns the link that the largest share of the buffer crosses; of equal ones the slowest."""
     load = _loads(trees)
     return max(load, key=lambda pair: (load[pair] / MBPS[pair], load[pair]))
 
 
 def measure(result: Result, state_mib: float, scale: float) -> None:
-    """Measures one drop of a link; adds its figures."""
+    """Measures one drop of a link's rate, and adds its figures."""
     rates = {pair: mbps * 1e6 * scale for pair, mbps in MBPS.items()}
     with scratch() as folder:
         logs = str(folder / "replan")
@@ -189,8 +192,8 @@ def measure(result: Result, state_mib: float, scale: float) -> None:
 def _report(
     result: Result, world: Planned, pair: tuple[str, str], times: tuple[float, float, float], logs: str | Path
 ) -> None:
-    """Adds the figures of the drop; `times` (CLOCK_MONOTONIC, s): the plan stayed, the link dropped, the link was
-    restored.
+    """Adds the figures of a drop; `times` (CLOCK_MONOTONIC, s): when the plan was stable, the link dropped, the link
+    recovered.
     """
     from chaos_lightning.events.events import read_events
 

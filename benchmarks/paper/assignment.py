@@ -34,7 +34,7 @@ TRIED = 100
 
 
 def neighbours_of(join: Join, chance: random.Random) -> list[Neighbour]:
-    """Returns the newcomer's neighbours as the planner takes them, each with a random end of its all-reduce."""
+    """Returns the newcomer's neighbours in the planner's form, each with a random time at which its all-reduce ends."""
     return [
         Neighbour(name, 2 * latency + chance.uniform(0, SYNC_S), 8 / rate)
         for name, (latency, rate) in join.estimates().items()
@@ -42,7 +42,9 @@ def neighbours_of(join: Join, chance: random.Random) -> list[Neighbour]:
 
 
 def enumerated_s(count: int, shard_nbytes: int, near: Sequence[Neighbour]) -> float:
-    """Returns the optimum of P3 by trying every assignment: seconds until the last of `count` shards has come."""
+    """Returns the seconds of the best assignment of `count` equal shards to neighbours (the paper's P3), by
+    trying all.
+    """
     best = float("inf")
     for assignment in product(range(len(near)), repeat=count):
         ends = (n.seconds(assignment.count(i) * shard_nbytes) for i, n in enumerate(near) if i in assignment)
@@ -51,9 +53,7 @@ def enumerated_s(count: int, shard_nbytes: int, near: Sequence[Neighbour]) -> fl
 
 
 def best_size_s(nbytes: int, near: Sequence[Neighbour], layers: Sequence[int], tried: int = TRIED) -> float:
-    """Returns the least seconds of any assignment of equal shards whose size lies between the layers, of so many
-    sizes.
-    """
+    """Returns the least seconds over `tried` shard sizes between those of the layers, each assigned in the best way."""
     low, high = min(layers), max(layers)
     sizes = {max(1, round(low * (high / low) ** (i / (tried - 1)))) for i in range(tried)}
     # Much smaller shards than this one reach the bound to within a thousandth, at the price of counting more of them.
@@ -62,7 +62,9 @@ def best_size_s(nbytes: int, near: Sequence[Neighbour], layers: Sequence[int], t
 
 
 def checks(seed: int, count: int) -> tuple[int, float]:
-    """Returns how many random small instances Algorithm 2 solves as well as brute force, and its worst excess."""
+    """Returns how many random small instances Algorithm 2 solves as well as brute force, and its worst relative
+    excess.
+    """
     chance = random.Random(f"brute force/{seed}")
     equal, worst = 0, 0.0
     for _ in range(count):
@@ -79,7 +81,7 @@ def checks(seed: int, count: int) -> tuple[int, float]:
 
 
 def gaps(join: Join, model: Model, chance: random.Random, tried: int) -> dict[str, float]:
-    """Returns the seconds of each plan, and how long planning took."""
+    """Returns the seconds of the equal, the greedy and the best assignments, the bound, and how long planning took."""
     near = neighbours_of(join, chance)
     layers = model.layout(model.nbytes)
     nbytes = sum(layers)
@@ -110,7 +112,7 @@ def _all(scale: Scale) -> Iterator[tuple[str, int, dict[str, float]]]:
 
 
 def fig16(scale: Scale) -> FigureResult:
-    """Makes Fig. 16: equal, greedy and optimal assignment."""
+    """Makes Fig. 16: transfer times by equal, greedy and optimal assignment of shards."""
     progress("16", "planning")
     rows = list(_all(scale))
     tried = scale.pick(100, 600)
@@ -181,7 +183,7 @@ def fig16(scale: Scale) -> FigureResult:
 
 
 def plot_fig16(result: FigureResult, path: Path) -> None:
-    """Draws each plan over the bound, by model."""
+    """Draws the excess of each assignment over the bound, by model."""
     rows = result.data["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
     kinds = {"even": "equal shares", "greedy": "Algorithms 1 and 2", "P2": "best shard size (P2's optimum)"}

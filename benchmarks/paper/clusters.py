@@ -1,4 +1,5 @@
-"""The paper's clusters: random overlays that grow node by node, links of 100 to 1000 Mbps that change every 3 minutes.
+"""The paper's clusters: random overlays that grow node by node, with links of 100 to 1000 Mbps that change every 3
+minutes.
 
 Theory of operation. A *growth* is one random history: six nodes at first, connected at random, then one newcomer after
 the other at the instants of a Poisson process, each linked with several of those that run. It is one
@@ -26,7 +27,7 @@ MEAN_INTERVAL_S = 600.0
 
 
 def several(running: int) -> int:
-    """Returns how many neighbours a newcomer has."""
+    """Returns the number of a newcomer's neighbours in a cluster of `running` nodes."""
     return min(MOST, running, max(FEWEST, round(SHARE * running)))
 
 
@@ -60,16 +61,20 @@ class Join:
         return self.topology.neighbours(self.newcomer)
 
     def rates(self, after_s: float = 0.0) -> dict[Pair, float]:
-        """Returns the bits per second of all links, so long after the join began."""
+        """Returns the bits per second of all links at `after_s` seconds after the join began."""
         return {pair: state.rate_bps for pair, state in links_of(self.topology, self.at_s + after_s).items()}
 
     def changes_after_s(self, after_s: float) -> float:
-        """Returns the seconds from the join to the next change of rates after `after_s`; infinity if there is none."""
+        """Returns the seconds from the join to the first change of rates later than `after_s`; infinity if there is
+        none.
+        """
         found = next_change_s(self.topology, self.at_s + after_s)
         return math.inf if found is None else found - self.at_s
 
     def estimates(self) -> dict[str, tuple[float, float]]:
-        """Returns (latency in s, bits per second) of the newcomer's links when it comes, as a probe would find them."""
+        """Returns (latency in s, bits per second) of the newcomer's links when it comes, as a probe would
+        measure them.
+        """
         rates = self.rates()
         return {
             (b if a == self.newcomer else a): (LATENCY_S, rate)
@@ -79,7 +84,7 @@ class Join:
 
 
 def growth(seed: int, last: int, *, first: int = FIRST, neighbours: int = 0) -> Iterator[Join]:
-    """Yields all joins of one history, from `first` running nodes to `last`.
+    """Yields the joins of one growing cluster, from `first` running nodes to `last`.
 
     Args:
         seed: Of overlay, rates and instants.
@@ -123,6 +128,6 @@ def growth(seed: int, last: int, *, first: int = FIRST, neighbours: int = 0) -> 
 
 
 def pair(rate_bps: float) -> Join:
-    """Returns the join of two nodes over one link that never changes."""
+    """Returns the join of a second node to a first one, over one link that never changes."""
     nodes = (EdgeNode("n0"), EdgeNode("n1"))
     return Join(Topology(nodes, (Link("n0", "n1", rate_bps, LATENCY_S),), name="pair"), "n1", 0.0)

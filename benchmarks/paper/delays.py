@@ -41,7 +41,7 @@ LABELS = {
 
 @functools.cache
 def image_joins(scale: Scale) -> tuple[Point, ...]:
-    """Returns the joins of the image models by all systems, emulated and simulated."""
+    """Returns the joins of the image models by all systems, executed on emulated links and simulated."""
     say = teller("7, 10, 15")
     names = tuple(sweep.SYSTEMS)
     sizes = scale.pick((6, 11), tuple(range(6, 12)))
@@ -66,7 +66,7 @@ def image_joins(scale: Scale) -> tuple[Point, ...]:
 
 
 def how_joins(points: Sequence[Point], factors: emulated.Factors, what: str = "ResNet101, AlexNet and VGG11") -> str:
-    """Returns in words which joins were real and which simulated."""
+    """Describes which joins were executed and which simulated."""
     executed = chosen(points, kind="scaled down")
     largest = max(p.size for p in points)
     repeats = len({p.repeat for p in executed})
@@ -82,7 +82,7 @@ def how_joins(points: Sequence[Point], factors: emulated.Factors, what: str = "R
 
 
 def lines(points: Sequence[Point]) -> dict[str, Any]:
-    """Returns delays as pictures take them: by model, kind, system and size."""
+    """Returns delays in the form that pictures need: by model, kind, system and size."""
     table: dict[str, Any] = {}
     for p in points:
         by_size = table.setdefault(p.model, {}).setdefault(p.kind, {}).setdefault(p.system, {})
@@ -91,7 +91,9 @@ def lines(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def draw(axes: Any, table: dict[str, Any], systems: Sequence[str]) -> None:
-    """Draws delay over cluster size: executed as dots on a line, simulated dashed, at full size as stars."""
+    """Draws delay over cluster size: executed joins as dots on a line, simulated ones dashed, full-size ones as
+    stars.
+    """
     sizes = sorted({int(size) for kind in table.values() for by_size in kind.values() for size in by_size})
     for system in systems:
         for kind, style in (("scaled down", "o-"), ("simulated", "--"), ("real", "*")):
@@ -111,7 +113,7 @@ def draw(axes: Any, table: dict[str, Any], systems: Sequence[str]) -> None:
 
 
 def log_scale(axes: Any, sizes: Sequence[int]) -> None:
-    """Sets axes for cluster sizes side by side, and for values that vary by factors."""
+    """Sets one tick for each cluster size, and a logarithmic axis for the values."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     axes.set_xticks(range(len(sizes)), [str(size + 1) for size in sizes])
@@ -142,7 +144,7 @@ _ALWAYS = 3
 
 @functools.cache
 def full_size(scale: Scale) -> tuple[Point, ...]:
-    """Returns the first join of the first history at the paper's sizes and rates; none if it has to be quick."""
+    """Returns executed joins of one cluster at the paper's sizes and rates; none in a quick run."""
     if scale.quick:
         return ()
     plan = Plan(
@@ -152,7 +154,9 @@ def full_size(scale: Scale) -> tuple[Point, ...]:
 
 
 def always(scale: Scale, sizes: Sequence[int]) -> list[Point]:
-    """Returns simulated joins by EDL+ and Autoscaling, with as many neighbours in large clusters as in small ones."""
+    """Returns simulated joins by EDL+ and Autoscaling, whose newcomers have as many neighbours in large clusters as in
+    small ones.
+    """
     plan = Plan(
         (VGG11,),
         tuple(sizes),
@@ -166,7 +170,7 @@ def always(scale: Scale, sizes: Sequence[int]) -> list[Point]:
 
 
 def fig7(scale: Scale) -> FigureResult:
-    """Makes Fig. 7: scale-out delay of all systems by model and cluster size."""
+    """Makes Fig. 7: the delay of a scale-out by system, model and cluster size."""
     points = [p for p in (*image_joins(scale), *full_size(scale)) if p.system in (*_FIG7, sweep.HOP_BY_HOP)]
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
     claims = [*_delays(executed), *_growths(scale, executed, computed), *_ours(points)]
@@ -180,7 +184,7 @@ def fig7(scale: Scale) -> FigureResult:
 
 
 def _delays(executed: Sequence[Point]) -> list[Claim]:
-    """Returns the paper's claims on their size."""
+    """Returns the paper's claims on how long a scale-out takes."""
     delays = {system: [p.seconds for p in chosen(executed, system=system)] for system in _FIG7}
     vgg = [p.seconds for p in chosen(executed, system="EDL+", model="VGG11")]
     wins, of = map(sum, zip(*(share(executed, system, "Pollux") for system in _FIG7[1:]), strict=True))
@@ -214,7 +218,7 @@ def _delays(executed: Sequence[Point]) -> list[Claim]:
 
 
 def _growths(scale: Scale, executed: Sequence[Point], computed: Sequence[Point]) -> list[Claim]:
-    """Returns the paper's claims on larger clusters."""
+    """Returns the paper's claims on how the delay grows with the cluster."""
     few, many = min(p.size for p in executed), max(p.size for p in computed)
 
     def against_one(system: str, size: int) -> float:
@@ -258,7 +262,7 @@ def _growths(scale: Scale, executed: Sequence[Point], computed: Sequence[Point])
 
 
 def _ours(points: Sequence[Point]) -> list[Claim]:
-    """Returns claims that the paper does not make."""
+    """Returns our own claims, which are not in the paper."""
     executed, whole = chosen(points, kind="scaled down"), chosen(points, kind="real")
     wins, of = share(executed, "adaptive", "Chaos", 1.02)
     ratio = middle(executed, system="adaptive") / middle(executed, system="Chaos")
@@ -297,7 +301,7 @@ def plot_fig7(result: FigureResult, path: Path) -> None:
 
 
 def fig8(scale: Scale) -> FigureResult:
-    """Makes Fig. 8: scale-out delay of Chaos and of this package on GPT-2, medium and large."""
+    """Makes Fig. 8: the delay of a scale-out by Chaos and by this package on GPT-2, medium and large."""
     say = teller("8")
     systems = ("Chaos", "adaptive")
     sizes = scale.pick((6, 11), tuple(range(6, 12)))
@@ -358,7 +362,9 @@ _FIG15 = {"EDL+": "single source", "Autoscaling": "multi-source, even", "even": 
 
 
 def fig15(scale: Scale) -> FigureResult:
-    """Makes Fig. 15: single-source, multi-source and multi-neighbour replication, the latter two with equal shares."""
+    """Makes Fig. 15: replication from one source, many sources and many neighbours, the latter two with equal
+    shares.
+    """
     points = [p for p in image_joins(scale) if p.system in (*_FIG15, "adaptive")]
     executed = chosen(points, kind="scaled down")
     over = {

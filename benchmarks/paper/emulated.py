@@ -1,4 +1,4 @@
-"""Pulls a newcomer's state for real: donors in processes of their own, real sockets, links that have a rate.
+"""Executes the pull of a newcomer's state: donors in processes of their own, real sockets, links with limited rates.
 
 Theory of operation. `benchmarks.transfer.net` starts a process for each running node, with the package's own server,
 handshake and relays; this process is the newcomer and pulls with the package's own policies. Two factors bring the
@@ -25,7 +25,7 @@ from chaos_lightning.testing.edge.topology import Pair
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors that fit the paper's clusters onto this machine."""
+    """Factors by which states, links and disks of the paper are reduced for this machine."""
 
     smaller: float = 1.0
     """States are so many times smaller than the paper's."""
@@ -34,11 +34,11 @@ class Factors:
 
     @property
     def moving(self) -> float:
-        """Seconds at the paper's size for each second in which bytes move here."""
+        """Seconds at the paper's size for each second in which bytes move on this machine."""
         return self.smaller / self.slower
 
     def paper_s(self, seconds: float, moving_s: float, hashing_s: float) -> float:
-        """Returns the seconds at the paper's size for which a pull here stands.
+        """Converts the seconds of a pull on this machine to seconds at the paper's size.
 
         Args:
             seconds: All of it, here.
@@ -55,7 +55,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Moved:
-    """A pull that took place; seconds and bytes at the paper's size."""
+    """Measurements of an executed pull; seconds and bytes at the paper's size."""
 
     seconds: float
     moving_s: float
@@ -70,7 +70,7 @@ class Moved:
 
 
 class Cluster:
-    """The running nodes of a join, as processes, and the newcomer, which is this process.
+    """The running nodes of a join, each in a process of its own, and the newcomer, which is this process.
 
     Args:
         join: Who is there, and what the links are.
@@ -86,7 +86,9 @@ class Cluster:
         """Hashing the newcomer's state once, here."""
 
     def load(self, layout: Sequence[int]) -> None:
-        """Makes all donors publish a state of random bytes with these tensors (bytes each, as they are here)."""
+        """Makes all donors publish a state of random bytes, with tensors of these sizes in bytes (as reduced for this
+        machine).
+        """
         from chaos_lightning.replication.table import build_table
 
         self.joiner.load(layout)
@@ -96,7 +98,7 @@ class Cluster:
         self._hashing_s = time.monotonic() - began
 
     def pull(self, policy: str, watch: Callable[[float, int], None] | None = None) -> Moved:
-        """Pulls the whole state into an empty newcomer by this policy.
+        """Pulls the whole state into an empty newcomer by the named policy.
 
         Args:
             policy: A name as `benchmarks.transfer.policies.policy_of` takes it.
@@ -123,12 +125,12 @@ class Cluster:
         )
 
     def estimates(self) -> dict[str, tuple[float, float]]:
-        """Returns the probed (latency in s, bits per second) of the newcomer's links, as emulated."""
+        """Returns (latency in s, bits per second) of the newcomer's emulated links, as a probe would measure them."""
         return {n: (latency, rate / self.factors.slower) for n, (latency, rate) in self.join.estimates().items()}
 
 
 class _Changes:
-    """Changes of rates by the topology's schedule, made during a pull whenever something has arrived."""
+    """Changes the rates of links by the topology's schedule while a pull runs; called whenever bytes have arrived."""
 
     def __init__(self, cluster: Cluster, began: float) -> None:
         self.cluster, self._began = cluster, began
@@ -153,7 +155,7 @@ class _Changes:
                     self._open.append(me)
 
     def undo(self) -> None:
-        """Sets all links to their rates of when the newcomer came."""
+        """Sets all links back to the rates that they had when the newcomer came."""
         if self.made:
             self._set(self.cluster.join.rates())
         for name in self._open:
@@ -162,7 +164,7 @@ class _Changes:
 
 @contextlib.contextmanager
 def cluster(join: Join, factors: Factors, folder: Path, disk_bps: float) -> Iterator[Cluster]:
-    """Yields the cluster of this join; its processes end with the block.
+    """Yields the emulated cluster of this join; its processes end with the block.
 
     Args:
         join: Who is there.

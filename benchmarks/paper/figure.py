@@ -1,4 +1,4 @@
-"""Parts that the paper's figures share: their scale, results and claims, and how they are drawn.
+"""Parts that the paper's figures share: the size of runs, results and claims, and how they are drawn.
 
 Every figure N of the paper is two functions of one module of this package:
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scale:
-    """Size of the runs.
+    """Size of the runs for the figures: full or quick, with a seed and a time budget.
 
     Attributes:
         quick: all figures together under two minutes; else under 40 minutes on two slow cores.
@@ -48,13 +48,13 @@ class Scale:
         return Scale(quick=True, seed=seed, budget_s=15.0)
 
     def pick(self, quick: T, full: T) -> T:
-        """Returns the value for this scale."""
+        """Returns `quick` in a quick run, else `full`."""
         return quick if self.quick else full
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the paper beside the result here.
+    """One statement of the paper, and the result of this benchmark.
 
     Attributes:
         paper: what the paper says, with its numbers.
@@ -103,7 +103,7 @@ class FigureResult:
 
     @staticmethod
     def from_json(record: dict[str, Any]) -> FigureResult:
-        """Returns the result that `as_json` has made this record of.
+        """Returns the result that a JSON record of `as_json` describes.
 
         Raises:
             TypeError: the record lacks a field or has one that is unknown.
@@ -112,23 +112,23 @@ class FigureResult:
 
 
 def settled(claim: Claim) -> Claim:
-    """Returns the claim without a reason for a difference if it holds."""
+    """Returns the claim, without its reason for a difference if it agrees with the paper."""
     return Claim(claim.paper, claim.ours, claim.kind, claim.agrees) if claim.agrees else claim
 
 
 def span(values: Sequence[float], unit: str = "s") -> str:
-    """Returns the least to the greatest value, in words."""
+    """Describes the range of values, from the least to the greatest."""
     low, high = (f"{v:.0f}" if v >= 9.95 else f"{v:.2g}" for v in (min(values), max(values)))
     return f"{low} to {high} {unit}" if low != high else f"{low} {unit}"
 
 
 def progress(number: str, text: str) -> None:
-    """Prints one line on stderr: the present work on figure `number`."""
+    """Prints a line on stderr about the progress of figure `number`."""
     print(f"[{time.strftime('%H:%M:%S')}] fig {number}: {text}", file=sys.stderr, flush=True)
 
 
 def need_matplotlib() -> None:
-    """Checks that matplotlib is installed, before hours of measuring.
+    """Raises an error if matplotlib is not installed, before hours of measuring.
 
     Raises:
         ImportError: matplotlib is not installed; says how to install it.

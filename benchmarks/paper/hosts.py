@@ -1,4 +1,4 @@
-"""Whole joins of the product on an emulated edge: nodes that train, a newcomer, and how long the others stood still.
+"""Measures whole joins of the product on an emulated edge: nodes that train, a newcomer, and how long the nodes waited.
 
 Theory of operation. Every node of a join's cluster is a process with the package's engine, which trains a small model
 beside a large frozen one: the frozen weights make the state as large as it is to be, the small model keeps steps short,
@@ -46,7 +46,7 @@ PATIENCE_S = 120.0
 
 
 def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, str], frozen_nbytes: int) -> None:
-    """Runs a member, which trains until told to leave; a newcomer (`join_by` in its settings) first waits for "go"."""
+    """Runs a member until it is told to leave; a newcomer (`join_by` in its settings) first waits for "go"."""
     enter(environment)
     import torch
 
@@ -67,7 +67,7 @@ def trainee(pipe: Connection, settings: dict[str, Any], environment: dict[str, s
 
 @dataclass(frozen=True)
 class Way:
-    """Way by which a newcomer joins.
+    """Settings by which a newcomer joins, and the paper's system that they stand for.
 
     Attributes:
         system: Which of the paper's systems that is.
@@ -82,7 +82,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Visit:
-    """Measurements of one join, in seconds as they were here."""
+    """Measurements of one join, in seconds of this machine."""
 
     delay_s: float
     idle_s: float
@@ -94,7 +94,7 @@ class Visit:
 
 
 class Hosts(world.Hosts):
-    """Nodes that train, and newcomers at the last node of the join's topology; a member is called NODE-NUMBER."""
+    """Nodes that train, and newcomers at the last node of the topology; a member's name is NODE-NUMBER."""
 
     def __init__(self, join: Join, factors: Factors, endpoint: str, edge: Edge, frozen_nbytes: int) -> None:
         super().__init__(self._spawned, random.Random(0), PATIENCE_S)
@@ -112,7 +112,7 @@ class Hosts(world.Hosts):
         return Worker(self._context, trainee, settings, environment, self._frozen_nbytes)
 
     def visit(self, way: Way, number: int) -> Visit:
-        """Lets a newcomer come, train and go; returns the measurements."""
+        """Lets a newcomer join, train and leave; returns the measurements."""
         guest, size = f"{self.join.newcomer}-{number}", len(self.hosts)
         self._way = way
         self.invite(guest)
@@ -129,7 +129,7 @@ class Hosts(world.Hosts):
 
 
 def beyond(steps: Sequence[Step], called_ns: int, size: int, usual: dict[int, float]) -> tuple[float, float, int]:
-    """Returns how long a host stood still for a join.
+    """Returns by how many seconds a join delayed a host's steps.
 
     Args:
         steps: All its steps.
@@ -155,7 +155,7 @@ def beyond(steps: Sequence[Step], called_ns: int, size: int, usual: dict[int, fl
 
 @contextlib.contextmanager
 def hosts(join: Join, factors: Factors, nbytes: int) -> Iterator[Hosts]:
-    """Yields a running cluster of the product; `nbytes` is the state's size in the paper."""
+    """Yields a running job of the product with a state of `nbytes`, the size in the paper."""
     links = tuple(Link(a, b, rate / factors.slower) for (a, b), rate in join.rates().items())
     topology = Topology(join.topology.nodes, links, name=join.topology.name)
     frozen_nbytes = max(MIB // 4, int(nbytes / factors.smaller))

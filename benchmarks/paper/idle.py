@@ -42,7 +42,7 @@ MODELLED = ("Pollux", "EDL+", "Autoscaling", "Chaos")
 
 
 def idle_s(point: Point) -> float:
-    """Returns the node-seconds lost by one join, by the model above."""
+    """Returns the node-seconds that one join wastes by the model of the system that made it."""
     if point.system == "Chaos":
         return point.serving_s
     if point.system == "adaptive":
@@ -51,7 +51,7 @@ def idle_s(point: Point) -> float:
 
 
 def observed(scale: Scale, size: int) -> dict[str, list[Visit]]:
-    """Returns observed joins of each way into a cluster of the product, several times in turns."""
+    """Returns measured joins by each way into a running job, in turns."""
     say = teller("10")
     factors = scale.pick(QUICK, TIGHT)
     join = next(growth(scale.seed, size, first=size))
@@ -68,7 +68,7 @@ def observed(scale: Scale, size: int) -> dict[str, list[Visit]]:
 
 
 def fig10(scale: Scale) -> FigureResult:
-    """Makes Fig. 10: cluster idle time of each system."""
+    """Makes Fig. 10: the idle time of the cluster at a join, by system."""
     points = list(image_joins(scale))
     size = scale.pick(2, 6)
     seen = observed(scale, size)
@@ -98,7 +98,7 @@ def fig10(scale: Scale) -> FigureResult:
 
 
 def _claims(points: Sequence[Point], seen: dict[str, list[Visit]], size: int) -> list[Claim]:
-    """Returns the paper's statements beside the results here; `seen` joins into clusters of `size` were observed."""
+    """Returns the paper's statements with our results; `seen` are measured joins into clusters of `size`."""
     executed, computed = chosen(points, kind="scaled down"), chosen(points, kind="simulated")
     lost = {system: [idle_s(p) for p in chosen(executed, system=system)] for system in MODELLED}
     chaos = {
@@ -159,7 +159,7 @@ def _sizes(points: Sequence[Point]) -> list[int]:
 
 
 def plot_fig10(result: FigureResult, path: Path) -> None:
-    """Draws Fig. 10: left modelled, by cluster size; right observed joins."""
+    """Draws Fig. 10: modelled idle time by cluster size on the left, measured joins on the right."""
     rows, seen = result.data["modelled"], result.data["observed"]
     sizes = sorted({row["size"] for row in rows})
     with canvas(path, 1, 2, width_in=4.8, height_in=3.4) as (_, (left, right)):

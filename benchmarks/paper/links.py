@@ -1,4 +1,4 @@
-"""Fig. 9 and Table I: links that come and go, members that leave, and the costs for the others.
+"""Makes Fig. 9 and Table I: links that come and go, members that leave, and the costs for the other members.
 
 Real processes are those of benchmarks/primitives, which defines what an exposed delay is; here they are run at
 several cluster sizes with a small model. As many members as in the paper do not fit a small machine, so larger
@@ -44,7 +44,7 @@ _WIDTH = 8
 
 
 class _Least(random.Random):
-    """Random numbers that never vary: every duration is all but the least of its range."""
+    """Random numbers that never vary: every drawn duration is close to the least of its range."""
 
     def random(self) -> float:
         return _CHANCE
@@ -54,7 +54,7 @@ class _Least(random.Random):
 
 
 def simulated(size: int, changes: int, seed: int) -> dict[str, list[Exposure]]:
-    """Simulates so many connect-links and disconnect-links in a job, in turn.
+    """Simulates `changes` connect-links and as many disconnect-links in a job, in turn.
 
     Args:
         size: Members, linked at first as in `grown`.
@@ -110,8 +110,7 @@ def simulated(size: int, changes: int, seed: int) -> dict[str, list[Exposure]]:
 
 
 def grown(size: int, rng: random.Random) -> frozenset[Pair]:
-    """Returns the links of a cluster that has grown as the paper's: each newcomer has connected to several members at
-    random.
+    """Returns the links of a cluster grown like the paper's: each newcomer connects to several random members.
 
     Several: 40 % of those that there were (benchmarks/paper/clusters.py), at least two; never every pair.
     """
@@ -129,7 +128,7 @@ def _near(name: str, links: Collection[Pair]) -> tuple[str, ...]:
 
 
 def _changes(size: int, links: frozenset[Pair], changes: int, rng: random.Random) -> tuple[list[Fault], list[str]]:
-    """Returns links that come and go in turn, so that all members reach each other throughout."""
+    """Returns faults that add and remove links in turn, chosen so that all members stay connected."""
     names = [f"w{i}" for i in range(size)]
     faults: list[Fault] = []
     kinds: list[str] = []
@@ -150,7 +149,7 @@ def _changes(size: int, links: frozenset[Pair], changes: int, rng: random.Random
 
 
 def fig9(scale: Scale) -> FigureResult:
-    """Makes Fig. 9: connect-link delays against the cluster's size."""
+    """Makes Fig. 9: the delay of connect-link by the number of members."""
     sizes, events = scale.pick((4,), (3, 4, 5, 6)), scale.pick(3, 14)
     real: dict[str, dict[str, Any]] = {}
     for size in sizes:
@@ -178,8 +177,8 @@ def fig9(scale: Scale) -> FigureResult:
 def _claims(
     real: Mapping[str, Mapping[str, Any]], virtual: Mapping[str, Mapping[str, list[float]]], events: int
 ) -> list[Claim]:
-    """Returns the paper's statements beside the results here, by members: of so many real events, and of simulated
-    ones.
+    """Returns the paper's statements with our results by number of members: of `events` real events each, and of
+    simulated ones.
     """
     kinds = ("connect-link", "disconnect-link")
     largest = {kind: [max(by_kind[kind]) for by_kind in virtual.values()] for kind in kinds}
@@ -238,7 +237,7 @@ def _claims(
 
 
 def _facts(outcome: primitives.Outcome) -> dict[str, Any]:
-    """Returns one kind of event in plain numbers, seconds."""
+    """Returns the measurements of one kind of event as plain numbers, in seconds."""
     beyond = outcome.of("beyond")
     low, high = median_interval(beyond)
     return {
@@ -260,13 +259,13 @@ def _facts(outcome: primitives.Outcome) -> dict[str, Any]:
 
 
 def _others(facts: list[dict[str, Any]]) -> str:
-    """Returns words about other work on the machine, if there was any that counts."""
+    """Describes other work on the machine during the measurements; empty if it was negligible."""
     most = max(f["processors_busy_with_other_work"] for f in facts)
     return f"; other work took up to {most:.0%} of the processors meanwhile" if most > primitives.FOREIGN else ""
 
 
 def plot_fig9(result: FigureResult, path: Path) -> None:
-    """Delays of real members beside their controls, and of simulated ones."""
+    """Draws the delays of real members with their controls, and of simulated members."""
     real: Mapping[str, Mapping[str, Any]] = result.data["real"]
     virtual: Mapping[str, Mapping[str, list[float]]] = result.data["simulated"]
     with canvas(path, columns=2) as (_, (left, right)):
@@ -311,7 +310,7 @@ _PAPER = {
 
 
 def table1(scale: Scale) -> FigureResult:
-    """Makes Table I: the four primitives, who is affected, and the exposed delay of each."""
+    """Makes Table I: the four scaling primitives, the members affected, and the exposed delay of each."""
     size, events = scale.pick(3, 4), scale.pick(2, 12)
     progress("I", f"{events} links that come and go among {size} members")
     outcomes = primitives.links(max(size, 4), WORK, events, random.Random(scale.seed))

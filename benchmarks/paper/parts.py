@@ -1,4 +1,4 @@
-"""Parts of a newcomer's time when one neighbour sends everything over 200 Mbps (Fig. 3)."""
+"""Measures the parts of a newcomer's delay when one neighbour sends everything over 200 Mbps (Fig. 3)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIG3_BPS = 200e6
 
 
 def fig3(scale: Scale) -> FigureResult:
-    """Measures where the time goes when one neighbour sends everything over 200 Mbps."""
+    """Makes Fig. 3: the parts of a newcomer's delay when one neighbour sends everything over 200 Mbps."""
     say = teller("3")
     factors = scale.pick(emulated.Factors(smaller=40), emulated.Factors())
     models = scale.pick((RESNET101, GPT2), (RESNET101, ALEXNET, VGG11, GPT2))
@@ -82,7 +82,7 @@ def _components(cluster: emulated.Cluster, model: Model) -> dict[str, float]:
 
 
 def plot_fig3(result: FigureResult, path: Path) -> None:
-    """Bars of parts, one for each model."""
+    """Draws a bar for each model, split into the parts of the delay."""
     rows = result.data["rows"]
     with canvas(path, width_in=6.4, height_in=3.4) as (_, (ax,)):
         names = list(rows)

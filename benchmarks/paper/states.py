@@ -37,7 +37,7 @@ def _resnet101() -> list[Shape]:
     shapes: list[Shape] = []
 
     def convolution(out: int, into: int, side: int) -> None:
-        """Adds a convolution with the two vectors of its batch norm."""
+        """Adds the shapes of a convolution's weight and of its batch norm's two vectors."""
         shapes.extend([(out, into, side, side), (out,), (out,)])
 
     convolution(64, 3, 7)
@@ -84,16 +84,16 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model's state, as the paper says."""
+        """Number of bytes of the model's state, by the paper."""
         return int(self.size_mib * MIB)
 
     def layout(self, nbytes: float) -> list[int]:
-        """Returns the bytes of each tensor, in order, so stretched or shrunk that all take about `nbytes`."""
+        """Returns the bytes of each tensor in order, scaled by one factor so that all together take about `nbytes`."""
         return stretched([FLOAT_NBYTES * prod(shape) for shape in self.shapes], nbytes)
 
 
 def stretched(sizes: Sequence[int], nbytes: float) -> list[int]:
-    """Returns sizes in the same proportions, of whole floats, about `nbytes` together."""
+    """Scales sizes by one factor to about `nbytes` together; each stays a whole number of floats."""
     factor = nbytes / sum(sizes)
     return [max(FLOAT_NBYTES, int(size * factor) // FLOAT_NBYTES * FLOAT_NBYTES) for size in sizes]
 

@@ -1,4 +1,4 @@
-"""Joins of the paper's clusters by all its systems, emulated and simulated: the data of Figs. 7, 8, 10 and 15.
+"""Runs joins into the paper's clusters by all its systems, executed and simulated: the data of Figs. 7, 8, 10 and 15.
 
 Theory of operation. A *system* is a transfer policy, as `benchmarks/transfer/policies.py` has them: Pollux is
 `stop_resume`, EDL+ `single` (with a barrier), Autoscaling `multi_source`, Chaos `greedy`; "even" is the paper's
@@ -71,7 +71,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of the runs: models, clusters, systems and repetitions.
+    """The joins to run: models, clusters, systems and repetitions.
 
     Attributes:
         models: States.
@@ -95,14 +95,14 @@ class Plan:
 
 
 def joins(plan: Plan, repeat: int) -> list[Join]:
-    """Returns the joins of one history, smallest cluster first."""
+    """Returns the joins of one growing cluster, smallest cluster first."""
     first = min(FIRST, *plan.sizes)
     history = growth(plan.seed + repeat, max(plan.sizes), first=first, neighbours=plan.neighbours)
     return [join for join in history if join.size in plan.sizes]
 
 
 def stop_resume_s(nbytes: int, size: int, one_s: float, restarted_s: float) -> float:
-    """Returns how long a cluster stands still for a checkpoint and a restart, in seconds.
+    """Returns for how many seconds a cluster stops for a checkpoint and a restart.
 
     Args:
         nbytes: Of the state.
@@ -114,7 +114,9 @@ def stop_resume_s(nbytes: int, size: int, one_s: float, restarted_s: float) -> f
 
 
 def emulate(plan: Plan, say: Callable[[str], None]) -> list[Point]:
-    """Executes all joins of a plan. Pollux takes long and varies little: it runs once for each model and size."""
+    """Executes all joins of a plan, on emulated links; Pollux, which takes long and varies little, once for each model
+    and size.
+    """
     found: list[Point] = []
     began = time.monotonic()
     with scratch() as folder:
@@ -187,18 +189,18 @@ def _simulated(plan: Plan, join: Join, model: Model, repeat: int) -> Iterable[Po
 
 
 def chosen(points: Iterable[Point], **wanted: object) -> list[Point]:
-    """Returns the points with these attributes."""
+    """Returns the points whose attributes have these values."""
     return [p for p in points if all(getattr(p, name) == value for name, value in wanted.items())]
 
 
 def middle(points: Sequence[Point], **wanted: object) -> float:
-    """Returns the median delay of the points with these attributes, s; NaN if there are none."""
+    """Returns the median delay of the points whose attributes have these values, s; NaN if there are none."""
     found = [p.seconds for p in chosen(points, **wanted)]
     return statistics.median(found) if found else float("nan")
 
 
 def growth_of(points: Sequence[Point], **wanted: object) -> float:
-    """Returns how many times the median delay of the two largest clusters is that of the two smallest."""
+    """Returns the median delay in the two largest clusters divided by that in the two smallest."""
     found = chosen(points, **wanted)
     sizes = sorted({p.size for p in found})
     few, many = sizes[:2], sizes[-2:]
@@ -208,7 +210,9 @@ def growth_of(points: Sequence[Point], **wanted: object) -> float:
 
 
 def share(points: Sequence[Point], faster: str, slower: str, factor: float = 1.0) -> tuple[int, int]:
-    """Returns in how many joins one system took less than `factor` times the time of another, and of how many."""
+    """Returns in how many joins the system `faster` took less than `factor` times as long as `slower`, and the number
+    of joins.
+    """
     theirs = {(p.kind, p.model, p.size, p.repeat): p.seconds for p in chosen(points, system=slower)}
     mine = [(p, theirs.get((p.kind, p.model, p.size, p.repeat))) for p in chosen(points, system=faster)]
     both = [(p.seconds, other) for p, other in mine if other is not None]
@@ -216,8 +220,8 @@ def share(points: Sequence[Point], faster: str, slower: str, factor: float = 1.0
 
 
 def fidelity(points: Sequence[Point], kind: Kind = "scaled down", to: Kind = "simulated") -> float:
-    """Returns the median ratio of delays of one kind to those of another in the same joins, without Pollux; NaN if none
-    is both.
+    """Returns the median ratio of the delays of the same joins in two kinds of runs, without Pollux; NaN if no join has
+    both.
     """
     others = {(p.model, p.size, p.repeat, p.system): p.seconds for p in chosen(points, kind=to)}
     ratios = [
@@ -229,5 +233,5 @@ def fidelity(points: Sequence[Point], kind: Kind = "scaled down", to: Kind = "si
 
 
 def teller(number: str) -> Callable[[str], None]:
-    """Returns a function that tells the progress of one figure."""
+    """Returns a function that prints the progress of one figure."""
     return functools.partial(progress, number)

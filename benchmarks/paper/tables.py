@@ -1,4 +1,4 @@
-"""The paper's claims beside ours, for terminals and as markdown."""
+"""Prints the paper's claims with our results, for terminals and as markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE = 120
 
 
 def rounded(value: Any) -> Any:
-    """Returns the same value with floats of a few digits, and tuples as lists; for files that people compare."""
+    """Rounds floats to a few digits and turns tuples into lists, for files that people compare."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):
@@ -26,12 +26,12 @@ def rounded(value: Any) -> Any:
 
 
 def name_of(number: str) -> str:
-    """Returns a figure's name in running text."""
+    """Returns a figure's name as used in sentences."""
     return "Table I" if number == "I" else f"Fig. {number}"
 
 
 def kinds(claims: Sequence[Claim]) -> str:
-    """Returns in words how many of the claims are real, scaled down, simulated."""
+    """Describes how many of the claims were measured for real, scaled down and simulated."""
     counts = Counter(claim.kind for claim in claims)
     return ", ".join(f"{counts[kind]} {kind}" for kind in ("real", "scaled down", "simulated") if counts[kind])
 
@@ -59,7 +59,7 @@ def terminal(results: Mapping[str, FigureResult], width: int = 0) -> str:
 
 
 def _cell(text: str) -> str:
-    """Returns the text so that it may stand in a cell of a markdown table."""
+    """Escapes a text for a cell of a markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -84,7 +84,7 @@ def heading(number: str, result: FigureResult) -> str:
 
 
 def anchor(number: str, result: FigureResult) -> str:
-    """Returns the anchor of that section."""
+    """Returns the anchor of a figure's section, for links."""
     text = heading(number, result).lower()
     return "".join(c for c in text if c.isalnum() or c in " -_").replace(" ", "-")
 

@@ -1,4 +1,4 @@
-"""A newcomer's pull in virtual time: the product's own work queue and policies, links as arithmetic.
+"""Simulates a newcomer's pull in virtual time: the product's own work queue and policies, with computed links.
 
 Theory of operation. Who is asked for which bytes, and when, is decided by the very code that runs in production
 (`replication/work_queue.py`, `replication/policies.py`), or by a policy to compare with;
@@ -40,7 +40,7 @@ Edge = tuple[str, str]
 
 @dataclass
 class Source:
-    """Source of bytes, and the links of its route."""
+    """A source of bytes in a simulated pull, with the links of its route and its requests."""
 
     edges: tuple[Edge, ...]
     requests: deque[tuple[float, Request]] = field(default_factory=deque)
@@ -57,7 +57,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Pulled:
-    """Outcome of a pull: seconds and bytes, by source."""
+    """Outcome of a simulated pull: seconds and bytes, by source."""
 
     seconds: float
     served_s: Mapping[str, float]
@@ -100,9 +100,7 @@ class Pull:
     """One pull of `nbytes` by the newcomer of a join, in virtual time."""
 
     def __init__(self, join: Join, nbytes: int, policy: TransferPolicy, routes: Mapping[str, Sequence[str]]) -> None:
-        """Prepares the pull; `routes` names for each source the hops from the newcomer's side, and the source itself
-        last.
-        """
+        """Prepares the pull; `routes` lists for each source the hops from the newcomer to it, the source last."""
         self.join = join
         self.now = 0.0
         self.policy = policy
@@ -120,7 +118,7 @@ class Pull:
         self._flowing: frozenset[str] = frozenset()
 
     def _epoch(self) -> None:
-        """Sets the rates from now until they next change."""
+        """Takes the links' present rates, which are valid until they next change."""
         self._capacity = {}
         for (a, b), rate_bps in self.join.rates(self.now).items():
             self._capacity[a, b] = self._capacity[b, a] = rate_bps / 8
@@ -128,7 +126,7 @@ class Pull:
         self._flowing = frozenset()
 
     def run(self) -> Pulled:
-        """Advances time until the last byte is there.
+        """Advances virtual time until the last byte has arrived.
 
         Raises:
             RuntimeError: It does not end.
@@ -153,7 +151,7 @@ class Pull:
             source.requests.append((self.now + 2 * source.latency_s, request))
 
     def _leap(self) -> None:
-        """Advances time to the next event."""
+        """Advances virtual time to the next event."""
         busy = {n: s for n, s in self.sources.items() if s.requests}
         flowing = frozenset(n for n, s in busy.items() if s.requests[0][0] <= self.now)
         if flowing != self._flowing:
@@ -182,7 +180,9 @@ class Pull:
                 self._ask(name)
 
     def _flow(self, name: str, span: float) -> bool:
-        """Takes the bytes that arrived from this source; returns whether its first request is complete."""
+        """Takes in the bytes that a source sent in the last span of time; returns whether its first request is
+        complete.
+        """
         source = self.sources[name]
         request = source.requests[0][1]
         source.sent += self._rates[name] * span
@@ -198,7 +198,7 @@ class Pull:
 
 
 def pull(join: Join, nbytes: int, policy: str, *, layer_nbytes: Sequence[int] = ()) -> Pulled:
-    """Simulates a pull by a policy's name, with estimates as a probe finds them when the newcomer comes.
+    """Simulates a pull by the named policy, with link estimates as a probe measures them when the newcomer comes.
 
     Args:
         join: The cluster, and when.
@@ -217,14 +217,16 @@ def pull(join: Join, nbytes: int, policy: str, *, layer_nbytes: Sequence[int] = 
 
 
 def bound_s(join: Join, nbytes: int) -> float:
-    """Returns the seconds of a pull with all the newcomer's links busy to the end, at the rates of when it comes."""
+    """Returns the seconds of a pull that keeps all the newcomer's links busy to its end, at their rates when it
+    comes.
+    """
     near = [shards.Neighbour(n, 2 * latency, 8 / rate) for n, (latency, rate) in join.estimates().items()]
     return shards.bound_s(nbytes, near)
 
 
 def hop_by_hop_s(join: Join, nbytes: int) -> float:
-    """Returns the seconds of multi-source if relays pass a share on only when all of it has come: the most that hops
-    can cost.
+    """Returns the seconds of a multi-source pull whose relays forward a share only once they have all of it: an upper
+    bound.
 
     The same shares and routes as the policy's; each link on a route carries all that uses it before the next begins.
     """

@@ -1,1 +1,1 @@
-"""Peers under the same blows: torchft, torchrun, and their coordinators."""
+"""Measures other systems under the same faults: torchft, torchrun, and their coordinators."""

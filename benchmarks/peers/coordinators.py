@@ -1,4 +1,4 @@
-"""Peers whose coordinator dies: torchrun with its c10d store, and torchft with its lighthouse.
+"""Measures other systems whose coordinator is killed: torchrun with its c10d store, and torchft with its lighthouse.
 
 torchrun keeps its rendezvous store in the first agent. Three agents train by DDP; the first agent gets SIGKILL, alone
 (the store's process is gone) or with its worker (its host is gone). Measured: how long any worker goes on making steps,
@@ -30,7 +30,7 @@ ENOUGH_STEPS = 30
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """Adds both peers' figures; says so where one cannot run here.
+    """Adds the figures of both systems; notes it if one cannot run on this machine.
 
     Args:
         result: Takes the figures.
@@ -49,7 +49,7 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 
 
 def torchrun_once(result: Result, title: str, with_worker: bool, args: argparse.Namespace) -> None:
-    """Runs one torchrun job, kills its first agent, and adds how the job ended."""
+    """Runs one torchrun job, kills its first agent, and adds figures of how the job ended."""
     patience_s = QUICK_WATCHED_S if args.quick else WATCHED_S
     with torchrun.job(STATE_MIB) as them:
         agents = list(them.agents)
@@ -80,7 +80,7 @@ def torchrun_once(result: Result, title: str, with_worker: bool, args: argparse.
 
 
 def torchft_once(result: Result, title: str, args: argparse.Namespace) -> None:
-    """Kills torchft's lighthouse once, brings it back, and adds figures of the replicas meanwhile."""
+    """Kills torchft's lighthouse once, restarts it, and adds figures of the replicas without it and after it."""
     rng = random.Random(args.seed)
     with (
         torchft.Lighthouse(torchft.TUNED) as house,

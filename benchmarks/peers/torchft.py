@@ -1,4 +1,5 @@
-"""The closest peer under the same blows: torchft, one replica group per process, as it comes and tuned.
+"""Measures torchft, the closest other system, under the same faults: one replica group per process, by default and
+tuned.
 
 Every member is a `Manager` with gloo, torchft's DistributedDataParallel and its Optimizer around the same model; the
 lighthouse is torchft's own program with its defaults, or tuned: a heartbeat timeout of 1 s and a join window of 100 ms,
@@ -46,7 +47,7 @@ PATIENCE_S, TUNED_PATIENCE_S = 75.0, 20.0
 
 
 def available() -> str:
-    """Returns why torchft cannot run here; empty if it can."""
+    """Returns why torchft cannot run on this machine; empty if it can."""
     if importlib.util.find_spec("torchft") is None:
         return f"torchft is not installed; {INSTALL}"
     if _lighthouse() is None:
@@ -60,7 +61,7 @@ def _lighthouse() -> str | None:
 
 
 class Lighthouse:
-    """torchft's coordinator at a port of its own, to be killed and started again; a context manager that starts it.
+    """torchft's coordinator at a port of its own, which can be killed and restarted; a context manager that starts it.
 
     Args:
         options: Of its program.
@@ -98,7 +99,7 @@ class Lighthouse:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A step that counted, as `should_commit` said."""
+    """One step that torchft's `should_commit` accepted."""
 
     at_ns: int
     """CLOCK_MONOTONIC."""
@@ -109,7 +110,7 @@ class Commit:
 
 
 class Replica:
-    """One replica group of one process: torchft around the benchmarks' model and Adam.
+    """One torchft replica group of one process, with the benchmarks' model and Adam.
 
     Args:
         pipe: To the benchmark; obeys ("hash", step).
@@ -148,7 +149,7 @@ class Replica:
         self._backwards = 0
 
     def commits(self) -> Iterator[Commit]:
-        """Yields each step that counted, to be passed to `tell`; trains without end."""
+        """Yields each step that `should_commit` accepted; trains without end."""
         import torch
 
         width = width_of(self._plain)
@@ -169,7 +170,7 @@ class Replica:
                 yield Commit(now, step, manager.participating_rank(), manager.num_participants())
 
     def tell(self, commit: Commit) -> None:
-        """Reports a commit, and the hash of the replica's state if that was asked for."""
+        """Reports a committed step, and the hash of the replica's state if the benchmark asked for it."""
         step, rank = commit.step, -1 if commit.rank is None else commit.rank
         self.pipe.send(("step", commit.at_ns, step, step, "", commit.contributors, rank, self._backwards))
         if step in self._wanted:
@@ -204,7 +205,7 @@ def member(pipe: Connection, address: str, name: str, state_mib: float, timeout_
 
 
 def spawning(lighthouse: Lighthouse, state_mib: float, timeout_s: int = TUNED_TIMEOUT_S) -> Callable[..., Worker]:
-    """Returns a function that starts a member under this lighthouse, by its name, and whether it is a newcomer that
+    """Returns a function that starts a member under this lighthouse, given its name and whether it is a newcomer that
     waits.
     """
     ctx = context("benchmarks.peers.torchft")
@@ -224,7 +225,7 @@ def world(state_mib: float, options: tuple[str, ...], rng: random.Random, patien
 
 
 def missing(result: Result) -> bool:
-    """Returns whether torchft cannot run here, and notes why; else notes its version."""
+    """Returns whether torchft cannot run on this machine, and notes why; otherwise notes its version."""
     if why := available():
         result.remark(f"no comparison with torchft: {why}")
         return True
@@ -234,7 +235,7 @@ def missing(result: Result) -> bool:
 
 
 def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Namespace) -> None:
-    """Adds torchft's figures and the ratio of ours to the tuned one's; says so if torchft cannot run here.
+    """Adds torchft's figures, and the ratio of our times to those of the tuned torchft; notes it if torchft cannot run.
 
     Args:
         result: Takes the figures.
@@ -266,8 +267,8 @@ def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Name
 def _runs(
     title: str, result: Result, runs: int, make: Callable[[], contextlib.AbstractContextManager[World]]
 ) -> tuple[Case, int, int]:
-    """Makes so many blows, in a new world after each failure; returns also how often survivors did not go on, or only
-    the newcomer.
+    """Kills members in `runs` runs, in a new job after each failure; counts also the runs whose survivors or newcomer
+    did not go on.
     """
     case, hung, shut_out, index = Case(), 0, 0, 0
     while index < runs:

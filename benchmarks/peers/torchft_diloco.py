@@ -1,4 +1,4 @@
-"""torchft's DiLoCo under the same blow: inner steps that survivors throw away when one replica is killed.
+"""Measures how many inner steps survivors lose under torchft's DiLoCo when one replica is killed.
 
 Three replica groups of one process each train the same model with torchft.local_sgd.DiLoCo, gloo, and a lighthouse that
 is tuned as in peers/torchft.py. An exchange that fails is given up, and torchft puts the parameters back to those of
@@ -31,7 +31,7 @@ _TURN_S = 0.5
 
 
 def replica(pipe: Connection, address: str, name: str, params_mib: float) -> None:
-    """Trains until the pipe ends.
+    """Trains one replica until its pipe ends.
 
     Says ("reduces", 0, 0.0, 0.0) as the all-reduce of an exchange begins, and ("kept" or "thrown", inner steps, seconds
     of the exchange, seconds from that word on) when it is over.
@@ -94,7 +94,7 @@ def replica(pipe: Connection, address: str, name: str, params_mib: float) -> Non
 
 @dataclass
 class Crew:
-    """Replicas and their messages: the time (in ns), the replica, and the words."""
+    """Replicas of one job and their messages: the time (ns), the replica's name, and the message."""
 
     context: Any
     address: str
@@ -104,7 +104,7 @@ class Crew:
     _number: int = 0
 
     def start(self) -> None:
-        """Starts replicas until there are `REPLICAS`."""
+        """Starts replicas until `REPLICAS` of them run."""
         while len(self.workers) < REPLICAS:
             self._number += 1
             name = f"r{self._number}"
@@ -132,7 +132,7 @@ class Crew:
         return [words for t, n, words in self.said if t > since and n == name and words[0] != "reduces"]
 
     def together(self, rounds: int = 1) -> None:
-        """Waits until each replica has kept so many rounds from now on."""
+        """Waits until each replica has completed so many more rounds."""
         since = time.monotonic_ns()
 
         def all_keep() -> bool:
@@ -147,7 +147,7 @@ class Crew:
 
 @dataclass
 class Thrown:
-    """Outcome of all runs of one kind: inner steps that survivors threw away, and the longest exchange, s."""
+    """Outcomes of all runs of one kind: inner steps that survivors lost, and the longest exchange, s."""
 
     steps: list[int] = field(default_factory=list)
     exchange: list[float] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Thrown:
 
 
 def strike(crew: Crew, case: Thrown, rng: random.Random, *, exchanging: bool) -> None:
-    """Kills one replica, and follows the others until each has kept a round again."""
+    """Kills one replica, and waits until each of the others has completed a round again."""
     crew.start()
     crew.together()
     victim = rng.choice(sorted(crew.workers))
@@ -173,7 +173,7 @@ def strike(crew: Crew, case: Thrown, rng: random.Random, *, exchanging: bool) ->
 
 
 def measure(result: Result, ctx: Any, args: Any) -> None:
-    """Adds torchft's figures; says so if it cannot run here.
+    """Adds torchft's figures; notes it if torchft cannot run on this machine.
 
     Args:
         result: Takes the figures.

@@ -1,4 +1,5 @@
-"""Stock torchrun under the same blow: three agents with one DDP worker each, a checkpoint every 20 steps, restarts.
+"""Measures plain torchrun under the same fault: three agents with one DDP worker each, a checkpoint every 20 steps,
+restarts.
 
 One agent and its worker get SIGKILL (not the agent that holds the rendezvous store: that would end the job). The
 others' workers fail in their all-reduce, torchrun restarts them, waits for its rendezvous to close and reloads the last
@@ -61,7 +62,7 @@ def worker(folder: Path, state_mib: float) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """One step of one worker, as a line of its file."""
+    """One step of one worker, as written to its file."""
 
     ns: int
     step: int
@@ -70,14 +71,14 @@ class Line:
 
 
 class Job:
-    """Agents, each in a session of its own; their workers' files are in `folder`."""
+    """torchrun's agents, each in a session of its own, and the folder with their workers' files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *options: str, module: str, words: Sequence[str], **env: str) -> None:
-        """Starts an agent with these options, whose workers run a module with the folder and these words."""
+        """Starts an agent with these options; its workers run a module with the folder and `words` as arguments."""
         command = [
             sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts", "10",
             "-m", module, str(self.folder), *words,
@@ -100,7 +101,9 @@ class Job:
         return sorted(found, key=lambda x: x.ns)
 
     def wait(self, agents: list[str], world: int, after_ns: int, steps: int) -> list[Line]:
-        """Waits for each agent's step number `steps` in a world of this size after a moment; returns those steps."""
+        """Waits until each agent has done `steps` steps in a world of this size after an instant (ns); returns the last
+        of them.
+        """
         end = time.monotonic() + PATIENCE_S
         while True:
             done = []
@@ -128,7 +131,7 @@ class Job:
 
 
 def _kill_worker(pid: int) -> None:
-    """Kills a worker by SIGKILL, if this number still belongs to a worker of this benchmark."""
+    """Kills a worker by SIGKILL, if its process id still belongs to a worker of this benchmark."""
     with contextlib.suppress(OSError):
         if b"benchmarks.peers.torchrun" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
@@ -136,7 +139,7 @@ def _kill_worker(pid: int) -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[Job]:
-    """Yields a job in a scratch folder, without agents so far."""
+    """Yields a job in a scratch folder, without any agent yet."""
     with scratch() as folder:
         them = Job(folder)
         try:
@@ -160,7 +163,7 @@ def job(state_mib: float) -> Iterator[Job]:
 
 
 def one_run(state_mib: float, rng: random.Random) -> tuple[float, int]:
-    """Returns (seconds to the survivors' next step, steps done again) of one job and one death."""
+    """Runs one job and kills one agent; returns (seconds to the survivors' next step, steps done again)."""
     with job(state_mib) as them:
         agents = list(them.agents)
         them.wait(agents, 3, 0, SAVE_EVERY + rng.randrange(1, SAVE_EVERY))
@@ -175,7 +178,9 @@ def one_run(state_mib: float, rng: random.Random) -> tuple[float, int]:
 
 
 def measure(result: Result, state_mib: float, ours_s: float, args: argparse.Namespace) -> None:
-    """Adds stock torchrun's figures and the ratio of ours to its; left out with --quick (a run takes a minute)."""
+    """Adds plain torchrun's figures and the ratio of our times to them; left out with --quick (a run takes a
+    minute).
+    """
     if args.quick:
         result.remark("no comparison with stock torchrun under --quick: each of its recoveries takes half a minute")
         return

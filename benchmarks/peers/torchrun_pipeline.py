@@ -1,4 +1,5 @@
-"""Restarts from a checkpoint: torchrun around torch's own pipelining, which trains the timed layers of our benchmark.
+"""Measures restarts from a checkpoint by torchrun with torch's own pipelining, on the same timed layers as our
+benchmark.
 
 One torchrun has six workers, three pipelines of two stages. Each pipeline runs `Schedule1F1B` over gloo, and the three
 workers of a stage all-reduce its gradients. Every 20 steps the first pipeline saves its stages. In the middle of a step
@@ -41,7 +42,7 @@ DEFAULTS = (
 
 
 def worker(folder: Path, model: Mapping[str, Any], rows: int, parts: int) -> None:
-    """Runs one stage of one pipeline, as `measure` starts it; appends "ns step world" to its file after every step."""
+    """Runs one stage of one pipeline; appends "ns step world" to its file after every step."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -87,14 +88,14 @@ def worker(folder: Path, model: Mapping[str, Any], rows: int, parts: int) -> Non
 
 
 def newest(folder: Path) -> int:
-    """Returns the last step of which all stages are saved; 0: none."""
+    """Returns the last step for which all stages have a checkpoint; 0 if there is none."""
     stages = Counter(int(path.name.partition("-")[0]) for path in folder.glob("*-*.pt"))
     return max((step for step, count in stages.items() if count == STAGES), default=0)
 
 
 @dataclass(frozen=True)
 class Death:
-    """Costs of one worker's death and the restart.
+    """Costs of one worker's death and of the restart after it.
 
     Attributes:
         first_s: From the blow until all have done a step again.
@@ -110,7 +111,7 @@ class Death:
 
 
 def deaths(job: torchrun.Job, count: int) -> Iterator[Death]:
-    """Strikes one worker after the other, so many in all, and yields the costs of each restart."""
+    """Kills `count` workers one after the other; yields the costs of each restart."""
     for n in range(count):
         before, after = ([f"{start}-{rank}" for rank in range(WORKERS)] for start in (n, n + 1))
         phase = SAVE_EVERY * (n + 1) // (count + 1)
@@ -131,7 +132,7 @@ def deaths(job: torchrun.Job, count: int) -> Iterator[Death]:
 def measure(
     result: Result, model: Mapping[str, Any], rows: int, parts: int, count: int, ours_s: Mapping[str, float]
 ) -> None:
-    """Adds the figures of `count` restarts, and their ratio to ours: from SIGKILL to the next step, s, by campaign.
+    """Adds the costs of `count` restarts, and their ratio to our recoveries, given in s by campaign.
 
     `model` are arguments of `TimedModel`; a step has `parts` micro-batches of `rows` samples in all pipelines together.
     """

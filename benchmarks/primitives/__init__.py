@@ -1,1 +1,1 @@
-"""Costs of connect-link, disconnect-link and scale-in for members that train."""
+"""Measures what connect-link, disconnect-link and scale-in cost the members that train."""

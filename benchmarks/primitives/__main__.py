@@ -1,4 +1,4 @@
-"""Scale-in, connect-link, disconnect-link: how much later is training for them? (The paper: less than 1 ms.)
+"""Measures by how much scale-in, connect-link and disconnect-link delay training. (The paper: less than 1 ms.)
 
 Members train in real processes, over real sockets, under a real scheduler, and stamp every commit with CLOCK_MONOTONIC.
 At a random moment of a step
@@ -45,8 +45,8 @@ KINDS = ("connect-link", "disconnect-link", "scale-in")
 
 
 def case(size: int, work: Work, events: dict[str, int], seed: int) -> dict[str, Outcome]:
-    """Returns the outcomes of all events of the kinds asked for; connect-link and disconnect-link take turns, as many
-    of either.
+    """Returns the outcomes of all events of the requested kinds; connect-link and disconnect-link take turns, as many
+    of each.
     """
     found: dict[str, Outcome] = {}
     rng = random.Random(seed)

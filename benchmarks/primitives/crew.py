@@ -1,4 +1,4 @@
-"""Runs members whose links come and go and that leave and come again; tells which steps each change is charged with.
+"""Runs members that leave and return and whose links come and go, and finds the steps that each change may affect.
 
 `Crew` runs members of benchmarks/primitives/member.py under a scheduler, follows the job's graph of links as the
 headers tell it, and carries out one change at a time. Each returns a `Change`: when it was asked for, which header
@@ -28,7 +28,7 @@ Pair = frozenset[str]
 
 @dataclass(frozen=True)
 class Mark(Step):
-    """One member's report of a committed step, with what it saw of views and links."""
+    """One member's report of a committed step, with the views and links that it saw."""
 
     view: int = 0
     """Number of the view that this step's header carried; 0: none."""
@@ -44,7 +44,7 @@ class Mark(Step):
 
 @dataclass(frozen=True)
 class Change:
-    """One change that was carried out.
+    """One change of links or members: when it was requested, and the steps that it may affect.
 
     Attributes:
         requested: The step under way when it was asked for.
@@ -63,7 +63,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Entry:
-    """Return of a member to the job: the steps that are charged, the members, and the seconds until it contributed."""
+    """Return of a member to the job: the steps that it may affect, the members, and the seconds until its first
+    contribution.
+    """
 
     steps: tuple[int, ...]
     ruled: int
@@ -72,7 +74,7 @@ class Entry:
 
 
 class Operator:
-    """Operator that asks for links as `chaos-lightning link` does, over a channel that stays open."""
+    """Operator that asks for links as `chaos-lightning link` does, over one connection."""
 
     def __init__(self, endpoint: str) -> None:
         from chaos_lightning.control.channel import CLIENT_OPTIONS, grpc  # type: ignore[attr-defined]
@@ -87,7 +89,7 @@ class Operator:
         self.scheduler_pid = int(status["pid"])
 
     def link(self, pair: Pair, *, add: bool) -> None:
-        """Asks that the link comes or goes.
+        """Asks the scheduler to add or remove a link.
 
         Raises:
             RuntimeError: The scheduler refused; with its words.
@@ -102,14 +104,16 @@ class Operator:
 
 
 def ring(size: int) -> frozenset[Pair]:
-    """Returns the links that a crew of `size` begins with: a ring, or a line where a ring would be every pair."""
+    """Returns the links with which a job of `size` members begins: a ring, or a line if a ring would connect every
+    pair.
+    """
     names = [f"w{i}" for i in range(size)]
     around = [frozenset((a, b)) for a, b in zip(names, names[1:] + names[:1], strict=True)]
     return frozenset(around if size > 3 else around[: size - 1])
 
 
 class Crew(World):
-    """Members that train, and the changes that are made to them.
+    """Members that train, and the changes of their links and membership.
 
     Args:
         endpoint: The scheduler.
@@ -170,7 +174,7 @@ class Crew(World):
             self.views[number] = step
 
     def pids(self) -> list[int]:
-        """Returns all processes of the benchmark that do anything: members, scheduler, and this one."""
+        """Returns all process ids of the benchmark: members, scheduler, and this process."""
         members = [s.worker.process.pid for s in self.members.values()]
         return [os.getpid(), self._operator.scheduler_pid, *(p for p in members if p is not None)]
 
@@ -193,20 +197,20 @@ class Crew(World):
         }
 
     def reach(self, step: int) -> None:
-        """Waits until all members in the job have reported this step."""
+        """Waits until all members of the job have reported this step."""
         self.pump(lambda: all(self.members[n].steps[-1].step >= step for n in self.inside()), f"step {step} of all")
 
     # ------------------------------------------------------------------ changes
 
     def _moment(self) -> int:
-        """Waits for a random moment of a step; returns its time (CLOCK_MONOTONIC, ns)."""
+        """Waits for a random duration of up to 1.5 steps; returns the time (CLOCK_MONOTONIC, ns)."""
         recent = [m.ns for m in next(iter(self.marks.values())).values()][-12:]
         usual = (recent[-1] - recent[0]) / 1e9 / (len(recent) - 1)
         time.sleep(self.rng.uniform(0.0, 1.5 * usual))
         return time.monotonic_ns()
 
     def _carried(self, known: set[int], names: list[str], what: str) -> tuple[int, Mark]:
-        """Waits for a view that is not among the known ones; returns the step of its header, and a report of it."""
+        """Waits for a new view; returns the step whose header carried it, and a member's report of that step."""
 
         def found() -> int:
             return min((n for n in self.views if n not in known), default=0)
@@ -220,7 +224,7 @@ class Crew(World):
         return step, self.marks[names[0]][step]
 
     def _under_way(self, names: list[str], ns: int) -> int:
-        """Returns the step that was under way at this time, of the member that was farthest behind."""
+        """Returns the step that was under way at a time (ns) at the slowest of these members."""
 
         def later(name: str) -> int | None:
             return next((s for s, m in sorted(self.marks[name].items()) if m.ns > ns), None)
@@ -229,7 +233,7 @@ class Crew(World):
         return min(s for n in names if (s := later(n)) is not None)
 
     def change_link(self, pair: Pair, *, add: bool) -> Change:
-        """Carries out connect-link or disconnect-link between two members; returns when the last trace of it is over.
+        """Adds or removes a link between two members; returns when the last effect of the change is over.
 
         Raises:
             RuntimeError: The scheduler refused, or the next view was another one than was asked for.
@@ -252,7 +256,7 @@ class Crew(World):
         return Change(requested, ruled, steps, tuple(names), self._seconds(ns, ruled, names))
 
     def _trace(self, one: str, other: str, since: int, *, up: bool) -> int:
-        """Returns the first step from `since` on by whose end the link to `other` stood at `one` (or not)."""
+        """Returns the first step from `since` on at whose end the member `one` had a link to `other` (or had none)."""
 
         def found() -> int | None:
             return next((s for s, m in sorted(self.marks[one].items()) if s >= since and (other in m.near) is up), None)
@@ -263,8 +267,8 @@ class Crew(World):
         return step
 
     def leave(self, name: str) -> Change:
-        """Carries out scale-in: this member leaves on the ordinary way; returns when its sockets are closed and that is
-        over.
+        """Makes a member leave politely (scale-in); returns when its sockets are closed and the effects of the change
+        are over.
         """
         staying, known = [n for n in self.inside() if n != name], set(self.views)
         ns = self._moment()
@@ -279,7 +283,7 @@ class Crew(World):
         return Change(requested, ruled, steps, tuple(staying), self._seconds(ns, ruled, staying))
 
     def come_again(self, name: str) -> Entry:
-        """Carries out scale-out: a member that has left joins again; returns when it trains with the others."""
+        """Makes a member that has left join again (scale-out); returns when it trains with the others."""
         hosts = self.inside()
         del self._gone[name], self._going[name]
         entered = len(self.members[name].entries)
@@ -299,12 +303,12 @@ class Crew(World):
     # ------------------------------------------------------------------ choosing
 
     def absent(self) -> Pair:
-        """Returns a random pair without a link."""
+        """Returns a random pair of members without a link."""
         pairs = [frozenset(p) for p in itertools.combinations(sorted(self.inside()), 2)]
         return self.rng.choice([p for p in pairs if p not in self.links])
 
     def spare(self) -> Pair:
-        """Returns a random link without which all members still reach each other."""
+        """Returns a random link whose removal leaves all members connected."""
         names = self.inside()
         found = [p for p in self.links if connected(names, self.links - {p})]
         return self.rng.choice(sorted(found, key=sorted))
@@ -320,7 +324,7 @@ def _words(links: frozenset[Pair]) -> str:
 
 @contextlib.contextmanager
 def crew(size: int, *, meshed: bool, work: Work, rng: random.Random) -> Iterator[Crew]:
-    """Yields so many members that train, under a scheduler with its defaults."""
+    """Yields `size` members that train, under a scheduler with its defaults."""
     with (
         scheduler(size - 1 if meshed else size) as endpoint,  # who leaves may not be needed
         Crew(endpoint, size, meshed=meshed, work=work, rng=rng) as made,

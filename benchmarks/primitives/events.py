@@ -1,6 +1,4 @@
-"""Makes changes to a job's links and members, one after the other, each with a control; definitions are in
-__main__.py.
-"""
+"""Changes a job's links and members one by one, each followed by a control; definitions are in __main__.py."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ SLACK = 6
 
 @dataclass(frozen=True)
 class Sample:
-    """One event and its control."""
+    """Measurements of one change of links or members, and of its control."""
 
     event: Exposure
     control: Exposure
@@ -45,13 +43,13 @@ class Sample:
 
     @property
     def beyond(self) -> float:
-        """Exposed delay beyond the control's, s."""
+        """Exposed delay in excess of the control's, s."""
         return self.event.total - self.control.total
 
 
 @dataclass
 class Outcome:
-    """Samples of all events of one kind, and the load of the machine meanwhile."""
+    """Measurements of all changes of one kind, and the load of the machine during them."""
 
     samples: list[Sample] = field(default_factory=list)
     size: int = 0
@@ -65,14 +63,16 @@ class Outcome:
     """For scale-in: of each return, seconds to the first contribution, and what that cost the others (s)."""
 
     def of(self, what: str) -> list[float]:
-        """Returns the values of "event", "control" or "beyond"; or of "event.FIELD", "control.FIELD" of Exposure."""
+        """Returns the values of "event", "control" or "beyond" of all samples, or of a field of an Exposure
+        ("event.FIELD").
+        """
         name, _, part = what.partition(".")
         values = [getattr(s, name) for s in self.samples]
         return [getattr(v, part or "total") if isinstance(v, Exposure) else v for v in values]
 
 
 class Processors:
-    """Load of the machine's processors from here on, as parts of their time, 0 to 1.
+    """Meter of the processors' load from its creation on, as shares of their time, 0 to 1.
 
     Args:
         pids: The benchmark's processes; they must live until `read` is called.
@@ -83,7 +83,7 @@ class Processors:
         self._before = self._ticks()
 
     def _ticks(self) -> tuple[int, int, int]:
-        """Returns the ticks (idle, all, used by the benchmark) so far."""
+        """Returns the processor ticks so far: idle, all, and used by the benchmark."""
         ticks = [int(t) for t in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         own = 0
         for pid in self._pids:
@@ -92,7 +92,7 @@ class Processors:
         return ticks[3] + ticks[4], sum(ticks), own
 
     def read(self) -> tuple[float, float]:
-        """Returns the parts (busy, busy with other work than the benchmark's)."""
+        """Returns the shares of processor time that were busy, and busy with work other than the benchmark's."""
         idle, total, own = (now - then for now, then in zip(self._ticks(), self._before, strict=True))
         if not total:
             return 0.0, 0.0
@@ -101,7 +101,7 @@ class Processors:
 
 
 class Log:
-    """The course of one run: changes, and the undisturbed stretches between them."""
+    """Course of one run: its changes, and the undisturbed steps between them."""
 
     def __init__(self, made: Crew) -> None:
         self._crew = made
@@ -112,7 +112,7 @@ class Log:
         self.entries: list[Entry] = []
 
     def rest(self) -> None:
-        """Waits for an undisturbed stretch, long enough for a control."""
+        """Waits until enough undisturbed steps for a control have passed."""
         self._crew.reach(self._since + 2 * WIDTH + self._needs + SLACK)
 
     def changed(self, kind: str, change: Change) -> None:
@@ -129,7 +129,9 @@ class Log:
         self.rest()
 
     def outcomes(self, series: Series, cpu: Series, rng: random.Random) -> dict[str, Outcome]:
-        """Returns all events with their controls, by kind, from the members' durations and CPU seconds by step."""
+        """Returns the measurements of all changes with their controls by kind, from the members' durations and CPU
+        seconds by step.
+        """
         found: dict[str, Outcome] = {}
         for number, (kind, change, stretch) in enumerate(self.changes):
             event = block_of(change.steps, change.ruled, WIDTH)
@@ -150,7 +152,7 @@ class Log:
 
 
 def links(size: int, work: Work, events: int, rng: random.Random) -> dict[str, Outcome]:
-    """Measures so many links that come, and as many that go, in turn."""
+    """Measures `changes` new links, and as many removed ones, in turn."""
     with crew(size, meshed=False, work=work, rng=rng) as made:
         for add in (True, False):  # what is done for the first time costs more
             made.change_link(made.absent() if add else made.spare(), add=add)
@@ -165,7 +167,7 @@ def links(size: int, work: Work, events: int, rng: random.Random) -> dict[str, O
 
 
 def leaves(size: int, work: Work, events: int, rng: random.Random) -> dict[str, Outcome]:
-    """Measures so many departures, members in turn, each followed by a return."""
+    """Measures departures of members in turn, each followed by the member's return."""
     with crew(size, meshed=True, work=work, rng=rng) as made:
         names = sorted(made.members)
         made.leave(names[0])
@@ -192,13 +194,13 @@ def _closed(made: Crew, log: Log, processors: Processors, rng: random.Random) ->
 
 
 def say(what: str, index: int, events: int) -> None:
-    """Prints a line of progress, now and then."""
+    """Prints a line of progress after every tenth event."""
     if (index + 1) % 10 == 0 or index + 1 == events:
         print(f"[{time.strftime('%H:%M:%S')}] {what}: {index + 1} of {events}", file=sys.stderr, flush=True)
 
 
 def report(result: Result, title: str, outcome: Outcome, *, bounded: bool) -> None:
-    """Adds the figures of one kind of event."""
+    """Adds the figures of all changes of one kind."""
     count = len(outcome.samples)
     beyond = outcome.of("beyond")
     low, high = median_interval(beyond)

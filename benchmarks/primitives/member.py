@@ -1,5 +1,4 @@
-"""Runs a member of the benchmark of scaling primitives: it trains, notes every commit, leaves and comes again when
-told.
+"""Runs a member for the benchmark of scaling primitives: trains, reports every commit, and leaves or returns on order.
 
 Commits are sent a few at a time, so that the reports themselves disturb little. Orders are heard by a thread of their
 own, since a wish to leave comes at any moment; besides those of members.py there is ("again",) to those who have left.
@@ -24,7 +23,7 @@ REPORT_EVERY = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Training work of the members in a benchmark of primitives.
+    """Training work of the members in the benchmark of scaling primitives.
 
     Attributes:
         grad_mib: Size of the gradients, in MiB.
@@ -71,7 +70,7 @@ class Orders:
 
 
 def member(pipe: Connection, endpoint: str, name: str, neighbours: str, work: Work) -> None:
-    """Runs one training process; `neighbours` are names, separated by commas ("": all members)."""
+    """Runs one training process; `neighbours` are names, separated by commas (empty: all members)."""
     from chaos_lightning.machine import fits
     from chaos_lightning.testing.processes import die_with_parent
 

@@ -1,4 +1,4 @@
-"""Costs of a change of the job for its members' steps, as arithmetic on step times; measures nothing.
+"""Computes from step times what a change of a job costs its members; measures nothing itself.
 
 All times are seconds, steps are numbered by the job, and a step's duration is the time between two commits of one
 member. `exposed` is the definition of benchmarks/primitives; controls go through the same function.
@@ -18,7 +18,7 @@ Series = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Block:
-    """Steps that are charged to an event, or to a control, and those that they are compared with.
+    """Steps that an event or a control may affect, and the undisturbed steps that they are compared with.
 
     Attributes:
         steps: Numbers of the steps that are charged, ascending.
@@ -41,7 +41,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Exposure:
-    """Costs of one block, in seconds; each field but `middle` is the worst over the members.
+    """Delays of the steps of one block, in seconds; each field but `middle` is the worst over the members.
 
     Attributes:
         total: The sum over all charged steps of duration - usual; a shorter step makes up for a longer one, as it does
@@ -68,7 +68,7 @@ class Exposure:
 
 
 def exposed(series: Series, members: Collection[str], block: Block) -> Exposure:
-    """Returns the costs of a block for these members.
+    """Returns the delays of a block's steps for these members.
 
     Raises:
         KeyError: A step's duration is missing; names the member and the step.
@@ -103,14 +103,14 @@ def exposed(series: Series, members: Collection[str], block: Block) -> Exposure:
 
 
 def block_of(steps: Collection[int], ruled: int, width: int) -> Block:
-    """Returns the block of an event: compared with the `width` steps before its first and after its last one."""
+    """Returns the block of an event, to be compared with `width` steps before its first and after its last step."""
     ordered = tuple(sorted(steps))
     first, last = ordered[0], ordered[-1]
     return Block(ordered, ruled, tuple(range(first - width, first)), tuple(range(last + 1, last + 1 + width)))
 
 
 def control_of(event: Block, stretch: tuple[int, int], width: int, rng: random.Random) -> Block:
-    """Returns a block of the same form as an event's, at a random place of an undisturbed stretch.
+    """Returns a control block with the same form as an event's, at a random place among undisturbed steps.
 
     As many steps as the event's, in a row, of which as many count as "up to the change"; the same width of medians.
 
@@ -136,7 +136,7 @@ def control_of(event: Block, stretch: tuple[int, int], width: int, rng: random.R
 
 
 def charged(requested: int, ruled: int, *, settled: int, stood: int = -1) -> tuple[int, ...]:
-    """Returns the steps that a change is charged with.
+    """Returns the numbers of the steps that a change may affect.
 
     The step in which it was asked for, all up to the step whose header carried it and two more (the first one of the
     new view, and the next one, in which links are given up that only the old view had), and on until one step after the
@@ -157,7 +157,7 @@ def charged(requested: int, ruled: int, *, settled: int, stood: int = -1) -> tup
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Returns a confidence interval of the median from order statistics: no assumption about the distribution.
+    """Returns a confidence interval of the median from order statistics, without an assumption about the distribution.
 
     The k-th least and the k-th greatest value, with the largest k for which a fair coin, thrown once a value, shows
     fewer than k heads with a probability of at most (1 - confidence) / 2. Of too few values: the least and greatest.

@@ -1,1 +1,1 @@
-"""Costs of a job of a thousand members for its scheduler, and for its members at each step."""
+"""Measures what a job of a thousand members costs its scheduler and its members at each step."""

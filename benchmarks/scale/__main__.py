@@ -1,5 +1,5 @@
-"""Measures a thousand members: their costs for the scheduler and each other, and whether a job of many real ones stays
-right.
+"""Measures a thousand members: their costs for the scheduler and each other, and the correctness of a job of many real
+ones.
 
 Three parts, each of which runs alone as well: the state machines (benchmarks.scale.machine), a real scheduler with
 many connections (benchmarks.scale.processes), and real members (benchmarks.scale.real). How long each should take is

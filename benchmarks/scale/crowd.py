@@ -63,14 +63,14 @@ def _of_all(data: bytes) -> ToMember:
 
 
 def decoded(data: bytes) -> ToMember:
-    """Returns the message in these bytes."""
+    """Decodes a scheduler's message to a member."""
     message: ToMember = unwrap_to_member(chaos_pb2.ToMemberEnvelope.FromString(data))
     return message
 
 
 @dataclass
 class Told:
-    """One view, and how many stand-ins of this process entered it.
+    """One view, and how many stand-ins of this process have entered it.
 
     Attributes:
         members: Number of members that it has.
@@ -86,7 +86,7 @@ class Told:
 
 
 class Line:
-    """Stream of a stand-in to the scheduler.
+    """A stand-in's stream to the scheduler.
 
     Args:
         crowd: All of this process.
@@ -105,7 +105,9 @@ class Line:
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def live(self) -> None:
-        """Keeps a stream until the stand-in is put out or killed."""
+        """Keeps a stand-in's stream to the scheduler open, reconnecting if it breaks, until the stand-in is removed or
+        killed.
+        """
         while self.one.here and not self.out:
             try:
                 await self._attend()
@@ -150,18 +152,20 @@ class Line:
             await asyncio.sleep(self.one.interval_s)
 
     def say(self, message: FromMember) -> None:
-        """Sends a message once the stand-in is welcomed, which says again then whatever is lost before."""
+        """Sends a message if the stand-in is welcomed; earlier messages are dropped, as the welcome makes it send them
+        again.
+        """
         if self.talks or isinstance(message, Hello):
             self._outbox.put_nowait(wrap_from_member(message).SerializeToString())
 
     async def kill(self) -> None:
-        """Closes the stand-in's connection without a word, as a kernel does for a process that died."""
+        """Closes the stand-in's connection without a message, as a kernel does for a process that died."""
         self.one.here = False
         await self._channel.close()
 
 
 class Crowd:
-    """All stand-ins of this process, their surroundings, and their observations.
+    """All stand-ins of this process, their environment, and counts of what happened to them.
 
     Args:
         endpoint: Of the scheduler.
@@ -189,7 +193,7 @@ class Crowd:
         asyncio.get_running_loop().add_reader(self._socket, self._handed_on)
 
     def channel(self) -> tuple[Any, tuple[tuple[str, bytes], ...]]:
-        """Makes a new connection; returns it with the credentials that are shown on it."""
+        """Opens a new connection to the scheduler; returns it with the credentials for its calls."""
         keys = self._secret.keys
         if keys is None:
             return grpc.aio.insecure_channel(self._endpoint, options=CLIENT_OPTIONS), ()
@@ -204,7 +208,7 @@ class Crowd:
         self.lines[one.name].say(message)
 
     def later(self, after_s: float, action: Callable[[], None]) -> None:
-        """Calls an action after so many seconds."""
+        """Calls an action after `after_s` seconds."""
         asyncio.get_running_loop().call_later(after_s, action)
 
     def lives(self, member: str) -> bool:
@@ -212,19 +216,19 @@ class Crowd:
         return member not in self.dead
 
     def welcomed(self, one: StandIn) -> None:
-        """Lets a stand-in talk on its stream."""
+        """Allows a stand-in to send messages on its stream."""
         self.lines[one.name].talks = True
 
     def asked(self, one: StandIn) -> None:
-        """Makes all links that a stand-in was asked for and can have."""
+        """Makes all links that the scheduler asked a stand-in to make and that are possible."""
         for peer in sorted(one.named - one.up):
             if self.lives(peer):
                 one.linked(peer)
         one.check_ready()
 
     def foretold(self, one: StandIn, view: View) -> None:
-        """Brings a view's header a moment after the commit root was told of the view; at once if the header is
-        there.
+        """Makes a header deliver a view shortly after the commit root was told of the view; at once if the header is
+        there already.
         """
         self._views[view.id] = view
         if view.id in self._headers:
@@ -233,13 +237,13 @@ class Crowd:
             self.later(CARRIED_S, lambda: self._carry(one, view))
 
     def entered(self, one: StandIn, view: View, *, decided: bool) -> None:
-        """Counts a stand-in that entered a view."""
+        """Counts a stand-in that has entered a view."""
         told = self.told.setdefault(view.id, Told(len(view.members), decided))
         told.count += 1
         told.last_ns = time.monotonic_ns()
 
     def out(self, one: StandIn, message: Fence | Refused | Released) -> None:
-        """Ends a stand-in's stream; one that is refused for the moment comes again."""
+        """Ends the stream of a stand-in that was removed or refused; it connects again if the refusal is temporary."""
         if isinstance(message, Refused) and message.retry:
             self.refused += 1
             return
@@ -250,7 +254,9 @@ class Crowd:
     # ------------------------------------------------------------------ headers
 
     def _carry(self, root: StandIn, view: View) -> None:
-        """Makes a header at the root, unless it has promised to wait for a recovery; all crowds get it."""
+        """Makes the header that carries a view, unless the commit root must wait for a recovery; sends it to all
+        crowds.
+        """
         if not root.here or root.view != view.predecessor or view.id < root.promised:
             return
         data = encode_peer(carrier(root.header, view))
@@ -277,7 +283,7 @@ class Crowd:
     # ------------------------------------------------------------------ orders
 
     def facts(self) -> dict[str, Any]:
-        """Returns the observations so far."""
+        """Returns the counts and times observed so far."""
         talking = [line.one for line in self.lines.values() if line.talks]
         return {
             "talk": len(talking),

@@ -48,31 +48,31 @@ CONNECTED, CLOSED = "connected", "closed (end of stream)"
 
 
 class World(Protocol):
-    """Surroundings of stand-ins, which carry their messages and bring links and headers."""
+    """Environment of stand-ins, which carries their messages and delivers links and headers."""
 
     def say(self, one: StandIn, message: FromMember) -> None:
         """Carries a stand-in's message to the scheduler."""
 
     def later(self, after_s: float, action: Callable[[], None]) -> None:
-        """Calls an action after so many seconds."""
+        """Calls an action after `after_s` seconds."""
 
     def lives(self, member: str) -> bool:
-        """Returns whether neighbours see this member alive."""
+        """Returns whether neighbours would report this member alive."""
 
     def welcomed(self, one: StandIn) -> None:
         """Notes that a stand-in was welcomed on the stream that it has now."""
 
     def asked(self, one: StandIn) -> None:
-        """Makes links with the members that a stand-in was asked to have links with (`StandIn.named`)."""
+        """Makes links with the members that the scheduler asked a stand-in to connect to (`StandIn.named`)."""
 
     def foretold(self, one: StandIn, view: View) -> None:
-        """Notes that a stand-in was told of a view that a header is to bring."""
+        """Notes that a stand-in was told of a view that a later header will carry."""
 
     def entered(self, one: StandIn, view: View, *, decided: bool) -> None:
-        """Notes that a stand-in entered this view, by a Decide or by a header."""
+        """Notes that a stand-in entered a view, by a Decide or by a header."""
 
     def out(self, one: StandIn, message: Fence | Refused | Released) -> None:
-        """Ends the stream of a stand-in that is in the job no more."""
+        """Ends the stream of a stand-in that is no longer in the job."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,12 +111,12 @@ class StandIn:
 
     @property
     def parts(self) -> tuple[Span, ...]:
-        """Parts of the training state that the stand-in holds."""
+        """Names of the parts of the training state that the stand-in has."""
         return WHOLE if self.loaded else ()
 
     @property
     def up(self) -> set[str]:
-        """Members to which a link stands."""
+        """Members to which the stand-in has a link."""
         return {peer for peer, stands in self.links.items() if stands}
 
     # ------------------------------------------------------------------ what it says
@@ -132,26 +132,26 @@ class StandIn:
         return Heartbeat(self.view, self.header.seq, self.header.step, chain=self.chain, known=self.known)
 
     def position(self) -> Entered:
-        """Returns the header and view at which the stand-in stands."""
+        """Returns the last header and the view of the stand-in, as a member reports them."""
         header = self.header
         if self.view == NO_VIEW:
             return Entered(NO_VIEW, 0, 0, "", (), self.chain)
         return Entered(self.view, header.seq, header.step, header.hash, self.parts, self.chain)
 
     def linked(self, peer: str) -> None:
-        """Notes that a link to this member stands, and reports it."""
+        """Notes that the link to a member is open, and reports it."""
         if not self.links.get(peer):
             self.links[peer] = True
             self.world.say(self, LinkEvent(peer, True, CONNECTED))
 
     def lost(self, peer: str, evidence: str = CLOSED) -> None:
-        """Notes that a link stands no more, and reports it; by default its other end has closed it."""
+        """Notes that the link to a member is closed, and reports it; by default the other end has closed it."""
         if self.links.get(peer):
             self.links[peer] = False
             self.world.say(self, LinkEvent(peer, False, evidence))
 
     def check_ready(self) -> None:
-        """Reports that the stand-in is ready once all links stand that can."""
+        """Reports that the stand-in is ready once all possible links are open."""
         if not self.ready and not any(self.world.lives(m) for m in self.named - self.up):
             self.ready = True
             self.world.say(self, Ready())
@@ -159,7 +159,7 @@ class StandIn:
     # ------------------------------------------------------------------ what it is told
 
     def hear(self, message: ToMember) -> None:
-        """Takes a message of the scheduler."""
+        """Handles a message of the scheduler."""
         # A Welcome and a HeartbeatPace say so; older versions know only the former.
         self.interval_s = getattr(message, "heartbeat_interval_s", self.interval_s)
         match message:
@@ -217,7 +217,7 @@ class StandIn:
             self._enter(view, base, loaded=self.loaded or self.id not in view.joiners, decided=True)
 
     def carried(self, header: Header, view: View) -> None:
-        """Enters the view that a header brings, if the stand-in may."""
+        """Enters the view that a header carries, if the stand-in's promises allow it."""
         if not self.here or view.id < self.promised or view.id <= self.view:
             return  # a promise was given: a recovery brings whatever comes of it
         if self.loaded and self.header.hash == header.prev_hash and view.find(self.id) is not None:
@@ -241,7 +241,7 @@ class StandIn:
 
 
 def carrier(prev: Header, view: View) -> Header:
-    """Returns the header after `prev` that brings this view, without its members: as a later step's has none."""
+    """Returns the header after `prev` that carries this view by number only, without its members."""
     return Header(
         seq=prev.seq + 1,
         kind=Kind.BOUNDARY,

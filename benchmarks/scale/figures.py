@@ -1,4 +1,4 @@
-"""Arithmetic of the benchmark: how a cost grows with members, and a limit to the CPU of one case."""
+"""Fits how a cost grows with the number of members, and limits the CPU time of one case."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 
 
 class TooLongError(Exception):
-    """Error that a case took more CPU than it may."""
+    """Error: a case took more CPU time than it may."""
 
 
 def exponent(costs: Mapping[int, float]) -> float:
-    """Returns k of the cost ~ members^k that fits best (least squares on logarithms).
+    """Returns the exponent k for which members^k fits a cost best (least squares on logarithms).
 
     Args:
         costs: By number of members, at least two of them; all above 0.
@@ -25,7 +25,8 @@ def exponent(costs: Mapping[int, float]) -> float:
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Ends the block when it has taken so many seconds of this process's CPU. Only in the main thread.
+    """Raises an error once the block has used this many seconds of this process's CPU time. Works in the main thread
+    only.
 
     While it runs the kernel keeps the process's clock in ticks; time with `time.thread_time`, which stays exact.
 

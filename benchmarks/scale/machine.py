@@ -1,4 +1,4 @@
-"""Measures the scheduler's own machine with 8 to 2,048 members: heartbeats, a founding, joins, leaves and deaths.
+"""Measures the scheduler's state machine with 8 to 2,048 members: heartbeats, a founding, joins, leaves and deaths.
 
 One core drives `SchedulerMachine` (standins.py answers for the members, in virtual time) and counts processor time:
 of a heartbeat; of a founding, until all stand in the first view; of a join and a leave, until all stand in the view
@@ -52,8 +52,8 @@ Costs = dict[str, dict[int, float]]
 
 
 def rules(size: int, degree: int, least: int = 0) -> Settings:
-    """Returns the rules of a job that begins with nearly all members and bears a few deaths; `least`: goes on with so
-    many.
+    """Returns the settings of a job that begins with most members and survives a few deaths; with fewer than `least` it
+    waits.
     """
     return replace(
         Settings(plan=read_plan(DEFAULT_PLAN)),
@@ -64,7 +64,7 @@ def rules(size: int, degree: int, least: int = 0) -> Settings:
 
 
 class Case:
-    """Job of one size, and its measurements.
+    """A job of one size, and its measurements.
 
     Args:
         size: Number of members.
@@ -83,12 +83,12 @@ class Case:
         """CPU of each death until all stand in its view."""
 
     def found(self) -> None:
-        """Starts all members together, and times the founding."""
+        """Starts all members together, and measures the founding of the job."""
         self.stage.start(self.size)
         self._time("founding", lambda: self.stage.settled(self.size))
 
     def change(self) -> None:
-        """Times one join and one leave, then one join and one death."""
+        """Measures a join and a leave, then a join and a death."""
         for kind in ("leave", "death"):
             self._join()
             one = self._somebody()
@@ -99,7 +99,7 @@ class Case:
                 self._die(one)
 
     def halve(self) -> None:
-        """Times the leaves of half of another job's members at once."""
+        """Measures the simultaneous leaves of half of the members of another job."""
         stage = Stage(rules(self.size, self.stage.settings.link_degree, self.size // 2))
         stage.start(self.size)
         stage.wait(lambda: stage.settled(self.size), f"a founding of {self.size} members")
@@ -125,7 +125,7 @@ class Case:
         self.record_nbytes += [nbytes for kind, nbytes in stage.meter.records[records:] if kind == "view"]
 
     def redraw(self) -> float:
-        """Draws a better plan for the view that rules; returns CPU seconds of the scheduler for the answer."""
+        """Gives the present view a better plan; returns the scheduler's CPU seconds for taking it in."""
         stage, meter = self.stage, self.stage.meter
         stage.wait(lambda: meter.wish is not None and meter.wish.members == stage.view.members, "a request for a plan")
         assert meter.wish is not None
@@ -136,7 +136,7 @@ class Case:
         return seconds
 
     def _somebody(self) -> StandIn:
-        """Returns a member at random."""
+        """Returns a random member."""
         return self.stage.members[self._rng.choice(self.stage.view.ids())]
 
     def _time(self, kind: str, ready: Callable[[], bool]) -> None:
@@ -146,11 +146,11 @@ class Case:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two heartbeats, as members were told."""
+        """Seconds between two heartbeats, as the scheduler told the members."""
         return min(self.stage.members[m].interval_s for m in self.stage.view.ids())
 
     def heartbeat_us(self, batch: int) -> float:
-        """Returns the CPU microseconds of one heartbeat if so many are fed at a time."""
+        """Returns the CPU microseconds of one heartbeat if the scheduler gets them in batches of this size."""
         members = [self.stage.members[m] for m in self.stage.view.ids()]
         rounds = max(1, 256 // self.size)
         spent_s = 0.0
@@ -159,11 +159,11 @@ class Case:
         return 1e6 * spent_s / (rounds * len(members))
 
     def tick_us(self) -> float:
-        """Returns the CPU microseconds of one look at all members."""
+        """Returns the scheduler's CPU microseconds for one periodic check of all members."""
         return 1e6 * median([self._fed_s([fx.SchedulerTick()], 1) for _ in range(TICKS)])
 
     def _fed_s(self, events: Sequence[fx.SchedulerEvent], batch: int) -> float:
-        """Returns the CPU seconds of these events, fed so many at a time."""
+        """Returns the scheduler's CPU seconds for these events, fed in batches of this size."""
         stage = self.stage
         before = stage.meter.cpu_s[BEATS]
         for part in in_batches(events, batch):
@@ -175,7 +175,7 @@ class Case:
 def parts_of(
     case: Case, result: Result, title: str, args: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yields the measurements at one size, one after the other, with their names."""
+    """Yields the names and functions of the measurements at one size, in order."""
     size, bounded = case.size, case.size < TOLD
 
     def founding() -> None:
@@ -264,7 +264,7 @@ def measure_size(result: Result, size: int, graph: str, args: argparse.Namespace
 
 
 def fit(result: Result, costs: Costs) -> None:
-    """Adds how costs grow with members, as far as they are known."""
+    """Adds the exponents by which costs grow with the number of members, where they are known."""
     for kind in KINDS:
         known = {n: c for n, c in costs.get(kind, {}).items() if FIT_FROM <= n <= FIT_TO and c > 0}
         if len(known) > 1:
@@ -273,7 +273,7 @@ def fit(result: Result, costs: Costs) -> None:
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """Measures all sizes and graphs."""
+    """Measures all sizes of jobs and graphs of links."""
     for graph in GRAPHS:
         costs: Costs = defaultdict(dict)
         for size in sizes(args):
@@ -288,19 +288,19 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 
 
 def minutes(args: argparse.Namespace) -> float:
-    """Returns the minutes that this part should take."""
+    """Returns the minutes that this part of the benchmark should take."""
     return MINUTES_QUICK if args.quick else MINUTES
 
 
 def options(p: Options) -> None:
-    """Adds the options of this part."""
+    """Adds the command-line options of this part of the benchmark."""
     p.add_argument("--sizes", type=int, nargs="*", default=[], help="of jobs; none: 8 to 2048, or to 128 with --quick")
     p.add_count("--rounds", 3, 1, "joins, leaves and deaths at each size")
     p.add_argument("--limit-s", type=float, default=90.0, help="most CPU for one kind of event at one size")
 
 
 def sizes(args: argparse.Namespace) -> list[int]:
-    """Returns the sizes that were given, or as many as there is time for."""
+    """Returns the sizes that were given, or as many as the time allows."""
     return args.sizes or [n for n in SIZES if not args.quick or n <= FULL_UP_TO]
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's machine with a meter of its processor time, records and messages.
+"""The scheduler's state machine with a meter of its processor time, records and messages.
 
 Theory of operation. Processor time is taken around the machine, its records and its messages, each of which is encoded
 once however many it goes to. The store is in memory: what a disk takes is measured elsewhere (benchmarks.stores).
@@ -21,7 +21,7 @@ from chaos_lightning.protocol.types import Settings
 
 
 class Records(MemoryStore):
-    """Store that notes how large each record is, with its kind."""
+    """Store that also notes the kind and the size of each record."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Records(MemoryStore):
 
 
 class Metered:
-    """The scheduler's machine with a meter of its processor time, records and messages.
+    """The scheduler's state machine with a meter of its processor time, records and messages.
 
     Args:
         settings: The job's rules.
@@ -59,7 +59,7 @@ class Metered:
         self._encoded: object = None
 
     def on(self, now: float, events: Sequence[fx.SchedulerEvent], label: str) -> Iterator[fx.Send | fx.Close]:
-        """Feeds events and the store's answers; yields the effects that concern streams.
+        """Feeds events to the scheduler's state machine, and the store's answers; yields the effects on streams.
 
         Args:
             now: Virtual time in seconds.
@@ -79,7 +79,9 @@ class Metered:
                     yield effect
 
     def _carry_out(self, effects: Sequence[fx.SchedulerEffect]) -> list[Sequence[fx.SchedulerEvent]]:
-        """Makes bytes of records, messages and requests, as the process does; returns the store's answers."""
+        """Stores records and encodes messages and requests, as the scheduler's process does; returns the store's
+        answers.
+        """
         stored: list[Sequence[fx.SchedulerEvent]] = []
         for effect in effects:
             if isinstance(effect, fx.Persist):

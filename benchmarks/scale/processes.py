@@ -1,4 +1,5 @@
-"""Measures a real scheduler with 64 to 512 connections: heartbeats, a founding, deaths, its own death, and status.
+"""Measures a real scheduler with 64 to 512 connections: heartbeats, a founding, deaths, its own death, and status
+requests.
 
 The scheduler is a process as users start it; two further ones hold stand-ins for members (crowd.py), each with a
 connection of its own. Measured are: the founding, from the first hello until the last member stands in the view that
@@ -61,18 +62,18 @@ HERE = Path(__file__).parents[2]
 
 
 class TooLateError(Exception):
-    """Error that something did not come in time."""
+    """Error: an awaited event did not come in time."""
 
 
 def cpu_s(pid: int) -> float:
-    """Returns the CPU seconds that this process has taken, with all threads."""
+    """Returns the CPU seconds that a process has used in all its threads."""
     text = Path(f"/proc/{pid}/stat").read_text()
     user, system = text.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / TICKS
 
 
 def place(source: str, folder: Path) -> dict[str, Any]:
-    """Returns where stand-ins run: on this product, or on the one in `source`, with this folder's benchmarks."""
+    """Returns the folder and environment in which stand-ins run: with this product, or with the one in `source`."""
     if not source:
         found = at(str(HERE))
     else:
@@ -84,7 +85,7 @@ def place(source: str, folder: Path) -> dict[str, Any]:
 
 
 class Crowd:
-    """A process with many stand-ins.
+    """A process with many stand-ins for members.
 
     Args:
         endpoint: Of the scheduler.
@@ -109,7 +110,7 @@ class Crowd:
         )
 
     def ask(self, order: str, value: Any = True) -> dict[str, Any]:
-        """Gives an order; returns the answer."""
+        """Sends an order to the process; returns its answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({order: value}) + "\n")
@@ -126,7 +127,7 @@ class Crowd:
 
 
 class Told(NamedTuple):
-    """A view that stand-ins entered.
+    """One view that stand-ins entered, and how many of them have.
 
     Attributes:
         members: Number of members that it has.
@@ -143,7 +144,7 @@ class Told(NamedTuple):
 
 @dataclass
 class Seen:
-    """Observations of all stand-ins together."""
+    """Observations of the stand-ins in all processes."""
 
     talk: int = 0
     """How many have a stream on which they were welcomed."""
@@ -164,8 +165,8 @@ class Seen:
             self.now[term, number] = self.now.get((term, number), 0) + 1
 
     def told(self, count: int, since_ns: int) -> int:
-        """Returns when (ns) the last of `count` had the Decide of a view of just these, after `since_ns`; 0 if not
-        yet.
+        """Returns when (ns) the last of `count` members got the Decide of a view with just these, after `since_ns`; 0
+        if not yet.
         """
         views = (v for v in self.views.values() if v.decided and v.members == count)
         return max((v.last for v in views if v.count >= count and v.last > since_ns), default=0)
@@ -173,7 +174,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Kind:
-    """Set-up of a job."""
+    """Settings of a measured job: its keys, and the version of the product."""
 
     title: str
     keys: bool = False
@@ -187,14 +188,14 @@ class Kind:
 
 
 class Job:
-    """A scheduler and its stand-ins."""
+    """A scheduler and its stand-ins for members."""
 
     def __init__(self, scheduler: Scheduler, crowds: list[Crowd], size: int) -> None:
         self.scheduler, self.crowds, self.size = scheduler, crowds, size
 
     @property
     def floor(self) -> int:
-        """Number of members with which the job begins: it must bear some deaths."""
+        """Number of members with which the job begins and below which it waits; it allows for some deaths."""
         return max(1, self.size - max(DEATHS + 1, self.size // 8))
 
     def look(self) -> Seen:
@@ -204,7 +205,7 @@ class Job:
         return seen
 
     def until(self, ready: Callable[[Seen], int], what: str) -> int:
-        """Waits until a look at the stand-ins gives an answer other than 0; returns it.
+        """Waits until `ready` returns something other than 0 for the stand-ins' observations; returns that.
 
         Raises:
             TooLateError: Not within PATIENCE_S.
@@ -218,7 +219,7 @@ class Job:
             time.sleep(LOOK_S)
 
     def found(self) -> float:
-        """Founds the job; returns the seconds until all are in one view."""
+        """Starts the job; returns the seconds until all members are in one view."""
         began = time.monotonic_ns()
         for crowd in self.crowds:
             crowd.ask("start")
@@ -239,13 +240,15 @@ class Job:
         return int(answer["ns"])
 
     def death(self) -> float:
-        """Kills one member; returns the seconds until the last of the others is told of the view without it."""
+        """Kills one member; returns the seconds until the last of the other members gets the Decide of the view without
+        it.
+        """
         since = self.kill()
         return (self.until(lambda seen: seen.told(self.size, since), f"a death among {self.size + 1}") - since) / 1e9
 
     def restart(self) -> float:
-        """Returns the seconds until the next scheduler has all members back, and has told them of the view without a
-        dead one.
+        """Kills the scheduler and one member; returns the seconds until the next scheduler has all others back and has
+        told them of a view without it.
         """
         began = time.monotonic_ns()
         self.scheduler.kill()
@@ -258,8 +261,8 @@ class Job:
         return (self.until(back, f"{self.size} members at another scheduler") - began) / 1e9
 
     def quiet(self, seconds: float) -> tuple[float, int]:
-        """Returns (share of a core that the scheduler takes, members put out and streams broken) while nothing
-        happens.
+        """Returns (share of a core that the scheduler uses, members removed plus streams broken) during an undisturbed
+        time.
         """
         before, cpu, began = self.look(), cpu_s(self.scheduler.pid), time.monotonic()
         time.sleep(seconds)
@@ -270,7 +273,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(kind: Kind, size: int, folder: Path) -> Iterator[Job]:
-    """Yields a scheduler that listens, and stand-ins that have not begun."""
+    """Yields a scheduler that listens, and stand-ins that have not connected yet."""
     with contextlib.ExitStack() as stack:
         store, keys_dir = str(folder / f"chain-{size}.sqlite"), ""
         if kind.keys:
@@ -303,7 +306,7 @@ def status_s(job: Job, folder: Path, kind: Kind) -> float:
 
 
 class Case(NamedTuple):
-    """One job that is measured.
+    """One job to be measured: its kind, its size, and its undisturbed minutes.
 
     Attributes:
         kind: How it is set up.
@@ -321,7 +324,9 @@ class Case(NamedTuple):
 
 
 def measure_case(result: Result, case: Case, folder: Path) -> int:
-    """Adds all that is measured of one job; returns how many were put out or parted while nothing happened."""
+    """Adds all measurements of one job; returns how many members were removed or disconnected in the
+    undisturbed time.
+    """
     kind, size, title = case.kind, case.size, case.title
     bound: Callable[[float | None], float | None] = (lambda _: None) if kind.peer else (lambda value: value)
     with job(kind, size, folder) as made:
@@ -344,7 +349,7 @@ def measure_case(result: Result, case: Case, folder: Path) -> int:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """Returns all jobs in turn; the largest one has all of `minutes`."""
+    """Returns all jobs in order; the largest one gets all of `minutes`."""
     complete(args)
     sizes = [*([BESIDE] if args.before and BESIDE not in args.connections else []), *args.connections]
     own = [(Kind("plain"), size) for size in sizes]
@@ -359,12 +364,12 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def minutes(args: argparse.Namespace) -> float:
-    """Returns the minutes that this part should take."""
+    """Returns the minutes that this part of the benchmark should take."""
     return sum(case.minutes + CASE_MINUTES for case in cases(args))
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """Measures all jobs. Where a peer's size fails, larger ones are not tried."""
+    """Measures all jobs; larger ones of a compared version are not tried once one has failed."""
     quiet_min, hurt, failed = 0.0, 0, False
     for case in cases(args):
         try:
@@ -388,7 +393,7 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 
 
 def options(p: Options) -> None:
-    """Adds the options of this part."""
+    """Adds the command-line options of this part of the benchmark."""
     words = "numbers of members; none: 64 256 512, or 64 with --quick"
     p.add_argument("--connections", type=int, nargs="*", default=[], help=words)
     p.add_argument("--keyed", type=int, nargs="*", default=[], help="the same with keys; none: 256, or 64 with --quick")
@@ -398,7 +403,7 @@ def options(p: Options) -> None:
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Fills in the defaults of settings that were not given."""
+    """Sets the defaults of options that were not given."""
     args.connections = args.connections or ([64] if args.quick else list(SIZES))
     args.keyed = args.keyed or ([64] if args.quick else [256])
     args.minutes = args.minutes or (0.2 if args.quick else 5.0)

@@ -1,4 +1,5 @@
-"""Trains two dozen real processes in one job: ten are killed and ten come, on the default graph; and their all-reduces.
+"""Trains 24 real processes in one job, of which ten are killed while ten join, on the default graph; measures their
+all-reduces.
 
 Processes train as in the soak (benchmarks/soak/member.py: scikit-learn's digits, with a journal each), 24 at first.
 Every so many steps, in turn, one that trains is killed and one is started. Judged are the contract's points, by
@@ -42,7 +43,7 @@ _ESTABLISHED = "01"
 
 
 def connections(pid: int) -> int:
-    """Returns the number of TCP connections that this process has."""
+    """Returns the number of open TCP connections of a process."""
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -61,8 +62,7 @@ def connections(pid: int) -> int:
 
 
 def beyond_links(samples: Iterable[Mapping[str, int]], views: Sequence[View]) -> tuple[list[int], list[int]]:
-    """Returns (connections that are no links of the view, links of the view), of each member in each sample that a view
-    has.
+    """Returns (connections beyond the view's links, links of the view) of each member in each sample that fits a view.
 
     Args:
         samples: Connections by name, of all members at one time.
@@ -80,7 +80,7 @@ def beyond_links(samples: Iterable[Mapping[str, int]], views: Sequence[View]) ->
 
 
 class Driver:
-    """Driver of faults, which kills one process and starts one, in turn, every so many steps.
+    """Kills one process and starts one, in turn, every so many steps.
 
     Args:
         crew: All processes.
@@ -101,11 +101,11 @@ class Driver:
 
     @property
     def left(self) -> int:
-        """Number of kills and joins that are still to come."""
+        """Number of kills and joins that are yet to come."""
         return self._left
 
     def turn(self) -> None:
-        """Makes the next kill or join, if it is due and all are in and have trained for a while."""
+        """Makes the next kill or join if it is due, all processes are in the job, and they have trained for a while."""
         crew = self._crew
         if not self._left or crew.step < self._next or len(crew.able()) < len(crew.alive):
             return
@@ -122,7 +122,7 @@ class Driver:
 
 
 def job(folder: Path, args: argparse.Namespace) -> tuple[Crew, Driver]:
-    """Trains until the epochs are spent; returns the crew and the driver, to be judged."""
+    """Trains until all epochs are over; returns the processes and the driver of faults."""
     logs = str(folder / "events")
     steps = args.epochs * training_length() / (args.members * QUOTA)
     every = max(2, int(steps / (2 * args.events + 4)))
@@ -149,7 +149,7 @@ def job(folder: Path, args: argparse.Namespace) -> tuple[Crew, Driver]:
 
 
 def judge(result: Result, crew: Crew, driver: Driver, args: argparse.Namespace) -> None:
-    """Adds the facts about the job from journals, event logs and the chain."""
+    """Adds the results of checks on the job's journals, event logs and chain."""
     title = f"{args.members} processes"
     seen = gather(crew, training_length()).verdict
     result.add(f"kills and joins that did not occur, {title}", driver.left, "count", 0)
@@ -178,7 +178,7 @@ def judge(result: Result, crew: Crew, driver: Driver, args: argparse.Namespace) 
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """Measures the job, and the all-reduces."""
+    """Measures the job of real processes, and all-reduces."""
     print(f" {args.members} processes, {args.events} kills and joins", flush=True)
     with scratch() as folder:
         crew, driver = job(folder, args)
@@ -187,12 +187,12 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 
 
 def minutes(args: argparse.Namespace) -> float:
-    """Returns the minutes that this part should take."""
+    """Returns the minutes that this part of the benchmark should take."""
     return MINUTES_QUICK if args.quick else MINUTES
 
 
 def options(p: Options) -> None:
-    """Adds the options of this part."""
+    """Adds the command-line options of this part of the benchmark."""
     p.add_count("--members", 24, 17, "processes at first")
     p.add_count("--events", 10, 2, "processes that are killed, and as many that come")
     p.add_count("--epochs", 45, 10, "of training")

@@ -1,4 +1,4 @@
-"""Compares all-reduces over the default graph and over a link between every pair: as predicted, and in processes.
+"""Compares all-reduces over the default graph with those over a link between every pair, as predicted and in processes.
 
 The graph is the one that the scheduler's own machine gives so many newcomers (standins.py). All members have network
 cards alike, and links that carry as much as these. What is predicted is what the planner draws for either graph
@@ -43,7 +43,7 @@ Links = dict[tuple[str, str], tuple[float, float, float]]
 
 
 def links_of(view: View, bps: float, *, full: bool, uneven: bool = False) -> Links:
-    """Returns the links of a view as planners take them, or those of all pairs.
+    """Returns the links of a view, or one between every pair, in the planner's form.
 
     Args:
         view: A view.
@@ -60,8 +60,8 @@ def links_of(view: View, bps: float, *, full: bool, uneven: bool = False) -> Lin
 
 
 def plans(view: View, bps: float, nbytes: int, *, uneven: bool = False) -> dict[str, overlay.Planned]:
-    """Returns the scheduler's plan for either graph (it knows links, not cards), and its seconds with cards of
-    `bps`.
+    """Returns the scheduler's plans for the default and the full graph, with their predicted seconds for network cards
+    of `bps`.
     """
     found = {}
     for name in PLANS:
@@ -72,19 +72,19 @@ def plans(view: View, bps: float, nbytes: int, *, uneven: bool = False) -> dict[
 
 
 def seconds_of(view: View, plan: PlanSpec, links: Links, bps: float, nbytes: int) -> float:
-    """Returns the predicted seconds of an all-reduce where each member has a card of `bps`."""
+    """Returns the predicted seconds of an all-reduce in which each member has a network card of `bps`."""
     return Network(view.members, links, dict.fromkeys(view.ids(), (bps, bps))).seconds(plan, nbytes)
 
 
 def founded(size: int, seed: int, degree: int = GRAPHS["default"]) -> View:
-    """Returns the view with which so many members begin."""
+    """Returns the first view of a job that `size` members start."""
     case = Case(size, degree, seed)
     case.found()
     return case.stage.view
 
 
 def predict(result: Result, size: int, nbytes: int, seed: int) -> None:
-    """Adds the predicted times of an all-reduce of so many members, over equal links and over uneven ones."""
+    """Adds the predicted times of all-reduces of `size` members, over equal and over uneven links."""
     view = founded(size, seed)
     for uneven in (False, True):
         where = f"{size} members{', uneven links' if uneven else ''}"
@@ -104,7 +104,7 @@ def predict(result: Result, size: int, nbytes: int, seed: int) -> None:
 
 
 def remark_denser(result: Result, size: int, nbytes: int, seed: int, full_s: float) -> None:
-    """Says with which `link_degree` the prediction would hold the bound."""
+    """Prints the least `link_degree` with which the predicted time would be within the bound."""
     for degree in DENSER:
         view = founded(size, seed, degree)
         seconds = plans(view, CARD_BPS, nbytes)["sparse"].seconds
@@ -118,7 +118,7 @@ def remark_denser(result: Result, size: int, nbytes: int, seed: int, full_s: flo
 
 
 def space(index: int) -> str:
-    """Returns the network namespace of a member; the hub's is that of -1."""
+    """Returns the network namespace of a member; index -1 means the hub."""
     return f"chaosbench{os.getpid()}m{index}"
 
 
@@ -127,7 +127,7 @@ def address(index: int) -> str:
 
 
 def _shape(name: str, device: str, bps: float) -> None:
-    """Bounds the traffic that leaves by this device to this rate."""
+    """Limits the rate at which traffic leaves through a network device."""
     ip("tc", "-n", name, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
     rate = ["rate", f"{int(bps)}", "burst", "64kb", "cburst", "64kb"]
     ip("tc", "-n", name, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", "htb", *rate)
@@ -136,7 +136,7 @@ def _shape(name: str, device: str, bps: float) -> None:
 
 @contextlib.contextmanager
 def cards(count: int, bps: float) -> Iterator[None]:
-    """Makes a namespace per member for the block, each with one card at a common bridge.
+    """Creates a network namespace for each member while the block runs, each with one card on a common bridge.
 
     Raises:
         NetworkError: No root, or a kernel without what this needs.
@@ -184,7 +184,7 @@ def nodes(members: Sequence[Member], nbytes: int, *, spaces: bool) -> Iterator[l
 
 
 def measure_in(result: Result, view: View, found: dict[str, PlanSpec], args: argparse.Namespace, where: str) -> None:
-    """Adds all-reduces by these plans in turn; says which of them are as quick as the bound if "sparse" is not."""
+    """Adds the times of all-reduces by these plans, in turn; if "sparse" misses the bound, lists the plans' ratios."""
     size, nbytes = len(view.members), int(args.mib * MIB) // 64 * 64
     times: dict[str, list[float]] = {name: [] for name in found}
     cpu: dict[str, list[float]] = {name: [] for name in found}
@@ -208,8 +208,8 @@ def measure_in(result: Result, view: View, found: dict[str, PlanSpec], args: arg
 
 
 def others(view: View, sparse: PlanSpec, bps: float, args: argparse.Namespace) -> dict[str, PlanSpec]:
-    """Returns plans that might be quicker where processors limit: the same trees in larger chunks, and a denser
-    graph's.
+    """Returns plans that may be faster where processors limit: the same trees with larger chunks, and a denser
+    graph.
     """
     nbytes, ids = int(args.mib * MIB), view.ids()
     found = {
@@ -224,7 +224,7 @@ def others(view: View, sparse: PlanSpec, bps: float, args: argparse.Namespace) -
 
 
 def measure(result: Result, args: argparse.Namespace) -> None:
-    """Adds predictions and measurements."""
+    """Adds the predicted and the measured times of all-reduces."""
     for size in PREDICTED_AT[:1] if args.quick else PREDICTED_AT:
         predict(result, size, overlay.TYPICAL_NBYTES, args.seed)
     view = founded(args.members, args.seed)
@@ -242,7 +242,7 @@ def measure(result: Result, args: argparse.Namespace) -> None:
 
 
 def options(p: Options) -> None:
-    """Adds the options of this part."""
+    """Adds the command-line options of this part of the benchmark."""
     p.add_argument("--mib", type=float, default=16, help="size of the buffer in measured all-reduces, MiB")
     p.add_argument("--card-mbps", type=float, default=100, help="of each member's emulated network card")
     p.add_count("--reduces", 7, 2, "all-reduces by each plan")

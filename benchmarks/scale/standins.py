@@ -1,4 +1,4 @@
-"""Stand-ins for members in virtual time: they answer the scheduler's machine as members do, and cost it nothing.
+"""Stand-ins for members in virtual time, which answer the scheduler's state machine as members do.
 
 Theory of operation. A `Stage` has the product's `SchedulerMachine` with its meter (metered.py) and a `StandIn`
 (fake.py) for each member, among their `Surroundings`. Whatever a stand-in says arrives after `REPLY_S`; what arrives
@@ -49,7 +49,7 @@ SAMPLES = 8
 
 
 def contribution(member: str, view: View, prev: Header, kind: Kind) -> Contribution:
-    """Returns the contribution of a member with settings as all others' to the slot after `prev`."""
+    """Returns a member's contribution to the slot after `prev`, with the same settings as all other members."""
     place = view.ids().index(member)
     start = (prev.step * len(view.members) + place) * SAMPLES
     return Contribution(
@@ -74,12 +74,12 @@ def next_header(view: View, prev: Header, kind: Kind, waiting: View | None = Non
 
 
 def in_batches(events: Sequence[fx.SchedulerEvent], size: int = BATCH) -> Iterator[Sequence[fx.SchedulerEvent]]:
-    """Yields these events, so many at a time."""
+    """Yields events in batches of this size."""
     return (events[i : i + size] for i in range(0, len(events), size))
 
 
 class Clock:
-    """Virtual time, which goes on to the next instant at which anything is due."""
+    """Virtual clock, which advances to the next instant at which an action is due."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,18 +87,18 @@ class Clock:
         self._order = itertools.count()
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Calls an action after so many seconds."""
+        """Calls an action after `after_s` seconds."""
         heapq.heappush(self._due, (self.now + seconds, next(self._order), action))
 
     def advance(self) -> None:
-        """Calls all actions that are due at the next instant."""
+        """Calls all actions due at the next instant."""
         self.now = max(self.now, self._due[0][0])
         while self._due and self._due[0][0] <= self.now:
             heapq.heappop(self._due)[2]()
 
 
 class Surroundings:
-    """Surroundings of stand-ins (the `World` of fake.py): links, headers, and a way to the scheduler.
+    """Environment of stand-ins (the `World` of fake.py): links, headers, and the way to the scheduler.
 
     Attributes:
         header: The last committed one.
@@ -126,19 +126,21 @@ class Surroundings:
         self._send(fx.MessageIn(one.number, message))
 
     def later(self, after_s: float, action: Callable[[], None]) -> None:
-        """Calls an action after so many virtual seconds."""
+        """Calls an action after `after_s` virtual seconds."""
         self.clock.after(after_s, action)
 
     def lives(self, member: str) -> bool:
-        """Returns whether a member's process runs."""
+        """Returns whether a member's process still runs."""
         return self.members[member].here
 
     def welcomed(self, one: StandIn) -> None:
-        """Lists a stand-in by its member id from now on."""
+        """Makes a stand-in known by its new member id."""
         self.members[one.id] = one
 
     def asked(self, one: StandIn) -> None:
-        """Makes links to members that were told of this one, too; a newcomer with all of its links is ready."""
+        """Makes the links for which both ends were told of each other; newcomers with all their links report that they
+        are ready.
+        """
         for peer in one.named - one.up:
             other = self.members[peer]
             if other.here and one.id in other.named and frozenset((one.id, peer)) not in self._cut:
@@ -148,19 +150,21 @@ class Surroundings:
         one.check_ready()
 
     def foretold(self, one: StandIn, view: View) -> None:
-        """Makes a header carry this view to all, a moment after the first of them was told of it."""
+        """Schedules the header that carries this view to all members, shortly after the first of them was told
+        of it.
+        """
         if view.id > self._carrying:
             self._carrying = view.id
             self.clock.after(STEP_S, lambda: self._carry(view))
 
     def entered(self, one: StandIn, view: View, *, decided: bool) -> None:
-        """Gives a stand-in the links of its view."""
+        """Tells a stand-in the links of its new view."""
         if decided:
             self.view, self.header = view, one.header
         one.named.update(self.near(view).get(one.id, ()))
 
     def out(self, one: StandIn, message: Fence | Refused | Released) -> None:
-        """Closes a stand-in's stream."""
+        """Ends a stand-in that the scheduler has removed, refused or released."""
         if isinstance(message, Fence):
             self.put_out.append(message.reason)
         self.gone(one, abrupt=False)
@@ -172,7 +176,7 @@ class Surroundings:
             self._send(fx.Closed(one.number, abrupt))
 
     def near(self, view: View) -> dict[str, set[str]]:
-        """Returns neighbours by member, of a view that has links of its own."""
+        """Returns the neighbours of each member in a view that lists its links."""
         if self._near_of != view.id:
             self._near_of, self._near = view.id, defaultdict(set)
             for link in view.links:
@@ -189,7 +193,7 @@ class Surroundings:
         self.clock.after(after_s, arrive)
 
     def _carry(self, view: View) -> None:
-        """Brings this view by a header to all members of the view before, and to its joiners."""
+        """Delivers a view by a header to the members of the view before it and to its joiners."""
         before = [self.members[m] for m in self.view.ids()]
         if self.view.id != view.predecessor or not all(p.here and p.promised < view.id for p in before):
             return  # a recovery comes in between
@@ -200,7 +204,7 @@ class Surroundings:
 
 
 class Stage(Surroundings):
-    """Scheduler and its members, of which some come, leave and die.
+    """The scheduler's state machine and its members, some of which join, leave and die.
 
     Args:
         settings: The job's rules.
@@ -218,19 +222,19 @@ class Stage(Surroundings):
     # ------------------------------------------------------------------ what happens to members
 
     def start(self, count: int, every_s: float = ARRIVAL_S) -> None:
-        """Starts so many processes, one after the other."""
+        """Starts `count` members' processes, one after the other."""
         for index in range(count):
             number = next(self._numbers)
             one = self._streams[number] = StandIn(self, f"n{number}", number)
             self.open(one, index * every_s)
 
     def open(self, one: StandIn, after_s: float) -> None:
-        """Opens a stream of this member, on which it says hello."""
+        """Opens a stream to the scheduler for this member, and sends its hello."""
         self._send(fx.Opened(one.number), after_s)
         self._send(fx.MessageIn(one.number, one.hello()), after_s)
 
     def kill(self, one: StandIn) -> None:
-        """Ends a member's process: streams and links are closed, and the other ends say so."""
+        """Kills a member's process: its streams and links close, and their other ends report that."""
         self.gone(one, abrupt=True)
         for peer in one.up:
             other = self.members[peer]
@@ -238,17 +242,17 @@ class Stage(Surroundings):
                 other.lost(one.id)
 
     def vanish(self, one: StandIn) -> None:
-        """Ends a member's machine: nothing comes from there any more, and nothing says so."""
+        """Makes a member's machine fall silent: it sends nothing any more, and nobody reports it."""
         one.here = False
 
     def cut(self, one: StandIn, other: StandIn) -> None:
-        """Lets nothing through between two members any more; both say so."""
+        """Blocks all traffic between two members; both report that."""
         self._cut.add(frozenset((one.id, other.id)))
         one.lost(other.id, "silent for 3.0 s")
         other.lost(one.id, "silent for 3.0 s")
 
     def leave(self, one: StandIn) -> None:
-        """Makes a member ask to be let go."""
+        """Makes a member ask for its release."""
         self.say(one, Leave("asked to leave"))
 
     # ------------------------------------------------------------------ waiting
@@ -269,20 +273,20 @@ class Stage(Surroundings):
                 self.feed(part, OTHER)
 
     def settled(self, count: int) -> bool:
-        """Returns whether the scheduler heard from each of so many members that it stands in the last view."""
+        """Returns whether `count` members are all in the last view, and the scheduler has heard that from each."""
         if self._flying or len(self.view.members) != count or self._carrying > self.view.id:
             return False
         there = [self.members[m] for m in self.view.ids()]
         return all(p.here and p.loaded and p.view == self.view.id for p in there)
 
     def calm(self) -> bool:
-        """Returns whether all who are here, however many, stand in the last view, and the scheduler heard so."""
+        """Returns whether all present members are in the last view, and the scheduler has heard that."""
         return self.settled(sum(p.here for p in self._streams.values()))
 
     # ------------------------------------------------------------------ the scheduler
 
     def feed(self, events: Sequence[fx.SchedulerEvent], label: str) -> None:
-        """Feeds the scheduler, and delivers its messages to members."""
+        """Feeds events to the scheduler, and delivers its messages to members."""
         for effect in self.meter.on(self.clock.now, events, label):
             one = self._streams[effect.conn]
             if isinstance(effect, fx.Send):
@@ -291,7 +295,7 @@ class Stage(Surroundings):
                 self.gone(one, abrupt=False)
 
     def tell(self, one: StandIn, message: ToMember) -> None:
-        """Delivers a message to a member, if it lives."""
+        """Delivers a scheduler's message to a member, if that member still runs."""
         if one.here:
             one.hear(message)
 

@@ -1,4 +1,5 @@
-"""Measures the protocol's costs for members at each step: real `MemberMachine`s of a view, with messages as bytes.
+"""Measures the costs of the protocol for members at each step: real `MemberMachine`s of one view, with encoded
+messages.
 
 Theory of operation. All members stand in one view; in each step each brings its contribution and has its reduced bytes,
 and messages go to whom the machines send them, encoded once where one message goes to several, and decoded at the other
@@ -27,7 +28,7 @@ POSITIONS = 100_000
 
 
 def largest_headers(view: View) -> dict[str, bytes]:
-    """Returns encoded headers of kinds that grow with the members, by the cause of their growth."""
+    """Returns the headers that grow with the number of members, encoded, by the cause of their growth."""
     brought = [contribution(m, view, GENESIS, Kind.STEP) for m in view.ids()]
     differ = [replace(c, weight=float(rank), coefficient=float(rank)) for rank, c in enumerate(brought, 1)]
     spent = [(Spent(member.name, 0, ((0, POSITIONS),)),) for member in view.members]
@@ -39,14 +40,14 @@ def largest_headers(view: View) -> dict[str, bytes]:
 
 
 def read(data: bytes) -> str:
-    """Reads a header as each member does; returns its hash."""
+    """Decodes a header as each member does; returns its hash."""
     header = decode_peer(data)
     assert isinstance(header, Header)
     return header.hash
 
 
 class Members:
-    """All members of a view, at its founding.
+    """The state machines of all members of a view, at the founding of the job.
 
     Args:
         view: Whose first member holds the state.
@@ -101,7 +102,7 @@ class Members:
 
 
 def measure(result: Result, view: View, title: str, *, bounded: bool) -> None:
-    """Adds the costs of some steps in this view."""
+    """Adds the costs of steps in this view."""
     members = Members(view)
     roots: list[float] = []
     others: list[float] = []

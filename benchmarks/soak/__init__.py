@@ -1,1 +1,1 @@
-"""Soak of a real job whose members come, go, die, freeze and lose their links, compared with undisturbed training."""
+"""Soak test of a real job whose members join, leave, die, freeze and lose links, compared with undisturbed training."""

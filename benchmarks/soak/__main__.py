@@ -1,4 +1,5 @@
-"""Runs a soak: for ten minutes members of a real job come, go, die, freeze and lose their links; compares the training.
+"""Runs a soak test: for ten minutes members of a real job join, leave, die, freeze and lose links; compares the
+training.
 
 Processes train scikit-learn's digits with the plain `Trainer`; every few seconds one of them is hurt, as drawn by
 `FaultPlan.random` from a seed: a join, a polite leave, SIGKILL at a random place of the loop or from outside, SIGSTOP
@@ -71,7 +72,7 @@ def options() -> argparse.Namespace:
 
 
 def epochs_of(args: argparse.Namespace, length: int) -> int:
-    """Returns how many epochs fill the time."""
+    """Returns how many epochs fill the given time."""
     # As measured: members on average, each with QUOTA samples a step, and the share of time in which steps go on; the
     # rest is waiting for links. Beyond its pause a step takes some 17 ms.
     members, share = (4.5, 0.7) if args.links_every_s else (4.4, 1.0)

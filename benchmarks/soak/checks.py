@@ -1,4 +1,4 @@
-"""Checks the soak's journals for points 1 to 5 of docs/architecture.md, by code that shares nothing with the engine.
+"""Checks a soak's journals for points 1 to 5 of docs/architecture.md, by code that shares nothing with the engine.
 
 The journals (member.py) hold what each process saw from outside: which samples its data set handed out, which
 header it then stood on, and a SHA-256 of its state. From the headers' hashes the chain is rebuilt; epochs are found by
@@ -24,7 +24,7 @@ WAKING_S = 5.0
 
 @dataclass(frozen=True)
 class Freeze:
-    """A process that was stopped, by CLOCK_MONOTONIC, ns."""
+    """A process that was stopped and continued; times by CLOCK_MONOTONIC, ns."""
 
     name: str
     pid: int
@@ -34,7 +34,7 @@ class Freeze:
 
 @dataclass(frozen=True)
 class Parting:
-    """Members that were cut off from all others for long enough that the others had to go on without them."""
+    """A cut of some members from all others that lasted long enough for the others to go on without them."""
 
     kind: str
     names: tuple[str, ...]
@@ -50,7 +50,7 @@ class Parting:
 
 @dataclass
 class Verdict:
-    """Problems by point of the contract, and how much was examined."""
+    """Violations by point of the contract, and how much was examined."""
 
     problems: dict[int, list[str]] = field(default_factory=lambda: {point: [] for point in range(1, 6)})
     looked_at: dict[str, int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Verdict:
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """Yields the lines of a file; one cut short by a kill is left out."""
+    """Yields the lines of a journal, without a last one that a kill cut short."""
     for text in path.read_text().splitlines():
         with contextlib.suppress(ValueError):
             yield json.loads(text)
@@ -79,7 +79,7 @@ def check(
     killed: Collection[str] = (),
     partings: Sequence[Parting] = (),
 ) -> Verdict:
-    """Judges one run.
+    """Checks one run's journals against all points of the contract.
 
     Args:
         journals: From `read`.
@@ -102,7 +102,7 @@ def _told(journals: Mapping[str, Sequence[Line]]) -> list[tuple[str, Line]]:
 
 
 def _chain(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
-    """Checks point 2, and of point 5 that no committed step is lost."""
+    """Checks that headers form one chain (point 2) and that no committed step is lost (point 5)."""
     bad = verdict.problems[2]
     # Those who committed a header know whose samples are in it; newcomers may not.
     for source, line in sorted(_told(journals), key=lambda told: told[1]["what"] != "commit"):
@@ -146,7 +146,7 @@ def _chain(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
 
 
 def _states(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
-    """Checks points 1 and 4."""
+    """Checks that all members have equal states (point 1), and that joiners got their donors' state (point 4)."""
     said: dict[str, dict[str, set[str]]] = defaultdict(lambda: {"commit": set(), "entered": set()})
     tellers: dict[str, int] = defaultdict(int)
     for _, line in _told(journals):
@@ -167,7 +167,7 @@ def _states(journals: Mapping[str, Sequence[Line]], verdict: Verdict) -> None:
 
 
 def _samples(journals: Mapping[str, Sequence[Line]], verdict: Verdict, length: int) -> None:
-    """Checks point 3: the samples that data sets handed out for the steps that count, epoch by epoch."""
+    """Checks point 3: each epoch's committed steps use no sample twice, by the samples that data sets handed out."""
     bad = verdict.problems[3]
     drawn: dict[tuple[str, str], list[int]] = {}
     for lines in journals.values():
@@ -205,7 +205,9 @@ def _fences(
     killed: Collection[str],
     partings: Sequence[Parting],
 ) -> None:
-    """Checks point 5: no member was put out that had been neither frozen nor cut off, and each that was, came back."""
+    """Checks point 5: only members that were frozen or cut off were removed from the job, and each of them came
+    back.
+    """
     bad = verdict.problems[5]
     count = 0
     for source, lines in journals.items():
@@ -227,7 +229,7 @@ def _fences(
 
 
 def _partings(verdict: Verdict, partings: Sequence[Parting]) -> None:
-    """Checks point 5: where members are cut off, the others go on, and without them."""
+    """Checks point 5: while members are cut off, the others commit steps without them."""
     steps = [h for head in verdict.chain if (h := verdict.headers[head])["kind"] == "step"]
     went_on = excused = 0
     for one in (p for p in partings if not p.undecided):

@@ -1,4 +1,4 @@
-"""Starts and watches the processes of a soak, and strikes processes with faults.
+"""Starts and watches the processes of a soak, and hits them with faults.
 
 `Crew` starts members, hears what they tell, wakes the frozen. `Driver` draws joins, leaves, SIGKILLs and SIGSTOPs by
 `FaultPlan.random`, a dozen at a time, and carries out those that the world allows; links are hurt in links.py. So
@@ -38,7 +38,7 @@ PATIENCE_S = 3.0
 
 @dataclass
 class Process:
-    """Process of a member, as the parent sees it."""
+    """A member's process, as the parent sees it."""
 
     name: str
     worker: Worker
@@ -62,7 +62,9 @@ class Process:
 
 @dataclass
 class Crew:
-    """All processes of one job. With a relay, links pass there, and control streams through ways of their own."""
+    """All member processes of one job. With a relay, their links pass through it, and each has its own way to the
+    scheduler.
+    """
 
     endpoint: str
     folder: Path
@@ -88,7 +90,7 @@ class Crew:
     """Runs a member in its process."""
 
     def spares(self, name: str) -> bool:
-        """Returns whether nothing is lost for good with this member."""
+        """Returns whether the job could go on without this member."""
         return True
 
     def start(self, name: str) -> None:
@@ -107,15 +109,13 @@ class Crew:
         return [p for p in self.alive.values() if p.inside and not p.thaw_ns and not p.may_die]
 
     def steady(self, away: Collection[str] = ()) -> list[Process]:
-        """Returns the processes that train and stand in the view for certain, without those whose links part them from
-        the others.
-        """
+        """Returns the processes that surely train in the present view, without those whose links were cut off."""
         calm = time.monotonic() - CALM_S
         known = (p for p in self.able() if p.name not in away)
         return [p for p in known if p.step >= self.step - 2 and p.shaken < calm]
 
     def turn(self, seconds: float = 0.05) -> None:
-        """Takes in the members' messages, wakes the frozen, notices the dead."""
+        """Takes in the members' messages, wakes frozen processes, and notices dead ones."""
         pipes: dict[Any, Process] = {p.worker.pipe: p for p in self.alive.values()}
         for pipe in wait([*pipes, *(p.worker.process.sentinel for p in self.alive.values())], seconds):
             if pipe in pipes:
@@ -173,7 +173,7 @@ class Crew:
 
 
 class Driver:
-    """Driver of faults, which it draws and carries out a dozen at a time."""
+    """Draws faults, a dozen at a time, and carries them out."""
 
     def __init__(self, crew: Crew, log: Any, links: Links, seed: int, every_s: float) -> None:
         self.crew, self.links, self._log, self._every_s = crew, links, log, every_s
@@ -225,7 +225,7 @@ class Driver:
         self.plans += [str(f) for f in self._due]
 
     def _strike(self, fault: Any) -> bool:
-        """Carries a fault out if the world allows it: enough steady members must stay, and be held together."""
+        """Carries a fault out if enough steady, connected members would remain."""
         from chaos_lightning.testing.faults import Action
 
         crew, name = self.crew, fault.node
@@ -255,8 +255,8 @@ class Driver:
         return True
 
     def _stay(self, name: str) -> bool:
-        """Returns whether the others do well without this member, and each of them and itself finds a whole link to
-        them.
+        """Returns whether the other members could go on without this one, and whether each, this one included, has a
+        whole link to them.
         """
         steady = [p.name for p in self.crew.steady(self.links.parted()) if p.name != name]
         present = {p.name for p in self.crew.alive.values() if not p.may_die and not p.word}

@@ -1,4 +1,4 @@
-"""Figures by which a soak is compared, told and drawn."""
+"""Compares, prints and draws the results of a soak."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ ACTIONS = {
 
 
 def beyond(values: list[float], value: float) -> float:
-    """Returns the distance from the mean in half widths of the 95 % prediction interval for one more draw; 1 is its
-    border.
+    """Returns a value's distance from the mean, in half widths of the 95 % prediction interval for one more value (1:
+    at its border).
     """
     half = T_95[min(9, len(values) - 1)] * statistics.stdev(values) * math.sqrt(1 + 1 / len(values))
     return abs(value - statistics.fmean(values)) / half
 
 
 def beyond_line(points: list[tuple[float, float]], x: float, y: float) -> float:
-    """Returns the distance from the line through the points, in half widths of its 99 % prediction interval at x; 1 is
-    the border.
+    """Returns a point's distance from the line through points, in half widths of its 99 % prediction interval (1: at
+    its border).
 
     Args:
         points: At least three, with different x.
@@ -57,7 +57,7 @@ def beyond_line(points: list[tuple[float, float]], x: float, y: float) -> float:
 
 
 def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
-    """Draws members over time with the faults that struck them, when links were hurt, and the loss curves."""
+    """Draws the members over time with the faults that hit them, the faults of links, and the loss curves."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -95,7 +95,7 @@ def draw(path: str, run: Run, others: dict[str, Run], driver: Driver) -> None:
 
 
 def report_links(result: Result, crew: Crew, links: Links, lines: Sequence[Line]) -> LinkVerdict:
-    """Adds the outcomes of links after they were hurt."""
+    """Adds how many links returned after a fault."""
     found = check_links(lines, links.hurts, crew.freezes)
     result.add("links: mended", sum(len(h.pairs) for h in links.hurts if h.stop), "count")
     for what, count in found.counts.items():
@@ -160,7 +160,7 @@ def report(result: Result, crew: Crew, driver: Driver, run: Run, seconds: float,
 
 
 def compare(result: Result, run: Run, others: dict[str, Run]) -> None:
-    """Adds how the disturbed run's final losses lie among those of undisturbed ones."""
+    """Adds how the disturbed run's final losses compare with those of undisturbed runs."""
     bad = sum(len(x) for r in others.values() for x in r.verdict.problems.values())
     result.add("journals of undisturbed runs: violations", bad, "count", 0)
     for what in ("training loss", "held-out loss"):

@@ -1,4 +1,4 @@
-"""Checks links that were hurt in a soak, by the members' records of their views and links.
+"""Checks that links return after a fault in a soak, by the members' logs of views and links.
 
 Read are the lines of the event logs themselves: which view each member entered, over which links, and which of its
 links it saw come and go. The views in their order give what views gave up and took in. A link *returned* when, after it
@@ -29,7 +29,7 @@ FIRST_STAND_S, LONGEST_STAND_S = 0.5, 60.0
 
 @dataclass(frozen=True)
 class Seen:
-    """A view as its members entered it."""
+    """One view, with the time at which its first member entered it."""
 
     ns: int
     """When the first of them did (CLOCK_MONOTONIC)."""
@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass
 class LinkVerdict:
-    """Counts of the links and views that were checked, and the problems."""
+    """Counts of checked links and views, and the violations."""
 
     counts: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -57,13 +57,13 @@ def name_of(member: str) -> str:
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Returns all events of the logs, by the monotonic clock."""
+    """Returns the events of all logs in the order of the monotonic clock."""
     found = [{**r.fields, "name": r.name, "mono": r.mono, "member": r.member} for r in read_events(folder)]
     return sorted(found, key=lambda line: float(line["mono"]))
 
 
 def views_of(lines: Iterable[Line]) -> list[Seen]:
-    """Returns all views that a member entered, in the order of their numbers."""
+    """Returns all views that any member entered, in the order of their numbers."""
     found: dict[tuple[int, int], Seen] = {}
     for line in lines:
         if line["name"] != "view" or "links" not in line:
@@ -77,8 +77,8 @@ def views_of(lines: Iterable[Line]) -> list[Seen]:
 
 
 def changes_of(views: Sequence[Seen]) -> tuple[int, int]:
-    """Returns (links that a view gave up, links that a view took in) between members of both the view and the one
-    before.
+    """Returns (links that views removed, links that views added) between members of both the view and the one before
+    it.
     """
     gone = come = 0
     for before, after in itertools.pairwise(views):
@@ -89,7 +89,7 @@ def changes_of(views: Sequence[Seen]) -> tuple[int, int]:
 
 
 def check_links(lines: Sequence[Line], hurts: Sequence[Hurt], freezes: Sequence[Freeze] = ()) -> LinkVerdict:
-    """Judges whether links that were hurt came back.
+    """Checks for each link with a fault whether it returned.
 
     Args:
         lines: From `read_lines`.
@@ -118,7 +118,7 @@ def check_links(lines: Sequence[Line], hurts: Sequence[Hurt], freezes: Sequence[
 
 
 def _silent_parts(verdict: LinkVerdict, lines: Sequence[Line], hurts: Sequence[Hurt]) -> None:
-    """Checks that members that are cut off wait and say for what, or that the scheduler is lost."""
+    """Checks that members that are cut off report what they wait for, or that the scheduler is lost."""
     words = [x for x in lines if x["name"] == "scheduler" or (x["name"] == "notice" and x.get("waiting"))]
     told = 0
     for hurt in (h for h in hurts if h.kind in PARTING and h.stop - h.start >= h.seconds * 0.95e9):
@@ -131,7 +131,7 @@ def _silent_parts(verdict: LinkVerdict, lines: Sequence[Line], hurts: Sequence[H
 
 
 class _History:
-    """Views and links over time."""
+    """Views and states of links over time."""
 
     def __init__(
         self,
@@ -151,7 +151,9 @@ class _History:
                 self._words.setdefault(key, []).append((int(line["mono"] * 1e9), line["name"] == "link_up"))
 
     def became_of(self, pair: Pair, hurt: Hurt) -> tuple[str, float]:
-        """Returns ("returned" | "stayed away" | "undecided", seconds since the link was mended)."""
+        """Returns what became of a link ("returned" | "stayed away" | "undecided"), and the seconds since its
+        repair.
+        """
         again = min((h.start for h in self._hurts if pair in h.pairs and h.start > hurt.start), default=self._end)
         frozen = min((f.start for f in self._freezes if f.name in pair and f.stop > hurt.stop), default=self._end)
         limit = min(again, self._end)
@@ -164,13 +166,13 @@ class _History:
         return "undecided", 0.0
 
     def _allowed_s(self, pair: Pair, until: int) -> float:
-        """Returns the seconds that a link's return may take, by how often the link or its ends were hurt."""
+        """Returns the seconds within which a link must return, by how often it or its ends had faults."""
         times = sum(h.start < until and pair in h.pairs and h.kind != "slow" for h in self._hurts)
         times += sum(f.start < until and f.name in pair for f in self._freezes)
         return min(LONGEST_STAND_S, FIRST_STAND_S * 2.0 ** max(0, times - 1)) + SLACK_S
 
     def _stretches(self, pair: Pair, start: int, stop: int) -> list[tuple[int, int, tuple[str, ...]]]:
-        """Returns (from, to, ids) of the times in which the same two members of these names were in the views."""
+        """Returns (from, to, ids) of the times in which views contained the same two members under these names."""
         found: list[tuple[int, int, tuple[str, ...]]] = []
         for view, begin, end in zip(self._views, self._times, [*self._times[1:], self._end], strict=True):
             ids = tuple(sorted(m for m in view.members if name_of(m) in pair))
@@ -184,7 +186,9 @@ class _History:
         return found
 
     def _back(self, ids: Pair, begin: int, end: int) -> int | None:
-        """Returns when, in this time, a view first has the link and both ends say that it stands; None if never."""
+        """Returns the first time in an interval at which a view has the link and both ends report it open; None if
+        never.
+        """
         one, other = sorted(ids)
         words = (self._words.get((one, other), []), self._words.get((other, one), []))
         moments = {begin, *(t for w in words for t, _ in w), *self._times}

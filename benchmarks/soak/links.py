@@ -1,4 +1,4 @@
-"""Cuts, stalls, slows down, takes away and gives back links during a soak.
+"""Cuts, stalls, slows down, removes and restores links during a soak.
 
 Theory of operation. All members dial through one relay (`chaos_lightning.testing.edge.relay`), so that this process
 decides what passes between them. Every few seconds a card is drawn from a shuffled deck, so that each kind has its
@@ -46,7 +46,7 @@ _AGAIN_S = 0.5
 
 @dataclass(eq=False)
 class Hurt:
-    """Fault of links, and when it happened (CLOCK_MONOTONIC, ns)."""
+    """A fault of one or more links, with its times (CLOCK_MONOTONIC, ns)."""
 
     kind: str
     pairs: set[Pair]
@@ -60,7 +60,7 @@ class Hurt:
 
 
 def seconds_of(kind: str, rng: random.Random) -> float:
-    """Returns for how many seconds a link is hurt."""
+    """Returns the random duration of a link's fault, in seconds."""
     short = rng.random() < 0.5
     if kind == "cut":
         return rng.uniform(0.1, 1.0) if short else rng.uniform(2.0, 7.0)
@@ -73,7 +73,7 @@ def seconds_of(kind: str, rng: random.Random) -> float:
 
 
 class Links:
-    """Faults of links during a soak. All methods belong to the parent's loop.
+    """Faults of links during a soak. All methods are called in the parent's loop.
 
     Args:
         relay: Through which all members dial.
@@ -112,7 +112,7 @@ class Links:
     # ------------------------------------------------------------------ what is whole
 
     def _recent(self) -> list[Hurt]:
-        """Returns hurts that are not mended, or only just."""
+        """Returns the faults that are not repaired, or were until just now."""
         since = time.monotonic_ns() - int(SETTLED_S * 1e9)
         return [h for h in self.hurts if h.kind != "slow" and (not h.stop or h.stop > since)]
 
@@ -121,7 +121,7 @@ class Links:
         return {name for h in self._recent() for name in h.part}
 
     def holds(self, steady: Collection[str], present: Collection[str], less: Collection[Pair] = ()) -> bool:
-        """Returns whether whole links alone connect the members.
+        """Returns whether links without a fault suffice to connect the members.
 
         Args:
             steady: Members that train.
@@ -138,14 +138,14 @@ class Links:
     # ------------------------------------------------------------------ time
 
     def calm_now(self, present: Collection[str]) -> bool:
-        """Returns whether no link between these is hurt but for slow ones, nor was just now.
+        """Returns whether no link between these members has a fault or had one until just now, other than being slow.
 
         A removed link whose end has left is never asked for again.
         """
         return not any(pair <= set(present) for hurt in self._recent() for pair in hurt.pairs)
 
     def turn(self, steady: Collection[str], present: Collection[str], *, strike: bool = True) -> None:
-        """Mends links that are due, and hurts one if it is time.
+        """Repairs links that are due, and causes a fault when it is time.
 
         Args:
             steady: Members that train.
@@ -169,13 +169,13 @@ class Links:
                 return
 
     def came(self, name: str) -> None:
-        """Cuts a process of this name, which is about to start, off from all members that are parted."""
+        """Cuts a process that is about to start off from all members that are cut off."""
         for hurt in self.hurts:
             if hurt.part and not hurt.stop and name not in hurt.part:
                 self._break(hurt, {frozenset((name, other)) for other in hurt.part})
 
     def calm(self) -> None:
-        """Mends all links but those that an operator removed; hurts none any more."""
+        """Repairs all links but those that an operator removed; causes no more faults."""
         for _, hurt in self._due:
             self._mend(hurt, last=True)
         self._due, self._every_s = [], 0.0
@@ -200,7 +200,7 @@ class Links:
         return False
 
     def _part(self, kind: str, steady: list[str], present: list[str]) -> bool:
-        """Cuts one or two members off."""
+        """Cuts one or two members off from the others."""
         if self.parted() or len(steady) < self._kept + 1:
             return False
         size = 2 if kind in PARTING and len(steady) >= 5 and self._rng.random() < 0.4 else 1
@@ -260,7 +260,7 @@ class Links:
         return {p for h in self.hurts for p in h.pairs if h.kind == "slow" and not h.stop}
 
     def _carry_out(self, pair: Pair) -> None:
-        """Sets a pair's state at the relay; a pair may be hurt in several ways at once."""
+        """Sets the state of a pair's link at the relay; a pair may have several faults at once."""
         kinds = {h.kind for h in self.hurts if pair in h.pairs and not h.stop} - {"slow", "remove"}
         state = "cut" if kinds - {"stall"} else "stall" if kinds else "restore"
         if state != self._states.get(pair, "restore"):

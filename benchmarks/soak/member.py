@@ -1,4 +1,4 @@
-"""Runs a member of the soak: a plain loop on scikit-learn's digits, with a journal of its observations.
+"""Runs a member of the soak: a plain training loop on scikit-learn's digits, with a journal of what it sees.
 
 The journal is evidence from outside the engine: one line before each step with the indices of the samples that the data
 set really handed out, one line after each commit with a SHA-256 of the whole training state. Lines are single writes,
@@ -43,7 +43,7 @@ def training_length() -> int:
 
 
 def make(seed: int) -> tuple[Any, Any]:
-    """Returns (model, optimizer), the same for the same seed."""
+    """Returns a model and its optimizer, equal for equal seeds."""
     import torch
     from torch import nn
 
@@ -66,7 +66,7 @@ class Numbered:
 
 
 class Journal:
-    """Journal of this process's observations.
+    """File in which a member's process writes down what it sees.
 
     Args:
         root: Folder of all journals and checkpoints.
@@ -85,9 +85,7 @@ class Journal:
         os.write(self._fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def stand(self, what: str, engine: Any, model: Any, optimizer: Any) -> None:
-        """Writes the header that this member stands on, and its state; the latter now and then to the event log as
-        well.
-        """
+        """Writes the member's last header and a hash of its state; the hash sometimes to the event log as well."""
         from chaos_lightning.replication.access import ModuleState
         from chaos_lightning.replication.table import state_hash
 
@@ -109,7 +107,7 @@ class Journal:
             engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=value)
 
     def save(self, label: str, engine: Any, model: Any, optimizer: Any) -> None:
-        """Writes a checkpoint, named by its header and its writer."""
+        """Writes a checkpoint, whose name has the header and the member."""
         import torch
 
         path = self._root / "checkpoints" / f"{label}-{engine.header.hash}-{engine.member_id}.pt"
@@ -119,18 +117,18 @@ class Journal:
 
 
 def replays(name: str) -> bool:
-    """Returns whether a member comes in by replay, as every other one does; with a hook on its optimizer it may not."""
+    """Returns whether a member joins by replay; about every other one does, by its name."""
     return sum(name.encode()) % 2 == 0
 
 
 class Fate:
-    """Death of a member at the phase that the parent names."""
+    """Kills its own process at the phase of training that the parent names."""
 
     def __init__(self, pipe: Connection, trainer: Any) -> None:
         self._pipe, self._trainer, self._phase = pipe, trainer, ""
 
     def at(self, phase: str) -> None:
-        """Kills this process if the parent named this phase, which the loop passes now."""
+        """Kills the process if the parent named this phase, which the loop has just reached."""
         if self._pipe.poll():
             self._phase = self._pipe.recv()[1]
             if self._phase == "optimizer" and replays(self._trainer.engine.config.name):
@@ -148,7 +146,9 @@ class Fate:
 def member(
     pipe: Connection, endpoint: str, name: str, folder: str, seed: int, epochs: int, pace_s: float, relay: str = ""
 ) -> None:
-    """Trains until the epochs are spent, it is told to leave, or it is killed. With a relay, its links pass there."""
+    """Trains until all epochs are over, the member is told to leave, or it is killed; with a relay, its links pass
+    through it.
+    """
     import torch
     from torch.utils.data import DataLoader
 
@@ -193,7 +193,7 @@ def _train(
     parts = (engine, model, optimizer)
 
     def back(since: int) -> None:
-        """Notes that the member was put out, and is in again."""
+        """Notes that the member was removed from the job, and has joined again."""
         journal.write("fenced", since=since)
         journal.stand("entered", *parts)
         pipe.send(("back", engine.header.step))

@@ -1,4 +1,5 @@
-"""Runs a soak of pipelines: members of `chaos_pipeline` are hurt, and each step has the loss that one process has.
+"""Runs a soak of pipelines: members of `chaos_pipeline` suffer faults, and each step must have the loss of training in
+one process.
 
 Six to eight processes train a small GPT in stages; no device has memory for more than half of it. They are hurt as in
 any soak (crew.py, links.py), with two differences. A member dies, leaves or freezes only while its layers are at others
@@ -118,7 +119,7 @@ class Reporter(pl.Callback):
 def member(
     pipe: Connection, endpoint: str, name: str, folder: str, seed: int, epochs: int, pace_s: float, relay: str = ""
 ) -> None:
-    """Trains until a file says that it is enough, it is told to leave, or it is killed."""
+    """Trains until a file ends the training, the member is told to leave, or it is killed."""
     from chaos_lightning.testing.emulation import RELAY, install_from
     from chaos_lightning.testing.processes import die_with_parent
 
@@ -140,7 +141,7 @@ def member(
 
 
 class PipelineCrew(Crew):
-    """All processes of a job with pipelines; the layers of each are read in its event logs."""
+    """All member processes of a job with pipelines; reads in event logs which layers each has."""
 
     founders, most, kept = 6, 8, 4
     polite = (0, 130)
@@ -174,13 +175,13 @@ class PipelineCrew(Crew):
                 process.worker.kill()
 
     def take(self, layers: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Notes which members have which layers."""
+        """Records which members have which layers."""
         self._layers = defaultdict(set)
         for member, spans in layers.items():
             self._layers[member.rpartition("~")[0]].update(x for a, b in spans for x in range(a, b))
 
     def spares(self, name: str) -> bool:
-        """Returns whether others that train have the layers of this member, and nothing moves."""
+        """Returns whether other training members have all layers of this one, and no layer is being moved."""
         if time.monotonic() < self._settled_at:
             return False
         others = (self._layers[p.name] for p in self.steady() if p.name != name)
@@ -188,7 +189,7 @@ class PipelineCrew(Crew):
 
 
 def told(folder: Path) -> dict[str, Any]:
-    """Returns the settings of members; writes the profile."""
+    """Returns the members' settings; writes the profile that they name."""
     itemsize = 8
     job = gpt_job(LAYERS, WIDTH, BLOCK, BATCH, MICRO_BATCHES, round(0.55 * MIB * itemsize), itemsize)
     (folder / "profile.json").write_text(json.dumps(to_dict(job)))
@@ -200,7 +201,7 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 def check(journals: Mapping[str, Sequence[Line]], killed: set[str]) -> tuple[dict[int, float], list[str]]:
-    """Returns the loss of each step, and in words where members do not agree.
+    """Returns the loss of each step, and descriptions of all steps in which members disagree.
 
     Args:
         journals: From `read`.
@@ -224,7 +225,7 @@ def check(journals: Mapping[str, Sequence[Line]], killed: set[str]) -> tuple[dic
 
 
 def report(result: Result, crew: Crew, driver: Driver, seconds: float, *, quick: bool) -> dict[int, float]:
-    """Adds the figures of the soak; returns the losses of its steps."""
+    """Adds the figures of the soak; returns the losses by step."""
     counts = Counter(action for _, action, _ in driver.done) + driver.links.counts()
     kinds = (*ACTIONS, *(dict.fromkeys(crew.deck) if crew.relay else ()))
     result.add("length", seconds / 60, "min")
@@ -271,7 +272,7 @@ def compare(result: Result, losses: Mapping[int, float]) -> None:
 
 
 def tensors_in(path: Path) -> dict[str, tuple[str, str]]:
-    """Returns type and hash of each tensor in a checkpoint: of the model, and of its optimizers."""
+    """Returns the type and a hash of each tensor in a checkpoint, of the model and of its optimizers."""
     whole = torch.load(path, weights_only=True)
     rows = tree_flatten_with_path({key: whole[key] for key in ("state_dict", "optimizer_states")})[0]
     return {
@@ -281,7 +282,7 @@ def tensors_in(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def checkpoints(result: Result, crew: Crew, losses: Mapping[int, float], plans: Sequence[str]) -> None:
-    """Reads a checkpoint of the soak under several plans, and writes it again under each."""
+    """Loads a checkpoint of the soak under several plans, saves it again under each, and compares the tensors."""
     steps = sorted(int(f.stem.partition("=")[2]) for f in (crew.folder / "saves").glob("step=*.ckpt"))
     step = next(s for s in reversed(steps) if s + 1 in losses)
     first = crew.folder / "saves" / f"step={step}.ckpt"

@@ -1,4 +1,4 @@
-"""Runs the soak, and the same training with no member hurt; judges the records of each run."""
+"""Runs the soak, and the same training without faults; checks the records of each run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEARD_S = 1.0
 
 @dataclass
 class Run:
-    """Results of one run."""
+    """Results of one run of the soak."""
 
     verdict: Verdict
     curve: list[tuple[float, float]]
@@ -55,7 +55,8 @@ def evaluate(path: Path) -> tuple[dict[str, float], str]:
 
 
 def parting(hurt: Hurt, struck: Sequence[tuple[int, str, str]]) -> Parting | None:
-    """Returns the parting that this fault declares if these schedulers were struck (ns, kind, who); None: none.
+    """Returns how a fault of links cut members off, given the faults of schedulers (ns, kind, who); None if it cut
+    nobody off.
 
     A blink is judged by how long it was. On a busy machine this process may stand still between a cut and its end.
     """
@@ -70,7 +71,7 @@ def parting(hurt: Hurt, struck: Sequence[tuple[int, str, str]]) -> Parting | Non
 
 
 def gather(crew: Crew, length: int, hurts: Sequence[Hurt] = (), struck: Sequence[tuple[int, str, str]] = ()) -> Run:
-    """Judges a run and evaluates its checkpoints."""
+    """Checks the journals of a run, and evaluates its checkpoints."""
     partings = [declared for h in hurts if (declared := parting(h, struck))]
     verdict = check(read(crew.folder / "journals"), length, crew.freezes, crew.killed, partings)
     curve: dict[float, float] = {}
@@ -93,7 +94,7 @@ def gather(crew: Crew, length: int, hurts: Sequence[Hurt] = (), struck: Sequence
 
 
 def undisturbed(folder: Path, seed: int, world: int, epochs: int, length: int) -> Run:
-    """Runs the same training with no member hurt."""
+    """Runs the same training without faults."""
     with scheduler(world) as endpoint:
         crew = Crew(endpoint, folder, seed, epochs, 0.0)
         try:
@@ -110,7 +111,7 @@ def undisturbed(folder: Path, seed: int, world: int, epochs: int, length: int) -
 
 
 class Standstill:
-    """Watch for a job in which nothing happens for too long: no step, or after the job's end no end of a process."""
+    """Detects that a job makes no progress for too long: no step, or after the job's end no process that ends."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -118,8 +119,8 @@ class Standstill:
         self._since = 0.0
 
     def lasts(self, now: float, over: bool, count: int) -> bool:
-        """Returns whether nothing has happened for too long; `count`: the last step, or once the job is over, processes
-        that run.
+        """Returns whether the job has made no progress for too long; `count` is the last step, or after the end the
+        running processes.
         """
         if (over, count) != self._seen:
             self._seen, self._since = (over, count), now
@@ -129,7 +130,7 @@ class Standstill:
 def disturbed(
     folder: Path, args: argparse.Namespace, epochs: int, make: type[Crew] = Crew
 ) -> tuple[Crew, Driver, float]:
-    """Runs the soak itself; returns the crew, the driver and how long it took, s.
+    """Runs the soak with its faults; returns the processes, the driver of faults and the duration, s.
 
     Args:
         folder: Of all that is kept.

@@ -62,7 +62,7 @@ HEARD_ALL_S = 6.0
 
 @dataclass
 class Away:
-    """Scheduler that is gone, and until when (CLOCK_MONOTONIC, s)."""
+    """A scheduler or server that was killed or frozen, and when it returns (CLOCK_MONOTONIC, s)."""
 
     kind: str
     until: float
@@ -72,7 +72,7 @@ class Away:
 
 
 class Control:
-    """Control plane of a soak; here a single scheduler that is never struck.
+    """Control plane of a soak; this base class has a single scheduler without faults.
 
     Args:
         endpoint: Where the parent reaches it.
@@ -86,35 +86,35 @@ class Control:
         """(ns, kind, who)."""
 
     def way(self, name: str) -> Way | Ways:
-        """Returns a member's way to the scheduler, which can be cut."""
+        """Returns a member's connection to the scheduler, which can be cut."""
         return Way(self.endpoint)
 
     def know(self, pids: Mapping[int, str]) -> None:
-        """Takes note of the members' processes."""
+        """Learns the process ids of the members."""
 
     @property
     def stale(self) -> bool:
-        """True while a store that lacks the chain is in its place, about to be, or was just now: links are to be left
-        alone.
+        """Whether a store without the job's chain is in use, will be, or was just now: links must not be disturbed
+        then.
         """
         return False
 
     def turn(self, *, calm: bool) -> None:
-        """Brings back each scheduler or server that is due, and strikes the next one.
+        """Brings back each scheduler or server that is due, and kills or freezes the next one.
 
         Args:
             calm: No link is hurt.
         """
 
     def calm(self) -> None:
-        """Strikes none any more, and has all come back."""
+        """Causes no more faults, and brings all schedulers and servers back."""
 
     def counts(self) -> Counter[str]:
         return Counter(kind for _, kind, _ in self.done)
 
 
 class Several(Control):
-    """Control plane of three candidates on three etcd servers. All methods belong to the parent's loop."""
+    """Control plane with three candidates on three etcd servers. All methods are called in the parent's loop."""
 
     kinds = SCHEDULER_KINDS
 
@@ -169,7 +169,9 @@ class Several(Control):
         self._deck.pop()
 
     def _ripe(self, kind: str, calm: bool) -> bool:
-        """Returns whether there is a copy that is old enough, if one is needed, and no member is cut off."""
+        """Returns whether a fault may happen: a copy of the chain is old enough, if the fault needs one, and no member
+        is cut off.
+        """
         if kind != "empty_scheduler" and self._copied_at is None:
             self._copy(kind)
             self._copied_at, self._age_s = time.monotonic(), self._rng.uniform(*AGE_S)
@@ -225,7 +227,7 @@ class Several(Control):
     # ------------------------------------------------------------------ stores that lack the chain
 
     def _copy(self, kind: str) -> None:
-        """Keeps the chain as it is now: etcd's data while all servers are down, or the job's keys elsewhere in etcd."""
+        """Copies the chain: etcd's data while all servers are down, or the job's keys to another prefix in etcd."""
         if kind == "old_snapshot":
             self._swap_data("", keep="older")
             return
@@ -245,12 +247,12 @@ class Several(Control):
         return away.name
 
     def _empty(self) -> Path:
-        """Returns the path of a chain file that is not there yet."""
+        """Returns the path of a chain file that does not exist yet."""
         self._empties += 1
         return self._servers.folder / f"empty-{self._empties}.sqlite"
 
     def _swap_data(self, name: str, keep: str = "") -> None:
-        """Stops all etcd servers, and starts them again on the data kept as `name` ("": on their own).
+        """Stops all etcd servers, and restarts them on the data saved as `name` ("": their own data).
 
         Args:
             name: Of a former call's `keep`.
@@ -271,7 +273,7 @@ class Several(Control):
 
 
 def copy_chain(client: Any, job: str) -> None:
-    """Keeps a job's chain under `OLD_PREFIX`, instead of an older copy; not who leads or stands by."""
+    """Copies a job's chain to `OLD_PREFIX`, in place of an older copy, without the keys of leader and standbys."""
     from chaos_lightning.control.etcd_store import job_root
 
     here, there = job_root(client.address.prefix, job), job_root(OLD_PREFIX, job)
@@ -288,7 +290,7 @@ def copy_chain(client: Any, job: str) -> None:
 
 @contextlib.contextmanager
 def control(args: Any, folder: Path, log: Any, *, ways: bool) -> Iterator[Control]:
-    """Gives the control over a soak's schedulers.
+    """Yields the control plane of a soak.
 
     Args:
         args: The soak's (`etcd`, `plan`, `seed`, `schedulers_every_s`).

@@ -1,4 +1,4 @@
-"""Joins one member's ways to all schedulers, so that they are used as one."""
+"""Joins a member's connections to all schedulers, so that they are cut and restored together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chaos_lightning.testing.edge.relay import Way
 
 
 class Ways:
-    """Ways of one member to all schedulers, used as one.
+    """One member's connections to all schedulers, which are cut and restored together.
 
     Args:
         ways: To the schedulers; they know the member by its process.

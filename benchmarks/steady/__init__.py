@@ -1,1 +1,1 @@
-"""Step time without any failure."""
+"""Measures step times without any failure."""

@@ -1,4 +1,4 @@
-"""Step time without any failure: this engine against plain DDP on gloo, in alternating blocks of the same processes.
+"""Measures step times without failures: this engine and plain DDP on gloo, in alternating blocks of the same processes.
 
 For worlds of 2, 3 and 4 and states (parameters + Adam) of 50 and 200 MiB, each process holds one model per
 contender and runs blocks of steps in turn; a pair of neighbouring blocks gives one ratio, the median over all pairs
@@ -36,7 +36,7 @@ KINDS = ["chaos", "ddp", "ddp_view", "chaos_sockets", "alone"]
 
 
 def contest(shape: Shape) -> Measured:
-    """Runs all contenders in the same processes; each of ours in a job of its own."""
+    """Measures all compared trainings in the same processes; each of ours is in a job of its own."""
     with ExitStack() as stack:
         ours = {
             kind: {"endpoint": stack.enter_context(scheduler(shape.world)), "by_reference": by_reference}
@@ -46,7 +46,7 @@ def contest(shape: Shape) -> Measured:
 
 
 def report(result: Result, shape: Shape, found: Measured) -> None:
-    """Adds one case's figures."""
+    """Adds the figures of one case."""
     case = shape.words
     for kind, values in found.step_s.items():
         result.add(f"{kind} step, {case}", median(values) * 1000, "ms")
@@ -58,7 +58,7 @@ def report(result: Result, shape: Shape, found: Measured) -> None:
 
 
 def report_exposed(result: Result, case: str, seconds: dict[str, float], base: str) -> None:
-    """Adds exposed communication by contender, and its ratio to that of `base`."""
+    """Adds the communication that each training cannot hide, and its ratio to that of `base`."""
     for kind, value in seconds.items():
         result.add(f"{kind} exposed communication, {case}", value * 1000, "ms")
     if seconds[base] <= 0:
@@ -73,7 +73,7 @@ def report_exposed(result: Result, case: str, seconds: dict[str, float], base: s
 
 
 def measure_case(result: Result, shape: Shape, args: argparse.Namespace, rng: random.Random) -> None:
-    """Measures all contenders of one case, then those whose loops are not ours to alternate."""
+    """Measures all trainings of one case, then those whose loops cannot be run in alternating blocks."""
     found = contest(shape)
     report(result, shape, found)
     seconds = exposed(found.step_s, "alone")

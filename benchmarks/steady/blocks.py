@@ -1,4 +1,5 @@
-"""Trains contenders in turn: one model for each in the same processes, blocks of steps, order reversed each round.
+"""Runs several trainings in turn: one model each in the same processes, in blocks of steps, in reversed order each
+round.
 
 A round has one block of each contender; what is measured of two of them in one round makes one ratio.
 """
@@ -19,7 +20,7 @@ from chaos_lightning.machine.listener import free_port
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one contest: the model, the members, the blocks and the steps.
+    """Sizes of one comparison: the model, the members, the blocks and the steps.
 
     Attributes:
         world: Members.
@@ -44,7 +45,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds and CPU seconds of a step, by contender, in each round."""
+    """Seconds and CPU seconds of a step in each round, by training."""
 
     step_s: dict[str, list[float]]
     """Median step of the slowest member."""
@@ -53,7 +54,7 @@ class Measured:
 
 
 class Contender(Protocol):
-    """A model that is trained, one step on a batch at a time."""
+    """Interface to a compared training, which makes one step at a time."""
 
     def step(self, batch: Any) -> Any: ...
 
@@ -61,7 +62,7 @@ class Contender(Protocol):
 
 
 class Plain:
-    """Contender of torch's own: DDP, or each member for itself.
+    """Training by torch's own means: DDP, or each member by itself.
 
     Args:
         model: What runs forward and backward.
@@ -81,8 +82,8 @@ class Plain:
 
 
 def contender(kind: str, shape: Shape, name: str, ours: Mapping[str, dict[str, Any]]) -> Contender:
-    """Returns a contender with a model of its own: "alone" (no communication), "ddp", "ddp_view", or one of `ours`, by
-    its settings.
+    """Returns one compared training with its own model: "alone" (no communication), "ddp", "ddp_view", or one of
+    `ours`.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -105,7 +106,7 @@ def work(
     ours: Mapping[str, dict[str, Any]],
     prepare: Callable[[dict[str, Contender]], None] | None,
 ) -> None:
-    """Runs one member of all contenders; sends ({kind: [median step of each block, s]}, {kind: [CPU s per step]})."""
+    """Runs one member of all trainings; sends ({kind: [median step of each block, s]}, {kind: [CPU s per step]})."""
     import torch
     import torch.distributed as dist
 
@@ -144,7 +145,7 @@ def measure(
     ours: Mapping[str, dict[str, Any]],
     prepare: Callable[[dict[str, Contender]], None] | None = None,
 ) -> Measured:
-    """Runs all contenders in turn.
+    """Runs all trainings in turn; returns their measurements.
 
     Args:
         shape: What they train.
@@ -164,8 +165,8 @@ def measure(
 
 
 def exposed(steps_s: Mapping[str, list[float]], alone: str) -> dict[str, float]:
-    """Returns exposed communication of each contender, s: the median over rounds of its step less that of the one
-    alone.
+    """Returns by training the seconds of communication in a step: the median over rounds of its step less that of
+    `alone`.
     """
     return {
         kind: median([step - base for step, base in zip(values, steps_s[alone], strict=True)])

@@ -1,4 +1,4 @@
-"""Runs the other contenders of the steady benchmark, in the same run: torchft, and Lightning with "ddp" and with
+"""Runs the other trainings of the steady benchmark, in the same run: torchft, and Lightning with "ddp" and with
 "chaos".
 
 torchft reports its committed steps as in peers/torchft.py, here undisturbed. Lightning's contenders run the same model
@@ -28,7 +28,7 @@ STRATEGIES = {DDP: "ddp", CHAOS: "chaos", ALONE: "auto"}
 
 
 def torchft_s(result: Result, shape: Shape, steps: int) -> list[float]:
-    """Returns torchft's median seconds per step; empty (with a note) where it cannot run."""
+    """Returns torchft's median seconds per step; empty, with a note, if it cannot run on this machine."""
     if missing := torchft.available():
         result.notes.append(missing)
         return []
@@ -47,7 +47,7 @@ def torchft_s(result: Result, shape: Shape, steps: int) -> list[float]:
 
 
 def _stamps(member: Worker, world: int, count: int) -> list[int]:
-    """Returns the CLOCK_MONOTONIC times of this member's commits in which all took part."""
+    """Returns the CLOCK_MONOTONIC times of this member's commits that had all members as contributors."""
     found: list[int] = []
     while len(found) <= count:
         kind, stamp, *more = member.receive(120)
@@ -126,7 +126,7 @@ def _fit(
 
 
 def measure(result: Result, shape: Shape, steps: int, rng: random.Random, rounds: int) -> dict[str, list[float]]:
-    """Adds the peers' figures for one case: `rounds` runs of each, in an order that is drawn anew each time.
+    """Adds the figures of torchft and Lightning for one case: `rounds` runs of each, in a random order each time.
 
     Returns:
         Seconds per step of each run, by contender.

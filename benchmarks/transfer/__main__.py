@@ -1,5 +1,4 @@
-"""Measures how fast a newcomer gets the state over uneven links, and compares it with a bound that no transfer can
-beat.
+"""Measures how fast a newcomer gets the state over uneven links, compared with a lower bound for any transfer.
 
 Donors are processes of their own, bytes go over real sockets, and each link has a rate (benchmarks/transfer/net.py):
 100, 300 and 600 Mbps to three neighbours, further nodes behind them for `multi_source`. What a link carries alone is
@@ -38,7 +37,7 @@ WRONG = (1.5, 0.5, 1.5)
 
 
 def measure(result: Result, name: str, cases: Sequence[Case], bound: float | None) -> None:
-    """Returns the figures of one case, repeated."""
+    """Returns the figures of one case, which is repeated."""
     result.add(f"{name}: time over the bound", median([c.over_bound for c in cases]), "ratio", bound)
     moving = median([c.moving_over_bound for c in cases])
     if bound is not None:
@@ -60,7 +59,7 @@ def measure(result: Result, name: str, cases: Sequence[Case], bound: float | Non
 
 
 def table(result: Result, rows: dict[str, dict[str, float]]) -> None:
-    """Prints the time over the bound of all policies at all sizes."""
+    """Prints by policy and state size how many times the lower bound its transfers take."""
     sizes = list(next(iter(rows.values())))
     print("  time over the bound" + "".join(f"{size:>12}" for size in sizes))
     for policy, row in rows.items():

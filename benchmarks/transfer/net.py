@@ -1,4 +1,4 @@
-"""Emulates an edge for `benchmarks.transfer.pulls`: donors in processes of their own, links with limited rates.
+"""Emulates an edge network for `benchmarks.transfer.pulls`: donors in processes of their own, links with limited rates.
 
 Theory of operation. Every donor is a real process with the package's own server behind a listening socket and the
 package's own handshake. A link's rate is set by the sender: SO_MAX_PACING_RATE on its sockets to that peer, which the
@@ -42,7 +42,7 @@ Layout = Sequence[int]
 
 
 class Shaper:
-    """Limits of the rates of one process's links, by peer."""
+    """Rate limits of one process's links, by the peer at the other end."""
 
     def __init__(self, rates: Mapping[str, float]) -> None:
         self._rates = dict(rates)
@@ -96,8 +96,8 @@ def tensors_of(flat: Any, layout: Layout) -> list[tuple[str, Any]]:
 
 
 def layout_of(state_mib: float) -> list[int]:
-    """Returns tensor sizes like those of a transformer with Adam: a large embedding, blocks of matrices and biases, all
-    thrice.
+    """Returns tensor sizes as of a transformer with Adam: a large embedding, blocks of matrices and biases, all three
+    times.
 
     A state of less than 8 MiB is laid out like the LoRA adapters of such a model: many matrices of some 24 KiB.
     """
@@ -114,7 +114,7 @@ def layout_of(state_mib: float) -> list[int]:
 
 
 def donor(pipe: Any, name: str, rates: Mapping[str, float], disk_bps: float, folder: str) -> None:
-    """Runs a donor's process: serves states as the parent orders, over links of these rates (bits per second, by
+    """Runs a donor's process: serves states as the parent orders, over links with these rates (bits per second, by
     peer).
     """
     import torch
@@ -174,7 +174,7 @@ def donor(pipe: Any, name: str, rates: Mapping[str, float], disk_bps: float, fol
 
 
 class Ingress:
-    """The newcomer's own access link: all its sockets together receive no faster than this."""
+    """The newcomer's access link, which limits the rate at which all its sockets together receive."""
 
     def __init__(self, rate_bps: float) -> None:
         self._rate = rate_bps / 8
@@ -211,10 +211,12 @@ class _Shaped(socket.socket):
 
 
 class Network:
-    """Network of donors around a newcomer, which is this process; a context manager that ends the donors."""
+    """Donors around a newcomer, which is this process, and the links between them; a context manager that ends the
+    donors.
+    """
 
     def __init__(self, links: Mapping[tuple[str, str], float], newcomer: str, *, disk_bps: float, folder: Path) -> None:
-        """Takes in `links` the bits per second of each pair of ends, both directions."""
+        """Starts the donors; `links` has the bits per second between each pair of ends, for both directions."""
         self.links, self.newcomer = dict(links), newcomer
         self.near = [a if b == newcomer else b for a, b in links if newcomer in (a, b)]
         self.names = [*self.near, *sorted({n for pair in links for n in pair} - {newcomer, *self.near})]
@@ -244,7 +246,7 @@ class Network:
         return self.workers[name].receive()
 
     def save(self, name: str) -> Path:
-        """Writes this donor's state to the disk; returns the file."""
+        """Writes this donor's state to the disk; returns the path of the file."""
         return Path(self.tell(name, "save"))
 
     def publish(self, path: Path, layout: Layout, seq: int) -> None:
@@ -253,7 +255,7 @@ class Network:
             self.tell(name, "publish", *self._published)
 
     def restore(self) -> None:
-        """Gives all links of the newcomer their first rates again."""
+        """Sets all links of the newcomer back to their initial rates."""
         for name in self.near:
             self.tell(name, "rate", self.newcomer, self.rate(name))
 
@@ -281,7 +283,7 @@ class Network:
 
 
 class Newcomer:
-    """State of the joiner: one memory for all runs, emptied before each."""
+    """The newcomer's state, in one memory that is used by all runs and emptied before each."""
 
     def __init__(self, layout: Layout) -> None:
         import torch
@@ -307,7 +309,7 @@ class Newcomer:
 
 
 class Joiner:
-    """This process as the newcomer: it pulls one state at a time, which all donors publish.
+    """This process as the newcomer, which pulls a state that all donors publish.
 
     Args:
         net: The donors.
@@ -322,7 +324,7 @@ class Joiner:
         self._path: Path | None = None
 
     def load(self, layout: Layout) -> None:
-        """Makes a state of random bytes with these tensors, keeps it here, and lets all donors publish it."""
+        """Makes a state of random bytes with tensors of these sizes, and makes all donors publish it."""
         import torch
 
         self.seq += 1
@@ -341,7 +343,7 @@ class Joiner:
     def pull(
         self, policy: str, estimates: Any = None, *, empty: bool = True, progress: Any = None, **options: Any
     ) -> Any:
-        """Pulls the state; returns the pull's report.
+        """Pulls the state by a policy; returns the pull's report.
 
         Args:
             policy: A name as `policies.policy_of` takes it; `greedy` searches the shard size between the layers, as
@@ -374,13 +376,13 @@ class Joiner:
         )
 
     def close(self) -> None:
-        """Forgets the file of the state."""
+        """Removes the file of the state."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 def calibrate(net: Network, name: str, seq: int, nbytes: int) -> float:
-    """Measures the rate that this link carries alone, in bits per second, without the first tenth."""
+    """Measures the rate of one link when it is used alone, in bits per second, without the first tenth of the bytes."""
     from chaos_lightning.replication.bulk import BulkFrame, BulkSocket, Type
 
     endpoint = next(e for e in net.endpoints() if e.member == name)

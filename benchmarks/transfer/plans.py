@@ -1,4 +1,4 @@
-"""Transfer plans of other systems, to be compared with planning/shards.py.
+"""Transfer plans of other systems, for comparison with planning/shards.py.
 
     greedy       Chaos, Algorithms 1 and 2: equal shards, each to the neighbour that would have it first; the shard's
                  size by binary search between the smallest and the largest layer.
@@ -32,7 +32,7 @@ Links = Mapping[tuple[str, str], tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPlan(SharePlan):
-    """Shares as another system plans them."""
+    """A plan of shares by another system's rule."""
 
     shard_nbytes: int = 0
     """Size of a shard where the policy has one."""
@@ -65,7 +65,7 @@ def greedy_counts(count: int, shard_nbytes: int, neighbours: Sequence[Neighbour]
 
 
 def _until(moment: float, neighbours: Sequence[Neighbour], costs: Sequence[float]) -> list[int]:
-    """Returns the number of shards that each neighbour has completed by a moment (s); exact in spite of rounding."""
+    """Returns the number of shards that each neighbour has sent by a time (s), corrected for rounding errors."""
     counts = []
     for n, cost in zip(neighbours, costs, strict=True):
         count = max(0, int((moment - n.delay_s) / cost))
@@ -78,9 +78,7 @@ def _until(moment: float, neighbours: Sequence[Neighbour], costs: Sequence[float
 
 
 def _objective(counts: Sequence[int], shard_nbytes: int, neighbours: Sequence[Neighbour]) -> float:
-    """Returns the seconds until the last neighbour that sends anything has sent its shards: theta in the paper's
-    problem P2.
-    """
+    """Returns the seconds until the last neighbour has sent its shards: theta in the paper's problem P2."""
     pairs = zip(counts, neighbours, strict=True)
     return max((n.seconds(count * shard_nbytes) for count, n in pairs if count), default=0.0)
 
@@ -88,7 +86,7 @@ def _objective(counts: Sequence[int], shard_nbytes: int, neighbours: Sequence[Ne
 def _bytes_of(
     nbytes: int, counts: Sequence[int], last: int, shard_nbytes: int, neighbours: Sequence[Neighbour]
 ) -> dict[str, int]:
-    """Returns the bytes that each neighbour sends; the last shard is as short as the state is."""
+    """Returns the bytes that each neighbour sends, given its number of shards; the last shard may be shorter."""
     sizes = [count * shard_nbytes for count in counts]
     sizes[last] -= sum(sizes) - nbytes
     return {n.member: size for n, size in zip(neighbours, sizes, strict=True) if size}
@@ -102,7 +100,7 @@ def greedy(
     shard_nbytes: int = 0,
     ingress_s_per_byte: float = 0.0,
 ) -> ComparedPlan:
-    """Returns a plan by Algorithms 1 and 2 of Chaos, to the letter.
+    """Returns a plan by Algorithms 1 and 2 of Chaos, exactly as published.
 
     Args:
         nbytes: Size of the state.
@@ -144,9 +142,7 @@ def greedy(
 def optimal(
     nbytes: int, neighbours: Sequence[Neighbour], *, shard_nbytes: int = SHARD_NBYTES, ingress_s_per_byte: float = 0.0
 ) -> ComparedPlan:
-    """Returns a plan of equal shards that is exactly optimal: finds by bisection the least time by which all shards are
-    complete.
-    """
+    """Returns the plan of equal shards with the least time, found by bisection over the time."""
     check(nbytes, neighbours, ingress_s_per_byte)
     if shard_nbytes < 1:
         raise ValueError(f"shard_nbytes must be positive, got {shard_nbytes}")
@@ -190,7 +186,7 @@ def even(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: fl
 
 
 def single(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> ComparedPlan:
-    """Returns a plan in which one neighbour sends everything: the one that would be done first (EDL+)."""
+    """Returns a plan in which one neighbour sends everything: the one that takes the least time (EDL+)."""
     check(nbytes, neighbours, ingress_s_per_byte)
     best = min(neighbours, key=lambda n: (n.seconds(nbytes), n.member))
     shares = {best.member: nbytes} if nbytes else {}
@@ -200,9 +196,7 @@ def single(nbytes: int, neighbours: Sequence[Neighbour], *, ingress_s_per_byte: 
 
 
 def shortest_routes(links: Links, newcomer: str, unit_nbytes: float) -> dict[str, tuple[str, ...]]:
-    """Returns the fastest route for a unit of data from each node that has a path to the newcomer: its hops, the
-    newcomer's side first.
-    """
+    """Returns the fastest route to the newcomer from each node that has one: its hops, beginning at the newcomer."""
     beside: dict[str, dict[str, float]] = {}
     for (a, b), (latency_s, s_per_byte) in links.items():
         if a == b:

@@ -1,4 +1,4 @@
-"""Transfer policies of other systems, to be compared with the package's own (replication/policies.py).
+"""Transfer policies of other systems, for comparison with the package's own (replication/policies.py).
 
     Greedy       Chaos, Algorithms 1 and 2; shares are fixed.
     Optimal      the exact assignment of equal shards; fixed.
@@ -44,13 +44,13 @@ USUAL_LINK = (0.001, 8 / 1e9)
 
 
 class Fixed(TransferPolicy):
-    """A plan that is carried out as it is."""
+    """Policy that carries out a plan without changes."""
 
     patient = True
     plan: ClassVar[Callable[..., ComparedPlan]]
 
     def __init__(self, estimates: Estimates | None = None, options: PolicyOptions | None = None, **given: Any) -> None:
-        """Takes further arguments of the plan, as `given`."""
+        """Makes the policy; `given` are further arguments of its plan."""
         options = options or PolicyOptions()
         self._links = LinkEstimates(estimates)
         self._planner = partial(type(self).plan, ingress_s_per_byte=options.ingress_s_per_byte, **given)
@@ -69,7 +69,7 @@ class Fixed(TransferPolicy):
 
 
 class Greedy(Fixed):
-    """Chaos; the shard size, if none is given, is searched between the sizes of the state's tensors."""
+    """Policy of Chaos; a shard size that is not given is searched between the sizes of the state's tensors."""
 
     name = "greedy"
     plan = staticmethod(plans.greedy)
@@ -82,28 +82,29 @@ class Greedy(Fixed):
 
 
 class Optimal(Fixed):
-    """The least time of equal shards, `shard_nbytes` each."""
+    """Policy that assigns equal shards of `shard_nbytes` so that the transfer takes the least time."""
 
     name = "optimal"
     plan = staticmethod(plans.optimal)
 
 
 class Even(Fixed):
-    """The same from each neighbour."""
+    """Policy that pulls the same number of bytes from each neighbour."""
 
     name = "even"
     plan = staticmethod(plans.even)
 
 
 class Single(Fixed):
-    """All from one neighbour."""
+    """Policy that pulls everything from one neighbour."""
 
     name = "single"
     plan = staticmethod(plans.single)
 
 
 class MultiSource(TransferPolicy):
-    """The same from all nodes of the overlay; those that are no neighbours are reached through neighbours' servers.
+    """Policy that pulls equal shares from all nodes of the overlay; distant nodes are reached through the neighbours'
+    servers.
 
     Args:
         estimates: Of the newcomer's links.
@@ -130,7 +131,9 @@ class MultiSource(TransferPolicy):
         return limit
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
-        """Returns all sources: the donors given are the neighbours, through which everybody else is asked."""
+        """Returns all sources: the donors (the newcomer's neighbours), and all other nodes, each reached through a
+        donor.
+        """
         near = {e.member: e for e in donors}
         unreachable = sorted(m for m, route in self._routes.items() if route[0] not in near)
         if unreachable:
@@ -152,7 +155,7 @@ class MultiSource(TransferPolicy):
 
 
 def overlay(estimates: Estimates, options: PolicyOptions) -> Links:
-    """Returns the links of a job's members as far as they lead from the newcomer to members that have the state.
+    """Returns the links by which the newcomer can reach members that have the state.
 
     Rates between others are not measured here. They count as a usual link, so routes are those of fewest hops.
     """
@@ -170,7 +173,7 @@ def overlay(estimates: Estimates, options: PolicyOptions) -> Links:
 
 
 class StopResume(TransferPolicy):
-    """The oldest donor writes a checkpoint, the newcomer reads it.
+    """Policy in which the oldest donor writes a checkpoint and the newcomer reads it.
 
     Args:
         save: Has this donor write its state, and returns the file: all tensors end to end.
@@ -222,7 +225,7 @@ _COMPARED = {policy.name: policy for policy in (Greedy, Optimal, Even, Single, M
 def policy_of(
     name: str, estimates: Estimates | None = None, options: PolicyOptions | None = None, **given: Any
 ) -> TransferPolicy:
-    """Makes a policy by name, for one pull: one of the package's, or of those here.
+    """Returns a policy by its name, for one pull: one of the package's, or of this module.
 
     Args:
         name: As in `POLICIES` and `COMPARED` of planning/shards.py.

@@ -1,5 +1,5 @@
-"""Measures pulls of a newcomer on the emulated edge, beside a bound that no transfer can beat; __main__.py defines the
-cases.
+"""Measures a newcomer's pulls on the emulated edge, with a lower bound for any transfer; __main__.py defines
+the cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Case:
 
 
 class Bench(Joiner):
-    """Measurements on one network, one state at a time."""
+    """Measurements of pulls on one network, one state at a time."""
 
     def __init__(self, net: Network, folder: Path, seed: int) -> None:
         super().__init__(net, folder, seed)
@@ -58,7 +58,7 @@ class Bench(Joiner):
     # --- cases ----------------------------------------------------------------------------------------------------
 
     def plain(self, policy: str, estimates: Any, *, ingress_bps: float = 0.0) -> Case:
-        """Measures a pull with this policy."""
+        """Measures a pull by this policy."""
         options = {"ingress_bps": ingress_bps} if ingress_bps else {}
         self.net.ingress = Ingress(ingress_bps) if ingress_bps else None
         try:
@@ -68,7 +68,7 @@ class Bench(Joiner):
         return self._case(report, self.bound(ingress_bps=ingress_bps))
 
     def collapse(self) -> Case:
-        """Measures a pull in which the fastest link falls to a tenth when half of the state is here."""
+        """Measures a pull in which the fastest link drops to a tenth of its rate when half of the state has arrived."""
         fastest = max(self.rates, key=lambda n: self.rates[n])
         at: list[float] = []
         began = time.monotonic()
@@ -86,7 +86,7 @@ class Bench(Joiner):
         return self._case(report, at[0] + max(0.0, self.newcomer.nbytes - before * at[0]) / after)
 
     def killed(self) -> Case:
-        """Measures a pull whose fastest donor is killed when half of the state is here."""
+        """Measures a pull whose fastest donor is killed when half of the state has arrived."""
         fastest = max(self.rates, key=lambda n: self.rates[n])
         seen: list[tuple[float, int]] = []
 

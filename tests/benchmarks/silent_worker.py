@@ -1,4 +1,4 @@
-"""A stand-in for a benchmark's worker process."""
+"""Stand-in for a benchmark's worker process that sends nothing back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Silent:
-    """Worker that takes orders and sends nothing back."""
+    """Worker that records the orders sent to it, and sends nothing back."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

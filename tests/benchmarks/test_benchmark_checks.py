@@ -1,4 +1,4 @@
-"""The judge of the soak: each point of the contract is violated once, and the judge names it."""
+"""Tests the soak's checks: each point of the contract is violated once, and the checks name that point."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ IDS = {"a": "a~1", "b": "b~2", "c": "c~3"}
 
 
 def history() -> dict[str, list[Line]]:
-    """Returns journals of members a~1 and b~2, which train two epochs of 12 samples in five steps; c~3 joins at a
-    boundary after the second.
+    """Returns correct journals of members a~1 and b~2, which train two epochs of 12 samples; c~3 joins after
+    two steps.
     """
     journals: dict[str, list[Line]] = {"a-1": [], "b-2": [], "c-3": []}
     clock = itertools.count(1)
@@ -156,8 +156,8 @@ def test_a_thawed_root_may_draw_once_more_before_it_hears_that_its_last_header_c
 
 
 def fence(journals: dict[str, list[Line]], *, back: bool, lasted: int = 0) -> int:
-    """Adds c's being put out and, with `back`, its entry again; returns when it was put out (ns), `lasted` ns after it
-    was last known to be well.
+    """Adds c's removal and, with `back`, its return to the journals; returns the time of the removal (ns), `lasted` ns
+    after c was last known to be alive.
     """
     ns = journals["c-3"][-1]["ns"] + 1000 + lasted
     journals["c-3"].append({"what": "fenced", "ns": ns, "since": ns - lasted})
@@ -191,13 +191,13 @@ def test_a_frozen_member_that_is_put_out_comes_back_unless_it_was_killed(journal
 
 
 def parting(journals: dict[str, list[Line]], *names: str, undecided: bool = False) -> Parting:
-    """Returns a parting in which these members are cut off while the second epoch runs."""
+    """Returns the record of a cut of these members from all others that lasts through the second epoch."""
     during = [x["ns"] for x in journals["a-1"] if x["what"] == "commit" and x["seq"] > 3]
     return Parting("split", names, min(during) - 1, max(during) + 2000, undecided)
 
 
 def without_c(journals: dict[str, list[Line]]) -> dict[str, list[Line]]:
-    """Removes c's contributions after it came in, as if it did not come back; a uses its samples."""
+    """Removes c's contributions after its join, as if it had not come back; a uses c's samples instead."""
     journals["c-3"] = journals["c-3"][:1]
     indices = {"h3": [5, 4, 1, 0], "h4": [11, 10, 7]}
     for lines in journals.values():

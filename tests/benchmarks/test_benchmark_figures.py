@@ -1,4 +1,4 @@
-"""Figures and their bounds, the statistics behind them, and the members' reports as the parent books them."""
+"""Tests benchmark figures and their bounds, the statistics behind them, and how the parent records members' reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ EVERY = (
 
 @pytest.mark.slow
 def test_each_benchmark_tells_its_flags():
-    """Each benchmark prints its help as with `python -m`; all run in one process, which imports torch once."""
+    """Each benchmark prints its help as with `python -m`, with all common flags; all run in one process, which imports
+    torch once.
+    """
     code = (
         "import runpy, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -121,7 +123,7 @@ def test_the_line_s_interval_widens_away_from_the_middle():
 
 
 class Member:
-    """Worker whose reports a test writes."""
+    """Stand-in for a member's worker process, whose reports are written by the test."""
 
     def __init__(self) -> None:
         self.pipe, self.theirs = multiprocessing.Pipe()

@@ -1,4 +1,4 @@
-"""The join benchmark computes its figures from the reports of hosts and guest."""
+"""Tests the figures that the join benchmark computes from the reports of hosts and newcomer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MS = 1_000_000
 
 
 def steps(times_ms: list[tuple[float, int]], first_ms: float = 0.0) -> list[Step]:
-    """Returns steps of these lengths and numbers of members."""
+    """Returns consecutive steps with these lengths (ms) and numbers of contributors."""
     at = first_ms
     found = [Step(round(at * MS), 0, 0, "h0", 2, 0, 0)]
     for number, (length, size) in enumerate(times_ms, 1):
@@ -30,8 +30,8 @@ def steps(times_ms: list[tuple[float, int]], first_ms: float = 0.0) -> list[Step
 
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> House:
-    """Two hosts at 10 ms a step, and a guest that calls at 400 ms; one longer step, then 15 ms each, the first
-    27 ms.
+    """Two hosts with steps of 10 ms and a newcomer that calls at 400 ms; then one step of 36 ms, and joint ones of 27,
+    16 and 15 ms.
     """
     lengths = [(10.0, 2)] * 42 + [(36.0, 2)] + [(27.0, 3), (16.0, 3)] + [(15.0, 3)] * 60
     made = House(lambda name, guest: Silent(), random.Random(0))  # type: ignore[arg-type, return-value]

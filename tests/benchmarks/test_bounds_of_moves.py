@@ -1,4 +1,4 @@
-"""In the benchmark of moves, an assignment worse than the best of all misses a bound."""
+"""Tests that the benchmark of moves reports a missed bound if moves are assigned worse than in the best way."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from chaos_lightning.planning.pipelines.moves import Moves, move_list
 
 
 def bounded(measure, count):
-    """Returns the figures that have bounds."""
+    """Runs a measurement of the benchmark; returns its figures that have bounds."""
     result = Result("moves")
     measure(result, 1, count)
     return [f for f in result.figures if f.bound is not None]

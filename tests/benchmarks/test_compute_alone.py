@@ -1,4 +1,4 @@
-"""Tests the setup that all compared training loops share."""
+"""Tests the process settings that all compared trainings share: one thread, and denormal numbers as zero."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def compute() -> None:
 
 
 def test_numbers_too_small_for_a_normal_float_count_as_zero(tmp_path: Path) -> None:
-    """The check runs in a process of its own, since flushing to zero is a state of the processor."""
+    """Denormal numbers count as zero after the set-up; checked in a process of its own, since that is a state of the
+    processor.
+    """
     child = start_function("alone", compute, (), tmp_path / "told", env={})
     assert select.select([child.sentinel], [], [], 60.0)[0]
     assert (child.tail(), child.poll()) == ("0.0 1", 0)

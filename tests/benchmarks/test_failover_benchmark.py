@@ -1,4 +1,4 @@
-"""The benchmark of failover and the soak's schedulers: judgements, the choice of victims, and routes for some
+"""Tests the failover benchmark and the soak's faults of schedulers: judgements, the choice of victims, and cuts of some
 members.
 """
 
@@ -85,7 +85,7 @@ def test_the_longest_step_counts_from_the_strike_on() -> None:
 
 
 class World:
-    """Servers and candidates that only remember their orders."""
+    """Stand-in for etcd servers and candidates that only records its orders."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []

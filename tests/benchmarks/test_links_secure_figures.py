@@ -1,4 +1,4 @@
-"""The benchmark of protected links: measurements of a connection, and the reason that it gives for its ratio."""
+"""Tests the benchmark of protected links: a measured connection, and the explanation of the ratio to plain links."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_warm_up_ends_where_the_receiver_says_so(nbytes: int, every: int) -> N
 
 @pytest.mark.parametrize(("tag_us", "reachable"), [(40.0, True), (120.0, False)])
 def test_the_reason_for_the_ratio_is_told(monkeypatch: pytest.MonkeyPatch, tag_us: float, reachable: bool) -> None:
-    """The reason names the parts of the cost; a bound that the tag alone misses is called out of reach."""
+    """The explanation names the parts of the cost, and says that a bound is out of reach if the tag alone
+    exceeds it.
+    """
     plain = (110.0, 100.0)
     frames = {"plain": plain, "checksum": (140.0, 130.0), "encrypted": (300.0, 310.0)}
     frames["authenticated"] = (plain[0] + tag_us + 10, plain[1] + tag_us + 25)

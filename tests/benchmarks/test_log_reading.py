@@ -1,4 +1,4 @@
-"""The made-up logs of `benchmarks/log_reading.py` are those of a job that held the contract."""
+"""Tests that the made-up logs of `benchmarks/log_reading.py` are those of a job that fulfils the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of a follower's memory: its bounded figures, and the memory that they count."""
+"""Tests the benchmark of a follower's memory: its figures with bounds, and the memory that they count."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def missed(nbytes: float, told: list[Record], parameters: float = PARAMETERS) ->
 def test_what_a_follower_gathers_as_it_works_is_within_its_bound(
     beside: float, of_one: int, expected: list[str]
 ) -> None:
-    """Peak memory beside pushes has a bound, and so has the number of pushes of one cluster that a follower holds
-    (seven).
+    """A follower's peak memory without its pushes has a bound, and so has the number of pushes that it keeps of one
+    cluster (seven).
     """
     assert missed((beside + 2 * 12) * PARAMETERS, staged(12, of_one)) == expected
 

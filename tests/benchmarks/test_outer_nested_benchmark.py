@@ -1,4 +1,4 @@
-"""The benchmark of elastic clusters: the length of a step, the routes of ranks, and the counting of bytes."""
+"""Tests the benchmark of elastic clusters: the length of a step, the routes of ranks, and the count of bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_proof_is_one_that_all_ranks_told_of() -> None:
 
 
 class Killed(NestedScene):
-    """Scene of one push, whose bytes pass while something is waited for.
+    """Stand-in for a running job with one push, some of whose bytes pass during each wait.
 
     After the kill so many of them come (`left`), all of which followers verify.
     """
@@ -99,7 +99,9 @@ SIZE = 12 * MIB
 
 @pytest.mark.parametrize(("anew", "held"), [(False, True), (True, False)])
 def test_a_push_that_is_begun_anew_misses_a_bound(anew: bool, held: bool) -> None:
-    """A push may send a third of its bytes in vain when a rank dies; one that is begun anew sends more."""
+    """A push may send a third of its bytes in vain when a rank dies; one that starts again sends more, and misses the
+    bound.
+    """
     at = Killed(
         CLUSTER, clusters={"r1": Any, "r2": Any}, server=None, context=None, told={}, watch=SimpleNamespace(records=[])
     )

@@ -1,4 +1,4 @@
-"""The benchmark of outer recovery: its judgements, and the counts of steps, processor time and exchanges."""
+"""Tests the benchmark of outer recovery: its judgements, and its counts of steps, processor time and exchanges."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_late_followers_leaders_and_longer_steps_miss_their_bounds() -> None:
 def test_a_case_that_cannot_run_here_counts_as_missed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, left_out: list[str]
 ) -> None:
-    """Former bug: with neither etcd nor torchft, `--check` tested none of two thirds of the bounds, and ended
-    with 0.
+    """Former bug: without etcd and torchft, two thirds of the bounds were not tested, and `--check` ended with 0 all
+    the same.
     """
 
     def none() -> str:

@@ -1,4 +1,6 @@
-"""The benchmark of a parameter server: its peers in the comparison, and the result if one is not installed."""
+"""Tests the benchmark of a parameter server: programs that it is compared with, and the result if one is not
+installed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from benchmarks.common import Options, Result
 def test_a_peer_that_is_not_installed_counts_as_missed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Former bug: the comparison with a missing peer was left out with a remark, and `--check` ended with 0."""
+    """Former bug: if a program to compare with was not installed, its comparison was skipped, and `--check` ended with
+    0.
+    """
     monkeypatch.setattr(outer_data, "MOST_TIME_OF_SOCKET", 1e9)
     result = Result("outer_server")
     outer_data.transfers(result, 1, 1, seed=1)

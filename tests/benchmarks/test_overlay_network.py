@@ -1,4 +1,4 @@
-"""Tests the references of the overlay benchmark: gloo's routes, the bounds, the link that is slowed down."""
+"""Tests what the overlay benchmark compares with: gloo's routes, the bounds, and the link that is slowed down."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_routes_reach_everybody_by_the_best_way(widest: bool) -> None:
 
 
 def test_bounds_of_the_benchmarks_network() -> None:
-    """The bounds equal those computed by hand: the widest tree is as narrow as 200 Mbps; all links but a-b and e-f
-    cross between ab, c, d, ef.
+    """The bounds equal those computed by hand: 200 Mbps for the widest tree, 450 Mbps per cut into ab, c, d and ef for
+    several trees.
     """
     found = {case.name: case for case in overlay.cases(1 << 25)}
     assert found["widest (1 tree)"].bound_s == pytest.approx(8 * (1 << 25) / 200e6)

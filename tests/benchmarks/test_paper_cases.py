@@ -1,4 +1,6 @@
-"""Tests the plan that the benchmark of the paper's losses takes for the best, against all cuts and known shares."""
+"""Tests the plan that the benchmark of the paper's losses takes as the best, against all cuts of layers and known
+results.
+"""
 
 from itertools import combinations, pairwise
 

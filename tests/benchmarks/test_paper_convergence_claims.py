@@ -1,4 +1,4 @@
-"""The convergence figures: facts from event logs, and the paper's claims beside the measured ones."""
+"""Tests facts that the convergence figures read in event logs, and the paper's claims with the measured results."""
 
 from __future__ import annotations
 

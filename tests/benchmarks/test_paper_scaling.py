@@ -1,4 +1,4 @@
-"""Repeating the paper: states of the right shapes, clusters that grow, pulls in virtual time, sizes scaled back."""
+"""Tests how the paper is repeated: shapes of states, growing clusters, pulls in virtual time, and sizes scaled back."""
 
 from __future__ import annotations
 
@@ -127,7 +127,9 @@ def test_equal_shares_wait_for_the_slowest_link() -> None:
 
 
 def test_relays_share_the_links_that_they_have_in_common() -> None:
-    """No route from other nodes avoids the newcomer's own links: a pull cannot be faster than all of these together."""
+    """All routes to the newcomer end in its own links, so a multi-source pull cannot be faster than all of these links
+    together.
+    """
     join = join_of(11)
     pulled = virtual.pull(join, RESNET101.nbytes, "multi_source")
     assert set(pulled.nbytes) == set(join.topology.names) - {join.newcomer}

@@ -1,4 +1,4 @@
-"""The table of the paper's claims beside ours: the parts of a claim, the saved results, and the text."""
+"""Tests the table of the paper's claims with our results: the parts of a claim, the saved results, and the text."""
 
 from __future__ import annotations
 

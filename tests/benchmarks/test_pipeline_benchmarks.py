@@ -1,4 +1,4 @@
-"""Tests the figures that benchmarks of pipelines read in event logs, and the judge of their soak."""
+"""Tests the figures that benchmarks of pipelines read in event logs, and the checks of their soak."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record(mono: float, name: str, member: str = "", **fields: Any) -> Record:
 
 
 def step(seq: int, at: float, members: str, view: str = "1.1") -> list[Record]:
-    """Returns the events of a step that these members commit, the last one at this time."""
+    """Returns the `committed` events of a step by these members, the last one at time `at`."""
     who = [[f"{m}~1", 2.0] for m in members]
     return [
         record(at - 0.01 * i, "committed", f"{m}~1", seq=seq, kind="step", step=seq, header=f"{view}/{seq}", view=view,

@@ -1,4 +1,4 @@
-"""The benchmark of policies: its curves, with intervals, and the picture of them."""
+"""Tests the benchmark of policies: its curves with intervals, and their picture."""
 
 from __future__ import annotations
 

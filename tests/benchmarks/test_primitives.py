@@ -1,4 +1,4 @@
-"""The benchmark of scaling primitives computes step times, and follows real members."""
+"""Tests the benchmark of scaling primitives: its computations on step times, and its following of real members."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_crew_begins_connected_and_never_with_every_link() -> None:
 
 @pytest.fixture
 def quiet_crew(monkeypatch: pytest.MonkeyPatch) -> Crew:
-    """Four members on a ring, whose reports a test writes."""
+    """Four members with links in a ring, whose reports are written by the test."""
     made = object.__new__(Crew)
     made.rng, made.size, made.links = random.Random(1), 4, ring(4)
     made.members = {f"w{i}": Seen(Silent()) for i in range(4)}  # type: ignore[arg-type]
@@ -201,7 +201,7 @@ def test_links_are_chosen_that_keep_everybody_together(quiet_crew: Crew) -> None
 
 
 def told(crew: Crew, step: int, ns: int, *, view: Any = None, near: tuple[str, ...] = ()) -> None:
-    """Reports this step of all members at this time; of member i, i microseconds later."""
+    """Reports a step of all members at a time (ns), of member i at i microseconds later."""
     for i, name in enumerate(crew.members):
         note = (ns + i * 1000, step, step, f"h{step}", 4, i, view, near, step * 0.004)
         crew._hear(name, "steps", [note])

@@ -1,4 +1,4 @@
-"""Fig. 9 and Table I: links in virtual time, and the text that compares them with the paper."""
+"""Tests Fig. 9 and Table I: links in virtual time, and the text that compares them with the paper."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def outcome(beyond_s: float, count: int = 9) -> Outcome:
 
 
 class Fakes:
-    """Outcomes by size, in place of real members."""
+    """Stand-in for measurements of real members that returns given outcomes by number of members."""
 
     def __init__(self, by_size: dict[int, float]) -> None:
         self.by_size = by_size

@@ -1,4 +1,4 @@
-"""The costs of a restart by torchrun, computed from the step files of its workers."""
+"""Tests the costs of a restart by torchrun, computed from the step files of its workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_NS = 10_000_000
 
 
 def wrote(folder: Path, start: int, first: int, last: int, from_ns: int, pid: int) -> None:
-    """Writes the step files of six workers after this many starts."""
+    """Writes the step files of six workers as of torchrun's start number `start`."""
     for rank in range(peer.WORKERS):
         lines = (f"{from_ns + STEP_NS * (n - first)} {n} {peer.WORKERS}\n" for n in range(first, last + 1))
         (folder / f"{start}-{rank}.{pid + rank}.steps").write_text("".join(lines))
@@ -25,7 +25,9 @@ def test_a_restart_costs_the_steps_since_the_checkpoint(tmp_path: Path, monkeypa
     killed: list[int] = []
 
     def kill(pid: int, number: int) -> None:
-        """Ends all workers; six new ones begin after the checkpoint of step 20, half a second from now."""
+        """Ends all workers, and writes the steps of six new ones, which begin after the checkpoint of step 20 half a
+        second later.
+        """
         killed.append(pid)
         wrote(tmp_path, len(killed), 21, 60, time.monotonic_ns() + 500_000_000, 1000 * (1 + len(killed)))
 

@@ -1,4 +1,4 @@
-"""The benchmark of many members: its sums, its stand-ins in virtual time, and its readings of messages."""
+"""Tests the benchmark of many members: its sums, its stand-ins in virtual time, and its decoding of messages."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_connections_are_compared_with_the_links_of_the_view_that_stood() -> Non
 
 
 class Quiet:
-    """World that stores messages, and in which delayed calls run at once."""
+    """Environment of stand-ins that stores their messages, and runs delayed calls at once."""
 
     def __init__(self) -> None:
         self.said: defaultdict[str, list[FromMember]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The soak's faults of links: its choices, its declarations, and its judgement of the effects."""
+"""Tests the soak's faults of links: how they are chosen and declared, and how their effects are judged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = list("abcde")
 
 
 class Relay:
-    """Relay that remembers its orders."""
+    """Stand-in for the relay that records its orders."""
 
     def __init__(self) -> None:
         self.states: dict[frozenset[str], str] = {}
@@ -51,7 +51,7 @@ class Log:
 
 
 class Gate:
-    """Route that only remembers whether it is open."""
+    """Stand-in for a member's way to the scheduler that only records whether it is open."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -64,7 +64,7 @@ class Gate:
 
 
 class Net:
-    """Links with a clock and an operator of the test's."""
+    """The soak's faults of links, with a clock and an operator that the test controls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 3) -> None:
         self.now = 100.0
@@ -184,7 +184,7 @@ def link(at: float, one: str, other: str, *, up: bool) -> list[Line]:
 
 
 def story(*, back_at: float = 14.0, last: float = 100.0) -> list[Line]:
-    """Returns a log of a, b and c: the link of a and b is down at 10, out of the views at 10.5, and back in them at
+    """Returns a log of a, b and c in which the link a-b breaks at 10 s, leaves the views at 10.5 s, and returns at
     `back_at`.
     """
     ups = [x for p in ("ab", "ac", "bc") for x in link(1.0, *p, up=True)]
@@ -251,7 +251,7 @@ def test_whoever_is_cut_off_must_say_what_it_waits_for() -> None:
 
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """Server that sends back what it gets."""
+    """Server that sends back everything that it receives."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -324,7 +324,9 @@ def test_a_way_that_is_cut_resets_what_stands_and_what_comes_until_it_is_restore
 
 
 def test_links_of_who_has_left_do_not_keep_the_others_from_calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A removed link is expected again only when both its ends are there, which may be never."""
+    """A removed link counts as missing only while both its ends are in the job, since one that has left may never
+    return.
+    """
     net = Net(monkeypatch)
     net.links.hurts.append(Hurt("remove", {frozenset("ab")}, (), 1.0, int(net.now * 1e9)))
     assert not net.links.calm_now(NAMES)

@@ -1,4 +1,4 @@
-"""The emulated edge of `benchmarks.transfer.pulls`: its links, its states and its bounds."""
+"""Tests the emulated edge network of `benchmarks.transfer.pulls`: its links, its states and its bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of other systems: each against brute force, the paper's text and the closed-form bound."""
+"""Tests transfer plans of other systems, each against brute force, the paper's text and the closed-form bound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = (plans.greedy, plans.optimal, plans.even, plans.single)
 
 
 def brute(count: int, size: int, neighbours: Sequence[Neighbour]) -> float:
-    """Returns the best of all assignments of equal shards."""
+    """Returns the least time over all assignments of equal shards to neighbours."""
     best = math.inf
     for counts in itertools.product(range(count + 1), repeat=len(neighbours)):
         if sum(counts) == count:
@@ -35,7 +35,7 @@ def brute(count: int, size: int, neighbours: Sequence[Neighbour]) -> float:
 
 
 def whole(plan: SharePlan, nbytes: int, neighbours: Sequence[Neighbour]) -> None:
-    """Checks that this is a plan at all."""
+    """Checks that a plan's shares are positive, belong to neighbours, and add up to the state's size."""
     assert sum(plan.shares.values()) == nbytes
     assert all(share > 0 for share in plan.shares.values())
     assert set(plan.shares) <= {n.member for n in neighbours}
@@ -43,12 +43,14 @@ def whole(plan: SharePlan, nbytes: int, neighbours: Sequence[Neighbour]) -> None
 
 
 def figure_1() -> list[Neighbour]:
-    """Chaos, Fig. 1: the newcomer's three links, in time units per unit of data."""
+    """Returns the newcomer's three links in Fig. 1 of Chaos, in time units per unit of data."""
     return [Neighbour("3", 0.0, 8.0), Neighbour("6", 0.0, 31.0), Neighbour("9", 0.0, 44.0)]
 
 
 def test_figure_1_of_the_paper() -> None:
-    """Ten units: 80 from the fastest neighbour, 88 from all nodes, 62 from three neighbours."""
+    """Ten units take 80 time units from the fastest neighbour, 88 from all nodes and 62 from three neighbours, as in
+    the paper.
+    """
     near = figure_1()
     assert plans.single(10, near).seconds == 80
     overlay = {("11", n.member): (0.0, n.s_per_byte) for n in near}
@@ -98,7 +100,7 @@ def test_algorithm_2_and_the_exact_assignment_are_what_brute_force_finds(
 
 
 def letter(count: int, size: int, neighbours: Sequence[Neighbour]) -> list[int]:
-    """Returns the counts of Algorithm 2, made line by line."""
+    """Returns the counts of shards by Algorithm 2, computed line by line as published."""
     counts = [0] * len(neighbours)
     for _ in range(count):
         loads = [n.delay_s + counts[i] * (size * n.s_per_byte) for i, n in enumerate(neighbours)]

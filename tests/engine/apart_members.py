@@ -1,4 +1,4 @@
-"""Runs members in a network namespace: the process moves there before it opens a socket."""
+"""Runs members in network namespaces: each process enters its namespace before it opens a socket."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CLONE_NEWNET = 0x40000000
 
 
 def train(space: str, spec: dict[str, Any]) -> None:
-    """Runs a member in this namespace."""
+    """Runs a member in a network namespace."""
     _move(space)
     engine_members.train(spec)
 
 
 def run(space: str, module: str, arguments: Sequence[str]) -> None:
-    """Runs a program of ours in this namespace."""
+    """Runs a command of the product in a network namespace."""
     _move(space)
     forked_support.run(module, arguments)
 

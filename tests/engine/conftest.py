@@ -1,4 +1,4 @@
-"""Fixtures: jobs of real processes that the engine tests disturb."""
+"""Fixtures of the engine tests: jobs of real processes, with links that can be cut, stalled or read."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def routed_job(tmp_path: Path) -> Iterator[Job]:
-    """Job whose links can be cut and stalled."""
+    """Job whose links pass through a relay, which can cut and stall them."""
     with LinkRelay() as relay:
         yield from a_job(tmp_path, relay)
 
 
 @pytest.fixture
 def watched_job(tmp_path: Path) -> Iterator[tuple[Job, Middleman]]:
-    """Job with a middleman on all its links."""
+    """Job whose links all pass through a middleman, which can read and change their bytes."""
     with Middleman() as relay:
         for job in a_job(tmp_path, relay):
             yield job, relay

@@ -19,7 +19,7 @@ from chaos_lightning.trainer import Trainer, capture_exit_event
 
 
 class Numbers(Dataset[int]):
-    """Samples that are their own numbers."""
+    """Data set in which each sample is its own index."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -32,21 +32,21 @@ class Numbers(Dataset[int]):
 
 
 class Count(nn.Module):
-    """Model with a weight for each sample of each epoch."""
+    """Model with one weight for each sample of each epoch."""
 
     def __init__(self, epochs: int, samples: int) -> None:
         super().__init__()
         self.theta = nn.Parameter(torch.zeros(epochs, samples))
 
     def forward(self, epoch: int, samples: Tensor) -> Tensor:
-        """Returns the loss, whose gradient is the same for each sample of the step (twice that for a sample that is in
-        it twice).
+        """Returns a loss whose gradient is the same for each sample of a step, and twice as much for a sample that
+        occurs twice.
         """
         return -self.theta[epoch, samples].mean()
 
 
 class Counting(torch.optim.Optimizer):
-    """Optimizer that adds to each weight how often its sample was in the step."""
+    """Optimizer that adds to each weight the number of times that its sample occurred in the step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1.0})
@@ -60,7 +60,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def member(spec: dict[str, Any]) -> None:
-    """Runs one member until its job is over; then writes its final weights to a file of its own.
+    """Runs one member until its job is over, then writes its final weights to a file.
 
     Args:
         spec: name, port, out (folder), samples, batch, epochs, saves_every (steps), pace_s (of a step), settings.

@@ -1,4 +1,4 @@
-"""A job of real processes: members by name, gates, and the audit of their logs."""
+"""A job of real processes for tests: starts members by name, holds them at gates, and audits their logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRELOAD = ("torch", "chaos_lightning.trainer", "chaos_lightning.control.agent", 
 
 
 class Job:
-    """Job of members by name; the first one hosts the scheduler."""
+    """Job whose members are started by name; the first one runs the scheduler."""
 
     def __init__(self, harness: Harness, folder: Path, relay: LinkRelay | None = None) -> None:
         self.harness = harness
@@ -42,8 +42,9 @@ class Job:
         env: dict[str, str] | None = None,
         **spec: Any,
     ) -> None:
-        """Starts a member, which calls itself `member` (as its process, if not given); `rules` are for the scheduler,
-        if this one hosts it."""
+        """Starts the process `name` of a member called `member` (by default `name` too); `rules` are the scheduler's
+        settings, if this member starts it.
+        """
         env = {**(env or {}), **({"CHAOS_SETTINGS": json.dumps(rules)} if rules else {})}
         endpoint = self.endpoint
         if name in self._paths:
@@ -55,12 +56,12 @@ class Job:
 
     @property
     def relay(self) -> LinkRelay:
-        """Relay through which the job's links pass."""
+        """Relay through which the links of the job pass."""
         assert self._relay is not None, "take the fixture routed_job"
         return self._relay
 
     def serve(self, **rules: Any) -> None:
-        """Starts the scheduler as a process of its own, so that the first member does not host it."""
+        """Starts the scheduler as a process of its own, so that the first member does not start one."""
         chain = self.folder / "chain.sqlite"
         self.scheduler("scheduler", "--settings", json.dumps(rules), "--store", str(chain))
         self.harness.wait_until(self.served, "the scheduler's answer")
@@ -77,14 +78,14 @@ class Job:
             return False
 
     def own_stream(self, *names: str) -> None:
-        """Routes the control streams of these members, which are yet to be started, so that they can be cut. Such a
-        member must not host the scheduler: it counts as on another machine, where it starts none if it reaches none.
+        """Gives these members, before they start, control streams that can be cut. Such a member must not start a
+        scheduler itself: it counts as on another machine.
         """
         for name in names:
             self._paths[name] = Way(self.endpoint)
 
     def cut_stream(self, *names: str) -> None:
-        """Cuts the control streams of these members until `mend_stream`; touches no link."""
+        """Cuts the control streams of these members until `mend_stream`, but none of their links."""
         for name in names:
             self.harness.events.emit("fault_injected", kind="cut_stream", node=name)
             self._paths[name].cut()
@@ -94,7 +95,7 @@ class Job:
             self._paths[name].restore()
 
     def connected(self, name: str) -> bool:
-        """Returns whether the scheduler has a control stream of this member."""
+        """Returns whether this member has a control stream to the scheduler."""
         machine = fetch_status(self.endpoint)["machine"]
         mine = [p for p in (*machine["members"], *machine["others"]) if p["id"].startswith(f"{name}~")]
         return any(p["connected"] for p in mine)
@@ -114,7 +115,7 @@ class Job:
             pass
 
     def admitted(self, name: str) -> None:
-        """Waits until a view that has this member as a joiner is decided, and the others know."""
+        """Waits until a view that has this member as a joiner is decided, and the other members have learned of it."""
         self.harness.wait_admitted(name, "default")
 
     def silence_s(self, name: str) -> float:
@@ -123,7 +124,7 @@ class Job:
         return max([p["silent_s"] for p in peers if p["id"].startswith(f"{name}~")], default=0.0)
 
     def foundings(self) -> list[str]:
-        """Returns the reasons of the views that began the job from a member's own state, without those of their
+        """Returns the reasons of the views that founded the job from a member's own state, without the reasons of their
         plans.
         """
         views = [r for r in self.harness.records if r.name == "view" and r.node == "default"]
@@ -132,8 +133,8 @@ class Job:
         ]
 
     def finish(self, *names: str) -> list[dict[str, Any]]:
-        """Returns the reports of these members, which must all end by themselves with exit code 0; the audit must find
-        nothing.
+        """Waits for these members to end with exit code 0, and checks that the audit finds no violation; returns their
+        reports.
 
         Those that train until it is enough are told so, once all of these are in.
         """
@@ -148,7 +149,9 @@ class Job:
         return [self.report(name) for name in names]
 
     def unharmed(self, *names: str) -> None:
-        """Checks that these members end with equal state, and that none was ever put out or taken for dead."""
+        """Checks that these members end with equal state, and that none was ever removed from the job or taken for
+        dead.
+        """
         reports = self.finish(*names)
         assert len({(r["hash"], r["step"]) for r in reports}) == 1, reports
         assert not [r for r in self.harness.records if r.name in ("fenced", "rejoin", "death")]
@@ -162,7 +165,7 @@ class Job:
         return engine_members.read(self.folder / f"{name}.pt")
 
     def leave(self, *names: str) -> None:
-        """Makes these members leave one after the other; the last one takes the state along."""
+        """Makes these members leave one after the other; the job ends with the last one."""
         for name in names:
             self.harness.terminate(name)
         for report in self.finish(*names):
@@ -170,7 +173,8 @@ class Job:
 
 
 def says(job: Job, place: str, **words: str) -> dict[str, Any]:
-    """Waits until one status of the scheduler at this place has all these words, each under its key ("": nothing).
+    """Waits until the status of the scheduler at an address contains all these words at once, each under its key (""
+    means empty).
 
     A scheduler that has just begun to stand by has not read yet who leads: what a test compares must be waited for
     together, and not one fact after the other.
@@ -187,7 +191,7 @@ def says(job: Job, place: str, **words: str) -> dict[str, Any]:
 
 
 def who_leads(job: Job) -> dict[str, Any]:
-    """Returns the status of the leading scheduler, once there is one."""
+    """Returns the status of the leading scheduler; waits until there is one."""
 
     def told() -> dict[str, Any] | None:
         with contextlib.suppress(SchedulerUnreachableError):
@@ -199,7 +203,9 @@ def who_leads(job: Job) -> dict[str, Any]:
 
 
 def end_schedulers(harness: Harness) -> None:
-    """Ends the hosted schedulers of a test, which outlive their members on purpose but must not outlive the test."""
+    """Ends the schedulers that a test's members started, which outlive their members on purpose but must not outlive
+    the test.
+    """
     for log in harness.logs.glob("scheduler-*.jsonl"):
         with log.open() as lines:
             pid = json.loads(next(lines))["pid"]

@@ -1,4 +1,4 @@
-"""Member processes of the engine tests: a plain loop on the paper's API, and a report of how it ended."""
+"""Member processes of the engine tests: a plain training loop on the paper's API, and a report of how it ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def network(width: int = 32) -> nn.Sequential:
 
 
 def train(spec: dict[str, Any]) -> None:
-    """Runs one member.
+    """Runs one member of the engine tests, as its specification says.
 
     Args:
         spec: name, endpoint, report (file), samples, batch, epochs (UNTIL_ENOUGH: until the file `enough` is there),
@@ -130,13 +130,13 @@ def asks(spec: dict[str, Any], step: int) -> bool:
 
 
 def is_enough(trainer: Trainer, file: str) -> bool:
-    """Returns whether any member has seen that the test needs no more steps; all members get the same answer."""
+    """Returns whether any member has seen the file that ends the test; all members get the same answer."""
     seen = b"enough" if os.path.exists(file) else b""
     return any(answer for _, answer in trainer.engine.gather("all_gather", seen))
 
 
 def hold_the_load(trainer: Trainer, gate: str, load: int) -> None:
-    """Makes a newcomer say when it is about to pull for the `load`-th time, and wait until the gate is open."""
+    """Makes a newcomer report that it is about to pull for the `load`-th time, and wait until its gate is open."""
     transfer = trainer.engine._transfer
     fetch = transfer.fetch
 
@@ -155,7 +155,7 @@ def hold_the_load(trainer: Trainer, gate: str, load: int) -> None:
 
 
 def hold_the_replay(trainer: Trainer, gate: str) -> None:
-    """Makes a newcomer say when it is about to apply the first entry of the log, and wait until the gate is open."""
+    """Makes a newcomer report that it is about to apply the first entry of the log, and wait until its gate is open."""
     apply = ModuleReplay.replay
 
     def held(self: ModuleReplay, header: Header) -> None:
@@ -180,8 +180,8 @@ def fill_stderr() -> None:
 
 
 def copy_too_late(log: SlotLog) -> None:
-    """Lets buffers be used again before the log has copied them, as with large models that do other work between
-    steps.
+    """Makes a member's buffers be reused before its log has copied them, as with large models that do other work
+    between steps.
     """
     keep = log.keep
     log_module.AT_ONCE_NBYTES = 0
@@ -193,7 +193,9 @@ def copy_too_late(log: SlotLog) -> None:
 
 
 def die_after_first_header(trainer: Trainer) -> None:
-    """Kills the commit root when its header is on the way to one member only: that one holds the result alone."""
+    """Kills the commit root when it has sent its header to one member only, which alone has the result of the step
+    then.
+    """
     links = trainer.engine._links
     send = links.message
 

@@ -1,4 +1,4 @@
-"""Relay on the links between members that reads along and changes what passes."""
+"""Relay on the links between members that records their bytes and can change them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HANDSHAKE_NBYTES = 4096
 
 
 class Middleman(LinkRelay):
-    """Relay that can be told to do harm, and that remembers the bytes which it saw.
+    """Relay that harms connections on order, and records the bytes that pass.
 
     Attributes:
         seen: By direction of each connection, every byte that passed; only while `records`.
@@ -34,8 +34,8 @@ class Middleman(LinkRelay):
         super().__init__()
 
     def harm(self, one: str, other: str, kind: str) -> None:
-        """Lets the next bytes between these two members, on a connection past its handshake, suffer this kind of
-        harm.
+        """Orders one harm of this kind to the next bytes between two members, on a connection whose handshake
+        is done.
         """
         self.harmed.clear()
         self._plan = (pair_of(one, other), kind)

@@ -1,4 +1,4 @@
-"""Members of the tests of protected links: they train numbers that an eavesdropper would recognise."""
+"""Members of the tests of protected links: they train numbers that an eavesdropper could recognise."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ GRADIENT, WEIGHT = 1.2345678, 1.7654321
 
 
 def pattern(value: float) -> re.Pattern[bytes]:
-    """Returns a pattern of sixteen floats in a row with the digits of this one, whatever its power of two."""
+    """Returns a pattern that matches sixteen floats in a row with the mantissa of this value, whatever their
+    exponent.
+    """
     low = re.escape(struct.pack("<f", value)[:2])
     return re.compile(b"(?s)(?:" + low + b"..){16}")
 
 
 def train(spec: dict[str, Any]) -> None:
-    """Trains a model whose weights stay as they are and whose gradient is the same everywhere.
+    """Trains a model whose weights stay as they are, and whose gradient is the same for all weights.
 
     Args:
         spec: name, endpoint, settings, steps, report (a file).

@@ -1,4 +1,4 @@
-"""Candidates (standby schedulers) whose connections to members and to etcd can be cut, one by one.
+"""Candidates (standby schedulers) whose connections to members and to etcd can be cut one by one.
 
 Theory of operation. Each candidate is told to advertise a relay of its own (`scheduler --advertise`), so that members
 and other candidates dial that; who dials is found by the port that it dials from, in the tables of this machine's
@@ -20,7 +20,7 @@ from chaos_lightning.testing.edge.relay import Way
 
 
 class Apart:
-    """Candidates s0, s1, ... of a job, as on machines of their own."""
+    """Candidates s0, s1, ... of a job, each counted as on a machine of its own."""
 
     def __init__(self, job: Job, etcd: EtcdServers, count: int, **rules: Any) -> None:
         self.job = job
@@ -48,11 +48,13 @@ class Apart:
         return self.named(who_leads(self.job)["endpoint"])
 
     def facts(self, name: str) -> dict[str, Any]:
-        """Returns the status that this candidate itself gives."""
+        """Returns the status that this candidate reports of itself."""
         return fetch_status(self.paths[name].endpoint, follow=False)
 
     def says(self, name: str, **words: str) -> dict[str, Any]:
-        """Waits until one status of this candidate has all these words, each under its key ("": nothing at all)."""
+        """Waits until the status of this candidate contains all these words at once, each under its key ("" means
+        empty).
+        """
         return says(self.job, self.paths[name].endpoint, **words)
 
     def named(self, endpoint: str) -> str:
@@ -72,8 +74,8 @@ class Apart:
             self.paths[candidate].cut(member)
 
     def stall_from_members(self, candidate: str, *members: str) -> None:
-        """Stalls the connections between a candidate and members, as in a network that swallows packets: no byte comes
-        through, and neither end sees a close.
+        """Stalls the connections between a candidate and members, like a network that drops packets: no byte passes,
+        and no end is closed.
         """
         for member in members:
             self.note("stall_stream", member, candidate)
@@ -93,7 +95,7 @@ class Apart:
             path.restore()
 
     def close(self) -> None:
-        """Ends the candidates as well: etcd servers wait for their clients."""
+        """Kills the candidates, since etcd servers wait for their clients, and closes the ways to them."""
         for name in self.paths:
             if self.job.harness.children[name].running:
                 self.job.harness.kill(name)

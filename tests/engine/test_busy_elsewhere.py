@@ -1,4 +1,6 @@
-"""Members on machines of their own (CHAOS_HOST): a busy one is never put out, a stopped one is put out soon."""
+"""Tests members that count as on machines of their own (CHAOS_HOST): a busy one is never removed, a stopped one
+soon.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ STOPPED = "its machine says that its process is stopped"
 
 
 def start_apart(job: Job, names: str, busy: dict[str, dict[int, float]], min_nodes: int = 3, **spec: Any) -> None:
-    """Starts members and the scheduler, each as on a machine of its own: none sees another's process table or
+    """Starts the scheduler and members, each as on a machine of its own, so that none sees another's process table or
     memory.
     """
     # Otherwise the scheduler would stay to tell newcomers of other machines that the job is finished.
@@ -40,7 +42,7 @@ def end(job: Job, names: str) -> None:
 
 
 def watchers(job: Job, name: str) -> list[int] | None:
-    """Returns the ids of processes that watch this member for others; None if there are none."""
+    """Returns the ids of the processes that watch this member on behalf of others; None if there are none."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -54,9 +56,7 @@ def watchers(job: Job, name: str) -> list[int] | None:
 
 
 def connected(job: Job, name: str) -> bool:
-    """Returns whether a watcher of this member has a connection to a neighbour's watcher, beside the one to its
-    member.
-    """
+    """Returns whether a watcher of this member is connected to a neighbour's watcher, besides its own member."""
     for pid in watchers(job, name) or ():
         with contextlib.suppress(OSError):
             files = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
@@ -66,7 +66,7 @@ def connected(job: Job, name: str) -> bool:
 
 
 def left_out(job: Job, name: str, after: Record | None = None) -> Record:
-    """Waits until the others go on without this member; returns the event of its death."""
+    """Waits until the other members train without this one; returns the event of its death."""
     death = job.harness.wait_for("death", lambda r: r.member.startswith(f"{name}~"), after=after)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 2, node="a", after=death)
     return death
@@ -74,7 +74,9 @@ def left_out(job: Job, name: str, after: Record | None = None) -> Record:
 
 @pytest.mark.parametrize("name", [pytest.param("a", marks=pytest.mark.slow), "c"])
 def test_member_that_holds_the_interpreters_lock_on_another_machine_is_not_put_out(job: Job, name: str) -> None:
-    """A member holds the interpreter's lock for 0.7 s, again and again: once as commit root, once as another member."""
+    """A member on another machine that holds the interpreter lock for 0.7 s several times is not removed, as commit
+    root or as another member.
+    """
     start_apart(job, "abc", {name: dict.fromkeys(range(5, 25, 4), 0.7)})
     end(job, "abc")
     assert not [r for r in job.harness.records if r.name in OUT]
@@ -88,8 +90,8 @@ def test_member_that_is_busy_for_longer_than_any_silence_is_seen_to_run_by_its_m
 
 
 def test_stopped_member_on_another_machine_is_told_by_its_machine_and_not_by_its_silence(job: Job) -> None:
-    """The patience with silence is beyond the test's deadline: only the word of its machine can put a stopped member
-    out in time.
+    """A stopped member is removed in time because its watcher reports the stop; the timeouts for silence exceed the
+    test's deadline.
     """
     start_apart(
         job,
@@ -109,7 +111,9 @@ def test_stopped_member_on_another_machine_is_told_by_its_machine_and_not_by_its
 
 
 def test_where_no_machine_tells_silence_does(job: Job) -> None:
-    """A member's watcher is killed: a short hold of the interpreter's lock is still no death, a stop still is one."""
+    """Without a member's watcher only silence counts: a short hold of the interpreter lock is no death, a stop
+    is one.
+    """
     start_apart(job, "abc", {"b": {20: 0.9}}, min_nodes=2, epochs=UNTIL_ENOUGH)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a")
     (watcher,) = job.harness.wait_until(lambda: watchers(job, "b"), "a watcher beside b")
@@ -125,8 +129,8 @@ def test_where_no_machine_tells_silence_does(job: Job) -> None:
 
 
 def test_only_member_is_killed_and_its_machine_proves_it(job: Job) -> None:
-    """After the only member is killed, a newcomer elsewhere begins anew at once, though every timeout is beyond the
-    test's deadline.
+    """When the only member is killed, a newcomer on another machine founds the job anew at once, though every timeout
+    exceeds the test's deadline.
     """
     rules = {"hang_timeout_s": 600, "reconnect_grace_s": 600, "last_holder_timeout_s": 600}
     start_apart(job, "a", {}, min_nodes=1, rules=rules, gates={5: job.gate("a")})

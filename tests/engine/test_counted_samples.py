@@ -1,4 +1,5 @@
-"""Whole jobs are killed, stopped over their end and led from wrong stores: the final weights count each sample once.
+"""Tests whole jobs that are killed, stopped at their end, or led from wrong stores: the final weights count each sample
+once.
 
 The rig's size is set by environment variables: CHAOS_RIG_KILLS, CHAOS_RIG_STOPS and CHAOS_RIG_FOLDERS are how many jobs
 of each kind there are, CHAOS_RIG_SEED where chance begins.
@@ -25,12 +26,12 @@ pytestmark = pytest.mark.slow
 
 
 def times(kind: str, few: int) -> range:
-    """Returns the seeds of the jobs of this kind."""
+    """Returns the seeds with which a test of this name is run."""
     return range(SEED, SEED + int(os.environ.get(f"CHAOS_RIG_{kind}", few)))
 
 
 class Rig:
-    """One job, and the final weights of its members."""
+    """One job, its processes, and the final weights of its members."""
 
     def __init__(self, harness: Harness, folder: Path, seed: int) -> None:
         self.harness, self.folder = harness, folder
@@ -41,7 +42,7 @@ class Rig:
 
     @property
     def state(self) -> Path:
-        """Folder in which scheduler and members keep the files that outlive them."""
+        """Folder in which the scheduler and members save the files that outlive them."""
         return self.folder / "state" / "chaos-lightning" / f"default-{self.port}"
 
     def start(self, *names: str, **settings: Any) -> None:
@@ -55,7 +56,7 @@ class Rig:
             self.harness.start_function(name, member, spec)
 
     def goes_on(self, steps: int) -> None:
-        """Waits until a member has committed so many further steps, or has ended."""
+        """Waits until some member has committed `steps` further steps, or has ended."""
         children, begun = self.harness.children, len(self.harness.records)
 
         def there() -> bool:
@@ -65,7 +66,7 @@ class Rig:
         self.harness.wait_until(there, f"{steps} steps")
 
     def ends(self, *names: str) -> None:
-        """Checks that these members end well, and that all final weights count each sample once."""
+        """Checks that these members end with exit code 0, and that all final weights count each sample once."""
         for name in names:
             assert self.harness.wait_exit(name) == 0, name
         finals = {p.name: torch.load(p, weights_only=True) for p in sorted(self.folder.glob("final.*.pt"))}
@@ -86,7 +87,9 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def scheduler_of(rig: Rig) -> int:
-    """Returns the process id of the hosted scheduler, after which its event log is named; 0 if there is none."""
+    """Returns the process id of the scheduler that a member started, by the name of its event log; 0 if there
+    is none.
+    """
     logs = sorted(rig.harness.logs.glob("scheduler-default-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     return next((pid for pid in reversed([int(p.stem.rpartition("-")[2]) for p in logs]) if serves(pid)), 0)
 
@@ -106,8 +109,8 @@ def end_scheduler(rig: Rig, number: int = 9) -> None:
 
 @pytest.mark.parametrize("seed", times("KILLS", 2))
 def test_whole_jobs_are_killed(rig: Rig, seed: int) -> None:
-    """All processes of a job are killed at any step, the last ones and the end included, with or without their
-    scheduler.
+    """All processes of a job are killed at random steps, up to its end, with or without the scheduler; after restarts
+    each sample counts once.
     """
     names = ["a", "b", "c"][: rig.chance.randint(2, 3)]
     rig.start(*names)
@@ -124,7 +127,9 @@ def test_whole_jobs_are_killed(rig: Rig, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", times("STOPS", 2))
 def test_members_are_stopped_over_the_end(rig: Rig, seed: int) -> None:
-    """A member or the scheduler is stopped while the job ends; a newcomer comes when all is over."""
+    """A member is stopped while the others end the job, and a newcomer comes afterwards: all end with final weights
+    that count each sample once.
+    """
     rig.start("a", "b", "c")
     rig.harness.wait_for("view", lambda r: len(r.get("members", ())) == 3)
     rig.goes_on(rig.chance.randint(3, 14))
@@ -141,8 +146,8 @@ def test_members_are_stopped_over_the_end(rig: Rig, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", times("FOLDERS", 3))
 def test_a_scheduler_begins_on_a_wrong_folder(rig: Rig, seed: int) -> None:
-    """The scheduler's folder is empty, an older copy, or another job's: members train on until the right one is
-    back.
+    """The scheduler restarts on a folder that is empty, an older copy, or another job's: members train on until the
+    right one is back.
     """
     rig.start("a", "b")
     rig.harness.wait_for("view", lambda r: len(r.get("members", ())) == 2)
@@ -169,7 +174,7 @@ def test_a_scheduler_begins_on_a_wrong_folder(rig: Rig, seed: int) -> None:
 
 
 def other_chain(rig: Rig) -> None:
-    """Writes a chain of the same job's name, in which no member of this job has ever been."""
+    """Writes a chain under the same job's name in which none of this job's members ever was."""
     from chaos_lightning.control.chain import JobChain
     from chaos_lightning.control.sqlite_store import SqliteStore
     from chaos_lightning.membership.effects import Persist

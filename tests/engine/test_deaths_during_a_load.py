@@ -1,4 +1,6 @@
-"""A third member dies while a newcomer loads the state: the newcomer gets in, and no member starts anything over."""
+"""Tests the death of a third member while a newcomer loads the state: the newcomer joins, and no other member starts
+anything over.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from engine_members import UNTIL_ENOUGH
 @pytest.mark.parametrize("when", ["a view is decided without it", "the pull begins"])
 @pytest.mark.parametrize("victim", ["a", "c"])
 def test_a_third_member_dies_while_a_newcomer_loads(job: Job, victim: str, when: str) -> None:
-    """The commit root or another member dies; it is a donor of the state as well, so a pull that has begun loses a
-    source.
+    """The commit root or another member dies before or during a newcomer's pull, for which it is a source as well; the
+    newcomer joins all the same.
     """
     gate, first = job.gate("d"), job.gate("a")
     for name in "abc":
@@ -38,7 +40,9 @@ def test_a_third_member_dies_while_a_newcomer_loads(job: Job, victim: str, when:
 
 
 def test_who_has_just_loaded_hands_the_state_on_when_its_only_donor_dies(job: Job) -> None:
-    """The first of three founders has the state, the second gets it, and the first dies before the third has it."""
+    """Only the first of three founders has the state; it dies once the second has pulled it, so the third gets it from
+    the second.
+    """
     gate = job.gate("c")
     for name in "abc":
         given = {"load_gate": gate} if name == "c" else {}

@@ -1,4 +1,4 @@
-"""Members of the plain loop that `chaos-lightning drain` sends away, and one whose name is taken."""
+"""Tests members of the plain loop that `chaos-lightning drain` sends away, and one whose name is in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from chaos_lightning.trainer import Trainer
 
 
 def test_drained_one_by_one_the_root_first(job: Job) -> None:
-    """A member that is drained waits for its release, and the others go on; the last one ends without an error, too."""
+    """Three members are drained one after the other, each of which waits for its release; the last one ends without an
+    error, too.
+    """
     epochs = 1000  # all are drained before they are over, on whatever machine
     job.start("a", epochs=epochs)
     job.harness.wait_for("welcomed", node="a")
@@ -40,7 +42,9 @@ def test_drained_one_by_one_the_root_first(job: Job) -> None:
 
 @pytest.mark.parametrize("step", [5, 60])
 def test_only_member_is_drained_between_two_batches_or_after_the_last_one(job: Job, step: int) -> None:
-    """No header can let the only member go: the scheduler releases it at once."""
+    """The only member is drained between two steps; the scheduler releases it at once, as no header of other members
+    can.
+    """
     gate = job.gate("a")
     job.start("a", epochs=1, gates={step: gate})
     job.harness.wait_step(step)
@@ -52,7 +56,7 @@ def test_only_member_is_drained_between_two_batches_or_after_the_last_one(job: J
 
 
 def test_sigterm_ends_a_member_that_waits_for_a_step_because_too_few_are_left(job: Job) -> None:
-    """The awaited step never comes, so the loop never gets to look at the signal by itself."""
+    """SIGTERM ends a member that waits for a step that never comes, so its loop cannot look at the signal by itself."""
     for name in "ab":
         job.start(name, epochs=1000, settings={"min_nodes": 2})
     job.harness.wait_step(5)
@@ -144,7 +148,7 @@ def test_newcomer_is_drained_while_its_state_is_on_the_way(routed_job: Job) -> N
 
 @pytest.mark.slow
 def test_who_comes_in_again_is_drained_meanwhile(job: Job) -> None:
-    """A member that was frozen for too long was put out, and is drained when it is about to get the state anew."""
+    """A member that was removed after a freeze is drained when it is about to pull the state again; it ends well."""
     gate = job.gate("c")
     for name in "abc":
         job.start(name, epochs=1000, **({"load_gate": gate, "load": 2} if name == "c" else {}))

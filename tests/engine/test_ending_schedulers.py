@@ -1,4 +1,4 @@
-"""The tests' own clean-up: schedulers that are ended after a test do not count as deaths in it."""
+"""Tests the clean-up of the tests themselves: a scheduler that it ends does not count as a death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Several schedulers on one chain in a real etcd: the leading one dies, freezes or resigns, and training goes on."""
+"""Tests several schedulers on one chain in a real etcd: the leading one dies, freezes or resigns, and training
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
 
 
 def stand_by(job: Job, etcd: EtcdServers, count: int, *, apart: bool = False) -> dict[str, str]:
-    """Starts candidates, all of which members ask; returns their endpoints by name."""
+    """Starts `count` candidates, which the members try in turn; returns their endpoints by name."""
     places = {f"s{n}": f"127.0.0.1:{port}" for n, port in enumerate(free_ports(count))}
     for name, place in places.items():
         env = {"CHAOS_HOST": name} if apart else None
@@ -150,7 +152,9 @@ def test_who_comes_when_the_job_has_just_finished_hears_of_it(job: Job, etcd: Et
 
 @pytest.mark.slow
 def test_members_do_not_wait_for_a_frozen_leader_that_the_others_still_name(job: Job, etcd: EtcdServers) -> None:
-    """The candidates count as on machines of their own, so the lease decides, which takes longer than the silence."""
+    """A frozen leader's lease ends later than members give it up (candidates count as on other machines); they soon
+    find the next leader.
+    """
     places = stand_by(job, etcd, 3, apart=True)
     before = train(job, *"ab")
     first = leading(job, places)

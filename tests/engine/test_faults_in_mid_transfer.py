@@ -1,5 +1,5 @@
-"""Tests deaths while the state is on its way: of a donor, the last one, the newcomer, the scheduler. In one case no
-process dies, and only the newcomer's control stream ends.
+"""Tests faults while the state is being sent: the death of a donor, of the last one, of the newcomer or the scheduler,
+and a cut control stream.
 
 Links to the newcomer are slow from the start, so what is done to it once some of the state has passed is done in the
 middle of the transfer, however busy the machine is.
@@ -30,8 +30,8 @@ WAYS = pytest.mark.parametrize("way", [pytest.param("pause", marks=pytest.mark.s
 
 
 def training(job: Job, names: Sequence[str], rules: dict[str, Any] | None = None) -> LinkRelay:
-    """Starts these members, waits until they train, and slows down the links that a newcomer is going to have; `rules`
-    are the scheduler's settings.
+    """Starts these members, waits until they train, and slows down their links to the later newcomer; `rules` are the
+    scheduler's settings.
     """
     relay = job.relay
     for name in names:
@@ -43,7 +43,7 @@ def training(job: Job, names: Sequence[str], rules: dict[str, Any] | None = None
 
 
 def begin_transfer(job: Job, relay: LinkRelay, way: str) -> None:
-    """Starts the newcomer and waits until it has some of the state, and lacks most of it."""
+    """Starts the newcomer, and waits until it has received a small part of the state."""
     job.start(NEWCOMER, seed=2, settings={"join_by": way, **HASHED}, **SPEC)
     job.harness.wait_for("pull_started", node=NEWCOMER)
 
@@ -60,14 +60,14 @@ def hurry(relay: LinkRelay, names: Sequence[str]) -> None:
 
 
 def end(job: Job, names: Sequence[str]) -> None:
-    """Checks that all train together and hold the same state; then lets them leave."""
+    """Checks that these members train together with equal states and that none was removed; then makes them leave."""
     hashed_alike(job, names)
     nobody_was_put_out(job)
     job.leave(*names)
 
 
 def hashed_alike(job: Job, names: Sequence[str], joined: Record | None = None) -> None:
-    """Checks that these members and the newcomer, once it is in, have the same hash of their state."""
+    """Checks that these members have the same hash of the state as the newcomer after its join."""
     joined = joined or job.harness.wait_for("joined", node=NEWCOMER)
     hashed = job.harness.wait_for("state_hash", node=NEWCOMER, after=joined)
     for name in names:
@@ -76,7 +76,7 @@ def hashed_alike(job: Job, names: Sequence[str], joined: Record | None = None) -
 
 
 def nobody_was_put_out(job: Job) -> None:
-    """Checks that no living member was put out."""
+    """Checks that no living member was removed from the job."""
     killed = {r["node"] for r in job.harness.records if r.name == "fault_injected" and r["kind"] == "sigkill"}
     put_out = [r for r in job.harness.records if r.name in ("fenced", "rejoin")]
     out = [r for r in put_out if r.member.partition("~")[0] not in killed]
@@ -95,7 +95,9 @@ def test_a_donor_dies(routed_job: Job, way: str) -> None:
 
 @WAYS
 def test_the_last_donor_dies(routed_job: Job, way: str) -> None:
-    """The newcomer then holds a mixture of states: it says so and ends, and the next member begins anew."""
+    """The last donor dies, so the newcomer has a mixture of states: it ends with an error, and the next process founds
+    the job anew.
+    """
     job = routed_job
     relay = training(job, "a")
     begin_transfer(job, relay, way)
@@ -133,7 +135,9 @@ def test_the_newcomer_dies(routed_job: Job, way: str) -> None:
 @pytest.mark.slow
 @WAYS
 def test_the_scheduler_dies(routed_job: Job, way: str) -> None:
-    """No byte of the state passes through the scheduler. Another one is started, under which the newcomer comes in."""
+    """The scheduler dies while the state is being sent; the newcomer joins under the next scheduler, as the state does
+    not pass through it.
+    """
     job = routed_job
     relay = training(job, "ab")
     begin_transfer(job, relay, way)
@@ -147,7 +151,7 @@ def test_the_scheduler_dies(routed_job: Job, way: str) -> None:
 
 
 def stream_lost(job: Job) -> Record:
-    """Waits until the newcomer and the scheduler have both seen that the stream between them has ended."""
+    """Waits until both the newcomer and the scheduler have noticed that the stream between them has ended."""
     lost = job.harness.wait_for("scheduler", lambda r: str(r["state"]).startswith("lost"), node=NEWCOMER)
     assert not [r for r in job.harness.records if r.name == "pull_done" and r.node == NEWCOMER]
     job.harness.wait_until(lambda: not job.connected(NEWCOMER), "the scheduler's word that the stream has ended")
@@ -155,15 +159,17 @@ def stream_lost(job: Job) -> Record:
 
 
 def came_in(job: Job, way: str) -> None:
-    """Checks that the newcomer came in by the way that it was told to take, however often it had to begin."""
+    """Checks that the newcomer used the way of joining (pause or replay) that the test chose, however often it
+    began.
+    """
     chosen = [r["way"] for r in job.harness.records if r.name == "way_in" and r.member.startswith(f"{NEWCOMER}~")]
     assert set(chosen) == {way}, chosen
 
 
 @WAYS
 def test_the_newcomers_control_stream_is_cut_for_a_moment(routed_job: Job, way: str) -> None:
-    """All links stand, the scheduler lives and no member is dead: members train on, and the newcomer comes in. In a
-    view, it is the same member as before; a learner is no member yet, and observes anew.
+    """A newcomer's control stream is cut for a moment: members train on, and it joins; by pause it keeps its member id,
+    by replay it gets a new one.
     """
     job = routed_job
     job.own_stream(NEWCOMER)
@@ -183,8 +189,8 @@ def test_the_newcomers_control_stream_is_cut_for_a_moment(routed_job: Job, way: 
 
 @WAYS
 def test_the_newcomers_control_stream_is_cut_until_it_is_given_up(routed_job: Job, way: str) -> None:
-    """The newcomer cannot hear that the job goes on without it, though its links stand; it hears it when the scheduler
-    is there again, and comes in as another member. No training member is put out, and no step is lost.
+    """A newcomer's control stream is cut until the job goes on without it: it joins again as another member, and no
+    other one is removed.
     """
     job = routed_job
     job.own_stream(NEWCOMER)

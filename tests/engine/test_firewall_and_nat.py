@@ -1,4 +1,4 @@
-"""Two sites with a gateway between them, made by the kernel: a firewall that opens named ports, and NAT. Needs root.
+"""Tests two sites behind gateways of the kernel: a firewall that opens named ports, and NAT. Needs root.
 
 Site a has the scheduler. The gateway lets nothing through but the scheduler's port and one range of ports at each
 site. Over IPv4 site b is behind NAT: its members announce the gateway's address, which forwards their range. Over IPv6
@@ -90,7 +90,7 @@ def sites() -> Iterator[Sites]:
 
 
 class Apart:
-    """Job whose members are at the two sites."""
+    """Job whose members run at two sites."""
 
     def __init__(self, job: Job, sites: Sites, family: int) -> None:
         self.job = job
@@ -103,7 +103,7 @@ class Apart:
         self.token.chmod(0o600)
 
     def serve(self, name: str, listen: str = "") -> None:
-        """Starts a scheduler at site a; each one continues the chain of the one before."""
+        """Starts a scheduler at site a, which continues the chain of the scheduler before it."""
         given = ["--listen", listen or self.job.endpoint, "--log-dir", str(self.job.harness.logs)]
         given += ["--store", str(self.job.folder / "chain.sqlite"), "--token-file", str(self.token)]
         space = self.sites.spaces["a"]
@@ -113,7 +113,7 @@ class Apart:
         self.job.harness.wait_for("scheduler_started", lambda r: f"-{pid}." in r.source)
 
     def start(self, name: str, **settings: Any) -> None:
-        """Starts a member at the site that its name begins with."""
+        """Starts a member at the site with which its name begins."""
         site = name[0]
         given = {"port": RANGES[site], "token_file": str(self.token), "host_scheduler": False, **settings}
         if self.family == 4 and site == "b":
@@ -133,7 +133,7 @@ class Apart:
         self.job.harness.wait_for("joined", node=name)  # whoever comes later dials
 
     def trains(self, count: int) -> None:
-        """Waits until so many members contribute to a step from now on."""
+        """Waits until `count` members contribute to a step from now on."""
         last = self.job.harness.records[-1] if self.job.harness.records else None
         self.job.harness.wait_for("committed", lambda r: len(r["contributors"]) == count, after=last)
 
@@ -167,8 +167,8 @@ def test_joins_deaths_and_leaves_through_a_firewall(job: Job, sites: Sites, fami
 
 
 def test_what_is_announced_and_not_forwarded_is_told_to_both_ends(job: Job, sites: Sites) -> None:
-    """A newcomer announces an address that the gateway does not forward; it comes in over the third member all the
-    same.
+    """A member announces an address that its gateway does not forward: a newcomer and it are told, and the newcomer
+    joins over the third member.
     """
     apart = Apart(job, sites, 4)
     apart.serve("scheduler")
@@ -198,7 +198,7 @@ def test_members_of_ipv4_and_of_ipv6_meet_over_one_that_has_both(job: Job, sites
 
 
 def test_the_firewall_lets_nothing_else_through(sites: Sites) -> None:
-    """The firewall blocks a port that is not named; otherwise the tests above would show nothing."""
+    """The firewall blocks a port that is not named; without this the other tests would prove nothing."""
     listens = "import socket,sys; s=socket.create_server(('10.77.91.2', 29700)); print('ready', flush=True); s.accept()"
     server = subprocess.Popen(
         ["ip", "netns", "exec", sites.spaces["a"], "python3", "-c", listens], stdout=subprocess.PIPE, text=True

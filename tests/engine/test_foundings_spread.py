@@ -1,4 +1,6 @@
-"""Six processes found a job of states that differ: the copies spread over those that have loaded (protocol.md 15)."""
+"""Tests six processes that found a job with different states: those that have loaded the state pass it on (protocol.md
+15).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ FOUNDERS = "abcdef"
 
 @pytest.mark.slow
 def test_founders_get_the_state_of_one_another(job: Job) -> None:
-    """Each founder sends the state to one other at a time, so that later ones get at least a part of it elsewhere."""
+    """Each founder sends the state to one other at a time, so later founders pull at least a part of it from those that
+    have loaded it.
+    """
     for seed, name in enumerate(FOUNDERS):
         rules = {"min_nodes": len(FOUNDERS)} if name == "a" else {}
         job.start(name, seed=seed, settings=rules, epochs=UNTIL_ENOUGH, width=400_000, kept={"pulls": 1}, by_wire=True)
@@ -35,8 +39,8 @@ def test_founders_get_the_state_of_one_another(job: Job) -> None:
 
 @pytest.mark.slow
 def test_a_job_begins_without_a_founder_behind_a_slow_link_if_another_node_is_ready(job: Job) -> None:
-    """The slow founder gets 6 kB/s from each of the others, and the state has 2.7 MB. It learns by replay after
-    that.
+    """A founder that gets 6 kB/s from each of the others (the state has 2.7 MB) is replaced by a waiting node, so the
+    job begins; it then joins by replay.
     """
     founders = ["first", "slow", *(f"f{i}" for i in range(SMALL_JOB - 1))]
     for seed, name in enumerate([*founders, "spare"]):

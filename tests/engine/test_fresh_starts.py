@@ -1,4 +1,6 @@
-"""A script that failed and was edited, and one that waits for the dead until the operator ends their job."""
+"""Tests new starts: a script that failed and was edited, and one that waits for lost members until the operator ends
+their job.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from chaos_lightning.control.resetting import reset_job
 
 
 def test_an_edited_script_begins_anew_where_the_one_before_failed(job: Job) -> None:
-    """The scheduler outlived the failed script, and remembers the job's old shape."""
+    """A script fails, and an edited one with another model founds the job anew, though the scheduler of the failed one
+    still runs.
+    """
     job.start("a", fails_at=3)
     job.harness.declare("a")
     assert job.harness.wait_exit("a") == 1
@@ -51,7 +55,9 @@ def test_after_the_death_of_all_at_once_whoever_founds_the_job_again_says_what_i
 
 
 def test_what_the_last_ones_keep_is_the_state_at_the_last_header(job: Job) -> None:
-    """The survivors are in mid-step, and their forward passes have changed the counts of batch normalisation."""
+    """Two survivors end in mid-step, when forward passes have changed batch norm's counts; the state that they save is
+    that at the last header.
+    """
     job.serve(min_nodes=3)
     job.start("a", gates={5: job.gate("a")})
     for name in "bc":
@@ -71,7 +77,9 @@ def test_what_the_last_ones_keep_is_the_state_at_the_last_header(job: Job) -> No
 
 
 def test_an_edited_script_begins_anew_where_the_one_before_was_interrupted(job: Job) -> None:
-    """The state that the interrupted script kept does not fit the edited one, and its scheduler still knows of it."""
+    """A script is interrupted and saves its state, which does not fit the edited script that follows; that one founds
+    the job anew.
+    """
     job.start("a", gates={5: (gate := job.gate("a"))})
     job.harness.wait_step(5)
     job.harness.terminate("a")
@@ -88,7 +96,9 @@ def test_an_edited_script_begins_anew_where_the_one_before_was_interrupted(job: 
 
 @pytest.mark.slow
 def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) -> None:
-    """A frozen member is the last that holds the state; another program waits for it, and says what can be done."""
+    """The only member with the state is frozen: another program waits and names the command `reset`, by which the
+    operator ends the job.
+    """
     job.start("a", gates={5: job.gate("a")})
     job.harness.wait_step(5)
     job.harness.declare("a")
@@ -102,7 +112,7 @@ def test_who_may_live_is_waited_for_until_the_operator_ends_its_job(job: Job) ->
 
 
 def test_who_begins_a_dead_job_anew_says_what_is_lost(job: Job) -> None:
-    """No member is left that could keep the state, as with a second node whose only worker was killed."""
+    """The only member is killed, so no state is left: the next member founds the job anew, and says what is lost."""
     job.serve(min_nodes=1)
     job.start("a", gates={5: job.gate("a")})
     job.harness.wait_step(5)

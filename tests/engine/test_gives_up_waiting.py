@@ -1,4 +1,4 @@
-"""Members of the plain loop that wait for the job, and are told to leave it; or wait in vain."""
+"""Tests members of the plain loop that wait for the job: one told to leave it, and some that wait in vain."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_vain_wait_says_for_what_where_and_what_to_do(job: Job) -> None:
 
 
 def test_founders_between_whom_no_link_leads_are_told_so(job: Job) -> None:
-    """Enough founders are here but no link leads between them, so starting another one would not help."""
+    """There are enough founders but no link between them; they give up, and say that links are missing, not members."""
     job.harness.declare("a", "b")
     for name, neighbour in (("a", "x"), ("b", "y")):
         job.start(name, settings={"min_nodes": 2, "join_timeout_s": 4.0, "neighbours": neighbour})

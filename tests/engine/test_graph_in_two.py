@@ -1,4 +1,5 @@
-"""All links between two halves of a job are cut: one half goes on, the other waits, says so, and comes in again later.
+"""Tests a cut of all links between two halves of a job: one half goes on; the other one waits, says so, and joins
+again.
 
 The half that the scheduler reaches goes on, be it the one with the commit root or the other one; where it reaches both,
 the one with the oldest member does.
@@ -24,8 +25,8 @@ SETTINGS: dict[str, Any] = {"min_nodes": 2, "state_hash_every": 10}
 
 
 def training(job: Job, named: dict[str, str]) -> Record:
-    """Starts four members in one view, in this order, whose streams to the scheduler can be cut each; returns their
-    first step together.
+    """Starts four members in one view, in this order, with control streams that can be cut one by one; returns their
+    first joint step.
     """
     job.serve(min_nodes=2)
     job.own_stream(*ALL)
@@ -50,7 +51,7 @@ def committed(job: Job, names: str) -> list[Record]:
 
 
 def goes_on(job: Job, side: str, before: Record) -> Record:
-    """Waits until the members of this side train in a view of their own."""
+    """Waits until the members of one side train in a view of their own; returns the decision for that view."""
 
     def theirs(record: Record) -> bool:
         return [str(m).partition("~")[0] for m in record.get("members") or ()] == list(side)
@@ -63,8 +64,10 @@ def goes_on(job: Job, side: str, before: Record) -> Record:
 
 
 def committed_nothing_meanwhile(job: Job, waiting: str, side: str, decided: Record) -> None:
-    """Checks that those that went on have committed all that those that wait have; but for a step that was under way,
-    which is stable nowhere before the header after it (protocol.md 4), if the commit root is among those that wait.
+    """Checks that waiting members committed nothing after the cut, except perhaps the step under way if the commit root
+    is among them.
+
+    Such a step is stable nowhere before the header after it (protocol.md 4).
     """
     first = min(r["seq"] for r in committed(job, side) if r["view"] == decided["id"])
     assert max(r["seq"] for r in committed(job, waiting)) <= (first if waiting == OLD else first - 1)
@@ -94,7 +97,7 @@ def all_train_again(job: Job, waited: str, side: str, healed: Record) -> None:
 
 
 def shown(job: Job, name: str, text: str) -> None:
-    """Waits until this member's terminal shows it; the event comes a moment earlier."""
+    """Waits until this text is on the member's terminal, which happens a moment after its event."""
     job.harness.wait_until(lambda: text in job.harness.children[name].log.read_text(), f"{text!r} on {name}'s terminal")
 
 
@@ -163,7 +166,11 @@ def test_where_the_scheduler_reaches_both_sides_the_one_with_the_oldest_member_g
 
 @pytest.mark.parametrize("way", ["pause", "replay"])
 def test_a_newcomer_is_cut_off_from_all_while_it_loads_and_the_others_go_on(routed_job: Job, way: str) -> None:
-    """A newcomer that joins by pause is in a view already, and the next step waits for it. It only loses its place."""
+    """A newcomer is cut off from all while it loads the state: the others go on without it, and it joins when the cut
+    is over.
+
+    By pause it is in a view already, and the next step waits for it until it loses its place.
+    """
     job = routed_job
     job.serve(min_nodes=2)
     job.own_stream("c")

@@ -1,4 +1,6 @@
-"""Jobs of real processes with keys: secrets stay secret, keys are rotated while they train, another scheduler leads."""
+"""Tests jobs of real processes with keys: secrets stay secret, keys are rotated during training, another scheduler
+takes over.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,14 @@ def of(keys: Path, name: str) -> Credentials:
 
 
 def secrets(keys: Path) -> list[str]:
-    """Returns tokens, and of every private key the line that differs between keys."""
+    """Returns all tokens, and from each private key the line that differs between keys."""
     cluster = keyfiles.load(keys)
     pems = [cluster.authority[1], *(path.read_text() for path in keys.rglob(KEY))]
     return [*cluster.tokens, *(pem.splitlines()[2] for pem in pems)]
 
 
 def serve(job: Job, keys: Path) -> None:
-    """Starts a scheduler process with keys; members host none."""
+    """Starts a scheduler process with keys; members start none themselves."""
     command = [sys.executable, "-m", "chaos_lightning.control.scheduler_main", "--listen", job.endpoint]
     command += ["--store", str(job.folder / "chain.sqlite"), "--log-dir", str(job.harness.logs)]
     job.harness.start("scheduler", [*command, "--keys-dir", str(keys / NODES / "scheduler")])
@@ -64,7 +66,9 @@ def seen_in(text: str, words: list[str]) -> list[str]:
 
 
 def test_no_secret_is_in_a_log_an_answer_a_report_or_on_a_command_line(job: Job, keys: Path, tmp_path: Path) -> None:
-    """The first member hosts the scheduler, as with torchrun; a stranger and an observer come by."""
+    """No key or token occurs in logs, answers, reports or command lines of a job that the first member serves and a
+    stranger calls.
+    """
     train(job, keys, "a", "b")
     status = fetch_status(job.endpoint, of(keys, "ann"))
     with pytest.raises(RefusedError, match="demands a certificate"):

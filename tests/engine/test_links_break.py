@@ -1,5 +1,5 @@
-"""Links between living members break: the open step is redone without them or over them anew, and no member is put
-out.
+"""Tests broken links between living members: the open step is repeated without them or over new ones, and no member is
+removed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from chaos_lightning.testing.faults import FaultPlan
 
 
 def founded(job: Job, *, gate: str = "") -> Record:
-    """Founds a job of three members; a is the root, c dials both others. With a gate, a waits there after step 5."""
+    """Founds a job of three members, of which a is the commit root and c dials the other two. With a gate, a waits at
+    it after step 5.
+    """
     for name in "abc":
         gates = {5: gate} if gate and name == "a" else {}
         job.start(name, settings={"min_nodes": 3}, epochs=UNTIL_ENOUGH, gates=gates)
@@ -24,7 +26,9 @@ def founded(job: Job, *, gate: str = "") -> Record:
 
 
 def remade(job: Job, before: Record, *ends: str) -> Record:
-    """Returns the decision for another view of the same members, made because these two lost or remade their link."""
+    """Returns the decision for another view of the same members, made because two of them lost or renewed their
+    link.
+    """
 
     def about(record: Record) -> bool:
         reason = str(record.get("reason"))
@@ -39,7 +43,9 @@ def remade(job: Job, before: Record, *ends: str) -> Record:
 
 @pytest.mark.parametrize("ends", ["ab", "bc"])
 def test_a_cut_link_is_dialled_again_and_the_open_step_redone(routed_job: Job, ends: str) -> None:
-    """The cut link has the commit root at one end, or at none."""
+    """A link is cut for 0.5 s, with the commit root at one end or at none: it is dialled again, and the open step
+    repeated.
+    """
     job = routed_job
     gate = job.gate("a")
     view = founded(job, gate=gate)
@@ -69,7 +75,9 @@ def test_a_link_that_is_cut_again_and_again_stops_nobody_for_good(routed_job: Jo
 
 @pytest.mark.slow
 def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> None:
-    """The link between b and c swallows all bytes, while all processes and all control streams live."""
+    """A link swallows all bytes and is never closed: both ends notice the silence, and the step is repeated over a new
+    link.
+    """
     job = routed_job
     view = founded(job)
     job.harness.stall("b", "c")
@@ -86,7 +94,7 @@ def test_a_stalled_link_is_noticed_though_nobody_closes_it(routed_job: Job) -> N
 
 @pytest.mark.slow
 def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
-    """TCP loses nothing in a short stall, so the same step goes on in the same view."""
+    """A short stall of a link loses nothing, so the same step goes on in the same view."""
     job = routed_job
     founded(job)
     job.harness.stall("a", "b", seconds=0.3)
@@ -97,7 +105,9 @@ def test_a_short_stall_is_waited_out(routed_job: Job) -> None:
 
 
 def test_a_link_that_stays_away_is_done_without_and_comes_back_with_a_header(routed_job: Job) -> None:
-    """No member waits for `step_timeout_s`: contributions and headers go by way of the third member meanwhile."""
+    """A link stays cut: messages pass through the third member without a wait for `step_timeout_s`, and it returns with
+    a header once mended.
+    """
     job = routed_job
     view = founded(job)
     job.harness.cut("a", "b")

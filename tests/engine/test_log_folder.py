@@ -1,4 +1,4 @@
-"""Tests the folder of event logs if a user names none: the state folder of the job."""
+"""Tests the folder of event logs if the user names none: the state folder of the job."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_top_shows_a_schedulers_job_with_what_members_here_log(
 def test_a_user_without_a_home_is_told_and_trains(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A user has no home directory, as in a container that runs under a user id unknown to it."""
+    """A user without a home directory, as in some containers, gets no log folder, and is told what to set."""
     for name in ("XDG_STATE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
 

@@ -1,4 +1,6 @@
-"""Real processes come, go and die: all members hold the same bits at the end; no step and no sample is lost."""
+"""Tests real processes that join, leave and die: all end with bitwise equal states, and no step and no sample
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_two_of_four_die_at_once(job: Job) -> None:
 
 @pytest.mark.slow
 def test_root_dies_after_its_header_reached_one_member(job: Job) -> None:
-    """One survivor holds the result and hands it to the other verbatim (protocol.md 9)."""
+    """The commit root dies after its header reached one survivor, which hands it on unchanged to the other one
+    (protocol.md 9).
+    """
     job.start("a", settings={"min_nodes": 2}, die_at={"when": "after_first_header", "world": 3}, epochs=UNTIL_ENOUGH)
     job.harness.declare("a")
     job.harness.wait_for("welcomed", node="a")
@@ -125,8 +129,8 @@ def test_frozen_member_is_fenced_and_joins_again_in_the_same_process(job: Job) -
 
 
 def test_only_member_is_frozen_while_a_newcomer_waits(job: Job) -> None:
-    """No other member holds the state, so the newcomer may not begin anew while the frozen process may wake up
-    (protocol.md 12a).
+    """The only member is frozen, and may wake up with the state: a newcomer waits for it instead of founding the job
+    anew (protocol.md 12a).
     """
     gate, hang_s = job.gate("a"), 2.0  # on a busy machine a newcomer that loads may be silent for half a second
     job.start("a", seed=1, gates={5: gate}, rules={"hang_timeout_s": hang_s})
@@ -147,8 +151,8 @@ def test_only_member_is_frozen_while_a_newcomer_waits(job: Job) -> None:
 
 @pytest.mark.parametrize("heir", ["a newcomer that waits", "itself, started again"])
 def test_only_member_is_killed(job: Job, heir: str) -> None:
-    """The process table is proof of the death: a waiting member begins again, though every timeout is beyond the test's
-    deadline.
+    """The only member is killed, which the process table proves: another process founds the job anew, though every
+    timeout exceeds the test's deadline.
     """
     rules = {"hang_timeout_s": 600, "reconnect_grace_s": 600, "last_holder_timeout_s": 600}
     job.start("a", gates={5: job.gate("a")}, rules=rules)
@@ -177,7 +181,9 @@ def test_sigterm_leaves_after_the_step_with_exit_code_0(job: Job) -> None:
 
 @pytest.mark.parametrize("leaver", ["root", "leaf"])
 def test_who_leaves_after_the_last_step_ends_with_the_others(job: Job, leaver: str) -> None:
-    """A leaver takes part in a slot after the last step, in which the others close the job."""
+    """A member asks to leave after the last step: it takes part in the slot in which the others end the job, and ends
+    with them.
+    """
     leaves = {"exit_at": 30}
     job.start("a", epochs=1, settings={"min_nodes": 2}, **(leaves if leaver == "root" else {}))
     job.harness.wait_for("welcomed", node="a")
@@ -189,7 +195,9 @@ def test_who_leaves_after_the_last_step_ends_with_the_others(job: Job, leaver: s
 
 @pytest.mark.slow
 def test_who_leaves_hands_newcomers_the_state_that_the_others_have(job: Job) -> None:
-    """A leaver takes a step without its script; then a newcomer pulls the state from the oldest member, the leaver."""
+    """A member that leaves takes one more step without its script, so the state that a newcomer pulls from it equals
+    that of the others.
+    """
     gate = job.gate("a")
     job.start("a", epochs=UNTIL_ENOUGH, settings={"min_nodes": 2}, gates={5: gate}, exit_at=5)
     job.harness.wait_for("welcomed", node="a")
@@ -215,7 +223,7 @@ def test_leaver_is_the_writer_and_root(job: Job) -> None:
 
 
 def test_last_member_leaves_at_once(job: Job) -> None:
-    """The last member has no other one to commit a further step with; it must not wait for one."""
+    """The last member is told to leave: no other member can commit a step with it, so it ends without one."""
     job.start("a", epochs=200)
     job.harness.wait_step(5)
     job.harness.terminate("a", number=signal.SIGINT)
@@ -237,7 +245,9 @@ def test_joiner_dies_while_others_wait_for_it(job: Job) -> None:
 
 @pytest.mark.slow
 def test_workers_of_a_killed_member_do_not_hide_its_death(job: Job) -> None:
-    """DataLoader workers inherit sockets; the survivors must see the death at once all the same."""
+    """DataLoader workers, which inherit sockets, outlive a killed member: the survivors notice its death at once all
+    the same.
+    """
     for name in "abc":
         job.start(name, settings={"min_nodes": 2}, epochs=4, workers=1, samples=480)
     job.harness.wait_for("committed", lambda r: len(r["contributors"]) == 3, node="a")
@@ -249,7 +259,9 @@ def test_workers_of_a_killed_member_do_not_hide_its_death(job: Job) -> None:
 
 @pytest.mark.slow
 def test_member_whose_state_drifts_pulls_it_again(job: Job) -> None:
-    """A bit flips in one member's memory, say: hashes are compared, and this member joins again (protocol.md 24)."""
+    """One member's state differs after a bit flip: the comparison of hashes finds it, and the member joins again
+    (protocol.md 24).
+    """
     settings = {"min_nodes": 3, "state_hash_every": 5}
     for name in "ab":
         job.start(name, settings=settings, epochs=20)

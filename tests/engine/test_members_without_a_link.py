@@ -1,4 +1,6 @@
-"""Real members of which not every pair has a link, and links that are measured: steps commit all the same."""
+"""Tests real members that are not all linked with each other, and links that are measured: steps are committed all the
+same.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from chaos_lightning.testing.emulation import RATES
 
 
 def beside(job: Job, name: str) -> set[str]:
-    """Returns the members that this one ever had a link with."""
+    """Returns the members with which this one ever had a link."""
     ups = [r for r in job.harness.records if r.name == "link_up" and r.node == name]
     return {str(r.get("peer")).partition("~")[0] for r in ups}
 
 
 @pytest.mark.slow
 def test_contributions_and_headers_pass_through_the_member_between(job: Job) -> None:
-    """Links form a line a - b - c - d: the commit root is at one end, three links away from d."""
+    """Links form a line a - b - c - d with the commit root a at its end: messages from and to d pass through b
+    and c.
+    """
     named = {"a": "b", "b": "a,c", "c": "b,d", "d": "c"}
     for name, neighbours in named.items():
         job.start(name, settings={"min_nodes": 4, "neighbours": neighbours}, epochs=8)
@@ -57,9 +61,7 @@ def test_links_that_are_emulated_are_measured_by_both_ends_while_the_job_trains(
 
 @pytest.mark.parametrize("dead", ["b", pytest.param("a", marks=pytest.mark.slow)])
 def test_the_member_that_messages_pass_through_is_killed(job: Job, dead: str) -> None:
-    """Links form a ring a - b - c - d: a, the root, and c have no link; b, being older than d, passes their messages on
-    and is killed. Then d does.
-    """
+    """In a ring a - b - c - d, messages between a and c pass through b; b is killed, or d is, and the others go on."""
     named = {"a": "b,d", "b": "a,c", "c": "b,d", "d": "a,c"}
     for name, neighbours in named.items():
         job.start(name, settings={"min_nodes": 3, "neighbours": neighbours}, epochs=UNTIL_ENOUGH)

@@ -1,4 +1,4 @@
-"""Tests that metrics, scraped by Prometheus or pushed to a collector beside a real job, agree with the job's logs."""
+"""Tests that metrics of a real job, scraped by Prometheus or pushed to a collector, agree with the job's logs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_without_arguments_the_schedulers_job_is_followed_here(
 
 @contextlib.contextmanager
 def command(*options: str, said: str = "") -> Iterator[str]:
-    """Runs `chaos-lightning metrics` until it is interrupted; gives the address that it names.
+    """Runs `chaos-lightning metrics` while the block runs; yields the address that it prints.
 
     Args:
         said: What it writes to stderr.
@@ -209,7 +209,7 @@ def test_a_scheduler_that_does_not_answer_is_down() -> None:
 
 
 def test_the_page_lists_every_metric() -> None:
-    """The list of metrics in docs is up to date; CHAOS_REWRITE=1 writes it."""
+    """The list of metrics in docs is up to date; with CHAOS_REWRITE=1 the test writes it."""
     rows = "".join(
         f"| `{m.name}`{''.join(f' {{{label}}}' for label in m.labels)} | {m.kind} | {m.help} |\n" for m in METRICS
     )

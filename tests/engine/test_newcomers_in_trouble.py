@@ -1,4 +1,6 @@
-"""Newcomers that come in under odd conditions, in real processes: late, in crowds, again and again, without a link."""
+"""Tests newcomers, in real processes, that are slow, come again and again, lack a link, or find members short of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ WAYS = pytest.mark.parametrize("way", [pytest.param("pause", marks=pytest.mark.s
 
 
 def two_train(job: Job, **more: Any) -> None:
-    """Starts members a and b, which train together; `more` holds further settings by member."""
+    """Starts members a and b, which train together; `more` has further settings by member."""
     for name in "ab":
         job.start(name, settings=HASHED, **SPEC, **more.get(name, {}))
         job.harness.wait_for("joined", node=name)
@@ -28,13 +30,13 @@ def come(job: Job, name: str, way: str = "replay", **more: Any) -> None:
 
 
 def ways(job: Job, name: str) -> list[tuple[str, str]]:
-    """Returns the ways in that a newcomer was given, each with its reason."""
+    """Returns the ways of joining that the scheduler told a newcomer (replay or pause), each with its reason."""
     given = [r for r in job.harness.records if r.name == "way_in" and r.member.startswith(f"{name}~")]
     return [(str(r["way"]), str(r["reason"])) for r in given]
 
 
 def hold_the_same(job: Job, names: Sequence[str], after: Record) -> None:
-    """Checks that all these members have the same state at some header that was committed after this event."""
+    """Checks that these members have the same state at a header committed after an event."""
     first = job.harness.wait_for("state_hash", node=names[0], after=after)
     heads = {names[0]: str(first["hash"])}
     for name in names[1:]:
@@ -50,8 +52,8 @@ def nobody_was_put_out(job: Job, but: str = "-") -> None:
 
 
 def stand_still(job: Job) -> tuple[str, Record]:
-    """Starts newcomer c, which joins by replay and is held before its first entry; returns its gate, and the event that
-    says so.
+    """Starts newcomer c, which joins by replay and stops at a gate before the first entry of the log; returns the gate,
+    and c's event.
     """
     gate = job.gate("c")
     come(job, "c", apply_gate=gate)
@@ -59,7 +61,9 @@ def stand_still(job: Job) -> tuple[str, Record]:
 
 
 def go_on(job: Job, gate: str, after: Record, *, slots: int) -> None:
-    """Lets c go on when a and b have committed so many slots after this event; all three end with the same state."""
+    """Lets c pass its gate once a and b have committed `slots` slots after an event; checks that all three end with
+    equal states.
+    """
     slot = job.harness.wait_for("committed", node="a", after=after)
     job.harness.wait_for("committed", lambda r: r["seq"] > slot["seq"] + slots, node="a")
     job.open(gate)
@@ -68,7 +72,7 @@ def go_on(job: Job, gate: str, after: Record, *, slots: int) -> None:
 
 
 def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(routed_job: Job) -> None:
-    """Members keep four entries; thirty are committed while the newcomer applies its first one.
+    """A newcomer replays slower than the log grows, of which members keep four entries: it joins by a pause instead.
 
     Through the relay nothing is read out of others' memory, which is so quick that it may have nothing to apply.
     """
@@ -82,8 +86,8 @@ def test_one_that_applies_slower_than_the_log_grows_comes_in_by_a_pause(routed_j
 
 
 def test_a_log_whose_lease_is_over_is_not_begun_again(routed_job: Job) -> None:
-    """Headers still name the newcomer, which stands still; members keep nothing for it any more, so it comes in by a
-    pause.
+    """A newcomer stops until members have deleted their log for it, as its lease is over: it joins by a pause, not by
+    replay again.
     """
     job = routed_job
     two_train(job, a={"kept": {"lease_s": 0.5}}, b={"kept": {"lease_s": 0.5}})
@@ -98,8 +102,8 @@ def test_a_log_whose_lease_is_over_is_not_begun_again(routed_job: Job) -> None:
 
 @pytest.mark.parametrize("late", ["a", "ab"])
 def test_members_that_cannot_copy_a_slot_in_time(routed_job: Job, late: str) -> None:
-    """Members that are too late leave a slot out of their log and say so. Another member has it; or the newcomer comes
-    in by a pause, soon.
+    """A member cannot copy a slot into its log in time: the newcomer gets it from the other member, or joins by a pause
+    if that one is late, too.
     """
     job = routed_job
     two_train(job, **{name: {"late_log": True} for name in late})
@@ -119,8 +123,8 @@ def test_members_that_cannot_copy_a_slot_in_time(routed_job: Job, late: str) -> 
 
 @pytest.mark.parametrize("poor", ["a", "ab"])
 def test_members_without_memory_for_a_copy(job: Job, poor: str) -> None:
-    """If one member lacks memory, the other one serves. If both do, the newcomer comes in by a pause, which needs no
-    copy.
+    """A member lacks memory for a snapshot: the other member serves the newcomer, or if both lack it, the newcomer
+    joins by a pause.
     """
     two_train(job, **{name: {"kept": {"snapshot_cap_nbytes": 1000}} for name in poor})
     come(job, "c")
@@ -142,8 +146,8 @@ def test_members_without_memory_for_a_copy(job: Job, poor: str) -> None:
 
 @WAYS
 def test_one_that_comes_and_goes_again_and_again(job: Job, way: str) -> None:
-    """A newcomer leaves as soon as it is in, in turn politely and by SIGKILL; others train on, another one comes to
-    stay.
+    """A newcomer leaves as soon as it has joined, by turns politely and by SIGKILL: the others train on, and another
+    newcomer joins.
     """
     two_train(job)
     come(job, "d", way)
@@ -182,8 +186,8 @@ def test_ten_newcomers_at_once(job: Job, way: str) -> None:
 
 @WAYS
 def test_a_neighbour_that_refuses_is_left_out(routed_job: Job, way: str) -> None:
-    """The newcomer gets the state from the neighbour that does not refuse, and through it routed messages reach the
-    other one.
+    """A newcomer cannot connect to one of two neighbours: it gets the state from the other one, which also passes on
+    its messages.
     """
     job = routed_job
     job.relay.cut("a", "c")

@@ -1,4 +1,4 @@
-"""A newcomer that comes before its scheduler says so while it waits, and waits as long as it was told to.
+"""Tests a newcomer that starts before its scheduler: it says so while it waits, and waits as long as it was told to.
 
 That it says so again and again is shown by tests/control/test_silent_endpoint.py.
 """

@@ -1,5 +1,5 @@
-"""Audits the logs of a real job with a join, a leave and a death: complete logs prove the contract; of a part, the
-audit says what that part does not show.
+"""Tests audits of a real job's logs with a join, a leave and a death: complete logs prove the contract, and for a part
+of them the audit says what it cannot show.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def without_file(name: str) -> Callable[[Path], None]:
 
 
 def without_lines(name: str, first: float, last: float) -> Callable[[Path], None]:
-    """Returns a function that removes the lines between two shares of a member's log file."""
+    """Returns a function that deletes the lines of a member's log file between two shares of its length (0 to 1)."""
 
     def cut(logs: Path) -> None:
         lines = lines_of(path := of_member(logs, name))
@@ -122,7 +122,9 @@ def words_of(what: str) -> str:
 
 
 def short_enough(logs: Path) -> None:
-    """Checks how many bytes of log a step costs each member; events that are written only once do not count."""
+    """Checks that a step costs each member less than a bound in bytes of log, without events that are written only
+    once.
+    """
     for path in log_files(logs):
         if path.name.startswith("member-"):
             steps = sum(r.name == "committed" and r["kind"] == "step" for r in read_events(path))

@@ -1,4 +1,5 @@
-"""Candidates, members and etcd lose each other: exactly one side goes on, the others wait, and nothing forks.
+"""Tests candidates, members and etcd that cannot reach each other: exactly one side goes on, the others wait, and the
+chain never forks.
 
 Real processes on a real etcd of three servers; ways are cut by relays (schedulers_apart.py). What was chosen, and why,
 must stand in `status` and in the event logs.
@@ -51,7 +52,7 @@ def trains_on(job: Job, names: str, since: Record, steps: int = 10) -> None:
 
 
 def here(job: Job) -> Record:
-    """Returns the last event so far."""
+    """Returns the last event logged so far."""
     return job.harness.records[-1]
 
 
@@ -190,7 +191,9 @@ def test_most_members_reach_another_candidate_and_that_one_leads(apart: Apart, h
 
 @pytest.mark.slow
 def test_of_two_halves_the_one_that_reaches_the_leader_goes_on(routed_apart: Apart) -> None:
-    """Each half has a candidate; the links between them, and the ways to the other half's candidate, are cut."""
+    """A job is cut into halves with one candidate each: the half whose candidate leads goes on, and the other one
+    waits.
+    """
     apart, job = routed_apart, routed_apart.job
     quorum = {"settings": {**SETTINGS, "min_nodes": 2}, **SPEC}
     for name in "abcd":
@@ -266,7 +269,9 @@ def test_without_a_majority_of_etcd_nobody_leads_and_training_goes_on(apart: Apa
 @pytest.mark.slow
 @pytest.mark.parametrize("members_too", [False, True], ids=["schedulers and etcd", "the whole machine"])
 def test_leases_end_during_a_long_pause_of_all_schedulers_and_etcd(apart: Apart, members_too: bool) -> None:
-    """The pause is longer than any lease; whichever scheduler leads afterwards continues the chain where it was."""
+    """All schedulers and etcd pause for longer than any lease: whichever scheduler leads afterwards continues the
+    chain.
+    """
     job, etcd = apart.job, apart.etcd
     train(job, *"ab")
     frozen = [*apart.paths, *("ab" if members_too else "")]

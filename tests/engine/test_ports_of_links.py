@@ -1,4 +1,4 @@
-"""Members listen at the ports that they were given, over IPv6 too, and announce another address to others."""
+"""Tests the ports of links: members listen at given ports, over IPv6 too, and announce other addresses to others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chaos_lightning.machine.listener import free_port, free_ports
 
 
 def listening(ports: list[int]) -> set[int]:
-    """Returns those of these ports that are listened at, by the kernel's tables."""
+    """Returns which of these ports some process listens at, by the kernel's tables."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -23,7 +23,7 @@ def listening(ports: list[int]) -> set[int]:
 
 
 def span() -> list[int]:
-    """Returns three ports in a row that are free."""
+    """Returns three consecutive free ports."""
     for _ in range(100):
         first = free_port()
         ports = [first, first + 1, first + 2]

@@ -1,4 +1,4 @@
-"""Jobs of real processes over protected links: a join by replay, a death, and equal state at the end."""
+"""Tests jobs of real processes over protected links: a join by replay, a death, and equal state at the end."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def protected(job: Job, name: str, level: str, **spec: Any) -> None:
     ],
 )
 def test_a_join_by_replay_and_a_death_over_protected_links(job: Job, level: str, by_reference: bool) -> None:
-    """Links are sockets alone, as between machines; or they carry offers and references, which are sealed like all
-    else.
+    """A newcomer joins by replay over protected links, and a member dies; both with sockets alone, and with memory
+    passed by reference.
     """
     way = {"min_nodes": 2, "by_reference": by_reference}
     for name in "ab":
@@ -73,8 +73,8 @@ def test_whoever_changes_what_passes_cuts_a_link_and_nothing_else(
 
 @pytest.mark.parametrize(("level", "shows"), [("checksum", True), ("authenticated", True), ("encrypted", False)])
 def test_what_an_eavesdropper_sees(watched_job: tuple[Job, Middleman], level: str, shows: bool) -> None:
-    """An eavesdropper looks for gradients on links and for weights on the way to a newcomer; finding them without
-    encryption proves the test.
+    """An eavesdropper on the links finds gradients and a newcomer's weights without encryption, and none of them with
+    it.
     """
     job, relay = watched_job
     relay.records = True
@@ -112,7 +112,9 @@ def test_a_member_that_insists_on_another_level_is_told(job: Job) -> None:
 
 @pytest.mark.parametrize("level", ["encrypted", pytest.param("authenticated", marks=pytest.mark.slow)])
 def test_links_are_mended_without_a_scheduler_and_the_next_one_makes_new_keys(routed_job: Job, level: str) -> None:
-    """The ends of a link keep the keys that a scheduler gave, after that scheduler has ended."""
+    """A link breaks while there is no scheduler: its ends connect again with their old keys; the next scheduler makes
+    new ones.
+    """
     job = routed_job
     job.serve(links=level, min_nodes=2)
     for name in "ab":

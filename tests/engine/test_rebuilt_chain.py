@@ -1,5 +1,5 @@
-"""The chain's file and its scheduler are lost: the job waits, and `--rebuild` restores the chain on the operator's word
-(14a).
+"""Tests the loss of the scheduler and the file of its chain: the job waits, and `--rebuild` restores the chain on the
+operator's order (14a).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ RULES = {"min_nodes": 1, "reconnect_grace_s": 2.0}
 
 
 def lose_the_chain(job: Job) -> None:
-    """Kills the scheduler and deletes the file of its chain."""
+    """Kills the scheduler, and deletes the file of its chain."""
     job.harness.kill("scheduler")
     for path in job.folder.glob("chain.sqlite*"):
         path.unlink()
 
 
 def begin(job: Job, name: str, *options: str, store: str = "") -> None:
-    """Starts a scheduler at the same endpoint, on the store of this name; on an empty one of its own name if none is
-    given.
+    """Starts a scheduler at the same endpoint, on the store of this name, or else on an empty store with its
+    own name.
     """
     path = job.folder / f"{store or name}.sqlite"
     job.scheduler(name, "--settings", json.dumps(RULES), "--store", str(path), *options)
@@ -108,7 +108,9 @@ def test_a_minority_is_refused_by_name_and_the_rest_lets_it_go_on(job: Job) -> N
 
 @pytest.mark.slow  # three schedulers, one after the other
 def test_a_newcomer_that_waits_for_a_place_when_the_chain_is_lost_is_put_off_and_comes_in_later(job: Job) -> None:
-    """A scheduler on an empty store must assume that some header carries a view that names the newcomer."""
+    """The chain is lost while newcomer d waits for room: a scheduler without the chain refuses d, which joins once the
+    chain is rebuilt.
+    """
     job.serve(**RULES, max_nodes=2)
     train(job, *"ab")
     job.start("d", settings={"state_hash_every": 10, "host_scheduler": False}, epochs=1000, step_s=0.01)
@@ -155,7 +157,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServers]:
 
 
 def candidates(job: Job, etcd: EtcdServers, names: str, *options: str) -> dict[str, str]:
-    """Starts candidates, each at the endpoint of an earlier one; returns their endpoints by name."""
+    """Starts candidates at the endpoints of earlier ones; returns their endpoints by name."""
     places = dict(zip(names, job.endpoint.split(","), strict=True))
     for name, place in places.items():
         job.scheduler(name, "--settings", json.dumps(RULES), "--store", etcd.address, *options, at=place)

@@ -1,4 +1,4 @@
-"""Joins by replay, in real processes: the others train on, and all members hold the same bits at the end."""
+"""Tests joins by replay in real processes: the others train on, and all members end with bitwise equal states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BY_REPLAY = {"join_by": "replay"}
 
 
 def ways(job: Job) -> dict[str, list[str]]:
-    """Returns the ways in that each newcomer was given, by its name."""
+    """Returns by newcomer the ways of joining that the scheduler told it (replay or pause)."""
     found: dict[str, list[str]] = {}
     for record in job.harness.records:
         if record.name == "way_in":
@@ -22,7 +22,7 @@ def ways(job: Job) -> dict[str, list[str]]:
 
 
 def pulls(job: Job, name: str) -> list[dict[str, Any]]:
-    """Returns how much each pull of a newcomer moved, in order."""
+    """Returns the facts of each pull that a newcomer finished, in order."""
     return [dict(r.fields) for r in job.harness.records if r.name == "pull_done" and r.node == name]
 
 
@@ -50,7 +50,7 @@ def two_train(job: Job, **spec: Any) -> None:
 
 
 def held_newcomer(job: Job, name: str) -> str:
-    """Starts a newcomer that observes and waits before its pull until its gate is opened; returns the gate."""
+    """Starts a newcomer that has begun to observe and waits at a gate before its pull; returns the gate."""
     gate = job.gate(name)
     job.start(name, seed=2, epochs=1000, width=300, step_s=0.01, settings=BY_REPLAY, load_gate=gate)
     job.harness.wait_for("notice", lambda r: r.get("text") == "about to pull", node=name)
@@ -59,7 +59,9 @@ def held_newcomer(job: Job, name: str) -> str:
 
 @pytest.mark.parametrize("victim", ["a", "b"])
 def test_a_donor_dies_while_it_is_needed(job: Job, victim: str) -> None:
-    """The commit root or another donor dies; the survivor has snapshot and log as well."""
+    """A donor (the commit root or another one) dies before a newcomer's pull: the survivor also has the snapshot and
+    the log, and the newcomer joins.
+    """
     two_train(job)
     gate = held_newcomer(job, "c")
     job.harness.kill(victim)

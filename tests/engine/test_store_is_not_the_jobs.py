@@ -1,4 +1,6 @@
-"""A scheduler has a store of another job, or an old copy: no member is put out, nothing forks (14a)."""
+"""Tests a scheduler whose store is another job's or an old copy: no member is removed, and the chain never
+forks (14a).
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ RULINGS = ("prepare", "decide", "view", "fenced", "left", "rejoin")
 
 
 def end(job: Job, name: str) -> None:
-    """Kills this scheduler."""
+    """Kills the scheduler of this name."""
     job.harness.kill(name)
 
 
 def copy(job: Job, name: str, to: str) -> None:
-    """Copies the files of a chain whose scheduler does not run."""
+    """Copies the files of a chain that no scheduler is using."""
     for path in job.folder.glob(f"{name}.sqlite*"):
         shutil.copy(path, job.folder / path.name.replace(name, to, 1))
 
@@ -35,7 +37,7 @@ def nothing_was_decided(job: Job, since: Record) -> None:
 
 
 def first_ruling(job: Job, after: Record) -> Record:
-    """Returns the first action of the scheduler there: it stops everything, or it decides."""
+    """Returns the first action that the scheduler takes after an event: it refuses to rule, or it decides a view."""
 
     def found() -> Record | None:
         since = [r for r in job.harness.records if r.t > after.t]
@@ -47,7 +49,7 @@ def first_ruling(job: Job, after: Record) -> Record:
 
 
 def first_day(job: Job) -> Record:
-    """Runs a job that ends as a whole, unfinished, after b has left politely."""
+    """Runs a job that is killed as a whole, unfinished, after b has left politely."""
     begin(job, "day1")
     job.start("a-before", member="a", settings=SETTINGS, **SPEC)
     job.harness.wait_for("joined", node="a")
@@ -89,7 +91,7 @@ def test_a_leftover_chain_of_the_day_before_harms_nobody(job: Job) -> None:
 
 
 def without_a(job: Job) -> Record:
-    """Makes a copy of the chain that knows a alone; then b and c come, a freezes, and they go on without it."""
+    """Makes a copy of the chain that only knows a; then b and c join, a freezes, and the two go on without it."""
     begin(job, "chain")
     train(job, "a")
     end(job, "chain")
@@ -131,7 +133,9 @@ def test_a_backup_that_knows_only_who_was_put_out_since_forks_nothing_and_can_be
 
 @pytest.mark.slow
 def test_a_backup_that_knows_one_of_three_members_has_nobody_train_alone(job: Job) -> None:
-    """The backup knows a and b; a has left since, and c and d have come."""
+    """A scheduler starts on a backup that knows a and b; a has left since, and c and d have joined. It stops, and
+    nobody trains alone.
+    """
     begin(job, "chain")
     train(job, *"ab")
     end(job, "chain")
@@ -186,7 +190,9 @@ def test_members_leave_the_endpoint_to_the_scheduler_that_has_their_chain(job: J
 
 @pytest.mark.slow
 def test_a_scheduler_that_a_newcomer_began_gives_the_endpoint_up_to_the_one_that_has_the_chain(job: Job) -> None:
-    """The newcomer knows of no chain, and so begins one at the endpoint of the operator's scheduler."""
+    """A newcomer that knows of no chain starts a scheduler at the endpoint of the operator's: it gives the endpoint up
+    once members call.
+    """
     begin(job, "operators")
     before = train(job, *"ab")
     end(job, "operators")

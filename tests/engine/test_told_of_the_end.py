@@ -1,4 +1,6 @@
-"""A finished job's scheduler and its endpoint: newcomers of other machines are told, and another job begins at once."""
+"""Tests a finished job's scheduler: newcomers on other machines are told of the end, and another job can begin at its
+endpoint at once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ FINISHED_S = 20.0
 
 
 def begin(job: Job, name: str, machine: str, **spec: Any) -> None:
-    """Starts a member on this machine, whose folders and processes other machines do not see."""
+    """Starts a member as on this machine, with a state folder of its own."""
     env = {"CHAOS_HOST": machine, "XDG_STATE_HOME": str(job.folder / f"state-{machine}")}
     job.start(name, env=env, settings={"by_reference": False, **spec.pop("settings", {})}, **spec)
 
@@ -30,8 +32,8 @@ def ended_on_two_machines(job: Job, **settings: Any) -> None:
 
 
 def test_who_comes_late_on_other_machines_is_told_until_finished_s_is_over(job: Job) -> None:
-    """A late newcomer whose machine has the final state goes on with it; any other one ends well, and its script trains
-    nothing.
+    """Newcomers come after the job's end: one on a machine with the final state goes on with it; any other one ends
+    well without training.
     """
     job.serve(finished_s=FINISHED_S)
     ended_on_two_machines(job, host_scheduler=False, finished_s=FINISHED_S)
@@ -50,7 +52,9 @@ def test_who_comes_late_on_other_machines_is_told_until_finished_s_is_over(job: 
 
 
 def test_another_job_begins_at_once_at_the_port_of_a_finished_one(job: Job) -> None:
-    """The finished job's scheduler would tell newcomers of it for ten minutes yet."""
+    """Another job begins at once at the port of a finished job's scheduler, which would tell newcomers of the end for
+    ten minutes.
+    """
     ended_on_two_machines(job)
     assert job.served()
     begin(job, "next", "one", settings={"job": "next"})

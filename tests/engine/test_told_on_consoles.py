@@ -1,4 +1,6 @@
-"""Real processes without any logging setup: joins, deaths and leaves are one line each on the others' consoles."""
+"""Tests consoles of real processes without any logging setup: joins, deaths and leaves are one line each for the other
+members.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from engine_members import UNTIL_ENOUGH
 
 
 def shown(job: Job, name: str, start: str) -> None:
-    """Waits until a line of this member's console begins so; there is one."""
+    """Waits until a line of this member's console begins with `start`; checks that there is only one."""
 
     def found() -> list[str]:
         lines = job.harness.children[name].log.read_text().splitlines()
@@ -42,7 +44,9 @@ def test_join_death_and_leave_are_one_line_each_at_the_others(job: Job) -> None:
 
 @pytest.mark.parametrize("way", ["pause", "replay"])
 def test_a_newcomer_shows_how_far_it_is(job: Job, way: str) -> None:
-    """The newcomer gets its state by the network; a state read out of a neighbour's memory would be there at once."""
+    """A newcomer shows the progress of its pull; the pull goes over the network, as one from a neighbour's memory would
+    be over at once.
+    """
     spec = {"epochs": UNTIL_ENOUGH, "width": 30_000, "step_s": 0.01}
     settings = {"by_reference": False, "join_by": way}
     for name in "ab":
@@ -60,7 +64,9 @@ def test_a_newcomer_shows_how_far_it_is(job: Job, way: str) -> None:
 
 
 def test_a_console_that_is_full_and_that_nobody_reads_stops_nobody(job: Job) -> None:
-    """The lines of a member with a full console wait; its heartbeats, its training and its end do not."""
+    """A member's console is full and nobody reads it: its lines wait, but not its heartbeats, its training and
+    its end.
+    """
     for name in "ab":
         job.start(name, settings={"min_nodes": 2}, epochs=UNTIL_ENOUGH, deaf=name == "b")
     job.harness.wait_step(3)

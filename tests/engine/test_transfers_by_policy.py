@@ -1,4 +1,4 @@
-"""A newcomer to a real job gets the state by the transfer policy that it was told to use."""
+"""Tests that a newcomer to a real job pulls the state by the transfer policy that it was told to use."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ EMULATED = {RATES: json.dumps(dict.fromkeys("abcd", 4e8))}
 
 
 def came_in(job: Job, members: dict[str, str], newcomer: dict[str, Any], neighbours: str = "") -> list[Record]:
-    """Lets members with these neighbours train and a newcomer join; returns the newcomer's events. All leave, with
-    equal states.
+    """Runs members with these neighbours and a newcomer, checks that their states are equal, and ends all; returns the
+    newcomer's events.
     """
     for name, named in members.items():
         settings = {"neighbours": named, "state_hash_every": 10, "by_reference": False, "min_nodes": len(members)}
@@ -55,7 +55,7 @@ SPEC = {"epochs": 1000, "width": WIDTH, "step_s": 0.01}
 
 
 def first_pull(records: list[Record]) -> tuple[str, dict[str, int]]:
-    """Returns the policy of the first pull in words, and the bytes by source."""
+    """Returns the newcomer's description of its first pull, and the bytes by source."""
     by_source: dict[str, int] = {}
     for record in records:
         if record.name == "pull_source" and record["nbytes"]:
@@ -95,7 +95,9 @@ def test_greedy_searches_its_shard_size_between_the_layers_of_the_state(job: Job
 
 @pytest.mark.parametrize("way", [pytest.param("pause", marks=pytest.mark.slow), "replay"])
 def test_multi_source_asks_also_those_behind_its_neighbours(job: Job, way: str) -> None:
-    """Links form a line a - b - c - d: d gets a third of the state from a, two hops beyond c."""
+    """Links form a line a - b - c - d: newcomer d pulls a third of the state from each member, from a by way of c and
+    b.
+    """
     named = {"a": "b", "b": "a,c", "c": "b"}
     settings = {"transfer": f"{COMPARED}:MultiSource", "join_by": way}
     words, by_source = first_pull(came_in(job, named, settings, neighbours="c"))

@@ -1,4 +1,6 @@
-"""Gradients travel over trees that the user drew, as long as the members are those in the drawing."""
+"""Tests gradients that travel over reduction trees drawn by the user, as long as the members are those in the
+drawing.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from chaos_lightning.member.training import reduced_buffers
 
 
 def gradient_nbytes() -> int:
-    """Returns the length in bytes of the buffer in which the members' gradients travel."""
+    """Returns the length in bytes of the buffer in which members' gradients are reduced."""
     model = engine_members.network()
     return Layout([Section("optimizer 0", list(model.named_parameters()))], reduced_buffers(model)).nbytes
 
 
 def trees(*borders: int) -> list[dict[str, Any]]:
-    """Returns two trees: a line rooted in a, a star rooted in c."""
+    """Returns two reduction trees: a line rooted in a, and a star rooted in c."""
     first, second, third = borders
     return [
         {"start": first, "stop": second, "members": ["a", "b", "c"], "parents": ["", "a", "b"]},

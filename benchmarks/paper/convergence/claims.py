@@ -1,4 +1,4 @@
-"""The paper's statements about convergence, each beside the result here.
+"""The paper's statements about convergence, each with the result of this benchmark.
 
 Every function takes plain JSON: what `convergence.Comparison.as_json` says of each model, and `Run.transfer` of joins.
 So claims can be made again from a saved run, and tested without training anything.
@@ -28,7 +28,7 @@ def unit(kind: str) -> str:
 
 
 def curve_claims(found: Sequence[dict[str, Any]], change: Change) -> list[Claim]:
-    """Returns the paper's statements about the curves, each beside the result here.
+    """Returns the paper's statements about the training curves, each with the result of this benchmark.
 
     Args:
         found: what `Comparison.as_json` says of each model.
@@ -120,7 +120,7 @@ def knowledge_claim(found: Sequence[dict[str, Any]]) -> Claim:
 
 
 def moved_nbytes(transfer: dict[str, Any]) -> int:
-    """Returns the bytes of state that a join moved, all pulls together."""
+    """Returns the bytes of state that a join moved, in all its pulls."""
     return sum(int(p["nbytes"]) for p in transfer["pulls"])
 
 
@@ -130,15 +130,15 @@ def learned_nbytes(transfer: dict[str, Any]) -> int:
 
 
 def only_learned_moved(transfer: dict[str, Any]) -> bool:
-    """Returns whether a join moved only the tensors that training changes, once, and all nodes hold the same frozen
-    weights nevertheless.
+    """Returns whether a join moved just the tensors that training changes, once, and left all nodes with the same
+    frozen weights.
     """
     kept = int(transfer["pulls"][0]["skipped"]) == int(transfer["frozen_nbytes"])
     return moved_nbytes(transfer) == learned_nbytes(transfer) and kept and bool(transfer["base_equal"])
 
 
 def transfer_words(t: dict[str, Any]) -> str:
-    """Returns one join in words."""
+    """Describes the bytes that moved at one join."""
     log = f", and {t['log_nbytes'] / 1024:.0f} KiB of gradients that it replayed" if t["log_nbytes"] else ""
     return (
         f"{moved_nbytes(t) / MIB:.3g} MiB of state moved{log}; what learns has {t['trained_nbytes'] / MIB:.3g} MiB, "
@@ -147,7 +147,7 @@ def transfer_words(t: dict[str, Any]) -> str:
 
 
 def lora_claims(joins: Sequence[dict[str, Any]], full: dict[str, Any] | None) -> list[Claim]:
-    """Returns claims on the bytes that travel at a join under LoRA.
+    """Returns claims on the bytes that a join moves under LoRA.
 
     Args:
         joins: `Run.transfer` of each scale-out.

@@ -1,4 +1,5 @@
-"""Compares curves of training in which a node came or went: do they track, move over, and stay smooth?
+"""Compares training curves around the coming or going of a node: how far they differ, approach each other and stay
+smooth.
 
 Theory of operation. Three curves are compared: `first`, trained all along by the nodes that the job begins with,
 `second`, trained all along by those that it ends with, and `changing`, in which a node comes or goes on the way. All
@@ -26,7 +27,7 @@ Change = Literal["", "out", "in"]
 
 @dataclass(frozen=True)
 class Curve:
-    """A quality measured after some optimizer steps.
+    """A measure of quality after some optimizer steps.
 
     Attributes:
         steps: optimizer steps of the job, rising.
@@ -49,7 +50,7 @@ class Curve:
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Returns the mean over repetitions that were measured after the same steps.
+    """Returns the mean curve of repetitions that were measured after the same steps.
 
     Raises:
         ValueError: there is none, or they were measured after different steps.
@@ -64,7 +65,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def gap(one: Curve, other: Curve, until: float = math.inf) -> float:
-    """Returns the largest absolute difference at the steps up to `until` after which both were measured.
+    """Returns the largest absolute difference of two curves at their common steps up to `until`.
 
     Raises:
         ValueError: there is no such step.
@@ -77,7 +78,7 @@ def gap(one: Curve, other: Curve, until: float = math.inf) -> float:
 
 
 def level(curve: Curve, since: float) -> float:
-    """Returns the mean of the values measured after more than `since` steps.
+    """Returns the mean of a curve's values measured after more than `since` steps.
 
     Raises:
         ValueError: nothing was.
@@ -89,7 +90,7 @@ def level(curve: Curve, since: float) -> float:
 
 
 def moved(changing: Curve, first: Curve, second: Curve, since: float) -> float:
-    """Returns the part of the way from `first` to `second` that `changing` has behind it after step `since`.
+    """Returns how far a curve has moved from the level of `first` (0) to that of `second` (1) after step `since`.
 
     0: still where `first` is; 1: where `second` is; NaN where these two do not differ.
     """
@@ -98,19 +99,18 @@ def moved(changing: Curve, first: Curve, second: Curve, since: float) -> float:
 
 
 def _changes(curve: Curve, since: float, until: float) -> list[float]:
-    """Returns the changes to each measurement with since < step <= until, from the one before it."""
+    """Returns the differences between each measurement with since < step <= until and the one before it."""
     values = list(zip(curve.steps, curve.values, strict=True))
     return [v - before for (_, before), (s, v) in pairwise(values) if since < s <= until]
 
 
 def sharpest(curve: Curve, since: float, until: float = math.inf) -> float:
-    """Returns the largest absolute change from one measurement to the next that ends within (since, until]; else 0."""
+    """Returns the largest absolute change between neighbouring measurements in (since, until]; 0 if there is none."""
     return max((abs(c) for c in _changes(curve, since, until)), default=0.0)
 
 
 def setback(curve: Curve, better: int, since: float, until: float = math.inf) -> float:
-    """Returns the largest change for the worse from one measurement to the next that ends within (since, until]; else
-    0.
+    """Returns the largest change for the worse between neighbouring measurements in (since, until]; 0 if there is none.
 
     Args:
         curve: the measurements.
@@ -125,7 +125,7 @@ def setback(curve: Curve, better: int, since: float, until: float = math.inf) ->
 
 @dataclass(frozen=True)
 class Smoothness:
-    """The largest changes between neighbouring measurements, just after a change of nodes and where there is none.
+    """The largest changes between neighbouring measurements, just after a change of nodes and in runs without one.
 
     Attributes:
         sharpest: of the changing curve just after the change, in the curve's unit.
@@ -143,7 +143,7 @@ class Smoothness:
 def smoothness(
     changing: Iterable[Curve], constant: Iterable[Curve], *, better: int, since: float, until: float
 ) -> Smoothness:
-    """Compares repetitions of the changing curve with those in which no node comes or goes.
+    """Compares the smoothness of runs with a change of nodes with that of runs without one.
 
     Args:
         changing: one curve per repetition.

@@ -1,4 +1,4 @@
-"""Real data for the convergence figures, assigned to five nodes so that each knows some kinds of samples best.
+"""Real data for the convergence figures, assigned to five nodes so that each has most samples of some kinds.
 
 Theory of operation. Samples have kinds: the ten classes of FashionMNIST, or five sorts of source code. Every node owns
 some kinds, and `assign_kinds` gives each node equally many samples, most of them of its own kinds. All five nodes
@@ -39,7 +39,7 @@ PYTHON_SORTS = (
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of one node, or of the test.
+    """Samples of one node, or of the test set.
 
     Attributes:
         inputs: uint8; images as (n, 28, 28), text as (n, BLOCK + 1).
@@ -56,7 +56,7 @@ class Samples:
         return Samples(self.inputs[index], self.kinds[index])
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Returns the model's inputs and targets: images and classes, or bytes and the bytes that follow."""
+        """Returns the model's inputs and targets: images and classes, or bytes and the bytes that follow them."""
         inputs = torch.from_numpy(np.ascontiguousarray(self.inputs))
         if self.inputs.ndim == 2:
             return inputs[:, :-1].long(), inputs[:, 1:].long()
@@ -92,7 +92,7 @@ class Stream:
 
 
 def owners(kinds: int, nodes: int, seed: int) -> list[list[int]]:
-    """Returns the kinds that each node owns: equally many, drawn by `seed`."""
+    """Returns the kinds of samples that each node has most of: equally many per node, drawn by `seed`."""
     if kinds % nodes:
         raise ValueError(f"{kinds} kinds cannot be owned by {nodes} nodes alike: expected a multiple")
     drawn = np.random.default_rng(seed).permutation(kinds).reshape(nodes, -1)
@@ -173,7 +173,7 @@ def prose_text() -> bytes:
 
 
 def source_texts() -> list[bytes]:
-    """Returns five sorts of source code that every machine with Python and torch has: four of Python, then C++.
+    """Returns five sorts of source code that come with Python and torch: four of Python, then C++.
 
     The texts differ a little between releases of Python and torch.
     """
@@ -190,7 +190,8 @@ def source_texts() -> list[bytes]:
 
 
 def text_blocks(texts: Sequence[bytes], per_sort: int, seed: int, *, test: bool) -> Samples:
-    """Returns blocks of BLOCK + 1 bytes, equally many of each sort; the last fifth of each text is for the test alone.
+    """Returns blocks of BLOCK + 1 bytes, equally many of each sort of text; the last fifth of each text is for the test
+    only.
 
     Raises:
         ValueError: a text is too short.

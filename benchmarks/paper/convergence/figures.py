@@ -1,4 +1,4 @@
-"""Figures 11 to 14: a node brings its own data, or takes it away, and convergence reacts.
+"""Makes Figures 11 to 14: how convergence reacts when a node brings its own data, or takes it away.
 
 Theory of operation. Five nodes have data of their own (data.py), most of it of kinds that the others hardly have. For
 every curve of a figure a job of real processes is trained by the product (training.py): four nodes all along, five all
@@ -40,7 +40,7 @@ OWN = {"resnet": 0.8, "alexnet": 0.8, "vgg": 0.8, "gpt": 0.95}
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length of a training and its measurements, in passes of each node over its own data.
+    """Length of a training and times of its measurements, in passes of each node over its own data.
 
     Attributes:
         passes: of the whole training.
@@ -62,18 +62,18 @@ def image_schedule(scale: Scale) -> Schedule:
 
 
 def text_schedule(scale: Scale) -> Schedule:
-    """Returns the paper's schedule: nodes come and go at epoch 3."""
+    """Returns the paper's schedule for text, in which a node comes or goes after epoch 3."""
     return Schedule(6, 3, scale.pick(4, 5), 1.0, 1.0)
 
 
 def seeds(scale: Scale) -> list[int]:
-    """Returns the seeds of the repetitions that are tried."""
+    """Returns one seed for each repetition."""
     return [scale.seed + i for i in range(scale.pick(1, 2))]
 
 
 @lru_cache(maxsize=16)
 def problem_of(kind: str, scale: Scale, seed: int) -> Problem:
-    """Returns the data and the recipe; `kind` is one of NETS or "gpt"."""
+    """Returns the data and the recipe for the model `kind`: one of NETS, or "gpt"."""
     from benchmarks.paper.convergence import models
 
     if kind == "gpt":
@@ -96,7 +96,7 @@ def problem_of(kind: str, scale: Scale, seed: int) -> Problem:
 
 @lru_cache(maxsize=2)
 def pretrained(scale: Scale) -> tuple[dict[str, Any], float]:
-    """Returns the GPT that all nodes have on their disks, and its loss on the prose that it was trained on."""
+    """Returns the pre-trained GPT that all nodes start from, and its loss on the prose that it was trained on."""
     from benchmarks.paper.convergence.models import GPT_SIZES, pretrain
 
     return pretrain(GPT_SIZES, scale.pick(60, 400), scale.seed)
@@ -104,7 +104,7 @@ def pretrained(scale: Scale) -> tuple[dict[str, Any], float]:
 
 @lru_cache(maxsize=64)
 def run_of(kind: str, scale: Scale, seed: int, nodes: int, change: Change) -> Run:
-    """Returns one training, which is done once in this process."""
+    """Returns the outcome of one training; it is run once in this process and then kept."""
     from benchmarks.paper.convergence.training import train
 
     problem = problem_of(kind, scale, seed)
@@ -127,7 +127,7 @@ def run_of(kind: str, scale: Scale, seed: int, nodes: int, change: Change) -> Ru
 
 @dataclass
 class Comparison:
-    """The three curves of one model, over all repetitions.
+    """The three curves of one model: without a change with the nodes before it and after it, and with the change.
 
     Attributes:
         kind: one of NETS or "gpt".
@@ -153,37 +153,43 @@ class Comparison:
 
     @property
     def tail(self) -> float:
-        """Step after which levels are taken."""
+        """Optimizer step after which the final levels of curves are taken."""
         return (self.schedule.passes - self.schedule.last) * self.steps_per_pass
 
     def tracks(self) -> float:
-        """Returns the largest difference from the first curve before the change, in any repetition."""
+        """Returns the largest difference from the curve without a change, before the change, in any repetition."""
         pairs = zip(self.changing, self.first, strict=True)
         return max(gap(c.curve, f.curve, c.changed - 1) for c, f in pairs)
 
     def identical(self) -> bool:
-        """Returns whether the learned values equal the first curve's to the last bit, at each measurement before the
+        """Returns whether, before the change, the learned values are bitwise equal to those of the run without a
         change.
         """
         return all(_same(c, f) for c, f in zip(self.changing, self.first, strict=True))
 
     def unexplained(self) -> bool:
-        """Returns whether some repetition is not identical, though the scheduler changed no trees in it."""
+        """Returns whether some repetition differs before the change, though the scheduler changed no reduction trees in
+        it.
+        """
         pairs = zip(self.changing, self.first, strict=True)
         return any(not _same(c, f) and not c.rewired and not f.rewired for c, f in pairs)
 
     def levels(self, newcomers: bool = False) -> tuple[float, float, float]:
-        """Returns the levels of first, second and changing at the end, means over the repetitions."""
+        """Returns the final levels of the two curves without a change and of the changing one, as means over
+        repetitions.
+        """
         runs = (self.first, self.second, self.changing)
         return tuple(level(_mean(r, newcomers), self.tail) for r in runs)  # type: ignore[return-value]
 
     def moved(self, newcomers: bool = False) -> float:
-        """Returns the part of the way from first to second that lies behind the changing curve at the end."""
+        """Returns how far the changing curve has moved from the first curve's level (0) to the second's (1) at
+        the end.
+        """
         means = [_mean(runs, newcomers) for runs in (self.changing, self.first, self.second)]
         return moved(means[0], means[1], means[2], self.tail)
 
     def smoothness(self) -> Smoothness:
-        """Compares changes just after a node comes or goes with those of runs in which no node does."""
+        """Compares the smoothness of runs just after a node comes or goes with that of runs without a change."""
         at = self.schedule.change * self.steps_per_pass
         return smoothness(
             [r.curve for r in self.changing],
@@ -194,7 +200,7 @@ class Comparison:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the data of the picture, and every number that a claim states."""
+        """Returns the picture's data, and every number that a claim uses."""
         smooth = self.smoothness()
         first, second, changing = self.levels()
         return {
@@ -234,7 +240,7 @@ def _mean(runs: Sequence[Run], newcomers: bool = False) -> Curve:
 
 
 def _drawn(runs: Sequence[Run]) -> dict[str, list[float]]:
-    """Returns mean, least and greatest values over the repetitions."""
+    """Returns the mean, the least and the greatest value at each step over the repetitions."""
     rows = list(zip(*(r.curve.values for r in runs), strict=True))
     return {
         "steps": [float(s) for s in runs[0].curve.steps],
@@ -248,7 +254,7 @@ def _drawn(runs: Sequence[Run]) -> dict[str, list[float]]:
 def compare(
     number: str, kinds: Sequence[str], change: Change, scale: Scale, began: float
 ) -> tuple[list[Comparison], int]:
-    """Trains the runs that a figure needs; as many repetitions as fit its budget, at least one.
+    """Trains the runs of a figure: as many repetitions as fit its time budget, at least one.
 
     Args:
         number: of the figure, for progress.
@@ -293,7 +299,7 @@ def compare(
 
 
 def full_size_join(seed: int, *, bare: bool) -> dict[str, Any]:
-    """Trains adapters of GPT-2 small on two nodes, lets a third one join, and returns the bytes that moved.
+    """Trains adapters of GPT-2 small on two nodes, lets a third one join, and returns the bytes that its join moved.
 
     Args:
         seed: of all weights.
@@ -384,18 +390,18 @@ def _text_figure(
 
 
 def fig11(scale: Scale) -> FigureResult:
-    """Makes Fig. 11: four nodes train image classifiers, a fifth brings its data."""
+    """Makes Fig. 11: four nodes train image classifiers, a fifth one joins with its own data."""
     return _image_figure("11", "out", scale)
 
 
 def fig12(scale: Scale) -> FigureResult:
-    """Makes Fig. 12: five nodes train image classifiers, one takes its data away."""
+    """Makes Fig. 12: five nodes train image classifiers, one leaves with its data."""
     return _image_figure("12", "in", scale)
 
 
 def fig13(scale: Scale) -> FigureResult:
-    """Makes Fig. 13: four nodes fine-tune a GPT with LoRA, a fifth brings its data; also the bytes that its join
-    moves.
+    """Makes Fig. 13: four nodes fine-tune a GPT with LoRA, a fifth one joins with its own data; also the bytes that its
+    join moves.
     """
     began, full = time.monotonic(), None
     if not scale.quick:
@@ -407,7 +413,7 @@ def fig13(scale: Scale) -> FigureResult:
 
 
 def fig14(scale: Scale) -> FigureResult:
-    """Makes Fig. 14: five nodes fine-tune a GPT with LoRA, one takes its data away."""
+    """Makes Fig. 14: five nodes fine-tune a GPT with LoRA, one leaves with its data."""
     return _text_figure("14", "in", scale, time.monotonic())
 
 

@@ -166,7 +166,7 @@ class LoRALinear(nn.Module):
 
 
 def add_lora(net: nn.Module, names: Sequence[str], rank: int, seed: int) -> nn.Module:
-    """Freezes `net` and gives each linear map that is called one of `names` an adapter (alpha = 2 * rank); returns it.
+    """Freezes `net`, and adds an adapter (alpha = 2 * rank) to each linear map whose name is in `names`; returns it.
 
     Raises:
         ValueError: it has no such map.
@@ -214,7 +214,7 @@ class Recipe:
     base_seed: int = 0
 
     def model(self) -> nn.Module:
-        """Returns the model as training begins, the same on all nodes."""
+        """Returns the model with its initial weights, the same on all nodes."""
         torch.manual_seed(self.seed)
         if self.net != "gpt":
             return image_net(self.net)
@@ -224,7 +224,7 @@ class Recipe:
         return add_lora(net, self.adapted, self.rank, self.seed) if self.rank else net
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Returns the optimizer of everything that learns."""
+        """Returns the optimizer of all trainable parameters."""
         learning = [p for p in model.parameters() if p.requires_grad]
         if self.net == "gpt":
             return torch.optim.Adam(learning, lr=self.lr)
@@ -238,7 +238,7 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """Recipe, data and test set of one training run.
+    """Recipe, data and test set of one training.
 
     Attributes:
         recipe: how nodes build model and optimizer.
@@ -254,12 +254,12 @@ class Problem:
 
     @property
     def steps_per_pass(self) -> int:
-        """Optimizer steps in which every node uses each of its samples once."""
+        """Number of optimizer steps in which every node uses each of its samples once."""
         return len(self.shares[0]) // self.recipe.batch
 
 
 class Judge:
-    """Judge of a model on a problem's test set: accuracy in percent for images, loss in nats per byte for text."""
+    """Measures a model on a problem's test set: accuracy in percent for images, loss in nats per byte for text."""
 
     def __init__(self, problem: Problem) -> None:
         self._model = problem.recipe.model().eval()
@@ -269,7 +269,7 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, learned: Mapping[str, np.ndarray]) -> tuple[float, float]:
-        """Returns the quality on all of the test, and on the fifth node's kinds alone.
+        """Returns the quality on the whole test set, and on the fifth node's kinds of samples alone.
 
         Args:
             learned: what training changed: parameters and buffers by name.
@@ -292,7 +292,9 @@ def learned_arrays(model: nn.Module) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Holds this process to one thread while the block runs: with more, they wait wherever nodes are busy beside it."""
+    """Makes this process compute in one thread while the block runs; more threads would wait for each other on busy
+    cores.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -334,7 +336,7 @@ def text_problem(
     tests: int,
     rank: int,
 ) -> Problem:
-    """Returns the problem of source code on five nodes; node i owns sort i, the fifth C++.
+    """Returns the problem of source code on five nodes; node i has mostly sort i of source code, the fifth C++.
 
     Args:
         base: pre-trained weights.
@@ -384,5 +386,5 @@ def pretrain(
 
 
 def _whole(samples: Samples, batch: int) -> Samples:
-    """Returns as many of the samples as make whole batches."""
+    """Returns as many of the samples as fill whole batches."""
     return samples.take(np.arange(len(samples) - len(samples) % batch))

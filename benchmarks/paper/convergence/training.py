@@ -1,4 +1,4 @@
-"""Runs of the convergence figures: real member processes, each with data of its own, and one that comes or goes.
+"""Trainings of the convergence figures: real member processes, each with its own data, one of which comes or goes.
 
 Theory of operation. Every node is a process with the plain loop of the paper's Listings 1 and 2 (`Trainer` with
 `data="local"`); a scheduler process serves them. Nodes are let in one after the other, so that ranks, and with them the
@@ -40,7 +40,7 @@ PRELOAD = ("benchmarks.paper.convergence.training", "chaos_lightning.trainer", "
 
 @dataclass(frozen=True)
 class Part:
-    """Orders of one node, given before it starts.
+    """Settings of one node, given before it starts.
 
     Attributes:
         name: its name.
@@ -63,7 +63,7 @@ class Part:
 
 
 def node(pipe: Connection, part: Part, recipe: Recipe, samples: Samples, number: int) -> None:
-    """Runs a node's process: builds everything, waits for "go", trains, and says how it ended."""
+    """Runs a node's process: builds everything, waits for "go", trains, and reports how it ended."""
     import torch
 
     from chaos_lightning.replication.access import ModuleState, optimizer_tensors
@@ -151,7 +151,7 @@ class Run:
 
 
 def contributors_by_step(records: Iterable[Record], node_name: str) -> dict[int, int]:
-    """Returns how many nodes brought samples to each optimizer step, as node `node_name` saw it committed."""
+    """Returns how many nodes contributed samples to each optimizer step, by the log of node `node_name`."""
     found = {}
     for r in records:
         if r.name == "committed" and r.node == node_name and r["kind"] == "step":
@@ -160,7 +160,7 @@ def contributors_by_step(records: Iterable[Record], node_name: str) -> dict[int,
 
 
 def change_in(contributors: Mapping[int, int]) -> int:
-    """Returns the first step with another number of nodes than the step before; 0 if there is none.
+    """Returns the first step with another number of nodes than the step before it; 0 if there is none.
 
     Raises:
         ValueError: there is more than one: somebody else came or went, and the run shows something else.
@@ -173,7 +173,7 @@ def change_in(contributors: Mapping[int, int]) -> int:
 
 
 def transfer_facts(records: Iterable[Record], node_name: str) -> dict[str, Any]:
-    """Returns the facts about the pulls and the replay with which `node_name` joined, by its own event log.
+    """Returns facts about the pulls and the replay of `node_name`'s join, from its own event log.
 
     Returns:
         way: "replay" or "pause"; pulls: for each pull of state {nbytes: moved, skipped: held already, recognised by
@@ -196,7 +196,7 @@ def transfer_facts(records: Iterable[Record], node_name: str) -> dict[str, Any]:
 
 
 def rewirings(records: Iterable[Record], node_name: str, changed: int) -> list[str]:
-    """Returns the reasons of views with the members of the one before, decided before `node_name` committed step
+    """Returns the reasons of views that kept the members of the view before, decided before `node_name` committed step
     `changed`.
 
     Args:
@@ -227,7 +227,7 @@ def train(
     folder: Path,
     joiner_recipe: Recipe | None = None,
 ) -> Run:
-    """Trains with real processes.
+    """Trains with real processes, one of which may come or go; returns the outcome.
 
     Args:
         problem: what.
@@ -294,7 +294,7 @@ def train(
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
-    """Returns a hash of named arrays, equal exactly where their bytes are."""
+    """Returns a hash of named arrays, which is equal exactly if their bytes are."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(arrays):
         digest.update(name.encode() + arrays[name].tobytes())
@@ -304,7 +304,7 @@ def _digest(arrays: Mapping[str, Any]) -> str:
 def _finish(
     run: Run, fleet: _Fleet, problem: Problem, nodes: int, measured: Sequence[tuple[int, float, float]]
 ) -> None:
-    """Fills in the facts from the end of a run and its event logs."""
+    """Fills in the facts known at the end of a run and from its event logs."""
     steps = tuple(step for step, _, _ in measured)
     run.curve = Curve(steps, tuple(value for _, value, _ in measured))
     run.newcomers = Curve(steps, tuple(value for _, _, value in measured))
@@ -327,7 +327,7 @@ def _finish(
 
 
 class _Fleet:
-    """Processes of one run, and their messages."""
+    """All processes of one run, and their messages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -337,7 +337,7 @@ class _Fleet:
         self._ended: set[str] = set()
 
     def let_in(self, name: str) -> None:
-        """Lets a node ask the scheduler, and returns when it was welcomed."""
+        """Starts a node's join; returns when the scheduler has welcomed the node."""
         self.workers[name].pipe.send("go")
         deadline = time.monotonic() + DEADLINE_S
         while not any(r.name == "welcomed" and r.node == name for r in self._tail.poll()):
@@ -348,7 +348,7 @@ class _Fleet:
             wait([w.pipe for w in self.workers.values()], 0.01)
 
     def await_all(self, kind: str, count: int, learned: Callable[[int, Any], None] | None = None) -> None:
-        """Waits until that many nodes have sent `kind`; takes in other messages meanwhile."""
+        """Waits until `count` nodes have sent a message of this kind; takes in other messages meanwhile."""
         deadline = time.monotonic() + DEADLINE_S
         while len(self.said.get(kind, [])) < count:
             pipes = {w.pipe: n for n, w in self.workers.items() if n not in self._ended}
@@ -380,12 +380,12 @@ class _Fleet:
         self.said.setdefault(kind, []).append(tuple(rest))
 
     def troubles(self, records: Iterable[Record]) -> str:
-        """Returns deaths, fences and errors in words."""
+        """Returns the logged deaths, removals and errors in words."""
         kinds = ("death", "fenced", "error", "suspect", "refused")
         lines = [str(r) for r in records if r.name in kinds]
         return "; ".join(lines[:5]) or "the event log tells of no trouble"
 
     def kill(self) -> None:
-        """Ends all processes that are still there."""
+        """Ends all processes that still run."""
         for worker in self.workers.values():
             worker.kill(2.0 if len(self._ended) == len(self.workers) else 0.0)  # where all is said they end
