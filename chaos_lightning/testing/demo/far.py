@@ -1,4 +1,4 @@
-"""The clusters of `demo-diloco`: their names, speeds and parts in the story."""
+"""The clusters of `demo-diloco`: their names, speeds and roles in the story."""
 
 from __future__ import annotations
 
