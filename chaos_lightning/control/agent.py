@@ -255,7 +255,7 @@ class Agent(threading.Thread):
             self._next(left)
 
     def _next(self, timeout_s: float) -> Any:
-        """Returns the next item of the inbox; None after the timeout."""
+        """Waits for the next item of the inbox; returns None after the timeout."""
         try:
             return self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""Sub-commands of `chaos-lightning` around the scheduler, but for the one that is it (scheduler_main.py).
+"""Sub-commands of `chaos-lightning` that talk to a scheduler; the one that runs it is in scheduler_main.py.
 
 gRPC is imported when one of them needs it.
 """

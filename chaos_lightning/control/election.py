@@ -267,8 +267,8 @@ class Election(threading.Thread):
         return held
 
     def _watch_over(self, leader: pb.KeyValue | None) -> None:
-        """Notes for how long this candidate has seen the same living leader; a leader from a restored snapshot would
-        not prolong its lease.
+        """Notes for how long the same leader has kept its lease; one that a restored snapshot of etcd shows would not
+        prolong it.
         """
         if leader is None or leader.lease == self._me.lease:
             return

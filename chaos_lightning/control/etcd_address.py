@@ -98,7 +98,7 @@ def _server(server: str, text: str) -> str:
 
 
 def read_file(path: str, what: str) -> bytes:
-    """Returns the content of a file that an address names."""
+    """Reads a file that etcd's address names; returns its content."""
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -74,7 +74,7 @@ class Connection(Protocol):
 
 
 class OwnConnection:
-    """Connection by gRPC alone; its channel is made when it is first needed.
+    """Connection to one server of etcd, made directly with gRPC at the first call.
 
     Args:
         server: HOST:PORT.
@@ -194,7 +194,7 @@ class EtcdClient:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def close(self) -> None:
-        """Closes all connections. Idempotent. Calls that are under way end with a StoreError."""
+        """Closes all connections; unfinished calls raise StoreError. Idempotent."""
         self._closed = True
         for server in self._servers:
             server.close()

@@ -242,7 +242,7 @@ def settings_from_json(text: str) -> Settings:
 
 
 def change_settings(settings: Settings, given: dict[str, Any]) -> Settings:
-    """Returns `settings` with some fields replaced, each converted to the field's type; text is parsed.
+    """Returns `settings` with the given fields replaced; values are converted to the field's type, text is parsed.
 
     Raises:
         ConfigurationError: An unknown name, or a value of the wrong type.

@@ -139,7 +139,7 @@ class SchedulerServer:
         return self.port
 
     def _scheduling(self) -> Service:
-        """Returns the scheduler's gRPC service, with the rights of callers."""
+        """Returns the scheduler's gRPC service, with the roles that may make each call."""
         calls = service.SchedulerService(
             streams=self._streams,
             driver=self._driver,

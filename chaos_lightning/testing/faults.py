@@ -34,7 +34,7 @@ from chaos_lightning.planning.documents import read_yaml
 
 
 class Action(enum.StrEnum):
-    """What a fault does to its victim."""
+    """Kind of harm that a fault does to its victim."""
 
     JOIN = "join"
     """A process of this name is started."""
@@ -55,7 +55,7 @@ LINK_ACTIONS = frozenset((Action.CUT, Action.STALL))
 
 
 class LoopPhase(enum.StrEnum):
-    """Phase of the victim's training loop in which the fault strikes."""
+    """Phase of the victim's training loop in which a fault strikes."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -475,5 +475,5 @@ class FaultInjector:
         return self
 
     def plan(self) -> FaultPlan:
-        """Returns the finished plan."""
+        """Returns the fault plan that was built."""
         return FaultPlan(tuple(self._faults), tuple(self._expected))

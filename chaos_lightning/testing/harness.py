@@ -108,8 +108,8 @@ class Harness:
         env: Mapping[str, str] | None = None,
         preload: Sequence[str] = PRELOAD,
     ) -> Child:
-        """Runs a module-level function in a child that already has torch and Lightning imported, once killed processes
-        have ended.
+        """Runs a module-level function in a child that has torch and Lightning already imported; first waits for killed
+        processes.
         """
         self._bury()
         return self._keep(

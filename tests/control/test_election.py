@@ -200,7 +200,7 @@ def test_etcd_that_cannot_be_reached_ends_a_reign_no_later_than_its_lease(
 def test_another_service_elects_a_leader_of_its_own_beside_a_job(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
-    """A tally (a service that is no job) with a job's name elects its own leader, and keeps its own log."""
+    """A service of another kind that has a job's name elects a leader of its own, and keeps its own log."""
     leads_job = start(running, etcd, job, "s")
     guard = leads_job.hears("elected")
     chain = running.enter_context(etcd_chain(etcd.client(), job, guard=guard))

@@ -285,8 +285,8 @@ def test_a_hosted_scheduler_that_lacks_the_chain_gives_the_endpoint_up() -> None
 def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
-    """Whoever started a scheduler that then gave up the endpoint gets None, whether or not it was seen serving
-    before.
+    """`ensure_scheduler` returns None if the scheduler that it started gave up the endpoint, whether or not it was seen
+    serving.
     """
     spawn, spawned = hosting._spawn, list[HostedScheduler]()
 

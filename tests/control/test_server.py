@@ -192,8 +192,8 @@ class Journal(MemoryStore):
 
 
 def persisting(journal: Journal) -> Any:
-    """Returns a rule for the machine: at Leave it sends a message before, between and after two decisions; when one is
-    stored, another.
+    """Returns a rule for the scripted machine: at Leave it takes two decisions, with messages before, between and
+    after; it reports each as stored.
     """
 
     def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
@@ -330,7 +330,7 @@ def test_an_error_of_the_machine_ends_the_scheduler_loudly(tmp_path: Path) -> No
 
 
 class Idle:
-    """A machine that does nothing."""
+    """State machine of a scheduler that ignores every event."""
 
     def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         return []

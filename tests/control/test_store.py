@@ -1,4 +1,6 @@
-"""Conformance tests for all kinds of stores, used by a service that is no job; and tests of the SQLite file."""
+"""Conformance tests for all kinds of stores, used by a made-up service that counts votes; and tests of the SQLite
+file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests server, store and agents with the real state machines: founding, death, restart, end."""
+"""Tests the scheduler's server, store and members' agents with the real state machines: founding, death, restart,
+end.
+"""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Ruled:
     reason: str
 
     def share(self, edge: Edge) -> float:
-        """Returns the share of the gradients that passes this link."""
+        """Returns the share of the gradients that passes over a link."""
         whole = sum(weight for weight, _ in self.trees)
         return sum(weight for weight, edges in self.trees if edge in edges) / whole if whole else 0.0
 
@@ -150,7 +150,7 @@ def node(member: str) -> str:
 
 
 def views(records: Sequence[Record]) -> list[Ruled]:
-    """Returns all views with links, in the order in which they were entered."""
+    """Returns all views whose links were logged, in the order in which members entered them."""
     found: dict[str, Ruled] = {}
     for r in sorted(records, key=lambda r: r.t):
         links = r.get("links")
@@ -313,12 +313,12 @@ def stayed(links: Links) -> Check:
 
 
 def followed(links: Links) -> list[Check]:
-    """Returns the lines of the proof that concern links and reduction trees."""
+    """Returns the checks that concern links and reduction trees."""
     return [founded(links), measured(links), *failures(links), *slower(links), trees(links), stayed(links)]
 
 
 def prove(e: Evidence, topology: Topology) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     names = topology.names
     deaths = any(r.name in ("death", "fenced") for r in e.records)
     return [

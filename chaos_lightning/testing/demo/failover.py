@@ -226,7 +226,7 @@ def death(e: Evidence) -> Check:
 
 
 def prove(e: Evidence) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     return [
         led(e),
         joins_work(e),

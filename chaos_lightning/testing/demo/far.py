@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class FarCluster:
-    """A cluster of `demo-diloco`.
+    """A cluster of `demo-diloco`: its name, speed and nodes.
 
     Attributes:
         name: Name of the cluster.

@@ -60,14 +60,14 @@ class FarEvidence:
 
     @cached_property
     def rows(self) -> dict[str, list[ClusterRow]]:
-        """Incarnations of each cluster, by its name."""
+        """Rows of each cluster's incarnations, by the cluster's name."""
         found: dict[str, list[ClusterRow]] = {}
         for row in self.facts.clusters:
             found.setdefault(cluster_of(row.name), []).append(row)
         return found
 
     def log(self, cluster: FarCluster) -> fold.ClusterLog | None:
-        """Returns the log of this cluster's first incarnation; None if there is none."""
+        """Returns the events of a cluster's first incarnation; None if it logged none."""
         return next((log for name, log in self.facts.run.clusters.items() if cluster_of(name) == cluster.name), None)
 
     def told(self, cluster: FarCluster) -> list[fold.Happening]:
@@ -349,7 +349,7 @@ def audited(f: FarEvidence) -> list[Check]:
 
 
 def prove(e: Evidence, plot: Plot) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     f = FarEvidence(e, plot)
     story = [trained(f), elastic(f), late(f), died(f), rank(f), follower(f), leader(f), everything(f)]
     kept = [versions(f), pushes(f), samples(f), inner_steps(f), removed(f), states(f), learned(f)]

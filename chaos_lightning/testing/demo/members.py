@@ -364,7 +364,7 @@ LINES: tuple[Callable[[Evidence, Roles], Check], ...] = (
 
 
 def prove(e: Evidence, roles: Roles = ROLES) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     finished = proof.finished(e, roles.again, f"the job finishes with {' and '.join(roles.again)}")
     return [*(line(e, roles) for line in LINES), finished, *proof.training(e, roles.again), *proof.audited(e)]
 

@@ -141,7 +141,7 @@ class Cast:
         ]
 
     def words(self, name: str) -> str:
-        """Returns the command that a user would type to start this node."""
+        """Returns the command, as text, that a user would type to start a node."""
         program = "torchrun" if self.workers_of(name) == 1 else "chaos-lightning run"
         # Shorter, and the same place from the folder in which the demo was started.
         return " ".join([program, *self.options(name), "train.py"]).replace(f"{Path.cwd()}/", "")
@@ -178,7 +178,7 @@ class Cast:
         self.log.emit("fault_injected", kind=kind, node=node, **fields)
 
     def strike(self, number: signal.Signals, node: str, pid: int, kind: str = "", **fields: object) -> None:
-        """Sends a signal to one process; logs it as `kind`, by default under the signal's name."""
+        """Sends a signal to one process, and logs it as a fault of kind `kind` (default: the signal's name)."""
         self.note(kind or number.name.lower(), node, pid=pid, **fields)
         if not self.mark.send(pid, number):
             raise NodeDied(f"process {pid} is not there any more, so it cannot get {number.name}")

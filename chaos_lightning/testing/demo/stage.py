@@ -399,7 +399,7 @@ class Stage(Generic[N]):
 
 
 class Screen:
-    """Terminal or pipe on which a demo tells its story.
+    """Output of a demo on a terminal or pipe: lines of its story and, on a terminal, the live state of the job.
 
     Attributes:
         console: Console to print to.

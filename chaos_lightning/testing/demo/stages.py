@@ -54,8 +54,8 @@ FREEZE_S = 2.5
 def gpt_job(
     layers: int, width: int, block: int, batch: int, micro_batches: int, memory_nbytes: int, itemsize: int = 4
 ) -> TrainingJob:
-    """Returns a job with costs of the small GPT's layers, computed: measurements of six processes on few cores would
-    differ.
+    """Returns a job with computed costs of the small GPT's layers; measured ones would be noisy with six processes on
+    few cores.
 
     Args:
         layers: Number of blocks.
@@ -276,7 +276,7 @@ def equal_tensors(e: Evidence) -> Check:
 
 
 def prove(e: Evidence) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     return [
         staged(e),
         lost(e, IN_BACKWARD, "sigkill", "backward", f"SIGKILL of {IN_BACKWARD} in a backward pass costs no step"),

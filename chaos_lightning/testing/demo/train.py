@@ -80,7 +80,7 @@ class GPT(LightningModule):  # type: ignore[misc]
             nn.init.normal_(table.weight, std=0.02)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Returns the mean cross entropy per byte, in nats."""
+        """Returns the model's mean cross entropy per byte, in nats."""
         tokens, targets = batch
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -131,7 +131,7 @@ class Demo(Callback):  # type: ignore[misc]
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of the demos' training scripts' options."""
+    """Returns an argument parser for the training scripts of demos."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--layers", type=int, default=4)

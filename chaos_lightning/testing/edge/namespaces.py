@@ -61,7 +61,7 @@ class Ability:
 
 
 def run(*command: str, check: bool = True) -> str:
-    """Runs a program of iproute2; returns its output.
+    """Runs a program of iproute2 (`ip`, `tc` or `ss`); returns its output.
 
     Raises:
         NetworkError: The program failed; shows the command and its error.

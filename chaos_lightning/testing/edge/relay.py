@@ -272,7 +272,7 @@ class LinkRelay:
         return self._epoll.poll(max(0.0, left))
 
     def _ring(self) -> None:
-        """Serves all timers that are due."""
+        """Reads and writes on all sockets whose timers are due."""
         soon = time.monotonic() + AHEAD_S
         while self._timers and self._timers[0][0] <= soon:
             when, _, _, connection, end, reading = heapq.heappop(self._timers)

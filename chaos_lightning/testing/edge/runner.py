@@ -143,7 +143,7 @@ class Lab:
     # ------------------------------------------------------------------ running
 
     def start(self) -> None:
-        """Starts the commands of those nodes that are not started later."""
+        """Starts the commands of all nodes that have no later start time."""
         self._begun = time.monotonic()
         self._start_due()
 

@@ -80,7 +80,7 @@ class EdgeNode:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between two nodes, as it is before the schedule changes it.
+    """A link between two nodes, with its rate and latency before the schedule changes them.
 
     Attributes:
         a, b: Nodes at its ends.
@@ -96,7 +96,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """State of a link at one time."""
+    """State of a link at a moment: rate, latency and condition."""
 
     rate_bps: float
     latency_s: float = 0.0
@@ -139,7 +139,7 @@ class Change:
     seed: int = 0
 
     def times(self, t_s: float) -> int:
-        """Returns how often the change has begun by time `t_s`."""
+        """Returns how many times this schedule entry has begun by time `t_s`."""
         if t_s < self.at_s:
             return 0
         if not self.every_s:
@@ -153,11 +153,11 @@ class Change:
         return count
 
     def begin_s(self, time: int) -> float:
-        """Returns the time at which the change begins for the `time`-th time, counted from 1."""
+        """Returns the time at which repetition number `time` (from 1) of this schedule entry begins, s."""
         return self.at_s + (time - 1) * self.every_s
 
     def rate_of(self, link: Link, time: int) -> float:
-        """Returns the rate that the change gives this link at its `time`-th time, bits per second."""
+        """Returns the rate that this schedule entry gives a link at its repetition number `time` (from 1), bit/s."""
         if self.share is not None:
             return link.rate_bps * self.share
         assert self.rate_bps is not None
@@ -200,7 +200,7 @@ class Topology:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all nodes."""
+        """Names of all nodes, in order."""
         return tuple(node.name for node in self.nodes)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Reads topology files: YAML or JSON in, a `Topology` out, or an error that says where it is wrong.
+"""Reads a topology from a YAML or JSON file; an error names the place of a mistake in the file.
 
     name: three boxes
     nodes: [edge-1, edge-2, {name: edge-3, access: 200 Mbps}]
