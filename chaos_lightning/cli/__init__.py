@@ -21,7 +21,7 @@ from chaos_lightning.errors import ChaosError, ConfigurationError
 
 @dataclass(frozen=True)
 class Command:
-    """Place of a sub-command: `module:function`."""
+    """Where a sub-command's function is (`module:function`), and its line of help."""
 
     place: str
     help: str
@@ -101,7 +101,7 @@ The first torchrun on HOST starts the scheduler; `chaos-lightning scheduler` is 
 
 
 class _Flags:
-    """Shows no type for flags in the help: they take no value."""
+    """Mixin for typer commands: the help shows no type for flags, since they take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -112,11 +112,11 @@ class _Flags:
 
 
 class _Single(_Flags, TyperCommand):
-    """A sub-command whose arguments typer reads."""
+    """A sub-command whose arguments typer parses."""
 
 
 class _Whole(TyperCommand):
-    """Hands everything that follows its name to the function."""
+    """A sub-command whose function parses all arguments itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
@@ -128,7 +128,7 @@ class _Whole(TyperCommand):
 
 
 class LazyGroup(_Flags, TyperGroup):
-    """Lists all sub-commands by their lines here; imports the one that is to run."""
+    """Group that lists all sub-commands without importing them, and imports only the one that is run."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -148,7 +148,7 @@ def _function(name: str) -> Any:
 
 
 def load(name: str) -> Any:
-    """Returns the command that a line of COMMANDS stands for."""
+    """Imports a sub-command listed in COMMANDS; returns it."""
     entry, callback = COMMANDS[name], _function(name)
     if entry.whole:
         return _Whole(name, callback=callback, help=entry.help)
@@ -183,9 +183,7 @@ def _root(
 
 
 def _say(error: ChaosError) -> None:
-    """Prints an error as one message; control characters in it are made visible, since it may quote what others
-    said.
-    """
+    """Prints an error to stderr, with control characters made visible, since it may quote text from outside."""
     from chaos_lightning.machine.terminal import printable
 
     for line in f"error: {error}".splitlines():
@@ -193,14 +191,14 @@ def _say(error: ChaosError) -> None:
 
 
 def _warn_of_variables() -> None:
-    """Warns of mistyped settings in the environment, of which there are none most of the time."""
+    """Warns of mistyped CHAOS_ variables in the environment."""
     if any(name.startswith("CHAOS_") for name in os.environ):
         warn_of_unknown = importlib.import_module("chaos_lightning.variables").warn_of_unknown
         warn_of_unknown()
 
 
 def main() -> None:
-    """Runs the command; errors of this package are printed without a traceback. Exit codes: 1 failed, 2 wrong usage."""
+    """Runs the command line; prints this package's errors without a traceback. Exit codes: 1 failed, 2 wrong usage."""
     try:
         _warn_of_variables()
         app()

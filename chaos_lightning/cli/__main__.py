@@ -1,4 +1,4 @@
-"""`python -m chaos_lightning.cli` is the command `chaos-lightning`."""
+"""Lets `python -m chaos_lightning.cli` be the command `chaos-lightning`."""
 
 from __future__ import annotations
 

@@ -134,7 +134,9 @@ def simulate(
 def _runs(
     fleet: EqualFleet | MixedFleet, histories: Sequence[Trace], names: Sequence[str], rules: Rules
 ) -> dict[str, list[Outcome]]:
-    """Returns the outcomes of each policy, one per history; the first history is recorded, to be drawn."""
+    """Simulates each policy on each history; returns the outcomes by policy. The first history's runs are recorded for
+    a picture.
+    """
     outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=len(histories) * len(names))
@@ -151,13 +153,13 @@ def _in_steps(job: TrainingJob, micro_batches: int | None) -> TrainingJob:
 
 
 def _given(context: typer.Context, names: Iterable[str]) -> list[str]:
-    """Returns the options of these parameters that the user has given."""
+    """Returns those of the named command-line options that the user has given."""
     sources = ((name, context.get_parameter_source(name)) for name in names)
     return [f"--{name.replace('_', '-')}" for name, source in sources if source and source.name != "DEFAULT"]
 
 
 def _check_beside_kinds(context: typer.Context) -> None:
-    """Refuses options that have no meaning where the file names each device, its kind and its host.
+    """Refuses options that contradict a fleet file that names each device with its kind and host.
 
     Raises:
         ConfigurationError: Some are given.
@@ -170,7 +172,7 @@ def _check_beside_kinds(context: typer.Context) -> None:
 
 
 def _check_beside_trace(context: typer.Context, trace: Path) -> None:
-    """Refuses options that a trace leaves without a meaning.
+    """Refuses options about random losses and arrivals beside a trace, which fixes these.
 
     Raises:
         ConfigurationError: Some are given.
@@ -181,7 +183,7 @@ def _check_beside_trace(context: typer.Context, trace: Path) -> None:
 
 
 def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: EqualFleet | MixedFleet) -> None:
-    """Refuses a fleet on which nothing is ever trained.
+    """Refuses a fleet on which no policy completes a single step.
 
     Raises:
         ConfigurationError: No policy has made a step.
@@ -217,7 +219,7 @@ def _check_progress(outcomes: dict[str, list[Outcome]], trace: Trace, fleet: Equ
 
 
 def to_json(outcomes: dict[str, list[Outcome]], about: str) -> str:
-    """Returns all outcomes as JSON text; equal runs give equal texts."""
+    """Returns all outcomes as JSON text, which is the same for equal runs."""
     found = {
         "about": about,
         "policies": {
@@ -229,7 +231,7 @@ def to_json(outcomes: dict[str, list[Outcome]], about: str) -> str:
 
 
 def show(outcomes: dict[str, list[Outcome]], console: Console) -> None:
-    """Prints the outcomes, a row for each policy."""
+    """Prints a table of outcomes, one row for each policy."""
     table = Table("policy", "samples/s", *(f"{c} %" for c in CAUSES), "fatal", box=None, header_style="bold")
     for name, rows in outcomes.items():
         length = sum(o.hours for o in rows) * HOUR_S

@@ -1,4 +1,4 @@
-"""Draws a picture of policies on one fleet: devices and throughput over time, and where the time of all runs went."""
+"""Draws a comparison of policies on one fleet: devices and throughput over time, and how the time was spent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLOURS = dict(zip(CAUSES, (BLUE, SKY, ORANGE, PINK, RED, GREY), strict=True))
 
 
 def check_kind(path: Path) -> None:
-    """Refuses a picture that could not be drawn into this file.
+    """Refuses to plot if matplotlib is missing or cannot write this kind of file.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -42,7 +42,7 @@ def check_kind(path: Path) -> None:
 
 
 def plot(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
-    """Draws runs by policy into this file, which `check_kind` has passed; the first run of each has a history."""
+    """Draws the runs of each policy into a file; the first run of each policy must have a recorded history."""
     sheet = figure(10, 8)
     devices, throughput, causes = sheet.subplots(3, 1, height_ratios=[1, 1.4, 1])
     style(devices, "Devices", grid="y")

@@ -1,5 +1,5 @@
-"""Plans which device computes what on a fleet, how long a step takes, and what becomes of it after a loss
-(`chaos-lightning plan`).
+"""Plans which device computes which layers, how long a step takes, and what to do after a loss (`chaos-lightning
+plan`).
 
 Theory of operation. A job comes from a file or a formula (`files.find_job`). Without `--lost` or `--slow` its best
 plan is shown. With them, that plan is what runs before; a policy then chooses among the ways to go on (`options`), and
@@ -40,7 +40,7 @@ FREE = 0.02
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """Plan, and what it costs."""
+    """A pipeline plan with its estimated costs."""
 
     plan: PipelinePlan
     estimate: StepEstimate
@@ -52,7 +52,7 @@ class PricedPlan:
     """Price in words: what single losses take along, and what it costs to prevent that."""
 
     def facts(self, job: TrainingJob) -> dict[str, Any]:
-        """Returns the plan and its costs as a value for JSON."""
+        """Returns the plan and its costs, ready for JSON."""
         e = self.estimate
         return {
             "why": self.why, "price": self.price, "exact": self.exact, "gap": self.gap, "step_s": e.step_s,
@@ -66,12 +66,12 @@ class PricedPlan:
 
 
 def samples_per_s(job: TrainingJob, estimate: StepEstimate) -> float:
-    """Returns the samples per second of the whole fleet."""
+    """Returns the samples that the whole fleet trains per second."""
     return job.micro_batches * job.samples / estimate.step_s
 
 
 def rates(job: TrainingJob, estimate: StepEstimate) -> dict[str, float]:
-    """Returns tokens_per_s and mfu, the share of all cards' peak that the model's own arithmetic uses."""
+    """Returns tokens_per_s and mfu: the share of all cards' peak arithmetic that the model itself uses."""
     if job.work is None:
         return {}
     per_s = job.micro_batches / estimate.step_s
@@ -187,8 +187,8 @@ def plan(
 
 
 def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, ...]:
-    """Returns the devices that go with what was named: a device and what dies with it, a host, or the last so many
-    units.
+    """Returns the devices lost with those named: devices and what dies with them, hosts, or a number of units from the
+    end.
 
     Raises:
         JobError: No device or host has such a name, or there are not so many.
@@ -223,7 +223,7 @@ def lost_devices(job: TrainingJob, plan: PipelinePlan, text: str) -> tuple[str, 
 
 
 def slow_devices(job: TrainingJob, lost: Collection[str], text: str) -> dict[str, float]:
-    """Returns the measured speeds of slow devices by name.
+    """Parses the measured speeds of slow devices: "NAME=SPEED,...".
 
     Raises:
         JobError: A name is no device that is left, or a speed is no number above 0.
@@ -243,7 +243,7 @@ def slow_devices(job: TrainingJob, lost: Collection[str], text: str) -> dict[str
 
 
 def _planned(job: TrainingJob, copies: int | None, survive: str, *, first: bool) -> PricedPlan:
-    """Returns the best plan that has as many owners of each layer as are asked for, and what that costs."""
+    """Returns the best plan that has the wanted number of owners for each layer, with its costs."""
     from chaos_lightning.planning.pipelines.planner import NoPlanError, Planner
 
     def answer(least: int, hosts: bool) -> PlannedPipelines:
@@ -275,7 +275,7 @@ def _planned(job: TrainingJob, copies: int | None, survive: str, *, first: bool)
 
 
 def _priced(job: TrainingJob, path: Path) -> PricedPlan:
-    """Returns a plan of the user's with what it costs here.
+    """Reads a plan from the user's file; returns it with its costs for this job.
 
     Raises:
         JobError: The plan cannot be read, is none, or is not of this job; or it does not fit.
@@ -327,7 +327,9 @@ def _options(
 
 
 def _decided(options: PlanOptions, policy: str, rate: float) -> Decision:
-    """Returns what to do if each device is lost `rate` times per hour, some of them together."""
+    """Returns the policy's decision after a loss, if each device is lost `rate` times per hour, some of them
+    together.
+    """
     from chaos_lightning.planning.pipelines.policies import decide
 
     at_once = sum(size * share for size, share in options.size_shares.items())
@@ -381,7 +383,7 @@ def _show_answer(console: Console, job: TrainingJob, answer: PricedPlan, *, expl
 
 
 def _assumptions(job: TrainingJob) -> str:
-    """Returns in words the assumptions of the answer that nothing has measured."""
+    """Returns a text about those assumptions of the estimate that were not measured."""
     from chaos_lightning.machine.units import duration, rate
 
     def link(one: LinkRate) -> str:
@@ -443,14 +445,14 @@ def _show_loss(console: Console, options: PlanOptions, decision: Decision, *, ex
 
 
 def _moves(options: PlanOptions, candidate: PlanCandidate) -> Moves | None:
-    """Returns what moves from device to device; None: all state comes from a checkpoint."""
+    """Returns which layers' state moves between devices for a candidate; None if all state comes from a checkpoint."""
     from chaos_lightning.planning.pipelines.choice import RESTART
 
     return None if candidate.kind == RESTART else options.moves(candidate.plan)
 
 
 def _loss_facts(options: PlanOptions, decision: Decision) -> dict[str, Any]:
-    """Returns the losses and the decision as a value for JSON."""
+    """Returns the losses and the decision after them, ready for JSON."""
     facts = decision.to_dict()
     for about, candidate in zip(facts["candidates"], decision.candidates, strict=True):
         moves = _moves(options, candidate)

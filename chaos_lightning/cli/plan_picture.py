@@ -1,5 +1,4 @@
-"""Draws a plan of pipelines as a picture: stages as boxes with layers and memory, a step on a time line, tables of
-numbers.
+"""Draws a plan of pipelines for the terminal: stages as boxes with layers and memory, a step's time line, and tables.
 
 Theory of operation. Everything here is a function of values (job, plan, estimate) to renderables, which learn the width
 from the console that prints them. Pipelines that are alike are shown once. Boxes wrap to as many lines as they need. A
@@ -39,7 +38,7 @@ NAMES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """Characters with which a picture is drawn."""
+    """Characters of which a picture is made."""
 
     corners: str
     across: str
@@ -61,7 +60,7 @@ _STYLES = {REDUCE: "magenta", OPTIMIZER: "yellow"}
 
 @dataclass(frozen=True, slots=True)
 class AlikePipelines:
-    """Pipelines with the same cut and the same kinds of devices."""
+    """Pipelines that have the same cut into stages, and the same kinds of devices."""
 
     numbers: tuple[int, ...]
     pipeline: Pipeline
@@ -71,7 +70,7 @@ class AlikePipelines:
 
     @property
     def words(self) -> str:
-        """Numbers of the pipelines and micro-batches of each, in words."""
+        """Returns a text of the pipelines' numbers and of how many micro-batches each runs."""
         most = self.pipeline.micro_batches
         each = f"{most} micro-batch{'es' if most != 1 else ''}"
         if len(self.numbers) == 1:
@@ -81,7 +80,7 @@ class AlikePipelines:
 
 
 def kinds(job: TrainingJob, plan: PipelinePlan) -> list[AlikePipelines]:
-    """Returns the plan's pipelines; those with the same cut and kinds of devices are together."""
+    """Groups the plan's pipelines by their cut into stages and their kinds of devices."""
     found: dict[object, list[int]] = {}
     for q, p in enumerate(plan.pipelines):
         what = tuple(job.by_name[s.device].kind if s.device != VACANT else VACANT for s in p.stages)
@@ -95,7 +94,7 @@ def kinds(job: TrainingJob, plan: PipelinePlan) -> list[AlikePipelines]:
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """Returns numbers in words: 0 to 3, 7."""
+    """Returns sorted numbers as text, with runs joined: "0 to 3, 7"."""
     words: list[str] = []
     at = 0
     while at < len(numbers):
@@ -109,20 +108,20 @@ def runs(numbers: Sequence[int]) -> str:
 
 
 def names(given: Iterable[str], most: int = NAMES_SHOWN) -> str:
-    """Returns names in words; of many, how many more there are."""
+    """Returns names as text; of many, the first ones and the number of the others."""
     known = [printable(x) for x in given]
     more = f" and {len(known) - most} more" if len(known) > most else ""
     return ", ".join(known[:most]) + more
 
 
 def layers_of(first: int, end: int) -> str:
-    """Returns layers [first, end) in words."""
+    """Returns the range of layers [first, end) as text."""
     return f"layer {first}" if end == first + 1 else f"layers {first}-{end - 1}"
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Lines for `Console.print` that are made for the width and the glyphs that there are."""
+    """Lines for `Console.print`, made anew for the console's width and character set."""
 
     lines: Callable[[int, Glyphs], Iterable[Text]]
 
@@ -138,7 +137,7 @@ class Drawn:
 
 
 def draw_plan(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> Drawn:
-    """Returns a picture of pipelines as rows, stages as boxes with their device, layers and memory."""
+    """Draws pipelines as rows of boxes, one for each stage with its device, layers and memory."""
 
     def lines(width: int, glyphs: Glyphs) -> Iterator[Text]:
         found = sorted(kinds(job, plan), key=lambda k: -k.pipeline.micro_batches * len(k.numbers))
@@ -159,7 +158,7 @@ def draw_plan(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> D
 
 
 def _beside(plan: PipelinePlan) -> Iterator[str]:
-    """Yields lines on devices that run something beside their own stage."""
+    """Yields a line for each device that also runs micro-batches of another pipeline."""
     guests: dict[tuple[str, int, int], int] = {}
     for d in plan.detours:
         key = (d.device, d.first, d.end)
@@ -171,7 +170,7 @@ def _beside(plan: PipelinePlan) -> Iterator[str]:
 
 
 def fates(shared: Sequence[SharedFate]) -> Iterator[str]:
-    """Yields lines about layers that would be lost with a host, and what it costs to mend that."""
+    """Yields a line for each group of layers that would be lost with one host, and the cost of preventing it."""
     for f in shared[:NAMES_SHOWN]:
         other = f"other places help, for {duration(f.cost_s)} a step"
         mend = "no exchange of two devices helps" if math.isinf(f.cost_s) else other
@@ -189,7 +188,7 @@ class _Box:
     """Fraction of its memory that the fullest of these devices needs at its peak."""
 
     def title(self, width: int) -> str:
-        """Returns all names if they fit, else the first one and how many more there are."""
+        """Returns all names if they fit into `width`, else the first one and the number of the others."""
         all_names = ", ".join(self.names)
         if cell_len(all_names) <= width or len(self.names) == 1:
             return all_names
@@ -206,7 +205,7 @@ def _box(job: TrainingJob, estimate: StepEstimate, places: Sequence[PlanStage]) 
 
 
 def _rows(boxes: Sequence[_Box], width: int, glyphs: Glyphs) -> Iterator[Text]:
-    """Yields lines with as many boxes side by side as fit, so that the lines are about equally full."""
+    """Yields lines with boxes side by side, about equally many in each row."""
     most = max(1, (width - 1) // (LEAST_BOX + 4))
     count = -(-len(boxes) // most)
     across = -(-len(boxes) // count)
@@ -233,7 +232,7 @@ def _lines(box: _Box, inner: int, g: Glyphs) -> tuple[Text, Text, Text, Text]:
 
 
 def memory_bar(share: float, width: int, g: Glyphs) -> Text:
-    """Returns a bar that is full where all memory is needed."""
+    """Returns a bar of a device's memory use, which is full at 100% or more."""
     words = f"{min(share * 100, 999):4.0f}%"
     cells = max(0, width - len(words))
     full = min(cells, round(share * cells))
@@ -249,7 +248,7 @@ def _cut(text: str, width: int, g: Glyphs) -> str:
 
 
 def draw_step(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> Drawn:
-    """Returns a picture of a step on a time line: a row for each stage, what it does from left to right."""
+    """Draws a step's time line: a row for each stage, with its work from left to right."""
 
     def lines(width: int, glyphs: Glyphs) -> Iterator[Text]:
         found = kinds(job, plan)[:KINDS_SHOWN]
@@ -282,9 +281,7 @@ def _name(s: PlanStage) -> str:
 
 
 def _ran(job: TrainingJob, plan: PipelinePlan, shown: Sequence[AlikePipelines]) -> dict[str, list[Part]]:
-    """Returns the units of each device, as they run. Pipelines that run micro-batches of each other are run
-    together.
-    """
+    """Returns each device's work over time; pipelines that run micro-batches of each other are simulated together."""
     together = coupled(plan)
     rows: dict[str, Sequence[Span]] = {VACANT: ()}
     if together:
@@ -302,7 +299,7 @@ Part = tuple[float, float, str]
 
 
 def _after(job: TrainingJob, estimate: StepEstimate, s: PlanStage) -> Iterator[Part]:
-    """Yields what a stage does after its units."""
+    """Yields a stage's work after its last micro-batch: all-reduces and the optimizer."""
     if s.device == VACANT:
         return
     for r in estimate.reduces:
@@ -315,9 +312,7 @@ def _after(job: TrainingJob, estimate: StepEstimate, s: PlanStage) -> Iterator[P
 
 
 def _columns(parts: Iterable[Part], whole_s: float, cells: int) -> list[str]:
-    """Returns for each column the kind of work that takes most of its time; " " where that is nothing. Units come
-    before an all-reduce.
-    """
+    """Returns the kind of work to show in each cell of a time line: what fills at least half of it, else " "."""
     busy: list[dict[str, float]] = [{} for _ in range(cells)]
     width_s = whole_s / cells
     for start, end, what in parts:
@@ -350,7 +345,7 @@ def _glyphs(row: Sequence[str], g: Glyphs) -> Text:
 
 
 def layer_table(job: TrainingJob) -> FittingTable:
-    """Returns the costs of one micro-batch in each layer; neighbours that are alike are one row."""
+    """Returns a table of each layer's costs per micro-batch; equal neighbours share a row."""
     table = FittingTable(
         [
             "layers~",
@@ -386,7 +381,7 @@ def _alike(a: Layer, b: Layer) -> bool:
 
 
 def stage_table(job: TrainingJob, plan: PipelinePlan) -> FittingTable:
-    """Returns the times of each stage; of pipelines that are alike once."""
+    """Returns a table of each stage's times; pipelines that are alike are shown once."""
     c = job.costs
     table = FittingTable(
         ["stage", "device", "layers>", "forward>", "backward>", "hop>", "optimizer>"],
@@ -410,7 +405,7 @@ def stage_table(job: TrainingJob, plan: PipelinePlan) -> FittingTable:
 
 
 def memory_table(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -> FittingTable:
-    """Returns the peak memory of each stage's device by purpose; of pipelines that are alike once."""
+    """Returns a table of each device's peak memory by purpose; pipelines that are alike are shown once."""
     table = FittingTable(
         ["device", "needs>", "of>", "state>", "activations>", "workspace>", "boundaries>", "buffers>"],
         gives_way=["buffers", "boundaries", "workspace", "activations", "state"],
@@ -427,7 +422,7 @@ def memory_table(job: TrainingJob, plan: PipelinePlan, estimate: StepEstimate) -
 
 
 def reduce_table(job: TrainingJob, estimate: StepEstimate) -> FittingTable:
-    """Returns the all-reduce of each group of layers that has several owners."""
+    """Returns a table of the gradients' all-reduces, one row for each group of layers with several owners."""
     gradients = job.costs.gradients
     table = FittingTable(
         ["layers>", "owners>", "gradients>", "ready>", "begins>", "ends>"], gives_way=["ready", "begins", "gradients"]
@@ -444,7 +439,7 @@ def reduce_table(job: TrainingJob, estimate: StepEstimate) -> FittingTable:
 
 
 def candidate_table(decision: Decision, moves: Sequence[Moves | None]) -> FittingTable:
-    """Returns the ways to go on, the chosen one marked.
+    """Returns a table of the ways to go on after a loss, with the chosen one marked.
 
     Args:
         decision: Decision with its candidates.
@@ -468,7 +463,7 @@ MOVES_SHOWN = 12
 
 
 def moves_table(moves: Moves) -> Drawn:
-    """Returns which bytes go from which device to which, the busiest links first, and how long all of it takes."""
+    """Returns lines about the bytes that move between devices, the busiest links first, and the total time."""
     layers: dict[tuple[str, str], set[int]] = {}
     for m in moves.moves:
         layers.setdefault((m.source, m.target), set()).add(m.layer)

@@ -1,4 +1,5 @@
-"""Measures a user's own model while their script trains it, and writes the planner's file (`chaos-lightning profile`).
+"""Measures a user's own model while their script trains it, and writes a profile for the planner (`chaos-lightning
+profile`).
 
 Theory of operation. The script runs as it is, with a hook that measures some of its steps and then ends it
 (`pipeline.hooked`). Devices and links are those of a running job, else this machine's. The file is read again as `plan`
@@ -79,7 +80,7 @@ def profile(
 
 
 def _job(endpoint: str, token_file: str, keys_dir: str) -> dict[str, Any]:
-    """Returns what the scheduler says; nothing if none was named and none answers where one would be."""
+    """Returns the status of the scheduler's job; {} if no endpoint was given and none answers at the default one."""
     from chaos_lightning.control.channel import fetch_all
     from chaos_lightning.errors import ChaosError
     from chaos_lightning.security.credentials import Credentials
@@ -95,7 +96,7 @@ def _job(endpoint: str, token_file: str, keys_dir: str) -> dict[str, Any]:
 
 
 def _measured(command: list[str], steps: int, chain: str) -> ModelProfile:
-    """Runs the script until it is measured."""
+    """Runs the user's script until the model's profile is measured; returns the profile."""
     from chaos_lightning.pipeline.model_profile import ModelProfile
 
     words = list(command)
@@ -122,7 +123,7 @@ def _measured(command: list[str], steps: int, chain: str) -> ModelProfile:
 
 
 def _too_early(folder: Path, words: list[str], code: int, steps: int) -> str:
-    """Returns why there is no profile, in words."""
+    """Returns why the script gave no profile, as text."""
     ended = f"{' '.join(words[:2])} ended with code {code}"
     if (folder / hooked.PROGRESS).exists():
         done = (folder / hooked.PROGRESS).read_text()

@@ -1,1 +1,1 @@
-"""The control plane: stores, election, the scheduler's server, agents."""
+"""The control plane: the scheduler's server, its stores and election, and the members' connection to it."""

@@ -1,4 +1,4 @@
-"""Holds the member's control stream to the scheduler, in a thread of its own.
+"""Keeps a member connected to its scheduler: a thread with a control stream that reconnects by itself.
 
 Theory of operation. The thread holds one gRPC stream at a time: Hello first; after the Welcome heartbeats at its
 interval and whatever `send` is given. What the stream says is read by a helper thread into an inbox, and the inbox is
@@ -61,7 +61,7 @@ _INTERVALS_S = (0.001, 3600.0)
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """End of a stream. `reason` is None if the scheduler closed it in good order."""
+    """Item of the inbox: a stream has ended; `reason` is None if the scheduler closed it in good order."""
 
     talk: _Talk
     reason: ChaosError | None
@@ -69,11 +69,13 @@ class _Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
-    """Item of the queue by which `close` ends the thread."""
+    """Item of the inbox by which `close` asks the agent's thread to end."""
 
 
 class _Talk:
-    """Stream to the scheduler: an outbox that gRPC drains, and a thread that reads into the agent's inbox."""
+    """One stream to the scheduler: an outbox that gRPC sends from, and a thread that reads answers into the agent's
+    inbox.
+    """
 
     def __init__(
         self, channel: grpc.Channel, endpoint: str, secret: Credentials, inbox: queue.SimpleQueue[Any]
@@ -94,16 +96,16 @@ class _Talk:
 
     @property
     def clogged(self) -> bool:
-        """Whether the scheduler does not read its stream, so that heartbeats must not pile up."""
+        """Whether messages pile up because the scheduler does not read its stream; heartbeats are then left out."""
         return self._outbox.qsize() > 16
 
     def goodbye(self) -> None:
-        """Announces the end and half-closes the stream."""
+        """Tells the scheduler that this member will send nothing more, and closes its side of the stream."""
         self._outbox.put(chaos_pb2.FromMemberEnvelope(goodbye=True))
         self._outbox.put(None)
 
     def end(self) -> None:
-        """Cuts the stream, if it still stands, and frees gRPC's writer."""
+        """Cancels the stream, if it is still open, and lets gRPC's sending thread end."""
         self.call.cancel()
         self._outbox.put(None)
 
@@ -123,7 +125,7 @@ class _Talk:
 
 
 class Agent(threading.Thread):
-    """Thread that holds a member's control stream. `start` it, `send` from any thread, `close` it.
+    """Thread that keeps a member's control stream to the scheduler. `start` it, `send` from any thread, `close` it.
 
     Args:
         endpoints: HOST:PORT of the scheduler, or of all that stand by for each other.
@@ -171,7 +173,7 @@ class Agent(threading.Thread):
     # ------------------------------------------------------------------ any thread
 
     def send(self, message: FromMember) -> None:
-        """Sends `message` soon, if the stream stands; otherwise it is dropped (see the module).
+        """Sends `message` soon if a stream is open; otherwise drops it.
 
         Raises:
             TypeError: The message does not fit chaos.proto.
@@ -182,7 +184,9 @@ class Agent(threading.Thread):
             talk.say(envelope)
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Says goodbye and ends the thread. Idempotent; callable before `start` and from callbacks of this thread."""
+        """Says goodbye to the scheduler and ends the thread. Idempotent; may be called before `start` and in
+        callbacks.
+        """
         self._stopping = True
         self._inbox.put(_Stop())
         if self.is_alive() and threading.current_thread() is not self:
@@ -239,26 +243,26 @@ class Agent(threading.Thread):
         return Conversation(self._answered, isinstance(reason, SilentError), standby, leader)
 
     def _tell(self, state: str, told: str) -> str:
-        """Tells `on_state` a state of the stream, unless it was the last one told; returns the state."""
+        """Passes the stream's state to `on_state`, unless it equals `told`, the last one passed; returns the state."""
         if state != told:
             self._on_state(state)
         return state
 
     def _pause(self, seconds: float) -> None:
-        """Sleeps, but not through a `close`."""
+        """Sleeps for `seconds`, but no longer than until `close`."""
         deadline = time.monotonic() + seconds
         while not self._stopping and (left := deadline - time.monotonic()) > 0:
             self._next(left)
 
     def _next(self, timeout_s: float) -> Any:
-        """Returns the next item of the inbox; None after the timeout."""
+        """Waits for the next item of the inbox; returns None after the timeout."""
         try:
             return self._inbox.get(timeout=max(0.0, timeout_s))
         except queue.Empty:
             return None
 
     def _not_revived(self, error: ChaosError) -> None:
-        """Tells, in the helper's thread, why the scheduler could not be revived."""
+        """Reports, in the helper thread, why no scheduler could be started again."""
         if isinstance(error, RefusedError):  # the job has ended: a newcomer has nothing to wait for
             self._refused = str(error)
         if str(error) != self._revive_error:
@@ -266,7 +270,7 @@ class Agent(threading.Thread):
             self._on_state(f"cannot revive the scheduler: {error}")
 
     def _converse(self) -> ChaosError:
-        """Holds one stream from Hello to its end; returns why it ended."""
+        """Opens a stream to the scheduler, and serves it until it ends; returns the reason for the end."""
         with contextlib.ExitStack() as meanwhile:
             try:
                 meanwhile.enter_context(only_here(self._search.endpoint))
@@ -340,7 +344,7 @@ class Agent(threading.Thread):
                     due = time.monotonic() + interval
 
     def _interval_s(self, message: ToMember, before_s: float) -> float:
-        """Returns the seconds between two heartbeats from this message on."""
+        """Returns the seconds between heartbeats after this message, which may set a new interval."""
         if not isinstance(message, Welcome | HeartbeatPace):
             return before_s
         if not _INTERVALS_S[0] <= message.heartbeat_interval_s <= _INTERVALS_S[1]:
@@ -349,7 +353,7 @@ class Agent(threading.Thread):
         return message.heartbeat_interval_s
 
     def _take_leave(self, talk: _Talk) -> None:
-        """Says goodbye, and gives it a moment to arrive."""
+        """Says goodbye to the scheduler, and waits a moment for the stream's end."""
         self._talk = None
         talk.goodbye()
         deadline = time.monotonic() + _GOODBYE_TIMEOUT_S

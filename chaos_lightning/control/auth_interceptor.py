@@ -1,4 +1,4 @@
-"""Checks callers: who calls, who may, and what is logged about those who may not.
+"""Checks who makes a gRPC call and whether they may make it, and logs refused calls.
 
 Theory of operation. With keys a TLS proxy with mutual TLS (control/tls_proxy.py) stands before gRPC's own port, so each
 call has a caller with a role; without keys the bare token decides. Each service says which roles may make which of its
@@ -28,7 +28,7 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 @dataclass(frozen=True)
 class Service:
-    """Service that a server offers, with the rights to its calls.
+    """A gRPC service to be served, and which roles may make its calls.
 
     Attributes:
         name: Its full name, as in its .proto.
@@ -44,7 +44,7 @@ class Service:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, misc]
-    """Interceptor that refuses calls of those who may not make them, whichever service they are for.
+    """gRPC interceptor that refuses calls, of any service, from callers who may not make them.
 
     Args:
         secret: Token or credentials; b"" lets everybody in (loopback only).
@@ -62,11 +62,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         """Port at which gRPC listens behind the TLS proxy; 0 without one."""
 
     async def open(self, host: str, port: int) -> tuple[grpc.aio.Server, int]:
-        """Opens a gRPC server on its port, behind a TLS proxy if there are keys; returns it, and the port that others
-        call.
+        """Makes a gRPC server on a port, behind a TLS proxy if there are keys; returns the server, and the port that
+        clients call.
 
         Raises:
-            ConfigurationError: It is taken, or the address is not this machine's.
+            ConfigurationError: The port is taken, or the address is not this machine's.
         """
         endpoint, keys = join_endpoint(host, port), self._credentials.keys
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[self])
@@ -83,17 +83,17 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
             ) from error
 
     async def close(self) -> None:
-        """Shuts the TLS proxy, if there is one."""
+        """Closes the TLS proxy, if there is one."""
         if self._tls_proxy is not None:
             await self._tls_proxy.close()
 
     def peer(self, context: Any) -> str:
-        """Returns where a call comes from, and with keys from whom."""
+        """Returns the address that a call comes from, with the caller's name if it has a certificate."""
         caller = self._tls_proxy.caller(context.peer()) if self._tls_proxy is not None else None
         return str(caller or context.peer())
 
     def serve(self, server: Any, service: Service) -> None:
-        """Adds a service to the gRPC server, for those who may call it."""
+        """Adds a service to the gRPC server; its calls are refused to those without the right."""
         self._rights.register(service.name, service.rights)
         self._encoded |= {f"/{service.name}/{call}" for call in service.encoded}
         service.add(server)
@@ -101,7 +101,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Wraps a call, so that its caller is checked before the call is handled (gRPC's interface)."""
+        """Wraps a call's handler so that the caller is checked first (interface of gRPC's interceptors)."""
         handler, method = await continuation(details), str(details.method)
         if handler is None:  # there is no such call
             return None
@@ -122,7 +122,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         return handler._replace(response_serializer=serializer, **{kind: guarded})
 
     async def _refuse(self, context: Any, method: str) -> None:
-        """Aborts the call if its caller may not make it, or shows no right token; returns otherwise."""
+        """Aborts a call if its caller's role may not make it, or if a token is missing or wrong."""
         what = method.rpartition("/")[2]
         role, name = (TOKEN if self._credentials else ANYBODY), "whoever calls"
         if self._tls_proxy is not None:
@@ -139,7 +139,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         await self._check_token(context, what, must=self._rights.must_show_token(role, method))
 
     async def _check_token(self, context: Any, what: str, *, must: bool) -> None:
-        """Refuses a wrong token, and a caller that must show one and does not."""
+        """Aborts a call with a wrong token, or without one where its caller must show one."""
         accepted = self._credentials.tokens()
         values = [value for key, value in context.invocation_metadata() or () if key == TOKEN_KEY]
         shown = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
@@ -157,11 +157,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, mis
         await context.abort(code, f"{reason}; {advice}")
 
     def note(self, peer: str, reason: str) -> None:
-        """Logs a refused call, but no more than a few a second: a stranger must not fill the disk."""
+        """Logs a refused call, but only a few per second, so that strangers cannot fill the disk."""
         unlogged = self._few.take()
         if unlogged is not None:
             self._note("refused", peer=peer, reason=reason, unlogged=unlogged)
 
     def note_end(self, peer: str, reason: str) -> None:
-        """Logs each connection that the TLS proxy ends: callers that were in cannot fill the disk by knocking."""
+        """Logs a connection that the TLS proxy ends; all of them, since only authenticated callers cause such lines."""
         self._note("refused", peer=peer, reason=reason, unlogged=0)

@@ -1,4 +1,4 @@
-"""Runs a scheduler's candidacy among several: it waits until it is elected, and opens the chain as the leader.
+"""Lets a scheduler stand for election by way of etcd: it waits until it is elected, and then opens the chain as leader.
 
 Theory of operation. A scheduler without one (embedded store) leads from its start; its store's lock and terms keep
 others out. With one it listens at once, says to whoever comes who leads, and takes the chain when it is elected.
@@ -33,7 +33,7 @@ RULES = "rules"
 
 
 class EtcdCandidacy:
-    """Candidacy of one scheduler by way of etcd. Methods may be called from any thread.
+    """Candidacy of one scheduler in an election by way of etcd. Methods may be called from any thread.
 
     Args:
         address: Where etcd is.
@@ -78,12 +78,12 @@ class EtcdCandidacy:
         note: Callable[..., None],
         present: Callable[[], Collection[str]],
     ) -> None:
-        """Takes part in the election; callbacks come in its thread.
+        """Takes part in the election, and calls back from its thread.
 
         Args:
             endpoint: Where members reach this candidate.
-            on_elected: It leads now.
-            on_lost: It leads no more; why.
+            on_elected: Called when this candidate has been elected.
+            on_lost: Called with the reason when this candidate has lost the lead.
             note: Takes (event name, fields) for the event log.
             present: Names of the members that are connected to it.
         """
@@ -106,12 +106,14 @@ class EtcdCandidacy:
         self._election.start()
 
     def asked(self, name: str) -> None:
-        """Notes that a member of this name ("" if it gave none) looked for the leader here."""
+        """Notes that a member called `name` ("": unnamed) asked this candidate while looking for the leader."""
         if name and self._election is not None:
             self._election.asked(name)
 
     def open_store(self) -> Store:
-        """Opens the chain, for the leader; that of a finished job is emptied first, unless it is to be kept."""
+        """Opens the chain for the elected leader; empties that of a finished job, unless it is to be kept or still
+        announced.
+        """
         store = EtcdStore(self._client, self._root, guard=self._guard, owned=False)
         tip = JobChain(store).tip()
         told = tip.tells_s(self._finished_s, time.time())
@@ -122,7 +124,7 @@ class EtcdCandidacy:
         return store
 
     def check(self, given: Settings) -> str:
-        """Looks at etcd before anything starts; returns what is worth telling, or "".
+        """Checks etcd before the scheduler starts; returns a notice for the user, or "".
 
         Args:
             given: The rules that this scheduler would bring.
@@ -142,7 +144,8 @@ class EtcdCandidacy:
         return self._differing(given, stored) if stored is not None and not chain.finished else ""
 
     def rules(self, given: Settings) -> Settings:
-        """Returns the settings that the job goes by (see the module); for the leader, after `open_store`.
+        """Returns the settings that the job follows: those in etcd if the job goes on, else `given`. Call `open_store`
+        first.
 
         Raises:
             StoreError: etcd does not answer, or this scheduler leads no more.
@@ -180,45 +183,49 @@ class EtcdCandidacy:
         )
 
     def _others(self) -> bool:
-        """Returns whether other candidates stand by."""
+        """Returns whether other candidates are waiting in etcd."""
         election = self._election
         return election is not None and any(c.id != election.me.id for c in election.candidates())
 
     def waited(self) -> bool:
-        """Returns whether another scheduler led before, or this process: a job that is finished by now was finished
-        then.
+        """Returns whether this process, or another scheduler before it, was a candidate or leader already: a finished
+        chain then ended during that time.
         """
         return self._followed or (self._election is not None and self._election.followed)
 
     def watched(self) -> bool:
-        """Returns whether this candidate saw another one lead by this very chain until it was elected itself."""
+        """Returns whether this candidate saw another one lead by the same chain until its own election."""
         return self._election is not None and self._election.watched
 
     def stands_by(self) -> bool:
-        """Returns whether another one leads and this one would follow it: it is needed, though it has no members."""
+        """Returns whether another candidate leads and this one would succeed it, so that it must go on without
+        members.
+        """
         return self._election is not None and self._election.stands_by
 
     def leader(self) -> str:
-        """Returns where the leader listens, as seen last; "" if nobody leads."""
+        """Returns the endpoint of the leader that was seen last; "" if nobody leads."""
         leader = self._election.leader if self._election is not None else None
         return leader.endpoint if leader is not None else ""
 
     def trouble(self) -> str:
-        """Returns why nobody can be elected at the moment, as far as it is known; or ""."""
+        """Returns why nobody can be elected at the moment, if that is known; else ""."""
         return self._election.trouble if self._election is not None else ""
 
     def facts(self) -> dict[str, Any]:
-        """Returns facts for `status`: who leads, since when and why; who stands by; what this candidate waits for."""
+        """Returns facts for `status`: who leads, since when and why, which candidates wait, and what this one waits
+        for.
+        """
         return self._election.facts() if self._election is not None else {}
 
     def close(self) -> None:
-        """Gives the candidacy up; another candidate leads at once. Idempotent."""
+        """Gives the candidacy up; if this candidate leads, another can lead at once. Idempotent."""
         if self._election is not None:
             self._election.resign()
         self._client.close()
 
 
 def _changes(given: Settings, stored: Settings) -> str:
-    """Returns in words the settings that differ."""
+    """Returns the settings that differ as text: "name=stored instead of given"."""
     ours, theirs = asdict(given), asdict(stored)
     return ", ".join(f"{name}={theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name])

@@ -1,4 +1,4 @@
-"""Keeps a job's decisions in a store: a chain of views that no scheduler can fork (protocol.md 7, 14a).
+"""Keeps a job's decisions in a store, as a chain of views that no scheduler can fork (protocol.md 7, 14a).
 
 Theory of operation. A job's log (control/store.py) has records of five kinds: a number that is reserved, a view that is
 decided, a wish about a link that is granted, the end of the job, and one that takes the place of all before it
@@ -55,7 +55,7 @@ FORM = 2
 
 @dataclass(frozen=True, slots=True)
 class ChainEntry:
-    """Durable decision; `revision` is its record's position."""
+    """A decision in the chain; `revision` is its record's position in the store."""
 
     revision: int
     kind: EntryKind | Literal["summary"]
@@ -73,13 +73,13 @@ class ChainEntry:
     """Chain that a summary stands for; `view` is the last one of it."""
 
     def same(self, other: ChainEntry) -> bool:
-        """Returns whether two entries are equal but for the revision."""
+        """Returns whether two entries are equal except for the revision."""
         return replace(self, revision=other.revision) == other
 
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """End of the chain, with which a decision is compared."""
+    """State at the end of the chain, by which a store judges whether the next decision may follow."""
 
     end: End = EMPTY
     highest: ViewId = NO_VIEW
@@ -102,8 +102,7 @@ class Tip:
         return self.end.id
 
     def tells_s(self, finished_s: float, now: float) -> float:
-        """Returns the seconds for which newcomers are still told, at this wall time (s), that the job is finished; 0:
-        no more.
+        """Returns for how long newcomers are still told that the job has finished, s, at wall time `now`; 0: no longer.
 
         A clock that was set back since then says nothing: they are told no more.
         """
@@ -112,7 +111,7 @@ class Tip:
 
 
 def entry_of(effect: Persist) -> ChainEntry:
-    """Returns the entry that a Persist effect asks for; a malformed effect is a StoreError.
+    """Returns the chain entry for a Persist effect; raises StoreError if the effect is malformed.
 
     Of a base it has what a scheduler reads back, and nothing that grows with the job: members keep the header itself.
     """
@@ -135,7 +134,7 @@ def entry_of(effect: Persist) -> ChainEntry:
 
 
 def judge(tip: Tip, term: int, entry: ChainEntry, seen: Tip | None = None) -> Appended:
-    """Decides whether `entry` of the scheduler with this term may follow `tip`.
+    """Decides whether a scheduler with this term may append `entry` to a chain that ends with `tip`.
 
     Args:
         tip: The end of the chain as it is.
@@ -165,7 +164,7 @@ def _follows(tip: Tip, term: int, entry: ChainEntry) -> Appended:
 
 
 def told(tip: Tip, entry: ChainEntry) -> ChainEntry:
-    """Returns the entry as its record tells it after this tip: a view by what it changes, where that is shorter.
+    """Returns the entry as it will be recorded after `tip`: its view as a change to the last one, if that is shorter.
 
     Raises:
         OversizeError: The view would fit into no record as a whole, and some record must have it as a whole.
@@ -193,7 +192,7 @@ def _digest(data: bytes) -> str:
 
 
 def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
-    """Returns the tip after this entry, with which the log ends as `end` says."""
+    """Returns the chain's tip after `entry` was appended; `end` is the log's new end."""
     return Tip(
         end=end,
         highest=max(tip.highest, entry.number),
@@ -207,7 +206,7 @@ def advance(tip: Tip, entry: ChainEntry, end: End) -> Tip:
 
 
 def chain_of(tip: Tip, term: int, entries: Sequence[ChainEntry]) -> Chain:
-    """Returns the chain, from its entries, which end with `tip`, for a scheduler that starts with this term."""
+    """Returns the chain that a starting scheduler needs, built from entries that end with `tip`; `term` is its own."""
     begun, rest = Chain(0, NO_VIEW), entries
     if entries and entries[0].summed is not None:
         begun, rest = entries[0].summed, entries[1:]
@@ -232,24 +231,24 @@ def chain_of(tip: Tip, term: int, entries: Sequence[ChainEntry]) -> Chain:
 
 
 def summary_of(tip: Tip, entries: Sequence[ChainEntry]) -> ChainEntry:
-    """Returns the entry that takes the place of all these entries, which end with `tip` and have a view."""
+    """Returns one summary entry that can replace all the given entries, which end with `tip` and have a view."""
     summed = summing.summed(chain_of(tip, tip.term, entries))
     last = summed.views[-1]
     return ChainEntry(0, SUMMARY, tip.highest, last, digest=_digest(encode(last)), summed=summed)
 
 
 def check_id(tip: Tip, chain: str) -> None:
-    """Checks that this chain may become `chain`, which is to be rebuilt.
+    """Checks that a store whose chain ends with `tip` may be used to rebuild the chain with the id `chain`.
 
     Raises:
-        StoreError: Decisions of another chain are here.
+        StoreError: The store holds decisions of another chain.
     """
     if chain and tip.chain not in ("", chain) and tip.last_view != NO_VIEW:
         raise StoreError(f"chain {short(tip.chain)} cannot become chain {short(chain)}: it holds views already")
 
 
 def reached(entries: Iterable[ChainEntry], step: int = 0) -> int:
-    """Returns the last optimizer step, from `step` on, that decisions name since the job was founded; 0 if none do."""
+    """Returns the last optimizer step that entries name since the job was founded; `step` if they name none."""
     for base in (e.base for e in entries if e.base is not None):
         step = base.step if base.next_view == NO_VIEW else max(step, base.step)
     return step
@@ -259,8 +258,8 @@ def reached(entries: Iterable[ChainEntry], step: int = 0) -> int:
 
 
 def entry_bytes(entry: ChainEntry) -> bytes:
-    """Returns a record's body: a line of JSON, then view (or what it changes) and base, of the sizes that the line
-    names.
+    """Returns an entry as a record's body: one line of JSON with the sizes of its parts, then view (or change) and
+    base.
 
     A summary has the last views behind its line.
     """
@@ -283,11 +282,11 @@ def _joined(head: dict[str, Any], parts: Sequence[bytes | None]) -> bytes:
 
 
 class _OtherVersionError(ValueError):
-    """Error about a record that another release wrote."""
+    """Error about a record in the format of another release."""
 
 
 def _split(body: bytes) -> tuple[dict[str, Any], list[bytes | None]]:
-    """Returns the head and the parts of a record's body: the reverse of `_joined`."""
+    """Splits a record's body, as `_joined` made it, into its first line and its parts."""
     line, _, rest = body.partition(b"\n")
     head = json.loads(line)
     if not isinstance(head, dict):
@@ -304,7 +303,7 @@ def _split(body: bytes) -> tuple[dict[str, Any], list[bytes | None]]:
 
 
 def entry_from(record: StoreRecord, before: Tip | None = None) -> ChainEntry:
-    """Returns the entry of a record, which follows this tip.
+    """Returns the entry that a record holds; `tip` is the chain's end before it.
 
     Raises:
         StoreError: There is something else, or what changes another view.
@@ -366,7 +365,8 @@ def _ending(said: dict[str, object]) -> RecordedEnd:
 
 
 class JobChain:
-    """Chain of one job. Methods block; call them from one thread at a time. All raise StoreError if the store fails.
+    """Chain of one job in its store. Methods block; call them from one thread at a time. All raise StoreError if the
+    store fails.
 
     Args:
         store: Its log; closed with the chain.
@@ -387,16 +387,16 @@ class JobChain:
 
     @property
     def place(self) -> str:
-        """Location of the chain, for people."""
+        """Name of the store, for messages."""
         return self.store.place
 
     @property
     def term(self) -> int:
-        """The term taken by `take_term`; 0 for a chain that is only read."""
+        """Term that `take_term` took; 0 for a chain that is only read."""
         return self.store.term
 
     def take_term(self, above: int = 0, chain: str = "") -> int:
-        """Outranks durably every scheduler so far, and all up to the term `above`; returns the new term.
+        """Takes a term above all former schedulers' and above `above`, durably, so that their writes fail; returns it.
 
         Where a lost chain is rebuilt, `chain` gives its id to one that holds no views.
         """
@@ -406,7 +406,7 @@ class JobChain:
         return self.term
 
     def tip(self) -> Tip:
-        """Reads from the store the end with which the next decision is compared."""
+        """Reads the chain's present end from the store."""
         return self._read()[0]
 
     def entries(self, after: int = 0) -> tuple[ChainEntry, ...]:
@@ -414,14 +414,14 @@ class JobChain:
         return tuple(entry for entry in self._read()[1] if entry.revision > after)
 
     def load(self) -> Chain:
-        """Returns the chain as a starting scheduler needs it; call `take_term` first."""
+        """Returns the chain that a starting scheduler needs; call `take_term` first."""
         tip, entries = self._read()
         self._seen = self._tip = tip
         return chain_of(tip, self.term, entries)
 
     def append(self, effect: Persist) -> Appended:
-        """Appends a decision by compare-and-set: it is durable when ok is returned. Writing the last entry again
-        succeeds.
+        """Appends a decision by compare-and-set; it is durable if the outcome is ok. Appending the last entry again
+        succeeds, too.
         """
         entry = entry_of(effect)
         while True:
@@ -441,7 +441,7 @@ class JobChain:
                 return outcome
 
     def cut(self) -> int:
-        """Replaces all records by one, if there are so many that it is time; returns how many went.
+        """Replaces all records by one summary if there are many; returns how many records were replaced.
 
         Nothing depends on it: what fails is tried again after more decisions.
 
@@ -474,7 +474,7 @@ class JobChain:
         return len(entries)
 
     def begin_again(self) -> str:
-        """Begins an empty chain after a finished job; returns in words what became of the old one."""
+        """Begins an empty chain after a finished job; returns a text that says what became of the old chain."""
         self._tip, self._seen, self._whole_until = None, None, 0
         return self.store.begin_again()
 
@@ -504,7 +504,7 @@ class JobChain:
 
 
 def open_chain(options: SchedulerOptions, *, read_only: bool) -> JobChain | None:
-    """Opens the chain of the store that these options name; None if it is kept nowhere, or its file is not there.
+    """Opens the chain that a scheduler's options name; None if it is kept in memory, or its file does not exist.
 
     Args:
         options: Of a scheduler.

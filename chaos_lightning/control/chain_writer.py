@@ -1,4 +1,4 @@
-"""Writes the scheduler's decisions to its store, in a thread of its own, and repeats those that it owes.
+"""Writes the scheduler's decisions to its store, in a thread of its own, and retries writes that failed.
 
 Theory of operation. A decision is on the disk, or on etcd's majority, before anybody hears of it; streams are read
 meanwhile, for the store has its own thread. A store that takes nothing is asked again for some seconds, then the
@@ -31,7 +31,7 @@ _LONGEST_STORE_PAUSE_S = 5.0
 
 
 class ChainWriter:
-    """Writer of one scheduler's decisions. Methods belong to one asyncio loop.
+    """Writes one scheduler's decisions to its store. Methods belong to one asyncio loop.
 
     Args:
         open_store: Opens the store that decisions go to; called once, in the store's thread.
@@ -51,7 +51,7 @@ class ChainWriter:
 
     @property
     def opened(self) -> JobChain | None:
-        """Chain that is open; None as long as this scheduler has not led."""
+        """The open chain; None as long as this scheduler has not led."""
         return self._chain
 
     @property
@@ -60,11 +60,12 @@ class ChainWriter:
         return self._chain
 
     async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        """Calls a function in the store's thread, and returns what it returns."""
+        """Runs a function in the store's thread; returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *given)
 
     def take(self, taken: Callable[[], None]) -> fx.Chain:
-        """Opens the chain, outranks every other scheduler, and adds the end that is owed. In the store's thread.
+        """Opens the chain, outranks all other schedulers, and appends an end of the job that is still unwritten. Runs
+        in the store's thread.
 
         Args:
             taken: Called when it is this scheduler's, before it is read.
@@ -79,7 +80,7 @@ class ChainWriter:
         return self._with_owed(self._chain.load())
 
     def _with_owed(self, found: fx.Chain) -> fx.Chain:
-        """Returns the chain with the end that this process could not write down when it led last.
+        """Appends the end of the job that this process could not write when it last led; returns the chain with it.
 
         Where the chain has gone on since, others know better, and it is forgotten.
         """
@@ -94,7 +95,7 @@ class ChainWriter:
         return found
 
     async def append(self, effect: fx.Persist, final: Owed | None) -> Appended:
-        """Writes one decision down.
+        """Appends one decision to the chain; retries for a while if the store fails.
 
         Args:
             effect: The decision.
@@ -136,7 +137,9 @@ class ChainWriter:
         return outcome
 
     def _cut(self) -> None:
-        """Cuts the chain if that is due. It runs in the store's thread, and only the next decision waits for it."""
+        """Replaces old records by a summary if there are many. Runs in the store's thread; only the next decision waits
+        for it.
+        """
         started = time.monotonic()
         try:
             gone = self.chain.cut()
@@ -150,7 +153,7 @@ class ChainWriter:
             self._emit("stored", kind=SUMMARY, ok=True, detail=f"in place of {gone} records", seconds=seconds)
 
     async def close(self) -> None:
-        """Waits for a write that may be under way."""
+        """Waits for an unfinished write, and closes the chain."""
         await asyncio.get_running_loop().run_in_executor(None, self._disk.shutdown)
         if self._chain is not None:
             self._chain.close()

@@ -1,4 +1,4 @@
-"""Holds gRPC settings that client and server must agree on, and small synchronous clients of calls with one answer.
+"""gRPC settings that client and server must share, and blocking clients for calls with a single answer.
 
 Why each option: sockets of ours must not be shared (`so_reuseport`: two schedulers on one port would each get half of
 the members), retried at gRPC's leisure (a fresh subchannel pool per channel, because its own back-off starts at a
@@ -74,7 +74,7 @@ END_OF_STREAM: object = vars(grpc.aio)["EOF"]
 
 
 class StandbyError(SchedulerUnreachableError):
-    """Error of a scheduler that waits to lead. `leader` is where the leader listens, or empty."""
+    """Error of a call to a scheduler that waits to lead; `leader` is the leader's endpoint, or empty."""
 
     def __init__(self, text: str, leader: str) -> None:
         super().__init__(text)
@@ -82,13 +82,14 @@ class StandbyError(SchedulerUnreachableError):
 
 
 class SilentError(SchedulerUnreachableError):
-    """Error of a scheduler that accepts connections and says nothing: it is frozen, or cut off."""
+    """Error of a call to a scheduler that accepts connections and does not answer: it is frozen, or cut off."""
 
 
 def explain(
     error: grpc.RpcError, endpoint: str, secret: Secret = b"", timeout_s: float = 1.0, what: str = "scheduler"
 ) -> ChaosError:
-    """Returns our exception for a call that failed: refused by the scheduler (or `what` was called), or none reached.
+    """Returns an exception for a failed gRPC call: the server (`what` in messages) refused it, waits to lead, or is
+    unreachable.
 
     If TLS may be the reason, that is looked into for up to `timeout_s` (0: not at all).
     """
@@ -120,7 +121,7 @@ def ask_leader(
     stub: Callable[[grpc.Channel], Any] = SchedulerStub,
     what: str = "scheduler",
 ) -> Any:
-    """Returns the answer of the server at `endpoint`, or of several the answer of the one that leads.
+    """Calls the server at `endpoint`, or of several the one that leads; returns its answer.
 
     Args:
         endpoint: One, or several with commas.
@@ -160,7 +161,7 @@ def ask_leader(
 def fetch_status(
     endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, follow: bool = True, page: int = 0
 ) -> dict[str, Any]:
-    """Returns the scheduler's status as a dictionary (see SchedulerServer.status).
+    """Returns a scheduler's status as a dictionary (see SchedulerServer.status).
 
     Args:
         endpoint: One, or several with commas: the first one that answers, unless another one leads.
@@ -183,8 +184,8 @@ def fetch_status(
 
 
 def fetch_all(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, follow: bool = True) -> dict[str, Any]:
-    """Returns the status as `fetch_status` does, with all members and links of a large job, page after page; each page
-    may take `timeout_s`.
+    """Returns a scheduler's status with all members and links, which a large job reports in pages; each page may take
+    `timeout_s`.
     """
     facts = fetch_status(endpoint, token, timeout_s, follow=follow)
     pages = int(facts.get("machine", {}).get("pages", 0))
@@ -198,7 +199,7 @@ def fetch_all(endpoint: str, token: Secret = b"", timeout_s: float = 5.0, *, fol
 
 
 def facts_of_leader(ask: Callable[[str, float], dict[str, Any]], endpoint: str, timeout_s: float) -> dict[str, Any]:
-    """Returns the facts of the leader; those of a standby if no leader answers.
+    """Returns the facts of the server that leads; those of a standby if no leader answers.
 
     Args:
         ask: Takes an endpoint (or several) and how long it may take (s); the facts have `role`, `endpoint` and of a
@@ -224,7 +225,7 @@ def facts_of_leader(ask: Callable[[str, float], dict[str, Any]], endpoint: str, 
 
 
 def drain(endpoint: str, name: str, token: Secret = b"", timeout_s: float = 5.0) -> tuple[str, ...]:
-    """Asks a member, or all members of a node, to leave; returns the names that were asked.
+    """Asks the scheduler to let a member, or all members of a node, leave; returns their names.
 
     Raises:
         RefusedError: There is no such member; the message lists those present.
@@ -238,10 +239,10 @@ def drain(endpoint: str, name: str, token: Secret = b"", timeout_s: float = 5.0)
 
 
 def change_link(endpoint: str, a: str, b: str, *, add: bool, token: Secret = b"", timeout_s: float = 5.0) -> str:
-    """Asks for a link between two members, or that it goes; returns what will happen.
+    """Asks the scheduler to add or remove a link between two members; returns its answer.
 
     Raises:
-        RefusedError: It cannot be; the message says why.
+        RefusedError: The link cannot be changed; the message says why.
         SchedulerUnreachableError: Nobody answered in time.
     """
     return _granted(
@@ -250,7 +251,7 @@ def change_link(endpoint: str, a: str, b: str, *, add: bool, token: Secret = b""
 
 
 def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s: float = 10.0) -> str:
-    """Ends the job of the scheduler that serves it; returns what was ended.
+    """Asks a scheduler to end its job; returns its answer, which says what was ended.
 
     Raises:
         RefusedError: It cannot be; the message says why.
@@ -260,10 +261,10 @@ def reset(endpoint: str, *, force: bool = False, token: Secret = b"", timeout_s:
 
 
 def _granted(reply: Any) -> str:
-    """Returns the scheduler's answer in words, if it accepted the request.
+    """Returns the text of a scheduler's answer if it accepted the request.
 
     Raises:
-        RefusedError: It did not.
+        RefusedError: The scheduler refused the request.
     """
     if not reply.accepted:
         raise RefusedError(str(reply.text))

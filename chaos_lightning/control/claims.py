@@ -1,4 +1,4 @@
-"""Hands numbers to processes that set up and are in no view yet; the one with number 0 is rank zero meanwhile.
+"""Numbers processes that are setting up and are in no view yet; number 0 acts as rank zero until there is a view.
 
 Theory of operation. All go by the lock files of one machine, that of the scheduler which is named last: each process
 holds the lowest number that is free, and its end, however it comes, frees it. On that machine they lock by themselves,
@@ -48,7 +48,7 @@ _END_S = 1.0
 
 @dataclass(frozen=True)
 class Claim:
-    """Number of a process, until `release`, which is called once; in a process forked meanwhile it does nothing."""
+    """Number that a process holds until it calls `release`, once; a forked child's call does nothing."""
 
     number: int
     release: Callable[[], object]
@@ -58,11 +58,11 @@ class Claim:
 
 
 def lock_lowest(job: str, port: int, held: Container[int] = ()) -> Claim:
-    """Takes the lowest number that no process of this machine holds.
+    """Takes the lowest number that no process on this machine holds.
 
     Args:
-        job: Its name.
-        port: Of the scheduler that is named last.
+        job: Name of the job.
+        port: Port of the last scheduler in the list of endpoints.
         held: Numbers that are known to be held, and need not be tried.
 
     Raises:
@@ -96,7 +96,7 @@ def _is(file: int, path: Path) -> bool:
 
 
 def _unlock(file: int, path: Path, owner: int) -> None:
-    """Frees a number in the process that took it; its children have closed the file already."""
+    """Frees a number, if called in the process that took it; its forked children have closed the lock file already."""
     if os.getpid() == owner:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -105,11 +105,11 @@ def _unlock(file: int, path: Path, owner: int) -> None:
 
 
 class Claims:
-    """Numbers that a scheduler holds for others: one for each connection.
+    """Numbers that a scheduler holds for processes on other machines, one for each connection.
 
     Args:
-        job: The scheduler's.
-        patience_s: Who calls and does not say by then what for is sent away.
+        job: Name of the scheduler's job.
+        patience_s: Seconds after which a caller that has sent no request is refused.
     """
 
     def __init__(self, job: str, patience_s: float) -> None:
@@ -121,9 +121,7 @@ class Claims:
         return len(self._held)
 
     async def hold(self, context: Any, port: int) -> None:
-        """Holds a number for a caller that may have one, until the call ends; `port` is where this scheduler
-        listens.
-        """
+        """Holds a number for a caller until its call ends; `port` is where this scheduler listens."""
         peer, job = context.peer(), self._job
         request: Any = END_OF_STREAM
         with contextlib.suppress(TimeoutError):
@@ -155,7 +153,7 @@ class Claims:
 
 
 def ask(endpoint: str, secret: Secret, job: str, timeout_s: float) -> Claim:
-    """Returns a number that the scheduler at `endpoint` holds for this process.
+    """Asks the scheduler at `endpoint` to hold a number for this process; returns the number.
 
     Raises:
         SchedulerUnreachableError: It did not answer in time.
@@ -168,8 +166,7 @@ def ask(endpoint: str, secret: Secret, job: str, timeout_s: float) -> Claim:
 
 
 class _Stream(threading.Thread):
-    """Call by which a scheduler holds a number, until `end`. Its thread alone knows gRPC's objects: a forked child,
-    where it does not go on, must not end them.
+    """Call during which a scheduler holds a number for this process, until `end`.
 
     Its thread alone knows gRPC's objects: a forked child, where it does not go on, must not end them.
     """
@@ -184,7 +181,7 @@ class _Stream(threading.Thread):
         self._over = threading.Event()
 
     def number(self) -> int:
-        """Waits for the number from the scheduler; to be called once."""
+        """Waits for the number from the scheduler; may be called once."""
         try:
             found = self._said.get(timeout=self._timeout_s + _END_S)
         except queue.Empty:
@@ -195,7 +192,7 @@ class _Stream(threading.Thread):
         return found
 
     def end(self, owner: int) -> None:
-        """Ends the call. Returns when the number is free, so that a process that takes another place may have it right
+        """Ends the call, and waits until the number is free, so that a process that moves may have it again right
         away.
         """
         if os.getpid() == owner:

@@ -1,4 +1,4 @@
-"""Sub-commands of `chaos-lightning` around the scheduler, but for the one that is it (scheduler_main.py).
+"""Sub-commands of `chaos-lightning` that talk to a scheduler; the one that runs it is in scheduler_main.py.
 
 gRPC is imported when one of them needs it.
 """
@@ -30,7 +30,7 @@ from chaos_lightning.settings import DEFAULT_ENDPOINT, EngineConfig
 
 
 def _option(name: str, words: str = "", **more: Any) -> Any:
-    """Makes an option for typer of a member's setting that a command takes as well."""
+    """Returns a typer option for a setting of members, for commands that take it too."""
     made = declared(EngineConfig)[name]
     return typer.Option(help=words or f"{made.help} Or the environment: {made.variable}.", metavar=made.metavar, **more)
 
@@ -88,7 +88,7 @@ def reset(
 
 
 def _done(words: str, as_json: bool) -> None:
-    """Prints in words what was done."""
+    """Prints what a command has done, as text or JSON."""
     if as_json:
         print_json({"done": words})
     else:

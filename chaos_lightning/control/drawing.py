@@ -1,4 +1,5 @@
-"""Draws plans in another process, so that no decision waits for one: trees of reductions, and pipelines.
+"""Computes new plans (reduction trees, pipelines) in a child process, so that no decision of the scheduler waits for
+one.
 
 Theory of operation. A planner computes for seconds or minutes, and a thread that does so keeps the interpreter's lock
 from the scheduler's loop. So each request goes to a process of its own, which runs this module: JSON in, JSON out, at
@@ -35,7 +36,7 @@ Drawn = PlanDrawn | PipelinesFound
 
 
 class Drawing:
-    """Planner process, one at a time. Methods belong to one asyncio loop.
+    """Runs a planner process, one at a time. Methods belong to one asyncio loop.
 
     Args:
         answered: Takes the answer to the last request.
@@ -55,14 +56,14 @@ class Drawing:
         self._task: asyncio.Task[None] | None = None
 
     def draw(self, wish: Request) -> None:
-        """Starts to draw a plan; the request before is given up."""
+        """Starts to compute a plan, and gives up the one before, if it is not finished."""
         before, self._task = self._task, None
         if before is not None:
             before.cancel()
         self._task = asyncio.get_running_loop().create_task(self._draw(wish, before))
 
     async def close(self) -> None:
-        """Ends the planner's process, if there is one; no answer comes any more."""
+        """Ends the planner process, if there is one; `answered` is not called any more."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -100,13 +101,13 @@ class Drawing:
 
 
 def _none(wish: Request, reason: str) -> Drawn:
-    """Returns the answer that there is no other plan."""
+    """Returns the answer that no other plan was found."""
     made = PlanDrawn if isinstance(wish, DrawPlan) else PipelinesFound
     return made(wish.token, None, reason)
 
 
 def request(wish: Request) -> bytes:
-    """Returns a request in the form in which the process takes it."""
+    """Returns a planning request as JSON for the planner process."""
     if isinstance(wish, SearchPipelines):
         return _written({"pipelines": wish})
     return _written({"trees": {**_fields(wish), "links": list(wish.links.items())}})
@@ -126,7 +127,7 @@ def _plan(said: Mapping[str, Any]) -> PlanSpec:
 
 
 def _answer(said: dict[str, Any]) -> Drawn:
-    """Returns the answer to a request that `request` wrote."""
+    """Computes the answer to a planning request that was read from JSON."""
     if (asked := said.get("pipelines")) is not None:
         return searched(SearchPipelines(**asked))
     said = said["trees"]
@@ -138,7 +139,7 @@ def _answer(said: dict[str, Any]) -> Drawn:
 
 
 def main() -> None:
-    """Takes a request from stdin and writes the answer to stdout; what a planner prints goes to stderr."""
+    """Reads a request from stdin and writes the answer to stdout; what the planner prints goes to stderr."""
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     die_with_parent(signal.SIGKILL)

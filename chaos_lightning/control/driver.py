@@ -1,4 +1,4 @@
-"""Feeds the scheduler's machine with batches of events, and carries its effects out, in their order.
+"""Feeds events in batches to the scheduler's state machine, and carries out its effects in order.
 
 Theory of operation. Everything that happens - a stream opens, says something, breaks; a tick; an operator's wish -
 becomes an event in one queue, and one task feeds the machine with what lies there (membership/batches.py). So whatever
@@ -33,7 +33,7 @@ _LONG_S, _LONGEST_PAUSE_S = 0.005, 0.05
 
 
 class Machine(Protocol):
-    """State machine that is driven: membership.scheduler.SchedulerMachine, or a stand-in for it in tests."""
+    """Interface of the scheduler's state machine: membership.scheduler.SchedulerMachine, or a test double."""
 
     def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]: ...
 
@@ -50,7 +50,7 @@ def real_machine(settings: Settings, chain: fx.Chain) -> Machine:
 
 
 class Driver:
-    """Loop that feeds the scheduler's machine. Methods belong to one asyncio loop.
+    """Loop that feeds the scheduler's state machine. Methods belong to one asyncio loop.
 
     Args:
         writer: Where decisions go to.
@@ -92,7 +92,9 @@ class Driver:
         """Processes that draw trees, and pipelines."""
 
     def feed(self, event: fx.SchedulerEvent) -> None:
-        """Takes an event; ticks do not pile up, and a heartbeat of a large job waits for what comes next."""
+        """Queues an event for the machine; at most one tick waits, and a large job's heartbeats wait for the next other
+        event.
+        """
         if isinstance(event, fx.SchedulerTick):
             if self._tick_waits:
                 return
@@ -102,7 +104,7 @@ class Driver:
             self._fed.set()
 
     async def ask(self, event: Callable[[int], fx.SchedulerEvent]) -> tuple[bool, str]:
-        """Feeds an operator's wish; returns the machine's answer: whether it will be done, and words."""
+        """Queues an operator's request for the machine; returns its answer: whether it accepts, and a text."""
         self._count += 1
         token = self._count
         waiting = self._answers[token] = asyncio.get_running_loop().create_future()
@@ -115,7 +117,7 @@ class Driver:
             self._answers.pop(token, None)
 
     async def drive(self, streams: Streams) -> None:
-        """Feeds the machine until `stop`, or an error; what the machine says goes to these streams.
+        """Feeds queued events to the machine until `stop` or an error; its messages go to `streams`.
 
         Raises:
             StoreError: The store failed.
@@ -146,7 +148,7 @@ class Driver:
         return batch
 
     def stop(self) -> None:
-        """Stops. Events that still wait go to the next machine, which ignores them."""
+        """Ends `drive`. Events that are still queued go to the next machine, which ignores them."""
         self._over = True
 
     async def _on(self, events: list[fx.SchedulerEvent], streams: Streams) -> list[fx.SchedulerEvent]:
@@ -205,7 +207,7 @@ class Driver:
 
 
 def _looked(member: Member) -> list[fx.SchedulerEvent]:
-    """Returns the events that this machine's process table gives on a member's death."""
+    """Returns events for a member that this machine's process table proves dead; none if it proves nothing."""
     sight = same_machine_verdict(member)
     if sight.certain:
         return [fx.Gone(member.id, sight.evidence)]

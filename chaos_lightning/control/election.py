@@ -1,4 +1,4 @@
-"""Elects the leader of a service: the candidate that holds a key in etcd on a lease (as in EDL and Elan).
+"""Elects the leader of a service: the candidate whose key in etcd, on a lease, was written first (as in EDL and Elan).
 
 Theory of operation. A candidate has a lease of etcd's, which it prolongs three times within its duration, and a key
 that tells others where it listens. It leads from the transaction on in which it made the key `leader`, on its lease;
@@ -53,7 +53,7 @@ _STOPPED_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Process that would lead."""
+    """Process that stands for election."""
 
     id: str
     endpoint: str
@@ -75,7 +75,7 @@ class Candidate:
 
     @classmethod
     def read(cls, value: bytes) -> Candidate | None:
-        """Returns the candidate that the value of its key describes; None if it describes none."""
+        """Parses a candidate from the value of its key in etcd; None if the value is something else."""
         try:
             document = json.loads(value)
             found = cls(**document)
@@ -89,15 +89,15 @@ class Candidate:
         return json.dumps(asdict(self)).encode()
 
     def process_state(self) -> str:
-        """Returns "gone", "stopped" or "runs" for a candidate on this machine; "" for one elsewhere, or hidden from
-        us.
+        """Returns "gone", "stopped" or "runs" for a candidate's process on this machine; "" for one elsewhere, or that
+        cannot be seen.
         """
         here = self.host == host_identity()
         return process_state(self.pid, self.pid_start) if here else ""
 
 
 class Election(threading.Thread):
-    """Election in which one candidate takes part from `start` on, until `resign`. Callbacks are called in this thread.
+    """Thread by which one candidate takes part in an election, until `resign`. It calls the callbacks.
 
     Args:
         client: How to reach etcd; not closed here.
@@ -170,25 +170,25 @@ class Election(threading.Thread):
 
     @property
     def me(self) -> Candidate:
-        """This process as a candidate."""
+        """This process, as a candidate."""
         return self._me
 
     def candidates(self, deadline_s: float | None = None) -> list[Candidate]:
-        """Returns all candidates that are known to etcd now."""
+        """Returns all candidates that have a key in etcd now."""
         found, _ = self._client.get_all(self._root + "candidates/", deadline_s=deadline_s)
         return [c for c in (Candidate.read(kv.value) for kv in found) if c is not None]
 
     @property
     def stands_by(self) -> bool:
-        """Whether another candidate leads and this one would follow it: its lease stands."""
+        """Whether another candidate leads and this one, with a valid lease, would succeed it."""
         return self.leader is not None and not self.leads and now() < self._until
 
     def asked(self, name: str) -> None:
-        """Notes that this member asked for the leader here."""
+        """Notes that a member asked this candidate while looking for the leader."""
         self._asked.add(name, now())
 
     def waits_for(self) -> str:
-        """Returns in words what this candidate waits for; "" if it leads and may decide."""
+        """Returns what this candidate waits for, as text; "" if it leads and may decide."""
         late_s = now() - self._until
         if self.leads:
             if not self.trouble:
@@ -205,7 +205,9 @@ class Election(threading.Thread):
         return "an election" if self._looked else "etcd's first word on who leads"
 
     def facts(self) -> dict[str, Any]:
-        """Returns facts for `status`: who leads, since when and why; who stands by; what this candidate waits for."""
+        """Returns facts for `status`: who leads, since when and why, which candidates wait, and what this one waits
+        for.
+        """
         leader = self.leader
         facts: dict[str, Any] = {
             "leader": leader.endpoint if leader is not None else "",
@@ -252,7 +254,9 @@ class Election(threading.Thread):
         self.watched, self._following, self._revision = False, ("", 0.0), 0
 
     def _look(self, key: str) -> pb.KeyValue | None:
-        """Reads a key as a majority has it. A revision lower than before is an older snapshot's."""
+        """Reads a key from a majority of etcd's servers; a revision lower than before shows that etcd was restored from
+        a snapshot.
+        """
         found, revision = self._client.get_all(key)
         if revision < self._revision:
             self._note("notice", text=f"etcd went back from revision {self._revision} to {revision}")
@@ -263,8 +267,8 @@ class Election(threading.Thread):
         return held
 
     def _watch_over(self, leader: pb.KeyValue | None) -> None:
-        """Notes for how long this candidate has seen the leader live: one of a restored snapshot does not prolong its
-        lease.
+        """Notes for how long the same leader has kept its lease; one that a restored snapshot of etcd shows would not
+        prolong it.
         """
         if leader is None or leader.lease == self._me.lease:
             return
@@ -274,7 +278,7 @@ class Election(threading.Thread):
         self.watched = self.watched or now() - self._following[1] > WATCHED_S
 
     def _prolong(self) -> bool:
-        """Prolongs the lease once; returns False if it has ended."""
+        """Prolongs this candidate's lease once; returns False if it has expired."""
         asked = now()
         granted_s = self._client.keep_alive(self._me.lease, max(1.0, self._until - asked))
         if granted_s <= 0:
@@ -288,7 +292,7 @@ class Election(threading.Thread):
         return self._until - self._granted_s * 2 / 3
 
     def _campaign(self) -> bool:
-        """Waits until this candidate leads (True), is stopped, or has lost its lease."""
+        """Waits until this candidate is elected (returns True), is stopped, or has lost its lease."""
         key = self._root + "leader"
         while not self._over.is_set():
             found = self._look(key)
@@ -314,7 +318,7 @@ class Election(threading.Thread):
         return False
 
     def _elected(self, key: str, mine: pb.KeyValue) -> bool:
-        """Begins to lead, as the leader's key is on this candidate's lease."""
+        """Begins to lead, after the leader's key was found to hold this candidate's lease."""
         me = self._me
         self._hang_up()
         self.leads, self.leader = True, Candidate.read(mine.value) or me
@@ -345,7 +349,7 @@ class Election(threading.Thread):
             self._line = None
 
     def _wait_for_change(self, key: str, revision: int) -> bool:
-        """Waits until the leader's key has changed; returns False if this candidate's lease has ended meanwhile."""
+        """Waits until the leader's key has changed; returns False if this candidate's lease expires before that."""
         try:
             for events in self._changes(key, revision):
                 if self._over.is_set() or events:
@@ -372,7 +376,9 @@ class Election(threading.Thread):
         return self._client.watch(key, revision, self._over, every_s=_LOOK_S)
 
     def _replaces(self) -> bool:
-        """Returns whether the leader is a dead or stopped process of this machine; then its lease is ended for it."""
+        """Ends the leader's lease if its process on this machine is dead or stopped, or its machine refuses
+        connections; returns whether.
+        """
         leader = self.leader
         if leader is None:
             return False
@@ -401,7 +407,7 @@ class Election(threading.Thread):
                 self._told = names
 
     def _outreached(self, view: reach.Reach) -> str:
-        """Returns why another candidate should lead, if members reach that one and not this one; else ""."""
+        """Returns why another candidate should lead, namely that members reach it and not this one; "" if not."""
         if self._present is None or not view.due(now()):
             return ""
         try:
@@ -413,11 +419,11 @@ class Election(threading.Thread):
         return view.judge(now(), self._present(), elsewhere)
 
     def _who_led(self) -> str:
-        """Returns the endpoint of the candidate that led, or words for one that is not known."""
+        """Returns the endpoint of the former leader, or "another candidate" if it is not known."""
         return self.leader.endpoint if self.leader is not None else "another candidate"
 
     def _lead(self) -> None:
-        """Leads: prolongs the lease for as long as that works."""
+        """Leads, and prolongs the lease for as long as that works."""
         reason, view = "", reach.Reach(now())
         while not self._over.wait(min(_LOOK_S, self._granted_s / 10)):
             try:
@@ -440,7 +446,7 @@ class Election(threading.Thread):
 
 
 def now() -> float:
-    """Returns the seconds since boot, also those in which the machine slept."""
+    """Returns seconds since boot, including the time in which the machine slept."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

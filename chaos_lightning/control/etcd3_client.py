@@ -1,4 +1,4 @@
-"""Makes the package etcd3 (0.12.0) the connection to one server of etcd: `etcd://...?client=etcd3`.
+"""Talks to an etcd server by the package etcd3 (0.12.0) instead of our own client: `etcd://...?client=etcd3`.
 
 Theory of operation. etcd3 as published does not import with protobuf 4 or newer, because its stubs were generated in
 2020. It imports them by their name, `etcd3.etcdrpc`, while it is imported itself, and offers no other way to be given
@@ -43,7 +43,7 @@ _SERVICES = ("KV", "Watch", "Lease", "Auth", "Cluster", "Maintenance")
 
 
 def _stub(service: str) -> type:
-    """Returns the class that grpcio-tools would generate for this service."""
+    """Makes the gRPC stub class that grpcio-tools would generate for this service of etcd."""
 
     def connect(self: Any, channel: grpc.Channel) -> None:
         for request, (path, _) in METHODS.items():
@@ -55,7 +55,7 @@ def _stub(service: str) -> type:
 
 
 def load_etcd3() -> ModuleType:
-    """Returns the package etcd3, on stubs of ours.
+    """Imports the package etcd3 with stubs that work with today's protobuf; returns it.
 
     Raises:
         ConfigurationError: It is not installed, or was imported before with stubs of its own.
@@ -106,7 +106,8 @@ _ANSWERS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 class Etcd3Connection:
-    """Connection to one server by the package etcd3; used like etcd_client.OwnConnection, but for its one time limit.
+    """Connection to one server by the package etcd3; like etcd_client.OwnConnection, but with one time limit for all
+    calls.
 
     Raises:
         ConfigurationError: The package is not installed, or cannot do what the address asks for.
@@ -125,7 +126,7 @@ class Etcd3Connection:
         self._opening = threading.Lock()
 
     def _open(self) -> Any:
-        """Returns etcd3's client of this server; logs in when it is first needed."""
+        """Returns etcd3's client for this server; connects and logs in at the first call."""
         with self._opening:
             if self._closed:
                 raise ValueError("closed")

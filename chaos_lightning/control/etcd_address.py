@@ -1,4 +1,4 @@
-"""Reads the address of etcd and how to get in: `etcd://...`, as users write it."""
+"""Parses etcd's address and credentials as users write them: `etcd://...`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ CLIENTS = ("own", "etcd3")
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdAddress:
-    """Address of etcd and how to get in; secrets come from files and the environment.
+    """Servers of etcd, and how to authenticate; secrets come from files and the environment.
 
     Attributes:
-        servers: HOST:PORT of each.
-        prefix: Before all keys.
-        user: Empty for none.
-        password_file: Its password.
+        servers: HOST:PORT of each server.
+        prefix: Prefix of all keys.
+        user: Name of the user; empty for none.
+        password_file: File with the user's password.
         ca_file: Certificate authority of the servers; empty: no TLS.
         cert_file: This client's certificate.
-        key_file: And its key.
-        client: Who does the work: "own" (EtcdClient) or "etcd3" (control/etcd3_client.py).
+        key_file: Key of this client's certificate.
+        client: Client library: "own" (EtcdClient) or "etcd3" (control/etcd3_client.py).
     """
 
     servers: tuple[str, ...]
@@ -55,7 +55,7 @@ EXPECTED = (
 
 
 def read_address(text: str) -> EtcdAddress:
-    """Returns the address that this text, written as `EXPECTED` says, gives.
+    """Parses an address of etcd from a text of the form `EXPECTED`.
 
     Raises:
         ConfigurationError: Something else; a password in it is refused, since command lines can be read by others.
@@ -98,7 +98,7 @@ def _server(server: str, text: str) -> str:
 
 
 def read_file(path: str, what: str) -> bytes:
-    """Returns the content of a file that an address names."""
+    """Reads a file that etcd's address names; returns its content."""
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -1,4 +1,4 @@
-"""A small client of etcd's v3 API: what a coordination store needs, with deadlines, several servers, TLS and passwords.
+"""A small client of etcd's v3 API with what a store needs: deadlines, several servers, TLS and passwords.
 
 Theory of operation. Every call has one deadline. It is tried at the server that answered last; where that one is not
 there, has no leader or does not answer within its part of the deadline, the next one is tried, round and round until
@@ -44,37 +44,37 @@ PAGE = 500
 
 
 class UnansweredError(StoreError):
-    """Error of a call that no server answered within the deadline; that may pass."""
+    """Error of a call that no server of etcd answered within the deadline; a later one may succeed."""
 
 
 class CompactedError(StoreError):
-    """Error of a watch from revisions that etcd has compacted: read anew, then watch from there."""
+    """Error of a watch that begins at revisions etcd has compacted: read the keys again, and watch from there."""
 
 
 # ------------------------------------------------------------------ one server
 
 
 class Connection(Protocol):
-    """Connection to one server. Methods raise what gRPC raises, ValueError once it is closed."""
+    """Connection to one server of etcd. Methods raise gRPC's errors, and ValueError after `close`."""
 
     name: str
     """HOST:PORT of the server."""
 
     def ask(self, request: Any, limit_s: float) -> Any:
-        """Returns etcd's answer to one of its requests; of a keep-alive the first one."""
+        """Sends a request to etcd; returns its answer, of a keep-alive stream the first one."""
 
     def watch(self, requests: Iterator[Any]) -> Any:
-        """Returns a stream of watch responses, with `cancel`."""
+        """Opens a watch; returns the stream of its responses, which has a method `cancel`."""
 
     def forget_token(self) -> None:
-        """Forgets the token, which is not valid any more: the connection logs in anew."""
+        """Forgets an expired token, so that the next call logs in again."""
 
     def close(self) -> None:
         """Closes the connection. Idempotent."""
 
 
 class OwnConnection:
-    """Connection by gRPC alone; its channel is made when it is first needed.
+    """Connection to one server of etcd, made directly with gRPC at the first call.
 
     Args:
         server: HOST:PORT.
@@ -146,11 +146,11 @@ Connect = Callable[[str, EtcdAddress, str, grpc.ChannelCredentials | None], Conn
 
 
 class EtcdClient:
-    """Client of several servers of etcd. Any thread may call; `close` ends all.
+    """Client of etcd with one or more servers. Any thread may call it; `close` ends all calls.
 
     Args:
-        address: Where etcd is.
-        deadline_s: Of each call.
+        address: Servers of etcd, and how to authenticate.
+        deadline_s: Deadline of each call, s.
         connect: Makes the connection to one server.
 
     Raises:
@@ -194,7 +194,7 @@ class EtcdClient:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def close(self) -> None:
-        """Closes all connections. Idempotent. Calls that are under way end with a StoreError."""
+        """Closes all connections; unfinished calls raise StoreError. Idempotent."""
         self._closed = True
         for server in self._servers:
             server.close()
@@ -202,7 +202,7 @@ class EtcdClient:
     # ------------------------------------------------------------------ calls
 
     def call(self, request: Any, *, deadline_s: float | None = None, attempt_s: float = ATTEMPT_S) -> Any:
-        """Makes one call: asks one server after the other until one answers.
+        """Sends a request to one server after the other until one answers.
 
         Raises:
             StoreError: No server answered within the deadline, or etcd refused; says which and what to do.
@@ -252,12 +252,12 @@ class EtcdClient:
     # ------------------------------------------------------------------ keys
 
     def get(self, key: str) -> pb.KeyValue | None:
-        """Returns the key as a majority holds it now (linearizable); None if it is not there."""
+        """Returns a key as a majority of servers has it now (linearizable); None if it does not exist."""
         found = self.call(pb.RangeRequest(key=key.encode())).kvs
         return found[0] if found else None
 
     def get_all(self, prefix: str, *, deadline_s: float | None = None) -> tuple[list[pb.KeyValue], int]:
-        """Returns all keys that begin with `prefix`, in order, as of one revision, and that revision."""
+        """Returns all keys that begin with `prefix`, in order, as of one revision, and the revision."""
         found: list[pb.KeyValue] = []
         start, revision = prefix.encode(), 0
         while True:
@@ -270,27 +270,27 @@ class EtcdClient:
             start = reply.kvs[-1].key + b"\0"
 
     def transact(self, compare: Sequence[pb.Compare], writes: Sequence[pb.RequestOp]) -> tuple[bool, int]:
-        """Makes all writes if all comparisons hold, else none; returns whether they held, and at which revision."""
+        """Does all writes if all comparisons are true, else none; returns whether they were, and the revision."""
         reply = self.call(pb.TxnRequest(compare=compare, success=writes))
         return bool(reply.succeeded), int(reply.header.revision)
 
     def compact(self, revision: int) -> None:
-        """Forgets revisions before this one; watches from there end."""
+        """Discards the history before this revision; watches that begin there end."""
         self.call(pb.CompactionRequest(revision=revision, physical=True))
 
     def status(self) -> pb.StatusResponse:
-        """Returns the status of the server that answers."""
+        """Returns the status of whichever server answers."""
         return self.call(pb.StatusRequest())
 
     # ------------------------------------------------------------------ leases
 
     def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Makes a lease; returns (id, seconds as granted; etcd has a minimum)."""
+        """Makes a lease; returns its id and duration (s), which etcd may have raised to its minimum."""
         reply = self.call(pb.LeaseGrantRequest(TTL=ttl_s))
         return int(reply.ID), int(reply.TTL)
 
     def revoke(self, lease: int) -> None:
-        """Ends a lease, with all keys that hang on it; one that has ended already is no error."""
+        """Ends a lease and deletes all its keys; it is no error if the lease has expired already."""
         try:
             self.call(pb.LeaseRevokeRequest(ID=lease))
         except StoreError as error:
@@ -298,7 +298,7 @@ class EtcdClient:
                 raise
 
     def keep_alive(self, lease: int, deadline_s: float) -> int:
-        """Prolongs a lease once; returns the seconds that it has now, 0 if it has ended.
+        """Prolongs a lease once; returns its remaining seconds, 0 if it has expired.
 
         Raises:
             StoreError: Nobody answered within the deadline.
@@ -310,7 +310,7 @@ class EtcdClient:
     def watch(
         self, prefix: str, revision: int, stop: threading.Event, *, every_s: float = ATTEMPT_S / 4
     ) -> Iterator[list[pb.Event]]:
-        """Yields changes of keys that begin with `prefix`, from this revision on, until `stop`; an empty list every
+        """Yields changes of keys that begin with `prefix`, from `revision` on, until `stop`; yields [] at least every
         `every_s`.
 
         Raises:
@@ -356,7 +356,7 @@ class EtcdClient:
     def _watching(
         self, server: Connection, prefix: str, revision: int, replies: queue.SimpleQueue[Any]
     ) -> Iterator[None]:
-        """Holds one watch stream while the block runs; None in `replies` is its end."""
+        """Runs a watch within the block, and puts its replies into `replies`; None is its end."""
         ended = threading.Event()
         create = pb.WatchCreateRequest(
             key=prefix.encode(), range_end=after_prefix(prefix), start_revision=revision, progress_notify=True
@@ -387,29 +387,31 @@ class EtcdClient:
 
 
 def after_prefix(prefix: str) -> bytes:
-    """Returns the first key after all that begin with `prefix`."""
+    """Returns the first key that sorts after all keys that begin with `prefix`."""
     data = prefix.encode().rstrip(b"\xff")
     return data[:-1] + bytes([data[-1] + 1])
 
 
 def same_revision(key: str, revision: int) -> pb.Compare:
-    """Returns the comparison that the key was last changed at this revision; 0: it is not there."""
+    """Returns a comparison for a transaction: the key was last changed at this revision, or does not exist (0)."""
     return pb.Compare(target=pb.Compare.MOD, key=key.encode(), mod_revision=revision)
 
 
 def put(key: str, value: bytes, lease: int = 0) -> pb.RequestOp:
-    """Returns the operation that sets a key in a transaction."""
+    """Returns an operation for a transaction that sets a key."""
     return pb.RequestOp(request_put=pb.PutRequest(key=key.encode(), value=value, lease=lease))
 
 
 def delete(prefix: str, until: str = "") -> pb.RequestOp:
-    """Returns the operation that deletes all keys that begin with `prefix`, and are before `until` if that is given."""
+    """Returns an operation for a transaction that deletes all keys that begin with `prefix` and, if given, sort before
+    `until`.
+    """
     end = until.encode() if until else after_prefix(prefix)
     return pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=prefix.encode(), range_end=end))
 
 
 def open_client(address: EtcdAddress, deadline_s: float = DEADLINE_S) -> EtcdClient:
-    """Returns the client that the address asks for.
+    """Returns a client for an address of etcd.
 
     Raises:
         ConfigurationError: A file of the address cannot be read or has expired, or the package etcd3 is not installed.

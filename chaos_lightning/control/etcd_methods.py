@@ -1,4 +1,4 @@
-"""Lists requests to a server of etcd: the method and the reply of each kind, for any client."""
+"""Lists the requests that clients send to etcd, each with its gRPC method and the type of its reply."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STREAMED = (pb.LeaseKeepAliveRequest, pb.WatchRequest)
 
 
 def method(channel: grpc.Channel, request: Any) -> Any:
-    """Returns gRPC's callable for requests of this kind."""
+    """Returns gRPC's callable for a kind of request to etcd."""
     path, reply = METHODS[request]
     make = channel.stream_stream if request in STREAMED else channel.unary_unary
     return make(

@@ -1,4 +1,4 @@
-"""Runs etcd servers of one's own on this machine: for development, demonstrations and tests. Not for production.
+"""Runs etcd servers on this machine for development, demonstrations and tests. Not for production.
 
 Theory of operation. Each server is Debian's `etcd` with a folder of its own and ports of its own on loopback. A cluster
 is given all its members' addresses when it begins, and remembers them, so ports are chosen before anything is started,
@@ -46,7 +46,7 @@ ADVICE = (
 
 @dataclass(slots=True)
 class EtcdServer:
-    """Process of one server."""
+    """Process of one etcd server."""
 
     name: str
     folder: Path
@@ -62,7 +62,7 @@ class EtcdServer:
 
     @property
     def log(self) -> Path:
-        """Path of the server's log."""
+        """Path of the etcd server's log."""
         return self.folder / "etcd.log"
 
     @property
@@ -83,7 +83,7 @@ class EtcdServer:
         return self.process is not None and self.process.poll() is None
 
     def last_words(self, lines: int = 3) -> str:
-        """Returns why the server ended, if it said so since its last start; else the end of what it said since then."""
+        """Returns the etcd server's fatal error since its last start; if it logged none, its last lines."""
         try:
             with self.log.open("rb") as log:
                 log.seek(self._log_at)
@@ -96,11 +96,11 @@ class EtcdServer:
 
 @dataclass
 class EtcdServers:
-    """Cluster of one, three or five servers; end it with `close` or as a context.
+    """Local etcd cluster of one, three or five servers; end it with `close`, or use it as a context manager.
 
     Attributes:
-        folder: Data and logs; what lies there is continued.
-        count: How many servers.
+        folder: Folder of data and logs; a cluster whose data are there is continued.
+        count: Number of servers.
         options: Further arguments of etcd.
     """
 
@@ -121,7 +121,7 @@ class EtcdServers:
             self.servers.append(EtcdServer(name, self.folder / name, ports[2 * number], ports[2 * number + 1]))
 
     def _ports(self) -> list[int]:
-        """Returns the ports of the last time, since a cluster remembers where its servers are; else free ones."""
+        """Returns the ports that the cluster used before, since it remembers them; free ones if it is new."""
         kept = self.folder / "ports.json"
         try:
             ports = json.loads(kept.read_text())
@@ -138,17 +138,17 @@ class EtcdServers:
 
     @property
     def address(self) -> str:
-        """Address of the cluster, for `--store`."""
+        """Address of the etcd cluster, for `--store`."""
         return f"{ETCD}{','.join(server.endpoint for server in self.servers)}"
 
     def client(self, kind: str = "own") -> EtcdClient:
         return open_client(EtcdAddress(servers=tuple(server.endpoint for server in self.servers), client=kind))
 
     def start(self, timeout_s: float = 30.0) -> Self:
-        """Starts all servers; returns when they answer.
+        """Starts all etcd servers; returns once they answer.
 
         Raises:
-            StoreError: One ended, or they did not answer in time; quotes the log.
+            StoreError: A server ended, or did not answer in time; quotes the log.
         """
         for server in self.servers:
             self.run(server)
@@ -156,7 +156,7 @@ class EtcdServers:
         return self
 
     def run(self, server: EtcdServer) -> None:
-        """Starts this server, also again, on its own data."""
+        """Starts an etcd server, or restarts it with its data."""
         server.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         cluster = ",".join(f"{s.name}={s.peer_url}" for s in self.servers)
         command = [
@@ -182,8 +182,8 @@ class EtcdServers:
             )
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until each server answers what a majority holds; a server that is just back may be needed for that very
-        majority.
+        """Waits until each etcd server answers reads that need a majority, which may need a server that is just
+        starting.
 
         Raises:
             StoreError: One ended, or they did not answer in time; quotes the log.
@@ -203,7 +203,7 @@ class EtcdServers:
             time.sleep(_LOOK_S)
 
     def tend(self, quick_s: float = QUICK_S) -> list[str]:
-        """Starts servers again that have ended; returns a line on each. To be called every second or so.
+        """Restarts etcd servers that have ended; returns a line on each. Call it every second or so.
 
         Args:
             quick_s: Who ran for less has ended at once.
@@ -230,7 +230,7 @@ class EtcdServers:
         return told
 
     def leader(self) -> EtcdServer:
-        """Returns the server that leads now."""
+        """Returns the etcd server that leads now."""
         for server in self.servers:
             if server.running():
                 with contextlib.closing(EtcdClient(EtcdAddress(servers=(server.endpoint,)), deadline_s=1.0)) as client:
@@ -240,13 +240,13 @@ class EtcdServers:
         raise StoreError("no etcd server says that it leads")
 
     def kill(self, server: EtcdServer) -> None:
-        """Kills a server with SIGKILL."""
+        """Kills an etcd server with SIGKILL."""
         if server.process is not None:
             server.process.kill()
             server.process.wait()
 
     def close(self) -> None:
-        """Ends all servers. Idempotent."""
+        """Ends all etcd servers. Idempotent."""
         for server in self.servers:
             if server.running() and server.process is not None:
                 server.process.send_signal(signal.SIGCONT)
@@ -270,7 +270,7 @@ class EtcdServers:
 
 
 def _answers(server: EtcdServer) -> bool:
-    """Returns whether this very server reads what a majority holds."""
+    """Returns whether an etcd server answers reads that need a majority."""
     client = EtcdClient(EtcdAddress(servers=(server.endpoint,)), deadline_s=1.0)
     with contextlib.closing(client), contextlib.suppress(StoreError):
         client.get("ready")
@@ -279,7 +279,7 @@ def _answers(server: EtcdServer) -> bool:
 
 
 def _fatal_words(line: str) -> str:
-    """Returns what this line of etcd's log says about its end; "" if it is about something else."""
+    """Returns the fatal error that a line of etcd's log reports; "" if it reports none."""
     if (found := _FATAL.match(line)) is not None:
         return found["plain"] or f"panic: {found['panic']}"
     with contextlib.suppress(ValueError, AttributeError):
@@ -290,7 +290,7 @@ def _fatal_words(line: str) -> str:
 
 
 def find_etcd() -> str:
-    """Returns the path of the program etcd; Debian puts it where a user's PATH leads.
+    """Returns the path of the program etcd, searched in PATH and in Debian's folders.
 
     Raises:
         ConfigurationError: It is not installed; says how to.

@@ -1,4 +1,4 @@
-"""Keeps a log in etcd: durable on a majority of its servers, so that any writer on any machine can continue it.
+"""Keeps a log in etcd, durable on a majority of its servers, so that a writer on any machine can continue it.
 
 Theory of operation. All keys of a service lie under a root of its own (`service_root`), PREFIX/jobs/JOB/ for a job:
 
@@ -41,14 +41,14 @@ _RACES = 20
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """End of the log, and the revision at which etcd stored it (0: it did not)."""
+    """End of the log as last read, and etcd's revision of the key that holds it (0: there is none)."""
 
     end: End
     revision: int
 
 
 class EtcdStore(Store):
-    """Log in etcd.
+    """Log of a service, such as a job's chain, in etcd.
 
     Args:
         client: How to reach etcd; closed with the store if `owned`.
@@ -82,7 +82,7 @@ class EtcdStore(Store):
     # ------------------------------------------------------------------ reading
 
     def _look(self) -> _Known:
-        """Returns the end of the log as a majority has it."""
+        """Reads the log's end from a majority of etcd's servers."""
         found = self._client.get(self._key("tip"))
         if found is None:
             return _Known(End(), 0)
@@ -152,7 +152,9 @@ class EtcdStore(Store):
         raise StoreError(f"{self.place}: the log changed {_RACES} times in turn while it was to be read")
 
     def wait(self, after: int, timeout_s: float) -> bool:
-        """Waits for a record: watches from the revision of the last look, so that none falls between the two."""
+        """Waits for a record above position `after`, by a watch that begins where the last read ended, so that none is
+        missed.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             _, revision = self._client.get_all(self._key("tip"))
@@ -170,9 +172,7 @@ class EtcdStore(Store):
     # ------------------------------------------------------------------ writing
 
     def _write(self, known: _Known, end: End, *more: pb.RequestOp) -> bool:
-        """Writes the new end and what belongs to it, if the old one is still there, and remembers it; returns whether
-        it did.
-        """
+        """Writes the log's new end, with further operations, if the end is still `known`; returns whether it was."""
         compare = [same_revision(self._key("tip"), known.revision), *self._guard]
         value = json.dumps({"format": FORMAT, **asdict(end)}).encode()
         ok, revision = self._client.transact(compare, [put(self._key("tip"), value), *more])
@@ -224,7 +224,7 @@ class EtcdStore(Store):
         return gone
 
     def _lost_guard(self) -> str:
-        """Returns why this scheduler may not write at all; "" if it may."""
+        """Returns why this scheduler may write no more, namely that it has lost the lead; "" if it may."""
         for compare in self._guard:
             ok, _ = self._client.transact([compare], [])
             if not ok:
@@ -239,12 +239,12 @@ class EtcdStore(Store):
 
 
 def service_root(prefix: str, services: str, name: str) -> str:
-    """Returns the beginning of all keys of one service.
+    """Returns the prefix of all keys of one service.
 
     Args:
-        prefix: Of the address.
-        services: What kind of service it is, in the plural: a folder of their own for all of these.
-        name: Of this one.
+        prefix: Prefix of all keys, from the address.
+        services: Kind of the service, in the plural; keys of all services of a kind begin with it.
+        name: Name of the service.
 
     Raises:
         ConfigurationError: The name cannot be part of a key.
@@ -255,12 +255,12 @@ def service_root(prefix: str, services: str, name: str) -> str:
 
 
 def job_root(prefix: str, job: str) -> str:
-    """Returns the beginning of all keys of a job."""
+    """Returns the prefix of all keys of a job."""
     return service_root(prefix, "jobs", job)
 
 
 def open_job(address: str, job: str) -> EtcdStore:
-    """Returns the log of this job in the etcd at `address`.
+    """Opens the log of a job in the etcd at `address`.
 
     Raises:
         ConfigurationError: The address is none, or a file of it cannot be read.
@@ -270,7 +270,7 @@ def open_job(address: str, job: str) -> EtcdStore:
 
 
 def _record_bytes(record: StoreRecord) -> bytes:
-    """Returns a record as JSON; a large body is compressed."""
+    """Returns a record as JSON, with its body compressed if it is large."""
     packed = len(record.body) > PACKED_NBYTES
     body = base64.b64encode(packed_body(record.body)).decode()
     head = {"format": FORMAT, "kind": record.kind, "term": record.term, "before": record.before, "wall": time.time()}
@@ -278,7 +278,7 @@ def _record_bytes(record: StoreRecord) -> bytes:
 
 
 def _unpacked(body: bytes) -> bytes:
-    """Returns the bytes that were compressed.
+    """Decompresses a record's body.
 
     Raises:
         ValueError: They are damaged, or more than any record has.

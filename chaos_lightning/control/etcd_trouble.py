@@ -1,4 +1,4 @@
-"""Explains errors of etcd, and what to do about them.
+"""Explains errors of etcd to the user, with advice.
 
 Theory of operation. gRPC says of a connection that failed little more than that it did. Where its words are not enough
 this module looks for itself, once, before the error is raised: it opens a TLS connection of its own, and reads the
@@ -30,7 +30,9 @@ _WEB = "a web server answers there, no etcd: look at the port"
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """Failure of a call at one server: gRPC's words, and for how long (s) it was silent (0: it was not)."""
+    """Failure of a call at one server of etcd: gRPC's message, and how long the server was silent, s (0: it
+    answered).
+    """
 
     words: str
     silent_s: float = 0.0
@@ -40,7 +42,7 @@ class FailedCall:
 
 
 def check_certificate(file: str, data: bytes) -> None:
-    """Checks a PEM file of ours.
+    """Checks that a PEM file of the user's holds a certificate that is valid now.
 
     Raises:
         ConfigurationError: It holds no certificate, or the first one has expired or is not valid yet; says when.
@@ -55,9 +57,7 @@ def check_certificate(file: str, data: bytes) -> None:
 
 
 def _out_of_time(certificate: x509.Certificate) -> str:
-    """Returns why this certificate is not valid now; "" if it is. The wall clock decides here, as it does for every
-    certificate; nothing else depends on it.
-    """
+    """Returns why a certificate is not valid now, by the wall clock; "" if it is."""
     now = datetime.datetime.now(datetime.UTC)
     until, since = certificate.not_valid_after_utc, certificate.not_valid_before_utc
     if now > until:
@@ -76,7 +76,7 @@ def _names(certificate: x509.Certificate) -> list[str]:
 
 
 def _look(address: EtcdAddress, server: str) -> tuple[x509.Certificate | None, str]:
-    """Returns the server's certificate, unverified, and what it said about ours ("" if nothing)."""
+    """Returns an etcd server's certificate, unverified, and its complaint about ours ("" if none)."""
     host, _, port = server.rpartition(":")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -103,7 +103,7 @@ def _look(address: EtcdAddress, server: str) -> tuple[x509.Certificate | None, s
 
 
 def _page(server: str) -> str:
-    """Returns what a server says to a web browser: etcd tells its version on the same port."""
+    """Returns a server's answer to a plain HTTP request for etcd's version; "" if it gives none."""
     host, _, port = server.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_S) as sock:
@@ -118,7 +118,7 @@ def _page(server: str) -> str:
 
 
 def _about_page(address: EtcdAddress, server: str) -> str:
-    """Returns what is wrong if the server answers as to a web browser; "" if it does not, or nothing is wrong."""
+    """Returns what is wrong if a server answers plain HTTP: it is no etcd, or etcd without TLS; "" if nothing is."""
     found = _page(server)
     if found and "etcdserver" not in found:
         return _WEB
@@ -126,7 +126,7 @@ def _about_page(address: EtcdAddress, server: str) -> str:
 
 
 def _about_connection(address: EtcdAddress, server: str) -> str:
-    """Returns what is wrong with the connection to this server, as far as one can see; "" if nothing."""
+    """Returns what seems to be wrong with the connection to a server of etcd; "" if nothing."""
     certificate, refusal = _look(address, server)
     if certificate is None:
         return _about_page(address, server)
@@ -158,7 +158,7 @@ def _matches(host: str, name: str) -> bool:
 
 
 def explain_silence(address: EtcdAddress, failed: Mapping[str, FailedCall], deadline_s: float) -> str:
-    """Returns words for the user when no server has answered a call within its deadline."""
+    """Returns a message for the user after no server of etcd has answered a call within its deadline."""
     each = [f"{server}: {_why(address, server, attempt)}" for server, attempt in sorted(failed.items())]
     unasked = [server for server in address.servers if server not in failed]
     each += [f"{server}: there was no time to ask it" for server in unasked]
@@ -188,7 +188,7 @@ def _secure(address: EtcdAddress) -> bool:
 
 
 def explain_refusal(address: EtcdAddress, server: str, code: str, words: str) -> str:
-    """Returns words for the user when a server has answered that it will not do something."""
+    """Returns a message for the user after a server of etcd has refused a request."""
     lower = words.lower()
     said = f"etcd at {server} says {words!r}"
     if "space exceeded" in lower:

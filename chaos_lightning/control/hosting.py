@@ -1,4 +1,4 @@
-"""Starts a scheduler at an endpoint of this machine if nobody serves it yet.
+"""Starts a scheduler at an endpoint of this machine, unless one already serves it.
 
 Theory of operation. Whoever needs a scheduler looks at the endpoint. If it is another machine's, that is that machine's
 affair. If somebody serves this job there, fine. If nobody listens, a scheduler process is started, detached, so that it
@@ -68,7 +68,7 @@ the port, and may still be starting.
 
 @dataclass(frozen=True)
 class HostedScheduler:
-    """Scheduler process that this process started. It does not end with this process."""
+    """Scheduler process that this process started and that outlives it."""
 
     endpoint: str
     pid: int
@@ -77,11 +77,11 @@ class HostedScheduler:
     store: Path | None
 
     def alive(self) -> bool:
-        """Returns whether that very process still runs."""
+        """Returns whether the scheduler's process still runs."""
         return self.pid_start != 0 and still_runs(self.pid, self.pid_start)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """Ends the scheduler (SIGTERM; members train on). Returns True once it is gone."""
+        """Ends the scheduler with SIGTERM; members train on without one. Returns True once it has ended."""
         if not self.alive():
             return True
         try:
@@ -98,7 +98,7 @@ class HostedScheduler:
 
 
 def listens(endpoint: str) -> bool:
-    """Returns whether anybody accepts connections at this endpoint."""
+    """Returns whether some process accepts connections at an endpoint."""
     host, port = split_endpoint(endpoint)
     try:
         with socket.create_connection((host, port), timeout=1.0):
@@ -110,8 +110,8 @@ def listens(endpoint: str) -> bool:
 
 
 def look(endpoint: str, job: str, token: Secret) -> str:
-    """Returns what is at the endpoint: "free", "serves" (this job), "tells" (that this job is finished), "finished"
-    (still lingering), "past" (lingering, of another job), "silent" or "odd".
+    """Returns what an endpoint's port shows: "free", "serves" (this job), "tells" (newcomers that this job has
+    finished), "finished" (still lingering), "past" (lingering, of another job), "silent" or "odd".
 
     Whoever has the port is silent if it says nothing: it begins, is frozen, or has no descriptor left; and odd if it
     hangs up, or is no gRPC server.
@@ -145,8 +145,7 @@ def _check_job(endpoint: str, job: str, status: dict[str, Any]) -> None:
 
 
 def is_over(config: EngineConfig, options: SchedulerOptions, secret: Secret, *, continue_only: bool) -> bool:
-    """Returns whether a job whose scheduler others start is finished, and its scheduler tells newcomers nothing of that
-    any more.
+    """Returns whether the job has finished, and its scheduler, which others started, no longer tells newcomers so.
 
     Where none answers, a chain in etcd says it to those that had a job (`continue_only`). To others it says nothing:
     the next job of that name may be about to begin.
@@ -179,7 +178,8 @@ def ensure_scheduler(
     given_up: Callable[[], bool] = lambda: False,
     chain: str = "",
 ) -> HostedScheduler | None:
-    """Starts a scheduler at `options.listen` if that is this machine's and free; returns it, None if none was started.
+    """Starts a scheduler at `options.listen` if that is a free port of this machine; returns it, or None if none was
+    started.
 
     Args:
         options: What to run; `token_file` and `keys_dir` are not used.
@@ -261,7 +261,9 @@ def ensure_scheduler(
 
 
 def chain_at(endpoint: str, token: Secret) -> str:
-    """Returns the id of the chain whose members the scheduler there leads; "" if it leads none, or tells of none."""
+    """Returns the id of the chain that the scheduler at `endpoint` leads with members connected; "" if there is
+    none.
+    """
     from chaos_lightning.control.channel import fetch_status
 
     machine = fetch_status(endpoint, token, timeout_s=2.0).get("machine", {})
@@ -273,13 +275,15 @@ def _lives(started: HostedScheduler | None) -> bool:
 
 
 def named(endpoint: str) -> str:
-    """Returns words for the process that has the endpoint's port, as far as it can be seen."""
+    """Returns a text about the process that listens at an endpoint's port; "" if it cannot be seen."""
     who = who_listens(split_endpoint(endpoint)[1])
     return f": {who}" if who else ""
 
 
 def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
-    """Returns whether it is our own process that answers, and not the winner of a race."""
+    """Returns whether the scheduler that this process started is the one that answers; another may have taken the port
+    first.
+    """
     from chaos_lightning.control.channel import fetch_status
 
     try:
@@ -289,7 +293,7 @@ def _serves_itself(started: HostedScheduler, token: Secret) -> bool:
 
 
 def _stored(options: SchedulerOptions) -> Tip:
-    """Returns the tip of the chain in the store, which is only read; that of an empty one if there is none."""
+    """Returns the tip of the chain in the store, read only; an empty tip if there is no chain."""
     chain = open_chain(options, read_only=True)
     if chain is None:
         return Tip()
@@ -298,13 +302,15 @@ def _stored(options: SchedulerOptions) -> Tip:
 
 
 def _finished(options: SchedulerOptions) -> bool:
-    """Returns whether the job is finished, and newcomers are told so no more: the next one would begin it anew."""
+    """Returns whether the stored job has finished and newcomers are no longer told so; the next scheduler would begin
+    it anew.
+    """
     tip = _stored(options)
     return tip.finished and not tip.tells_s(options.settings.finished_s, time.time())
 
 
 def _end_past(endpoint: str, job: str, secret: Secret) -> None:
-    """Ends the scheduler of a finished job of another name, which only tells newcomers of its end."""
+    """Ends another job's finished scheduler, which lingers on this endpoint only to answer newcomers."""
     from chaos_lightning.control.channel import fetch_status
 
     status = fetch_status(endpoint, secret, timeout_s=2.0, follow=False)
@@ -314,7 +320,7 @@ def _end_past(endpoint: str, job: str, secret: Secret) -> None:
 
 
 def _begins_again(options: SchedulerOptions) -> bool:
-    """Returns whether the scheduler will archive a finished job's chain, and begin the job from nothing."""
+    """Returns whether the scheduler about to start will archive a finished chain and begin the job anew."""
     if options.keep_finished:
         return False
     try:
@@ -324,8 +330,8 @@ def _begins_again(options: SchedulerOptions) -> bool:
 
 
 def _log_of(options: SchedulerOptions) -> Path:
-    """Returns the path of a hosted scheduler's log. Its name has the port, as two candidates of one machine may share
-    the folder.
+    """Returns the path of a started scheduler's log; it contains the port, since two schedulers on a machine may share
+    a folder.
     """
     path = options.store_path
     folder = path.parent if path is not None else options.log_folder or Path(".")
@@ -333,7 +339,9 @@ def _log_of(options: SchedulerOptions) -> Path:
 
 
 def _gave_way(options: SchedulerOptions) -> bool:
-    """Returns whether the last scheduler that anybody hosted here gave the endpoint up, and that a moment ago."""
+    """Returns whether the last scheduler started at this endpoint has just given it up, because members knew more than
+    its store.
+    """
     log = _log_of(options)
     try:
         ended_s = time.time() - log.stat().st_mtime
@@ -358,7 +366,7 @@ def _spawn(options: SchedulerOptions, secret: Credentials) -> HostedScheduler:
 def start_detached(
     module: str, arguments: Sequence[str], log: Path, secret: Credentials, what: str = "a scheduler"
 ) -> int:
-    """Starts a program of ours that outlives this process, its group and its session; returns its process id.
+    """Starts one of our programs so that it outlives this process and its session; returns its process id.
 
     Args:
         module: Its `main` takes `--detach=LOG` (scheduler_main.detach).
@@ -396,7 +404,7 @@ def start_detached(
 
 
 def last_words(log: Path) -> str:
-    """Returns in words how the log of a detached process ends."""
+    """Returns the last lines of a detached process's log as text."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError as error:
@@ -405,7 +413,7 @@ def last_words(log: Path) -> str:
 
 
 def options_for_engine(config: EngineConfig) -> SchedulerOptions:
-    """Returns the options of the job's scheduler that follow from a member's own configuration."""
+    """Returns scheduler options that follow from a member's own configuration."""
     # The rendezvous backend leaves its whole settings here, so that a worker may revive the very same scheduler.
     base = settings_from_json(os.environ.get("CHAOS_SETTINGS") or "{}")
     plan = config.plan_spec
@@ -424,7 +432,7 @@ def options_for_engine(config: EngineConfig) -> SchedulerOptions:
 
 
 def may_host(config: EngineConfig, options: SchedulerOptions) -> bool:
-    """Returns whether a scheduler may be started for this configuration.
+    """Returns whether a member with this configuration may start a scheduler.
 
     Where several are named, each on a chain of its own would lead a job of its own; only with the chain in etcd one of
     them leads.
@@ -439,7 +447,8 @@ def host_for_engine(
     given_up: Callable[[], bool] = lambda: False,
     chain: str = "",
 ) -> HostedScheduler | None:
-    """Calls `ensure_scheduler` for a member: at its start, and (continue_only) when its scheduler was lost.
+    """Starts a scheduler for a member by `ensure_scheduler`: at its start, and (`continue_only`) when its scheduler was
+    lost.
 
     At its start it waits for as long as it would for admission, unless it has `given_up`. A worker that torchrun has
     started again had a job: if that finished since the agent looked, no new one begins.

@@ -1,4 +1,4 @@
-"""Holds a TCP connection to the leader of another machine, which tells when its process is gone and its machine is not.
+"""A TCP connection to a leader on another machine, which shows when its process has ended while its machine still runs.
 
 Theory of operation. A lease takes two seconds to end. But when a process dies, its kernel closes what it had open at
 once, and refuses who dials its port then. So a candidate that stands by keeps a connection to the leader; when that is
@@ -24,7 +24,7 @@ _READ_NBYTES = 4096
 
 
 class LeaderLine(threading.Thread):
-    """Connection to the leader on another machine. `start` it, ask for `gone`, `close` it.
+    """Thread with a TCP connection to a leader on another machine. `start` it, read `gone`, `close` it.
 
     Args:
         endpoint: HOST:PORT of the leader.
@@ -62,14 +62,14 @@ class LeaderLine(threading.Thread):
             self._over.wait(_AGAIN_S)
 
     def _listen(self, sock: socket.socket) -> None:
-        """Reads until the other end closes, or `close` is called."""
+        """Reads from the connection until the leader closes it, or `close` is called."""
         sock.settimeout(None)
         with contextlib.suppress(OSError):
             while not self._over.is_set() and sock.recv(_READ_NBYTES):
                 pass
 
     def close(self) -> None:
-        """Ends the thread soon. Idempotent."""
+        """Asks the thread to end soon. Idempotent."""
         self._over.set()
         if self._sock is not None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Makes the keys of protected links, in the scheduler, and hands each member those of its own links.
+"""Makes the keys of protected links in the scheduler, and gives each member those of its own links.
 
 Theory of operation. A key belongs to a pair of member incarnations and a view; it is derived from a random secret of
 this scheduler process, which is kept nowhere else: not in the chain, an event or a status. `KeyIssuer.with_keys` looks
@@ -44,14 +44,16 @@ Messages = list[tuple[int, ToMember]]
 
 
 def levels(rule: str, *, secret_channel: bool) -> tuple[Level, Level]:
-    """Returns the least protection of links between machines, and within one, that the setting `links` asks for."""
+    """Returns the least protection of links between machines and of links within one, as the setting `links`
+    demands.
+    """
     if rule != "auto":
         return Level(rule), Level(rule)
     return (Level.ENCRYPTED if secret_channel else Level.CHECKSUM), Level.CHECKSUM
 
 
 class KeyIssuer:
-    """Keys that one scheduler makes for its members' links.
+    """Issues the keys that a scheduler makes for links between its members.
 
     Args:
         settings: The job's rules.
@@ -77,13 +79,13 @@ class KeyIssuer:
         """Members that are gone, oldest first."""
 
     def closed(self, number: int) -> None:
-        """Forgets a stream that stands no longer."""
+        """Forgets a member's stream that has ended."""
         me = self._members_at.pop(number, "")
         if self._stream_of.get(me) == number:
             del self._stream_of[me]
 
     def with_keys(self, number: int, message: ToMember) -> Messages:
-        """Returns this message, behind the keys of the links that it names.
+        """Returns the messages to send: keys of new links first, each to its two members, and then `message`.
 
         Args:
             number: The stream that it goes to.
@@ -111,7 +113,7 @@ class KeyIssuer:
         return [*messages, (number, message)]
 
     def _turn(self, view: View) -> Messages:
-        """Returns the keys of a new view. Each view has keys of its own, which are made when it is first told of."""
+        """Returns messages with the keys for the links of a new view, each made when the view is first sent."""
         if view.id <= self._view:
             return []
         self._view = view.id
@@ -125,7 +127,7 @@ class KeyIssuer:
         return [*buried, *self._make([*links_of(view), *newcomers])]
 
     def _make(self, pairs: Iterable[Collection[str]]) -> Messages:
-        """Makes keys for links that have none of this view; returns messages with them, for each end that is here."""
+        """Makes keys for those links that have none of the present view; returns a message for each connected end."""
         told: dict[str, list[LinkKey]] = {}
         for a, b in pairs:
             if self._made[a].get(b) == self._view:
@@ -154,7 +156,7 @@ class KeyIssuer:
         return LinkKeys(self._rule, str(self._remote), str(self._local), self._keyed, tuple(keys), void)
 
     def _key(self, a: str, b: str, view: ViewId) -> tuple[LinkKey, LinkKey]:
-        """Returns the key of this link as it is told to `b`, and as it is told to `a`."""
+        """Returns the key of a link twice: as told to member `b`, and as told to member `a`."""
         what = json.dumps([self._job, *sorted((a, b)), str(view)]).encode()
         key = hmac.digest(self._secret, what, "sha256")
         name = f"{view}-{hmac.digest(key, b'name', 'sha256')[:8].hex()}"

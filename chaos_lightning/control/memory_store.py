@@ -1,4 +1,4 @@
-"""Keeps a log in this process's memory: for tests, simulations, and services that need not outlive their process.
+"""Keeps a log in this process's memory, for tests, simulations and services that need not outlive their process.
 
 Several `MemoryStore` objects over one `Shelf` behave like several writers over one store.
 """
@@ -15,7 +15,7 @@ from chaos_lightning.errors import StoreError
 
 @dataclass(slots=True)
 class Shelf:
-    """Records that several stores share. `changed` guards them."""
+    """Records of a log that several memory stores share; `changed` guards them."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     end: End = field(default_factory=End)
@@ -23,7 +23,7 @@ class Shelf:
 
 
 class MemoryStore(Store):
-    """Log in memory."""
+    """Log in this process's memory."""
 
     def __init__(self, name: str = "default", shelf: Shelf | None = None) -> None:
         super().__init__(name)

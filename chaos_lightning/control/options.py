@@ -1,4 +1,4 @@
-"""Declares options of a scheduler process, and the job's rules as JSON (for command lines, environment, stores).
+"""Options of a scheduler process, and a job's settings as JSON (for command lines, environment and stores).
 
 To add an option, write a field into `SchedulerOptions`, and use it: `chaos-lightning scheduler` has it then. One in
 `HOSTED` is also taken by --rdzv-conf and from the environment.
@@ -40,13 +40,13 @@ lacks.
 
 
 def absolute_store(text: str) -> str:
-    """Returns the same store, as named by a process that may run in another folder."""
+    """Returns a store's name that is valid in every working directory: file paths become absolute."""
     return text if text.startswith(ETCD) else absolute_path(text, ("", MEMORY))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """Options of one scheduler process, beside its job's rules."""
+    """Options of one scheduler process, in addition to its job's settings."""
 
     listen: str = setting(
         DEFAULT_ENDPOINT, "Where to listen; beyond loopback keys or a token are demanded.", metavar="HOST:PORT"
@@ -92,22 +92,22 @@ class SchedulerOptions:
         check_each(self)
 
     def arguments(self) -> list[str]:
-        """Returns the command line of scheduler_main.py that gives these options."""
+        """Returns the arguments of scheduler_main.py that express these options."""
         return [f"--settings={settings_to_json(self.settings)}", *command_line(self)]
 
     @property
     def in_etcd(self) -> bool:
-        """Whether the chain is in etcd, so that other schedulers can stand by for this one."""
+        """Whether the chain is in etcd, so that several schedulers can share it and one succeeds another."""
         return self.store.startswith(ETCD)
 
     @property
     def log_folder(self) -> Path | None:
-        """Folder of the scheduler's event log; None if it has none."""
+        """Folder of the scheduler's event log; None if events are not logged."""
         return log_folder(self.log_dir, self.settings.job, split_endpoint(self.listen)[1])
 
     @property
     def store_path(self) -> Path | None:
-        """Path of the chain's file; None in memory and in etcd."""
+        """Path of the chain's file; None if the chain is in memory or etcd."""
         if self.store == MEMORY or self.in_etcd:
             return None
         return Path(self.store) if self.store else default_store(self.settings.job, split_endpoint(self.listen)[1])
@@ -125,7 +125,8 @@ def default_store(job: str, port: int) -> Path:
 
 
 def state_folder(name: str, port: int) -> Path:
-    """Returns `$XDG_STATE_HOME/chaos-lightning/<name>-<port>`, where a service of this port keeps its state by default.
+    """Returns `$XDG_STATE_HOME/chaos-lightning/<name>-<port>`, the default folder for the state of a service at this
+    port.
 
     Raises:
         ConfigurationError: This user has no home, and the variable is not set.
@@ -139,7 +140,7 @@ def state_folder(name: str, port: int) -> Path:
 
 
 def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> Path | None:
-    """Returns the folder in which a process of this job logs events; None for nowhere.
+    """Returns the folder for the event log of a process of this job; None if events are not logged.
 
     Args:
         log_dir: As the user gave it.
@@ -160,7 +161,7 @@ def log_folder(log_dir: str, name: str, port: int, *, beside: bool = False) -> P
 
 
 def default_log_folders() -> list[Path]:
-    """Returns the event log folders of this machine's jobs that `log_folder` has chosen.
+    """Returns the folders of event logs that `log_folder` chose by default for jobs of this machine.
 
     Raises:
         ConfigurationError: This user has no home.
@@ -170,7 +171,8 @@ def default_log_folders() -> list[Path]:
 
 
 def forget_logs(log_dir: str) -> None:
-    """Deletes old logs that jobs of this machine have written by default; call it once the own log is open.
+    """Deletes old event logs in the default folders of this machine's jobs; call it after opening the process's own
+    log.
 
     Each process that logs there does it, for many a machine hosts no scheduler that could.
 
@@ -188,12 +190,13 @@ def forget_logs(log_dir: str) -> None:
 
 
 def check_advertise(text: str, where: str, store: str = ETCD) -> str:
-    """Returns the address at which others reach a candidate, in the usual form; "" for the one that it listens at.
+    """Checks the address under which a candidate is announced to others; returns it normalized, "" if it is where it
+    listens.
 
     Args:
         text: HOST:PORT, or "".
-        where: What the user wrote it after, for the error.
-        store: Of the same scheduler, where it must be one that candidates can share.
+        where: Words of the user before the address, for the error message.
+        store: The scheduler's store, which candidates must be able to share.
 
     Raises:
         ConfigurationError: It is no place that can be called, or nobody would be told of it.
@@ -215,12 +218,12 @@ def check_advertise(text: str, where: str, store: str = ETCD) -> str:
 
 
 def settings_to_json(settings: Settings) -> str:
-    """Returns the settings as one line of JSON."""
+    """Returns a job's settings as one line of JSON."""
     return json.dumps(asdict(settings), separators=(",", ":"), sort_keys=True)
 
 
 def settings_from_json(text: str) -> Settings:
-    """Returns settings from what `settings_to_json` wrote; absent keys take their defaults.
+    """Returns the settings in a JSON text of `settings_to_json`; absent keys take their defaults.
 
     Raises:
         ConfigurationError: No JSON object, an unknown key, or a value that cannot work; names it.
@@ -239,7 +242,7 @@ def settings_from_json(text: str) -> Settings:
 
 
 def change_settings(settings: Settings, given: dict[str, Any]) -> Settings:
-    """Returns `settings` with some fields replaced, each converted to the field's type; text is parsed.
+    """Returns `settings` with the given fields replaced; values are converted to the field's type, text is parsed.
 
     Raises:
         ConfigurationError: An unknown name, or a value of the wrong type.
@@ -258,13 +261,15 @@ FOLLOWING = tuple(name for name in declared(Settings) if name in declared(Engine
 
 
 def rules_of(config: EngineConfig, base: Settings) -> Settings:
-    """Returns the rules of a job that this member hosts: its own settings where it has them, else those of `base`."""
+    """Returns the settings of a job whose scheduler this member starts: its own settings where it has them, else those
+    of `base`.
+    """
     own = {name: getattr(config, name) for name in FOLLOWING}
     return replace(base, **own | ({"links": base.links} if config.links == "auto" else {}))
 
 
 def check_settings(settings: Settings) -> Settings:
-    """Returns the settings, if they can work together.
+    """Checks that the settings of a job are valid and work together; returns them.
 
     Raises:
         ConfigurationError: Names what was given and what is expected.
@@ -280,7 +285,9 @@ FINAL = "final"
 
 
 def folder_beside(store: str, job: str, endpoint: str) -> Path:
-    """Returns the folder of a job's last state: beside the chain's file, or where that would be by default."""
+    """Returns the folder that keeps a job's last training state: next to the chain's file, or in the default state
+    folder.
+    """
     if store and store != MEMORY and not store.startswith(ETCD):
         return Path(f"{store}-kept")
     return default_store(job, split_endpoint(endpoint)[1]).parent / "kept"
@@ -291,7 +298,7 @@ def folder_beside(store: str, job: str, endpoint: str) -> Path:
 
 @dataclass(frozen=True)
 class Owed:
-    """End of a job that its store has not taken yet.
+    """The end of a job that its store has not accepted yet.
 
     Attributes:
         effect: What is to be appended.
@@ -308,7 +315,7 @@ class Owed:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerServerConfig:
-    """Behaviour of a scheduler's server; the job's rules are in `settings`.
+    """Configuration of a scheduler's server; the job's own settings are in `settings`.
 
     Attributes:
         host: Address to listen on.

@@ -1,4 +1,4 @@
-"""Finds out which candidate members reach: a leader that fewer of them reach than another one gives its lease back.
+"""Compares how many members reach each candidate: a leader that fewer of them reach than another one resigns.
 
 Theory of operation. A lease says that a scheduler reaches etcd, and nothing about members. A member that cannot reach
 the leader asks the others in turn; each of them writes down who asked of late, in a key on its own lease. The leader
@@ -25,7 +25,9 @@ _MOST = 256
 
 
 class Asked:
-    """Names of members that asked this candidate while it did not lead. Methods may be called from any thread."""
+    """Names of members that asked this candidate for the leader while it did not lead. Methods may be called from any
+    thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,28 +39,30 @@ class Asked:
                 self._at[name] = now
 
     def of_late(self, now: float) -> tuple[str, ...]:
-        """Returns the names of members that asked within the last ASKED_S, in order."""
+        """Returns the names of members that asked within the last ASKED_S seconds, sorted."""
         with self._lock:
             self._at = {name: at for name, at in self._at.items() if now - at <= ASKED_S}
             return tuple(sorted(self._at))
 
 
 class Reach:
-    """Judgement of a leader on which candidate members reach, from the moment on at which it leads."""
+    """Decides for a leader whether another candidate is reached by more members, from the time when it began to
+    lead.
+    """
 
     def __init__(self, now: float) -> None:
         self._since: dict[str, float] = {}
         self._next = now + LASTING_S
 
     def due(self, now: float) -> bool:
-        """Returns whether it is time to look at the others' keys."""
+        """Returns whether it is time to read the other candidates' keys again."""
         if now < self._next:
             return False
         self._next = now + LOOK_S
         return True
 
     def judge(self, now: float, present: Collection[str], elsewhere: Mapping[str, Collection[str]]) -> str:
-        """Returns in words why the leader is to resign; "" if it is to stay.
+        """Returns the reason for which the leader should resign; "" if it should stay.
 
         Args:
             now: Seconds.
@@ -83,7 +87,7 @@ def packed(names: Collection[str]) -> bytes:
 
 
 def read(value: bytes) -> tuple[str, ...]:
-    """Returns the names in a candidate's key; none if there is something else."""
+    """Parses the member names in a candidate's key; returns none if the value is something else."""
     try:
         names = json.loads(value)
     except (ValueError, RecursionError):

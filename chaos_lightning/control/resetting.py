@@ -1,4 +1,4 @@
-"""Ends a job on the operator's word: `chaos-lightning reset`.
+"""Ends a job when an operator asks for it: `chaos-lightning reset`.
 
 Theory of operation. Where a scheduler serves the job, it is asked: it knows who lives, stores the end, puts the chain
 away and begins with an empty one. Where none does, the chain's file on this machine is ended in the same way, once its
@@ -23,7 +23,7 @@ from chaos_lightning.security.credentials import Secret
 
 
 def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force: bool) -> str:
-    """Ends the job at `endpoint`; returns what was ended, in words.
+    """Ends the job at `endpoint`; returns a text that says what was ended.
 
     Args:
         endpoint: Of its scheduler, or of several.
@@ -61,7 +61,7 @@ def reset_job(endpoint: str, options: SchedulerOptions, secret: Secret, *, force
 
 
 def _forget_kept(options: SchedulerOptions, chain: str) -> str:
-    """Deletes the states that members of an ended chain kept on this machine; returns in words what went."""
+    """Deletes the training states that members of an ended chain kept on this machine; returns a text about them."""
     from chaos_lightning.replication.kept import forget  # it needs torch
 
     job, stores = options.settings.job, ("", options.store, os.environ.get(HOSTED["store"].variable, ""))
@@ -96,7 +96,9 @@ def _end(chain: JobChain, force: bool) -> str:
 
 
 def _may_live(member: Member) -> str:
-    """Returns what is known of a member without a scheduler; "" if it is dead."""
+    """Returns a text about a member that may live, without asking a scheduler; "" if its process is known to be
+    dead.
+    """
     sight = same_machine_verdict(member)
     if sight.certain or (not sight.evidence and rebooted(member)):
         return ""

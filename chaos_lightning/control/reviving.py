@@ -1,4 +1,4 @@
-"""Decides when a client starts a server that does not answer, and how often it tries.
+"""Decides when a client starts a new server in place of one that does not answer, and how often it tries.
 
 Theory of operation. Somebody who waits for a server may be able to start one (control/hosting.py,
 outer/cluster/hosting.py). That takes seconds, so it happens in a helper thread, one at a time, and the function itself
@@ -23,7 +23,7 @@ MOST_PAUSE_S = 30.0
 
 
 class Reviver:
-    """Starter of a server that does not answer. Methods are one thread's.
+    """Starts a server in place of one that does not answer. Methods may be called from one thread only.
 
     Args:
         revive: May start a server; None: there is nobody who could.
@@ -40,11 +40,13 @@ class Reviver:
         self.pause_s = FIRST_PAUSE_S
 
     def answered(self) -> None:
-        """Resets the pauses, as the server is there."""
+        """Resets the pauses between attempts, since the server has answered."""
         self._at, self.pause_s = 0.0, FIRST_PAUSE_S
 
     def try_it(self, failures: int) -> None:
-        """Starts the server in a helper thread, if it is time, after `failures` attempts in a row to reach it."""
+        """Starts the server in a helper thread, if the last `failures` attempts to reach it failed and the pause is
+        over.
+        """
         revive, now = self._revive, time.monotonic()
         busy = self._thread is not None and self._thread.is_alive()
         if revive is None or failures < AFTER or now < self._at or busy:

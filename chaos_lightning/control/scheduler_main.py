@@ -69,8 +69,8 @@ EXIT_USAGE = 2
 
 
 def open_store(options: SchedulerOptions) -> Store:
-    """Opens the chain to continue; a finished one is archived first, unless it is to be kept or newcomers are told of
-    it.
+    """Opens the chain; archives a finished one first, unless it is to be kept or newcomers are still told of its
+    end.
     """
     from chaos_lightning.control.chain import JobChain
     from chaos_lightning.control.memory_store import MemoryStore
@@ -88,7 +88,9 @@ def open_store(options: SchedulerOptions) -> Store:
 
 
 def _candidacy(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | None:
-    """Returns the candidacy of a scheduler with its chain in etcd, where several stand by for each other; else None."""
+    """Returns the candidacy for a scheduler whose chain is in etcd, where one of several leads; None for other
+    stores.
+    """
     if not options.in_etcd:
         return None
     from chaos_lightning.control.candidacy import EtcdCandidacy
@@ -104,8 +106,8 @@ def _candidacy(options: SchedulerOptions, *, followed: bool) -> EtcdCandidacy | 
 
 
 def _take_all_descriptors(max_nodes: int, *, keys: bool) -> str:
-    """Raises the limit of open files as far as the hard one: the usual soft limit of 1,024 is no more than a crowd of
-    strangers.
+    """Raises this process's limit of open files to the hard limit; the usual 1,024 is too few for connections of a
+    large job.
 
     Returns:
         Words if they are too few for `max_nodes` members; else "".
@@ -152,7 +154,9 @@ def _announce(server: SchedulerServer, options: SchedulerOptions) -> None:
 
 
 def run(options: SchedulerOptions) -> int:
-    """Serves until the job is finished, idleness, a signal or a failure; returns the exit code."""
+    """Runs a scheduler until the job finishes, nobody connects for long, a signal comes or it fails; returns the exit
+    code.
+    """
     from chaos_lightning.control.server import CANNOT_LEAD, serve
     from chaos_lightning.control.upkeep import clean_up
     from chaos_lightning.events.events import EventLog
@@ -198,7 +202,9 @@ def _say(text: str) -> None:
 
 
 def detach(log: Path) -> None:
-    """Goes on as a grandchild of the caller, in a session of its own, writing to `log`; the parent prints its pid."""
+    """Moves this process to the background, in a session of its own with output to `log`; the parent prints its id and
+    ends.
+    """
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     pid = os.fork()
@@ -216,14 +222,14 @@ def detach(log: Path) -> None:
 
 
 class HelpFormat(argparse.RawDescriptionHelpFormatter):
-    """Format of the help, as the other commands have it."""
+    """Format of argparse's help that looks like that of the other commands."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
         super().add_usage(usage, actions, groups, prefix or "Usage: ")
 
 
 def options_parser(name: str, words: str, options: Mapping[str, Setting], epilog: str = "") -> argparse.ArgumentParser:
-    """Returns the parser of a command that takes these settings; values are left as text, for `read_options`."""
+    """Returns a parser for a command with these options; values stay text, for `read_options`."""
     made = argparse.ArgumentParser(
         prog=f"chaos-lightning {name}",
         description=words,
@@ -237,7 +243,7 @@ def options_parser(name: str, words: str, options: Mapping[str, Setting], epilog
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """Returns the exit code of a command that does this; prints the error that ends it."""
+    """Runs a command's work, and prints the error that ends it; returns the exit code."""
     try:
         return work()
     except ChaosError as error:
@@ -246,7 +252,7 @@ def exit_code(work: Callable[[], int]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of `chaos-lightning scheduler`. Values are left as text, for `read`."""
+    """Returns the parser of `chaos-lightning scheduler`; values stay text, for `read`."""
     rules = "\n".join(f"  {rule.name:24}{rule.short} ({rule.shown})" for rule in declared(Settings).values())
     made = options_parser("scheduler", HELP, OPTIONS, f"rules for --set:\n{rules}")
     made.add_argument(
@@ -258,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(given: argparse.Namespace) -> SchedulerOptions:
-    """Returns the options that these arguments give.
+    """Returns the scheduler options that parsed arguments express.
 
     Raises:
         ConfigurationError: An unknown rule, or a value that cannot work.
@@ -278,7 +284,7 @@ def read(given: argparse.Namespace) -> SchedulerOptions:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a scheduler; returns the exit code."""
+    """Runs a scheduler as the command line says; returns the exit code."""
     given = parser().parse_args(arguments)
     if given.detach:
         detach(Path(given.detach).absolute())

@@ -1,4 +1,4 @@
-"""Runs a scheduler's process: it takes its port, is elected or leads at once, serves, and knows when to end.
+"""Runs a scheduler: it opens its port, leads at once or once elected, serves members, and decides when to end.
 
 Theory of operation. It is put together of parts: the streams of members (streams.py), the driver of the state machine
 (driver.py), the writer to the store (chain_writer.py), the calls (service.py) and what stands before them
@@ -115,7 +115,7 @@ class SchedulerServer:
     # ------------------------------------------------------------------ life
 
     async def start(self) -> int:
-        """Takes the port, then the chain (as a candidate: once it is elected), then lets members in; returns the port.
+        """Opens the port, then (a candidate: once elected) the chain, then admits members; returns the port.
 
         Raises:
             ConfigurationError: The port is taken, or the address may not be listened on.
@@ -139,7 +139,7 @@ class SchedulerServer:
         return self.port
 
     def _scheduling(self) -> Service:
-        """Returns the scheduler's gRPC service, with the rights of callers."""
+        """Returns the scheduler's gRPC service, with the roles that may make each call."""
         calls = service.SchedulerService(
             streams=self._streams,
             driver=self._driver,
@@ -159,16 +159,16 @@ class SchedulerServer:
 
     @property
     def endpoint(self) -> str:
-        """Address at which others reach it."""
+        """Address at which members and other candidates reach this scheduler."""
         return self.config.advertise or join_endpoint(self.config.host, self.port)
 
     @property
     def owed(self) -> Owed | None:
-        """End of the job that its store has not taken yet."""
+        """End of the job that its store has not accepted yet; None if there is none."""
         return self._writer.owed
 
     async def stop(self) -> None:
-        """Closes streams and port; members that train go on without a scheduler."""
+        """Closes all streams and the port; members train on without a scheduler."""
         await self.life.stop()
         loop = asyncio.get_running_loop()
         resigned = loop.run_in_executor(None, self._candidacy.close) if self._candidacy is not None else None
@@ -208,7 +208,7 @@ class SchedulerServer:
             self.life.end(f"{CANNOT_LEAD}: {words}", failed=True)
 
     async def _lead(self) -> fx.Chain:
-        """Takes the chain; from now on members are let in."""
+        """Opens the chain and starts the state machine; from now on members are admitted."""
         chain = await self._writer.in_thread(self._take)
         self._events.emit(
             "scheduler_started",
@@ -228,7 +228,7 @@ class SchedulerServer:
         return chain
 
     def _take(self) -> fx.Chain:
-        """Takes the chain, in the store's thread, and adds what the machine must know beside it."""
+        """Opens the chain, and adds what the state machine must know besides it. Runs in the store's thread."""
         found, candidacy = self._writer.take(self._rules), self._candidacy
         # The operator's word was about what lay there then, not about what others have led by since.
         watched = candidacy is not None and candidacy.watched()
@@ -243,12 +243,12 @@ class SchedulerServer:
         )
 
     def _rules(self) -> None:
-        """Takes over the settings of the scheduler that began to lead the job."""
+        """Adopts the settings of the job, which the scheduler that first led it has stored."""
         if self._candidacy is not None:
             self.config = replace(self.config, settings=self._candidacy.rules(self.config.settings))
 
     def _hears_s(self, chain: fx.Chain) -> float:
-        """Returns how long (s) members that know more than this chain may take to find this scheduler (protocol.md
+        """Returns for how long a new leader must listen for members that know more than its chain, s (protocol.md
         14a).
         """
         several = self._candidacy is not None
@@ -266,7 +266,9 @@ class SchedulerServer:
             self.life.end(f"the store failed: {error}", failed=True)
 
     async def _begin_again(self) -> None:
-        """Puts the chain away, as an operator has ended the job: all members come again, to an empty chain."""
+        """Archives the chain after an operator has ended the job; all members connect again, and find an empty
+        chain.
+        """
         self._streams.close_all()
         # Messages that come until the streams end are ignored by the next machine.
         place = await self._writer.in_thread(self._writer.chain.begin_again)
@@ -283,7 +285,7 @@ class SchedulerServer:
     # ------------------------------------------------------------------ reasons to end
 
     def asked_to_end(self, reason: str) -> None:
-        """Ends the server by a signal. One that a member has started stays for members that leave."""
+        """Ends the server after a signal; a server that a member has started first lets members leave."""
         if self.config.outlives:
             self.life.asked(reason, self._leaving)
         else:
@@ -310,7 +312,7 @@ class SchedulerServer:
             self._ending = asyncio.get_running_loop().call_later(lingers_s, self.life.end, reason)
 
     def _noted(self, name: str) -> None:
-        """Prepares to give the endpoint up if an event says that a member knows of what this store lacks."""
+        """Prepares to give up the endpoint after an event that shows that members know what this store lacks."""
         if self.config.gives_way and name in _NOT_THE_JOBS:
             # Members of the store's own chain may take so long to come back.
             returning_s = self.config.settings.reconnect_grace_s if name == "chain_foreign" else 0.0
@@ -361,7 +363,7 @@ class SchedulerServer:
             await asyncio.sleep(self._streams.pulse())
 
     def status(self, page: int = 0) -> dict[str, Any]:
-        """Returns facts of this server, and the machine's snapshot under "machine"; of a large job this page of it."""
+        """Returns facts of this server, with the machine's snapshot under "machine"; of a large job, one page of it."""
         settings, chain, machine, owed = self.config.settings, self._writer.opened, self._driver.machine, self.owed
         streams = self._streams.standing.values()
         return {
@@ -393,7 +395,7 @@ async def serve(
     on_started: Callable[[SchedulerServer], None] = lambda server: None,
     candidacy: EtcdCandidacy | None = None,
 ) -> tuple[str, bool]:
-    """Runs a scheduler until it ends; returns (why, whether that is a failure)."""
+    """Runs a scheduler until it ends; returns the reason, and whether it is a failure."""
     server = SchedulerServer(config, open_store, events, machine, candidacy)
     try:
         await server.start()

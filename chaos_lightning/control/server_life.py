@@ -1,4 +1,4 @@
-"""Knows a server process's reason to go on: the tasks that it lives by, and why it ends.
+"""Tracks why a server process goes on: the tasks that it depends on, and the reason for which it ends.
 
 Theory of operation. A server is a few tasks in one asyncio loop. One that fails ends the server: without it the others
 would only seem to work. What a machine of ours was told is void after an error of ours; the store is not, and whoever
@@ -19,7 +19,7 @@ _LOOK_S = 0.1
 
 
 class ServerLife:
-    """Life of one server process. Methods belong to one asyncio loop.
+    """Tasks of one server process, and the reason for its end. Methods belong to one asyncio loop.
 
     Args:
         emit: Takes (event name, fields) for the event log.
@@ -37,11 +37,11 @@ class ServerLife:
         self._asked = False
 
     def start(self) -> None:
-        """Makes it possible, from now on, that the server ends."""
+        """Prepares `ended`; must be called in the server's asyncio loop before anything can end the server."""
         self._ended = asyncio.get_running_loop().create_future()
 
     def begin(self, work: Coroutine[Any, Any, None], where: str) -> None:
-        """Starts a task that `stop` ends; `where` names it in the event log."""
+        """Starts a task of the server; its failure ends the server, and `where` names it in the event log."""
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -53,19 +53,20 @@ class ServerLife:
         self._tasks.append(task)
 
     async def ended(self) -> str:
-        """Waits until there is no reason to go on; returns why it ends."""
+        """Waits until the server is to end; returns the reason."""
         assert self._ended is not None, "start() comes first"
         return await asyncio.shield(self._ended)
 
     def end(self, reason: str, *, failed: bool = False) -> None:
-        """Makes `ended` return; the first reason counts."""
+        """Makes `ended` return the reason; only the first call counts."""
         if self._ended is not None and not self._ended.done():
             self.failed = failed
             self._ending(reason, failed)
             self._ended.set_result(reason)
 
     def asked(self, reason: str, leaving: Callable[[], Iterable[bool]]) -> None:
-        """Ends the server once members that were asked to end by the same signal have left; when called again, at once.
+        """Ends the server after a signal, once members that got the same signal have left; a second call ends it at
+        once.
 
         A service manager sends a signal to all processes of a unit. Leaving needs a server: somebody must let them go.
 
@@ -91,7 +92,7 @@ class ServerLife:
         self.end(reason)
 
     async def stop(self) -> None:
-        """Ends all tasks."""
+        """Cancels all tasks of the server."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Answers the scheduler's calls (control/service.proto), and says who may make them.
+"""Handles the scheduler's gRPC calls (control/service.proto), and declares which roles may make them.
 
 Theory of operation. Who may call was asked before (control/auth_interceptor.py, by RIGHTS). A scheduler that waits to
 lead answers two calls for itself: *Status*, and *Claim*, whose numbers are its machine's, whoever leads. To all others
@@ -50,7 +50,7 @@ _HELLO_S = 0.5
 
 @dataclass(eq=False, kw_only=True)
 class SchedulerService(SchedulerServicer):  # type: ignore[misc]
-    """Handlers of the scheduler's calls.
+    """Handlers of the scheduler's gRPC calls.
 
     Attributes:
         streams: Of members.
@@ -73,7 +73,7 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
     port: int
 
     async def _send_on(self, context: Any, *, attends: bool = False) -> None:
-        """Aborts the call while another scheduler leads, and says which."""
+        """Aborts a call to a scheduler that does not lead, and names the leader."""
         if self.driver.machine is not None or self.candidacy is None:
             return
         if attends:
@@ -83,7 +83,7 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
         await context.abort(grpc.StatusCode.UNAVAILABLE, words, ((LEADER_KEY, leader),))
 
     async def Attend(self, _requests: AsyncIterator[Any], context: Any) -> None:
-        """Holds one member's stream, from its Hello to its end."""
+        """Serves one member's stream, from its Hello to its end."""
         await self._send_on(context, attends=True)
         await self.streams.attend(context, self.peer(context))
 
@@ -107,26 +107,26 @@ class SchedulerService(SchedulerServicer):  # type: ignore[misc]
         return chaos_pb2.DrainReply(asked=asked, present=names)
 
     async def ChangeLink(self, request: Any, context: Any) -> Any:
-        """Adds or removes a link for an operator; the machine answers whether it will be done."""
+        """Adds or removes a link for an operator; the machine's answer says whether it will."""
         await self._send_on(context)
         accepted, text = await self.driver.ask(lambda token: fx.ChangeLink(token, request.a, request.b, request.add))
         return chaos_pb2.LinkChangeReply(text=text, accepted=accepted)
 
     async def Reset(self, request: Any, context: Any) -> Any:
-        """Ends the job for an operator; the machine answers whether it may be ended."""
+        """Ends the job for an operator; the machine's answer says whether it may be ended."""
         await self._send_on(context)
         self.emit("reset_asked", by=self.peer(context), force=request.force)
         accepted, text = await self.driver.ask(lambda token: fx.Reset(token, request.force))
         return chaos_pb2.ResetReply(text=text, accepted=accepted)
 
     async def Claim(self, _requests: AsyncIterator[Any], context: Any) -> None:
-        """Holds a number for a process that sets up, until its stream ends, whether or not this scheduler leads."""
+        """Holds a number for a process that is setting up, until its stream ends; a standby scheduler does so too."""
         await self.claims.hold(context, self.port)
 
 
 async def _name_of_caller(context: Any) -> str:
-    """Returns the name of a member that attends, from its Hello if that comes at once, else "". The Hello is gone
-    then.
+    """Reads the Hello of a member that has just opened its stream; returns the member's name, or "" if no Hello comes
+    at once.
     """
     with contextlib.suppress(TimeoutError, WireError):
         envelope = await asyncio.wait_for(context.read(), _HELLO_S)

@@ -1,4 +1,4 @@
-"""Keeps a log in one SQLite file on its writer's host: durable, one authority (protocol.md 14a).
+"""Keeps a log in one SQLite file on its writer's machine: durable, with a single writer (protocol.md 14a).
 
 Theory of operation. Every write is one transaction that is on the disk when it returns (`synchronous=FULL`; in WAL mode
 that is one fsync, and the WAL is folded into the file when the last connection closes). Compare-and-set happens inside
@@ -44,7 +44,7 @@ _COLUMNS = "position, kind, term, body, before"
 
 
 class SqliteStore(Store):
-    """Log in one SQLite file.
+    """Log of a service, such as a job's chain, in one SQLite file.
 
     Args:
         path: The file; it and its folder are made if they do not exist (folder mode 0700).
@@ -109,7 +109,7 @@ class SqliteStore(Store):
         self.name = found
 
     def _check_format(self, db: sqlite3.Connection) -> str:
-        """Returns the name of the log, if its format is known."""
+        """Checks the version of the file's format; returns the name of the log."""
         row = db.execute("SELECT format, name FROM job").fetchone()
         if row is not None and row[0] != FORMAT:
             raise StoreError(
@@ -129,7 +129,7 @@ class SqliteStore(Store):
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Holds one durable transaction while the block runs; it is rolled back if the block raises."""
+        """Runs the block in one durable transaction, which is rolled back if the block raises."""
         with self._lock:
             db = self._connection()
             try:
@@ -149,7 +149,7 @@ class SqliteStore(Store):
 
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[sqlite3.Connection]:
-        """Holds one moment of the file while the block runs, whatever others write meanwhile."""
+        """Lets the block read one consistent snapshot of the file, whatever others write."""
         with self._lock:
             db = self._connection()
             try:
@@ -230,7 +230,7 @@ class SqliteStore(Store):
         return f"archived as {archived}"
 
     def leave_wal(self) -> None:
-        """Makes the store one plain file, from now on also while it is open."""
+        """Makes the store a single file, without a write-ahead log beside it."""
         with self._lock:
             try:
                 self._connection().execute("PRAGMA journal_mode=DELETE")
@@ -248,7 +248,7 @@ class SqliteStore(Store):
 
 
 def _record(row: tuple[int, str, int, bytes, str]) -> StoreRecord:
-    """Returns the record in a row, after checking types: SQLite keeps values of any type in any column."""
+    """Returns the record in a database row, after checking types, which SQLite does not."""
     for value, kind in zip(row, (int, str, int, bytes, str), strict=True):
         if type(value) is not kind:
             raise StoreError(f"record {row[0]!r} is damaged: {value!r} where {kind.__name__} is expected")
@@ -256,7 +256,9 @@ def _record(row: tuple[int, str, int, bytes, str]) -> StoreRecord:
 
 
 def archive(path: Path) -> Path | None:
-    """Renames a log that is over, so that a new one can begin; returns its new place, None if there is none."""
+    """Renames the file of a finished log, so that a new one can begin; returns its new path, None if there was no
+    file.
+    """
     if not path.exists():
         return None
     # Folds a WAL that a killed scheduler left behind into the file, which is one for good.
@@ -272,7 +274,7 @@ def archive(path: Path) -> Path | None:
 
 
 class FileLock:
-    """Advisory lock on `<path>.lock`: held by the chain's scheduler, freed by the kernel at its death."""
+    """Advisory lock on `<path>.lock`, held by the scheduler of the chain; the kernel frees it when the process dies."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.with_name(path.name + ".lock")
@@ -280,7 +282,7 @@ class FileLock:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def take(self, patience_s: float = 0.0) -> bool:
-        """Takes the lock; returns False if another process still holds it after `patience_s` (it may be ending)."""
+        """Takes the lock; returns False if another process, which may be ending, still holds it after `patience_s`."""
         deadline = time.monotonic() + patience_s
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Defines a service's store: a log of typed records that no two writers can fork, and that can be cut.
+"""Interface of a service's store: a log of typed records that no two writers can fork, and that can be shortened.
 
 Theory of operation. A log is an append-only list of records, at positions that count up from 1. The content of a record
 is its writer's affair: a kind, which the user of the log chooses, and bytes. The log adds who wrote the record and what
@@ -48,12 +48,12 @@ MAX_BODY_NBYTES = MAX_RECORD_NBYTES * 3 // 4 - 4096
 
 
 def packed_body(body: bytes) -> bytes:
-    """Returns the body, compressed if it is large: the names of a model's tensors are much alike."""
+    """Returns a record's body, compressed if it is large: the names of a model's tensors are much alike."""
     return zlib.compress(body, 9) if len(body) > PACKED_NBYTES else body
 
 
 def check_size(record: StoreRecord) -> None:
-    """Raises OversizeError if this record is larger than any store takes."""
+    """Raises OversizeError if a record is larger than some store can take."""
     nbytes = len(record.body)
     if nbytes > MAX_BODY_NBYTES and (nbytes := len(packed_body(record.body))) > MAX_BODY_NBYTES:
         raise OversizeError(
@@ -62,18 +62,18 @@ def check_size(record: StoreRecord) -> None:
 
 
 class ReadAnewError(StoreError):
-    """Error of a read behind a position where records are not there any more: read the log from its start."""
+    """Error of a read after a position whose following records were cut away: read the log from its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRecord:
-    """Record of a log.
+    """A record of a log.
 
     Attributes:
-        position: From 1 on.
-        kind: What it is, in a word of whoever uses the log.
-        term: Of its writer.
-        body: What it says.
+        position: Number of the record, from 1 on.
+        kind: Kind of the record, as the user of the log names it.
+        term: Term of the writer.
+        body: Content.
         before: Hash of the record before; "" for the first one.
     """
 
@@ -85,20 +85,20 @@ class StoreRecord:
 
     @property
     def hash(self) -> str:
-        """Hash of the record, and so of all records before."""
+        """Hash of the record and, through `before`, of all records before it."""
         head = json.dumps([self.position, self.kind, self.term, self.before]).encode()
         return hashlib.blake2b(head + b"\n" + self.body, digest_size=_HASH_NBYTES).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of a log: what a write is compared with.
+    """State at the end of a log, with which each write is compared.
 
     Attributes:
-        term: The last one that was taken.
-        id: Of the log, drawn with its first term and kept by every copy; "": nobody has taken a term yet.
-        position: Of the last record; 0: there is none.
-        hash: Of the last record.
+        term: Term that was taken last.
+        id: Id of the log, drawn with its first term and kept by every copy; "": nobody has taken a term yet.
+        position: Position of the last record; 0: there is none.
+        hash: Hash of the last record.
         first: Position of the first record that is there; what was before it, that one sums up.
         ended: Ids of the last logs that were put away here, oldest first.
     """
@@ -111,8 +111,7 @@ class End:
     ended: tuple[str, ...] = ()
 
     def with_term(self, above: int = 0, log_id: str = "", own: int = 0) -> End:
-        """Returns this end with a term higher than any before, and all up to `above`; with its first term a log gets
-        its id.
+        """Returns this end with a term above all former ones and above `above`; a log's first term also draws its id.
 
         Args:
             above: A term that somebody has heard of.
@@ -129,12 +128,12 @@ class End:
         return replace(self, term=max(self.term, above) + 1, id=log_id or self.id or secrets.token_hex(8))
 
     def then(self, record: StoreRecord, *, cut: bool = False) -> End:
-        """Returns the end of the log after this record."""
+        """Returns the end of the log after `record` was appended to it."""
         first = record.position if cut else self.first
         return replace(self, position=record.position, hash=record.hash, first=first)
 
     def begun_again(self) -> End:
-        """Returns the end of the empty log that follows this one."""
+        """Returns the end of the empty log that takes the place of this one."""
         ended = (*self.ended, self.id) if self.id else self.ended
         return End(term=self.term, ended=ended[-MAX_ENDED:])
 
@@ -145,12 +144,12 @@ EMPTY = End()
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Outcome of a compare-and-set.
+    """Outcome of appending a record by compare-and-set.
 
     Attributes:
-        ok: False: somebody else wrote meanwhile.
-        detail: What is there instead; where `ok`, that it was there already.
-        end: The end of the log, as the store has it after that.
+        ok: Whether the record is in the log; False: somebody else wrote before.
+        detail: Why it was not appended; if `ok`, whether it was in the log already.
+        end: End of the log after the attempt.
     """
 
     ok: bool
@@ -159,7 +158,7 @@ class Appended:
 
 
 def outranked(end: End, term: int, seen: End | None) -> str:
-    """Returns why a writer may write nothing more to a log that ends so; "" if it may.
+    """Returns why a writer may append nothing more to a log with this end; "" if it may.
 
     Args:
         end: As it is.
@@ -180,7 +179,7 @@ def outranked(end: End, term: int, seen: End | None) -> str:
 
 
 def judge(end: End, record: StoreRecord, seen: End, *, cut: bool = False) -> Appended:
-    """Decides whether `record` may be written to a log that ends so; the one rule that all stores share.
+    """Decides whether `record` may be appended to a log with this end, by the one rule that all stores share.
 
     Args:
         end: As it is.
@@ -198,10 +197,11 @@ def judge(end: End, record: StoreRecord, seen: End, *, cut: bool = False) -> App
 
 
 class Store(abc.ABC):
-    """Interface of a log. Methods block; call them from one thread at a time. All raise StoreError if the store fails.
+    """Interface of a store, which keeps one log. Methods block; call them from one thread at a time. All raise
+    StoreError on failure.
 
     Args:
-        name: Of the service that keeps the log, such as a job.
+        name: Name of the service that keeps the log, such as a job.
     """
 
     def __init__(self, name: str) -> None:
@@ -212,22 +212,22 @@ class Store(abc.ABC):
     @property
     @abc.abstractmethod
     def place(self) -> str:
-        """Location of the log, for people."""
+        """Name of the store, for messages."""
 
     @abc.abstractmethod
     def take_term(self, above: int = 0, log_id: str = "") -> End:
-        """Outranks durably every writer so far, and all up to the term `above`. The first term draws the log's id.
+        """Takes a term above all former writers' and above `above`, durably, so that their writes fail.
 
-        The first one draws the log's id. Where a lost log is continued, `log_id` gives its id to this one
+        The first term draws the log's id. Where a lost log is continued, `log_id` gives its id to this one
         (`End.with_term` says when it may).
         """
 
     @abc.abstractmethod
     def end(self) -> End:
-        """Returns the end with which the next write is compared."""
+        """Returns the log's end, with which the next write is compared."""
 
     def append(self, kind: str, body: bytes, after: End, *, cut: bool = False) -> Appended:
-        """Appends a record by compare-and-set: it is durable when ok is returned.
+        """Appends a record by compare-and-set; it is durable if the outcome is ok.
 
         Args:
             kind: What it is, in a word of whoever uses the log.
@@ -255,11 +255,11 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, after: int, timeout_s: float) -> bool:
-        """Waits until a record above position `after` is there (watch); False after `timeout_s`."""
+        """Waits until there is a record above position `after`; returns False after `timeout_s`."""
 
     @abc.abstractmethod
     def begin_again(self) -> str:
-        """Begins an empty log, which no term of the old one outranks.
+        """Begins an empty log in place of the present one, in which old terms count no more.
 
         Returns:
             What became of the old one, in words: "archived as ...".
@@ -273,7 +273,7 @@ class Store(abc.ABC):
         """Closes the log's file or connection. Idempotent."""
 
     def _checked(self, end: End, found: Sequence[StoreRecord], after: int) -> tuple[StoreRecord, ...]:
-        """Returns the records above `after` of those that were found, if that is all of them."""
+        """Checks that the records found are all that the log has; returns those above `after`."""
         if after > end.position:
             raise ReadAnewError(
                 f"{self.place} ends with record {end.position}, before {after}: it was begun again, or is an older "

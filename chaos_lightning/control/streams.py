@@ -1,4 +1,4 @@
-"""Holds members' control streams: who is at the other end of each, what is read from it, and what waits to be sent.
+"""Keeps members' control streams: which member each belongs to, what it says, and what waits to be sent to it.
 
 Theory of operation. A stream ends in one of three ways. With a goodbye and a half-close: the member meant it. Without:
 its process died or its host cut the connection, and the kernel says so within milliseconds; that is
@@ -33,7 +33,7 @@ _HEARD_S = 0.7
 
 
 class Parcel:
-    """Message on its way to one member or many, encoded once: when it is first written.
+    """Message to one or many members, which is encoded once, when it is first written.
 
     Args:
         message: What is sent.
@@ -44,16 +44,16 @@ class Parcel:
 
     @cached_property
     def data(self) -> bytes:
-        """The message as gRPC writes it."""
+        """The encoded message."""
         return encode_to_member(self.message)
 
 
 class MemberStream:
-    """Stream of one member, while it stands.
+    """Open control stream of one member.
 
     Args:
-        number: By which the machine knows it.
-        peer: Address, as gRPC tells it.
+        number: Number by which the state machine knows the stream.
+        peer: Address of the member, as gRPC reports it.
     """
 
     def __init__(self, number: int, peer: str) -> None:
@@ -73,7 +73,7 @@ async def both_ways(
     write: Callable[[], Coroutine[Any, Any, Any]],
     cut: asyncio.Event,
 ) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
-    """Reads and writes on a client's stream until one of the two ends, or it is cut.
+    """Reads and writes on a client's stream until reading or writing ends, or the stream is cut.
 
     Returns:
         Both tasks: done, or about to be cancelled.
@@ -91,7 +91,7 @@ async def both_ways(
 
 
 class Streams:
-    """Control streams that stand. Methods belong to one asyncio loop, but for `present`.
+    """Open control streams of a scheduler. Methods belong to one asyncio loop, except `present`.
 
     Args:
         feed: Takes what happens on them, for the machine.
@@ -123,20 +123,20 @@ class Streams:
         """Message that was sent last: one for many comes once for each of them, one after the other."""
 
     def present(self, heartbeat_timeout_s: float) -> set[str]:
-        """Returns the names of members that have said something within this time, or 0.7 s if that is longer. Any
+        """Returns the names of members heard within this time, or 0.7 s if that is longer. May be called from any
         thread.
         """
         since = time.monotonic() - max(heartbeat_timeout_s, _HEARD_S)
         return {s.name for s in list(self.standing.values()) if s.name and s.heard >= since}
 
     def names(self) -> list[str]:
-        """Returns the names of all members that have said hello, sorted."""
+        """Returns the names of all members that have sent a Hello, sorted."""
         return sorted({s.name for s in self.standing.values() if s.name})
 
     # ------------------------------------------------------------------ what is sent
 
     def send(self, number: int, message: ToMember) -> None:
-        """Queues a message, behind the keys of the links that it names."""
+        """Queues a message on a member's stream, after the keys of the links that it names."""
         if (stream := self.standing.get(number)) is None:
             return
         if isinstance(message, Welcome):
@@ -148,9 +148,7 @@ class Streams:
             self._put(self.standing[to], self._last)
 
     def _put(self, stream: MemberStream, parcel: Parcel) -> None:
-        """Queues a message on a stream, or cuts the stream if its member does not read. Keys go to both ends of a link,
-        and the end that the message is not for may not read either.
-        """
+        """Queues a message on a stream; cuts the stream instead if its member has stopped reading."""
         if stream.outbox.qsize() < _MAX_OUTBOX:
             stream.outbox.put_nowait(parcel)
         elif not stream.cut.is_set():
@@ -158,18 +156,18 @@ class Streams:
             stream.cut.set()
 
     def close(self, number: int, reason: str) -> None:
-        """Ends a stream behind what is queued."""
+        """Closes a stream after its queued messages have been sent."""
         if (stream := self.standing.get(number)) is not None:
             self._emit("stream_closed", peer=stream.peer, of=stream.name, reason=reason)
             stream.outbox.put_nowait(None)
 
     def close_all(self) -> None:
-        """Closes all streams, so that all members come again."""
+        """Closes all streams, so that all members connect again."""
         for stream in self.standing.values():
             stream.outbox.put_nowait(None)
 
     def pulse(self) -> float:
-        """Tells members that this scheduler lives: they leave one that says nothing, as another may be elected by then.
+        """Tells all members that this scheduler lives, since they leave a silent one: another may have been elected.
 
         Returns:
             Seconds until the next is due.
@@ -186,7 +184,7 @@ class Streams:
     # ------------------------------------------------------------------ one stream
 
     async def attend(self, context: Any, peer: str) -> None:
-        """Holds one member's stream, from its Hello to its end."""
+        """Serves one member's stream, from its Hello to its end."""
         self._count += 1
         stream = MemberStream(self._count, peer)
         if self._pulses:
@@ -214,13 +212,13 @@ class Streams:
             self._feed(fx.Closed(stream.number, abrupt))
 
     def _expect_hello(self, stream: MemberStream) -> None:
-        """Closes a stream that has not sent a hello in time; it uses up a slot."""
+        """Cuts a stream that has sent no Hello in time, since it takes the room of another."""
         if not stream.name:
             self._refused(stream.peer, f"no hello within {self._hello_timeout_s:g} s (Attend)")
             stream.cut.set()
 
     async def _read(self, stream: MemberStream, context: Any) -> bool:
-        """Feeds the machine what the member says; returns True if it said goodbye before the stream ended."""
+        """Passes a member's messages to the state machine; returns True if it said goodbye before its stream ended."""
         goodbye = False
         while True:
             envelope = await context.read()
@@ -236,7 +234,7 @@ class Streams:
             self._feed(fx.MessageIn(stream.number, message))
 
     async def _write(self, stream: MemberStream, context: Any) -> None:
-        """Sends a member what is queued, until the machine closes the stream."""
+        """Sends queued messages to a member, until the machine closes the stream."""
         while True:
             parcel = await stream.outbox.get()
             if parcel is None:

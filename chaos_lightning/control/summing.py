@@ -1,4 +1,4 @@
-"""Sums up a job's chain: one record that takes the place of all before it (protocol.md 7).
+"""Shortens a job's chain: sums it up in one record that replaces all before it (protocol.md 7).
 
 Theory of operation. A scheduler that starts reads its whole chain, and each view adds to it. So after every EVERY
 records the scheduler appends one that says what they come to, and the store drops them in the same moment
@@ -24,7 +24,7 @@ EVERY = 128
 
 
 def summed(chain: Chain) -> Chain:
-    """Returns this chain summed up: the same result for two chains that differ only in where they were cut."""
+    """Returns a chain summed up; the result does not depend on earlier summaries."""
     past, last = chain.past.copy(), chain.views[-LAST_VIEWS:]
     for view in chain.views[:-LAST_VIEWS]:
         past.add(view, carried=view.id in chain.changes)
@@ -42,7 +42,7 @@ def summed(chain: Chain) -> Chain:
 
 
 def as_document(chain: Chain) -> dict[str, Any]:
-    """Returns the record of a summed chain, but for its views, as JSON has it."""
+    """Returns a summed-up chain as JSON, without its views."""
     past = chain.past
     return {
         "chain": chain.id,
@@ -65,7 +65,7 @@ def as_document(chain: Chain) -> dict[str, Any]:
 
 
 def from_document(said: dict[str, Any], views: Sequence[View]) -> Chain:
-    """Returns the chain that `as_document` wrote.
+    """Parses a chain that `as_document` wrote.
 
     Raises:
         KeyError, TypeError, ValueError: It is something else.

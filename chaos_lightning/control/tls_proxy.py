@@ -1,4 +1,4 @@
-"""Runs the scheduler's TLS proxy where there are keys: mutual TLS outside, gRPC on loopback inside.
+"""Runs a TLS proxy in front of a scheduler that has keys: mutual TLS outside, plain gRPC on loopback inside.
 
 Theory of operation. gRPC for Python can demand certificates, but says nothing about those whom it turns away, and the
 log must name them. So the TLS proxy does the TLS handshake with Python's own ssl, of version 1.3 and with the keys as
@@ -50,7 +50,7 @@ _INSIDE = "127.0.0.1"
 
 @dataclass(eq=False, slots=True)
 class _Inside:
-    """Caller that was let in.
+    """Caller whose certificate was accepted, while its connection is open.
 
     Attributes:
         who: By its certificate.
@@ -68,7 +68,7 @@ class _Inside:
 
 
 class TlsProxy:
-    """Proxy that lets callers with certificates in. Methods belong to one asyncio loop.
+    """Proxy that lets only callers with certificates reach a gRPC server. Methods belong to one asyncio loop.
 
     Args:
         keys: Whom to believe, and what to show.
@@ -96,7 +96,7 @@ class TlsProxy:
         self._greeting = 0
 
     async def open(self, host: str, port: int, inner: int) -> int:
-        """Listens on a port, which is returned; what comes goes to the port `inner` of loopback.
+        """Listens on a port, which is returned; passes accepted connections on to the port `inner` of loopback.
 
         Raises:
             OSError: The port is taken, or the address is not this machine's.
@@ -116,7 +116,7 @@ class TlsProxy:
 
     @property
     def visits(self) -> int:
-        """Number of connections that stand, or are being made."""
+        """Number of connections that are open or being made."""
         return len(self._visits)
 
     def caller(self, peer: str) -> Caller | None:
@@ -126,14 +126,14 @@ class TlsProxy:
         return self._callers.get(peer)
 
     async def close(self) -> None:
-        """Ends listening and all connections. Idempotent."""
+        """Stops listening and closes all connections. Idempotent."""
         for tasks in (self._listening, list(self._visits)):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, listener: socket.socket, inner: int) -> None:
-        """Takes connections until it is cancelled. (asyncio's own server loses one that comes while it is closed.)"""
+        """Accepts connections until cancelled. (asyncio's own server loses one that comes while it is being closed.)"""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -150,7 +150,7 @@ class TlsProxy:
             listener.close()
 
     def _gone(self, sock: socket.socket, visit: asyncio.Task[None]) -> None:
-        """Forgets a visit that has ended, also one that was cancelled before it began."""
+        """Forgets a connection that has ended, even one that was cancelled before it began."""
         self._visits.discard(visit)
         sock.close()
 
@@ -244,7 +244,7 @@ class TlsProxy:
 
 
 class _Outside:
-    """TLS side of one connection, over asyncio's streams."""
+    """TLS side of one connection through the proxy."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keys: KeyFolder) -> None:
         self._reader = reader
@@ -256,8 +256,8 @@ class _Outside:
         self.peer = _peer(writer)
 
     async def greet(self) -> _Inside | None:
-        """Makes the TLS handshake; returns the caller, or None if nobody said a word (only looked whether somebody
-        listens here).
+        """Does the TLS handshake; returns the caller, or None if it sent nothing, as one that only tests whether the
+        port is open.
         """
         heard = False
         while True:
@@ -291,9 +291,7 @@ class _Outside:
         return _Inside(Caller(name, role, self.peer), certificate, until, self._trusted)
 
     def why(self, error: Exception) -> str:
-        """Returns why the caller was refused. Whose certificate was refused cannot be told: ssl keeps those to
-        itself.
-        """
+        """Returns why a caller was refused. It cannot name whose certificate failed, since ssl does not report that."""
         if not isinstance(error, ssl.SSLError):
             return str(error)
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -308,7 +306,7 @@ class _Outside:
         return known.get(reason, f"TLS: {reason.replace('_', ' ').lower()}")
 
     async def receive_all(self, inside: asyncio.StreamWriter) -> None:
-        """Copies what the peer sends to gRPC, until it ends."""
+        """Copies bytes from the caller to gRPC, until the caller ends."""
         while True:
             try:
                 data = self._tls.read(_PIECE_NBYTES)
@@ -326,7 +324,7 @@ class _Outside:
                 return
 
     async def send_all(self, inside: asyncio.StreamReader) -> None:
-        """Copies what gRPC sends to the peer, until it ends."""
+        """Copies bytes from gRPC to the caller, until gRPC ends."""
         try:
             while data := await inside.read(_PIECE_NBYTES):
                 self._tls.write(data)
@@ -346,8 +344,8 @@ class _Outside:
 
 
 def _still_believed(inside: _Inside, trusted: bytes) -> bool:
-    """Returns whether these authorities (PEM) still vouch for a caller. Where none has left, nobody is out: one may
-    have vouched for another.
+    """Returns whether a caller's certificate is still trusted by these authorities (PEM), of which some may have been
+    removed.
     """
     believed = each_of(trusted)
     return set(each_of(inside.trusted)) <= set(believed) or any(signed_by(inside.certificate, one) for one in believed)
@@ -359,7 +357,7 @@ def _peer(writer: asyncio.StreamWriter) -> str:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Returns a socket that takes connections at once: two that are only bound would not notice each other."""
+    """Returns a listening socket; it listens at once, so that a second one on the same port fails."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

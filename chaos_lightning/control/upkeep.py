@@ -1,4 +1,4 @@
-"""Cleans up what finished jobs leave in the state folder of this machine.
+"""Deletes what finished jobs have left in the state folder of this machine.
 
 Theory of operation. A scheduler that starts on the default store looks once. Beside its own chain it leaves the newest
 archived ones. Folders of other jobs go once the job has been finished, and nothing in them was written, for a month: a
@@ -23,7 +23,8 @@ CHAINS_LEFT = 8
 
 
 def clean_up(chain: Path, now: float, finished_s: float) -> list[Path]:
-    """Removes what nobody needs any more of finished jobs; what cannot be removed stays.
+    """Deletes archived chains, folders and final states of finished jobs that nobody needs; skips what cannot be
+    deleted.
 
     Args:
         chain: The scheduler's own, in its folder of the state folder.
@@ -53,7 +54,7 @@ def clean_up(chain: Path, now: float, finished_s: float) -> list[Path]:
 
 
 def _free(final: Path) -> bool:
-    """Returns whether nobody writes or reads this final state."""
+    """Returns whether no process is writing or reading a final state."""
     lock = FileLock(final)
     try:
         return lock.take()
@@ -62,9 +63,7 @@ def _free(final: Path) -> bool:
 
 
 def _removes(folder: Path, now: float) -> bool:
-    """Removes a folder if its job was finished long ago, and no scheduler works on its chain; returns whether it
-    did.
-    """
+    """Deletes a folder if its job finished long ago and no scheduler uses its chain; returns whether it did."""
     chain = folder / "chain.sqlite"
     if not chain.is_file() or now - max(path.stat().st_mtime for path in folder.rglob("*")) <= FORGOTTEN_S:
         return False

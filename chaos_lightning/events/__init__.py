@@ -1,1 +1,1 @@
-"""Writes and reads the event log, and registers its names."""
+"""The event log: its writer, its reader, and the registry of event names."""

@@ -1,4 +1,4 @@
-"""Shortens lines of the log that repeat themselves, to what differs from what the line before led to expect.
+"""Shortens repetitive lines of the event log: stores only what differs from a prediction made from earlier lines.
 
 Theory of operation. Nearly all of a log are `committed` lines, and of such a line little is news: the slot is the next
 one, on the header before, by the same contributors, and of the ledger one number grew. So of the names in `SHORTENED` a
@@ -38,7 +38,7 @@ Line = dict[str, Any]
 
 
 class Before:
-    """Last lines of a file; its writer and its reader keep the same ones."""
+    """Last lines of an event log's file, from which the next is predicted; writer and reader keep the same."""
 
     def __init__(self) -> None:
         self._last: dict[str, Line] = {}
@@ -46,11 +46,11 @@ class Before:
         """Number of lines since all had to be whole."""
 
     def clear(self) -> None:
-        """Forgets the last lines, after a line that may be missing."""
+        """Forgets the last lines, since a line may be missing."""
         self._last.clear()
 
     def keep(self, line: Line, *, whole: bool) -> None:
-        """Keeps this line as the last one of its name; lines before one that was written whole count no more."""
+        """Stores a line as the last one with its name; a `committed` line written whole replaces all earlier ones."""
         name = line["name"]
         if whole and name == COMMITTED:
             self._last = {key: last for key, last in self._last.items() if not key.startswith(COMMITTED)}
@@ -59,7 +59,7 @@ class Before:
             self._last[_kind(line.get("kind"))] = line
 
     def shorten(self, line: Line) -> Line | None:
-        """Returns the short form of a whole line, of values as JSON gives them; None if it must be written whole."""
+        """Returns a line's short form, its differences from the predicted line; None if it must be written whole."""
         self._short += 1
         if self._short > WHOLE_EVERY:
             self._short = 0
@@ -85,7 +85,7 @@ class Before:
         return None if "member" in short else short
 
     def restore(self, short: Line) -> Line:
-        """Returns the whole line of a short one.
+        """Returns the whole line that a short form stands for.
 
         Raises:
             LookupError, TypeError, ValueError: It does not follow what was kept, or is damaged.
@@ -104,7 +104,7 @@ class Before:
         return whole
 
     def _expected(self, name: str, kind: object, t: float) -> Line:
-        """Returns the line of this name that the last one lets expect."""
+        """Returns the line that is predicted from the last one with this name."""
         last = self._last[name]
         whole = last | {"mono": _mono(t, last)}
         if name != COMMITTED:
@@ -129,12 +129,12 @@ def _kind(kind: object) -> str:
 
 
 def _mono(t: float, before: Line) -> float:
-    """Returns the monotonic clock at wall time t, s, if both went on alike since the line before."""
+    """Returns the monotonic clock (s) at wall time t, if both clocks advanced equally since the line before."""
     return (round(t * 1e6) - round(float(before["t"]) * 1e6) + round(float(before["mono"]) * 1e6)) / 1e6
 
 
 def _differences(path: str, old: object, new: object) -> Iterator[tuple[str, object]]:
-    """Yields (path, value) of each value that is another one."""
+    """Yields path and new value of each difference between two JSON values."""
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys() and not any("." in k for k in new):
         for key, value in new.items():
             yield from _differences(f"{path}.{key}", old[key], value)
@@ -154,7 +154,9 @@ def _differences(path: str, old: object, new: object) -> Iterator[tuple[str, obj
 
 
 def _edits(old: list[Any], new: list[Any]) -> list[list[Any]] | None:
-    """Returns edits that make one list of the other: [from, to, items in their place]; None if the list is as short."""
+    """Returns edits that turn list `old` into `new`, each [from, to, items to put there]; None if the whole
+    new list is about as short.
+    """
     edits: list[list[Any]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -170,7 +172,7 @@ def _edits(old: list[Any], new: list[Any]) -> list[list[Any]] | None:
 
 
 def _next_alike(old: list[Any], i: int, new: list[Any], j: int) -> tuple[int, int]:
-    """Returns how many items of the one and of the other go before both go on alike, as far as is looked."""
+    """Returns how many items of each list to skip until both continue alike, within a limited distance."""
     for count in range(1, _LOOK_AHEAD):
         if i + count < len(old) and j < len(new) and old[i + count] == new[j]:
             return count, 0
@@ -199,12 +201,14 @@ def _at(value: Any, path: list[str]) -> Any:
 
 
 def _all_news(old: list[object], new: list[object]) -> bool:
-    """Returns whether nothing stays of a list, such as [1936, 2000]: it is shorter than a path for each number."""
+    """Returns whether a list of plain values has changed in every place, so that writing it anew is shorter than
+    edits.
+    """
     return not any(isinstance(x, (dict, list)) for x in new) and all(a != b for a, b in zip(old, new, strict=True))
 
 
 def _put(value: Any, path: list[str], new: object) -> Any:
-    """Returns a copy of a value with another one at this path; what is not on the path is shared."""
+    """Returns a copy of a JSON value with `new` at this path; everything off the path is shared."""
     if not path:
         return new
     first, rest = path[0], path[1:]

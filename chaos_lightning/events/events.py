@@ -1,4 +1,4 @@
-"""Writes the event log, one JSON object a line, one file per process, and declares the events that it writes of itself.
+"""Writes the event log: JSON objects, one per line, in a file per process; declares the log's own events.
 
 Theory of operation. Everything that is ever shown or checked about a run (timeline, goodput, report, live view,
 audit) is a fold over these files, so a line must survive whatever kills its writer. Each line is a single `os.write`
@@ -81,9 +81,7 @@ _RESERVED = frozenset({"t", "mono", "name", "n"})
 
 
 def _plain(value: object) -> object:
-    """Returns a value for `json` in place of one that it cannot write. Never raises: a strange value becomes its
-    repr.
-    """
+    """Converts a value that JSON cannot represent. Never raises: an unknown kind of value becomes its repr."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if "__str__" in vars(type(value)):  # an id
             return str(value)
@@ -102,9 +100,7 @@ def _plain(value: object) -> object:
 
 
 def _finite(value: object, depth: int = 0) -> object:
-    """Returns a copy that strict JSON can hold: NaN and infinities become strings, keys become strings, cycles are
-    cut.
-    """
+    """Returns a copy for strict JSON: NaN and infinities become strings, keys become strings, cycles are cut."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, (str, int, float, bool)):
@@ -179,7 +175,7 @@ class EventLog:
         role: str = "member",
         day_nbytes: int = DAY_NBYTES,
     ) -> EventLog:
-        """Opens a new file `<role>-<name>-<pid>.jsonl` in `directory`; None discards."""
+        """Opens a new log file `<role>-<name>-<pid>.jsonl` in `directory`; None discards all events."""
         if not directory:
             return cls(None, node=name, role=role)
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", name) or "anonymous"
@@ -191,23 +187,23 @@ class EventLog:
         return cls(path, node=name, role=role, day_nbytes=day_nbytes)
 
     def identify(self, member: str, node: str = "") -> None:
-        """Stamps this member id (given at Welcome, new after a rejoin) on the lines that follow."""
+        """Sets the member id (from Welcome, new after a rejoin) that is written into the following lines."""
         with self._lock:
             self._member = member
             self._node = node or self._node
 
     @property
     def member(self) -> str:
-        """Member id that is stamped on lines."""
+        """Member id that is written into the log's lines."""
         return self._member
 
     @property
     def node(self) -> str:
-        """Name that is stamped on lines."""
+        """Member name that is written into the log's lines."""
         return self._node
 
     def emit(self, name: str, /, **fields: Any) -> None:
-        """Appends one event. Never raises and never blocks on anything but the file system.
+        """Appends one event to the log. Never raises, and blocks on nothing but the file system.
 
         Args:
             name: One that a room declares (`registry.py`); others are written all the same, and folds skip them.
@@ -266,7 +262,7 @@ class EventLog:
                 self._writing = False
 
     def _numbered(self, name: str, text: str) -> str:
-        """Returns the line as it is written next, short if it can be."""
+        """Returns an event as the file's next line, with its number, shortened if possible."""
         if name in SHORTENED:
             whole = json.loads(text)
             short = self._before.shorten(whole)
@@ -275,7 +271,7 @@ class EventLog:
         return f'{{"n":{self._number + 1},{text[1:]}'
 
     def _put_line(self, text: str) -> bool:
-        """Writes a line; returns whether it is written: else it counts as lost."""
+        """Writes a line; returns whether it was written whole; if not, it counts as lost."""
         try:
             if self._put(text.encode("utf-8", "backslashreplace") + b"\n"):
                 return True
@@ -285,8 +281,8 @@ class EventLog:
         return False
 
     def _put(self, data: bytes) -> bool:
-        """Writes bytes at once; returns False if the disk took only a part of the line, which the next write then
-        closes off.
+        """Writes a line's bytes; returns False if the disk took only part of them, so that the next line must begin
+        anew.
         """
         if self._torn:
             data = b"\n" + data
@@ -309,7 +305,7 @@ class EventLog:
         )
 
     def _warn(self, trouble: str) -> None:
-        """Warns of a trouble, once of each sort."""
+        """Logs a warning about a trouble of the log file, once per kind of trouble."""
         if trouble.split()[0] not in self._warned:
             self._warned.add(trouble.split()[0])
             logger.warning("event log %s %s", self.path, trouble)
@@ -317,7 +313,7 @@ class EventLog:
     # ---------------------------------------------------------------------------------------------- its files
 
     def _open(self, path: Path) -> None:
-        """Goes on in this file; raises OSError if it cannot be opened."""
+        """Continues the log in another file; raises OSError if it cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = open_to_append(path)
         if self._fd >= 0:
@@ -332,9 +328,7 @@ class EventLog:
         self._number += self._put_line(self._numbered("opened", _strict(line)))
 
     def _look(self) -> None:
-        """Checks that the next line can go into this file, and opens another one if the file is gone, or long
-        enough.
-        """
+        """Before a line is written, opens the file again if it was deleted, or the next one if it is full."""
         assert self.path is not None
         now = time.monotonic()
         full = self._part_nbytes and self._size >= self._part_nbytes
@@ -353,7 +347,7 @@ class EventLog:
             self._warn(f"stays where it is: the next file cannot be made ({error})")
 
     def _there(self) -> bool:
-        """Returns whether the file that is open is the one at its path."""
+        """Returns whether the open file is still the one at its path."""
         assert self.path is not None
         try:
             return os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
@@ -361,7 +355,7 @@ class EventLog:
             return False
 
     def _make_room(self) -> None:
-        """Deletes the oldest files of this role and name, until there is room for another one under the day's limit."""
+        """Deletes the oldest log files of this role and name, until another one fits into the day's limit."""
         assert self.path is not None
         ours = _whose(self.path)
         seen = [(path.stat(), path) for path in log_files(self.path.parent) if _whose(path) == ours]
@@ -378,7 +372,7 @@ class EventLog:
             )
 
     def close(self) -> None:
-        """Writes `closed` and closes the file; later events are discarded."""
+        """Writes the event `closed` and closes the file; later events are discarded."""
         with self._lock:
             if self._fd >= 0:
                 self.emit("closed")
@@ -393,7 +387,7 @@ class EventLog:
 
 
 def forget_old(folder: Path, now: float) -> None:
-    """Deletes logs of a folder that nobody has chosen, in which nothing was written for a month.
+    """Deletes logs in a default folder to which nothing was written for a month.
 
     Args:
         folder: Of one job.
@@ -407,12 +401,12 @@ def forget_old(folder: Path, now: float) -> None:
 
 
 def _part(path: Path, part: int) -> Path:
-    """Returns the path of the file with this number, from the one without."""
+    """Returns the path of a log's continuation file with this number."""
     return path.with_name(f"{path.stem}.{part}.jsonl")
 
 
 def _whose(path: Path) -> tuple[Path, str]:
-    """Returns the folder, and role and name, of a file; several processes may have these."""
+    """Returns folder, role and name of a log file; other processes may have the same."""
     return path.parent, part_of(path)[0].stem.rpartition("-")[0]
 
 

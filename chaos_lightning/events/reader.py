@@ -1,4 +1,4 @@
-"""Reads event logs: all files of a directory as one stream in time order, or what is new since the last look.
+"""Reads event logs: all files of a directory as one stream in order of time, or the events new since the last look.
 
 Theory of operation. A file is written by one process with one write a line, so it is in order and only its last line
 can be half there: because its writer is still at it, or because the disk was full. A line that is no JSON object is
@@ -37,7 +37,7 @@ logger = logging.getLogger("chaos_lightning.events")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Event as it was read."""
+    """An event that was read from a log."""
 
     t: float
     """Wall time, s since the epoch, never falling within one file."""
@@ -55,21 +55,21 @@ class Record:
 
     @property
     def by(self) -> str:
-        """Writer of the line: `member`, unless the line says otherwise."""
+        """Id of the member that wrote the line; `member`, unless the line says otherwise."""
         return str(self.fields.get("by", self.member))
 
     @property
     def own(self) -> bool:
-        """Whether the member told it about itself: a scheduler tells the same of it a moment earlier."""
+        """Whether the member itself wrote the event; the scheduler writes events about members, too."""
         return bool(self.fields.get("node"))
 
     @property
     def node(self) -> str:
-        """Name of the member: stamped on the line, else the id up to its last "~"."""
+        """Name of the member, from the line or else from its id before the last "~"."""
         return str(self.fields.get("node") or self.member.rpartition("~")[0] or self.member)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a field of the line."""
+        """Returns a field of the event."""
         return self.fields.get(key, default)
 
     def __getitem__(self, key: str) -> Any:
@@ -81,7 +81,7 @@ class Record:
 
 
 def parse_line(text: bytes | str, *, source: str = "", line: int = 0, not_before: float = 0.0) -> Record | None:
-    """Returns one whole line as a Record; None if it is no event (torn, foreign, empty)."""
+    """Parses a whole line as a Record; returns None if it is no event (torn, foreign, empty)."""
     data = _object(text)
     return None if data is None else _record(data, source, line, not_before)
 
@@ -120,7 +120,7 @@ def _record(data: Line, source: str, line: int, not_before: float) -> Record | N
 
 @dataclass(slots=True)
 class _Lines:
-    """Lines of one process: whole records, and a count of those that are missing."""
+    """Parser of one process's lines, which restores short lines and notices missing ones."""
 
     source: str
     latest: Record | None = None
@@ -131,7 +131,9 @@ class _Lines:
     """Whether the reader begins in the middle, and misses nothing before."""
 
     def take(self, text: bytes, line: int) -> Iterator[Record]:
-        """Yields the records of one more line: none if it is no event, two if lines are missing before it."""
+        """Parses one more line; yields its record, preceded by one that reports missing lines, or nothing if it is no
+        event.
+        """
         data = _object(text)
         if data is None:
             return
@@ -169,7 +171,7 @@ class _Lines:
             yield record
 
     def _lost(self, data: Line, line: int, count: int) -> Record:
-        """Returns a record that tells of lines that are missing up to this one."""
+        """Returns a record that reports missing lines before this one."""
         member, latest = data.get("member", ""), self.latest
         if latest is not None:
             member = latest.by
@@ -181,7 +183,7 @@ class _Lines:
 
 
 def wrong_format(record: Record) -> str:
-    """Returns why what follows this event of a file cannot be read, and what to do; "" if it can."""
+    """Returns why a log file that begins with this event cannot be read, and what to do; "" if it can."""
     found = record.get("format", 1)
     if record.name != "opened" or found in registry.READABLE:
         return ""
@@ -196,14 +198,16 @@ _PART = re.compile(r"(.*-\d+)\.(\d+)\.jsonl")
 
 
 def part_of(path: Path) -> tuple[Path, int]:
-    """Returns the first of the files that this one goes on from, and its number; (itself, 0) for a first one."""
+    """Returns the first file of the log that `path` continues, and the number of `path`; (path, 0) if it is the
+    first.
+    """
     found = _PART.fullmatch(path.name)
     return (path.with_name(f"{found[1]}.jsonl"), int(found[2])) if found else (path, 0)
 
 
 def log_files(where: str | os.PathLike[str]) -> list[Path]:
-    """Returns the event files of a directory, of the directories in it, or the one file that was named; sorted by name,
-    and those of one process by their number.
+    """Returns the log files in a directory and below it (or the one file given), sorted by name, and those of one
+    process by their number.
     """
     path = Path(where)
     if path.is_file():
@@ -216,7 +220,7 @@ BLOCK_NBYTES = 1 << 15
 
 
 def _texts(path: Path, nbytes: int) -> Iterator[bytes]:
-    """Yields the lines of the first bytes of a file; the last line may lack its end."""
+    """Yields the lines in the first `nbytes` bytes of a file; the last one may be incomplete."""
     inode, offset, rest = None, 0, b""
     while offset < nbytes:
         with os.fdopen(open_to_read(path), "rb", buffering=0) as file:
@@ -234,7 +238,7 @@ def _texts(path: Path, nbytes: int) -> Iterator[bytes]:
 
 
 def _read_files(parts: Iterable[tuple[Path, int]], source: str) -> Iterator[Record]:
-    """Yields the events that one process wrote, in their order; lines that are no events are skipped.
+    """Yields the events of one process from its files, in order; skips lines that are no events.
 
     Raises:
         ConfigurationError: A file was written in another format, is no regular file, or may not be read.
@@ -254,13 +258,14 @@ def _read_files(parts: Iterable[tuple[Path, int]], source: str) -> Iterator[Reco
 
 
 class Logs:
-    """All events of a log directory (or one file), merged by time; within a file, in the order they were written.
+    """All events of a log directory (or one file), merged by time; within a file, in the order in which they were
+    written.
 
     Each iteration reads the files anew, up to the sizes that they had at first, and holds one block of each.
     """
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
-        """Looks which files there are.
+        """Lists the log files.
 
         Raises:
             FileNotFoundError: There is no such directory or file, or no event log in the directory.
@@ -280,12 +285,12 @@ class Logs:
             self._processes.append((first.relative_to(base).as_posix(), [(part, _nbytes(part)) for part in parts]))
 
     def __iter__(self) -> Iterator[Record]:
-        """Raises ConfigurationError when the turn of a file in another format comes."""
+        """Yields the events; raises ConfigurationError on reaching a file in another format."""
         return heapq.merge(*(_read_files(parts, source) for source, parts in self._processes), key=lambda r: r.t)
 
 
 def _nbytes(path: Path) -> int:
-    """Returns the size of a file; 1 of none, and of one that is no regular file: to open it says what is wrong."""
+    """Returns the size of a file; 1 if it has none, so that it is opened and the error is reported."""
     try:
         return path.stat().st_size or 1
     except OSError:
@@ -293,7 +298,7 @@ def _nbytes(path: Path) -> int:
 
 
 def read_events(where: str | os.PathLike[str]) -> Iterator[Record]:
-    """Yields the events of `Logs` once; raises what these raise."""
+    """Yields all events of a log directory or file once, merged by time; raises what `Logs` raises."""
     return iter(Logs(where))
 
 
@@ -308,7 +313,7 @@ class _Place:
 
 @dataclass(slots=True)
 class Tail:
-    """Follower of a log directory: each look gives what was appended since the last one.
+    """Follows a log directory: each poll returns the events that were appended since the last one.
 
     A half-written last line waits for its end; a file in another format is left out with a warning. Not thread-safe.
 
@@ -323,12 +328,12 @@ class Tail:
     _lines: dict[Path, _Lines] = field(default_factory=dict)
 
     def poll(self) -> list[Record]:
-        """Returns new events of all files in time order; an empty list if there are none (or no directory yet)."""
+        """Returns new events of all files in order of time; an empty list if there are none (or no directory yet)."""
         return list(self.new())
 
     def new(self) -> Iterator[Record]:
-        """Returns the events of `poll` one after the other, and keeps none: the first look may find what was logged in
-        a day. To be taken to its end.
+        """Yields what `poll` returns without holding it all, since the first poll may find a day's events; must be read
+        to the end.
         """
         files = []
         for path in log_files(self.where) if self.where.exists() else []:
@@ -340,7 +345,7 @@ class Tail:
         return heapq.merge(*streams, key=lambda r: r.t)
 
     def _of(self, first: Path, parts: Sequence[tuple[Path, os.stat_result]]) -> Iterator[Record]:
-        """Yields the records that one process has appended to its files, up to the sizes that they had."""
+        """Yields the records that one process has appended, up to its files' sizes when they were looked at."""
         past = parts[0][1].st_mtime < self.since
         lines = self._lines.setdefault(first, _Lines(first.name, late=past))
         for path, status in parts:

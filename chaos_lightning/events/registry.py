@@ -1,4 +1,4 @@
-"""Finds the events that rooms declare: each room declares those that it writes, in its own `events.py`.
+"""Collects the events that packages declare, each in its own `events.py`.
 
 Theory of operation. A declaration is data: a name, one line that says what happened, the fields with their units, and
 a line of text for readers if the event is to be shown in words. `known` runs the `events.py` of every folder of the
@@ -29,7 +29,7 @@ READABLE = frozenset({1, 2, FORMAT})
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Declaration of one kind of event."""
+    """Declaration of one kind of event: name, meaning and fields."""
 
     name: str
     meaning: str
@@ -42,7 +42,7 @@ class Event:
     """Text with {fields} for "Events in words" of the report and the last lines of `top`; "" for neither."""
 
     def words(self, fields: Mapping[str, Any]) -> str:
-        """Returns `note` with these fields; one that is missing leaves its place empty."""
+        """Returns `note` with these fields filled in; a missing field leaves a gap."""
         try:
             return string.Formatter().vformat(self.note, (), _Given(fields)).strip()
         except (ValueError, TypeError, LookupError, AttributeError):  # evidence may be of any form
@@ -56,7 +56,7 @@ class _Given(dict[str, Any]):
 
 @functools.cache
 def known() -> Mapping[str, Event]:
-    """Returns the events of all rooms, by name.
+    """Returns the events that all packages declare, by name.
 
     Raises:
         ValueError: Two rooms declare the same name.
@@ -73,7 +73,7 @@ def known() -> Mapping[str, Event]:
 
 
 def problems(name: str, fields: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with an event of this name with these fields; an empty list if nothing is."""
+    """Returns what is wrong with an event's name or fields; an empty list if nothing is."""
     event = known().get(name)
     if event is None:
         return [f"no room declares an event {name!r}; it belongs into EVENTS of the events.py beside what writes it"]

@@ -1,4 +1,4 @@
-"""Opens event logs that lie where others may write: a link, a pipe or another user's file there does no harm."""
+"""Opens event logs safely in folders where others may write: links, pipes and other users' files are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def open_to_append(path: Path) -> int:
-    """Returns a descriptor of this user's file, which is made if there is none.
+    """Opens this user's file for appending, or makes it; returns the descriptor.
 
     A new file is made exclusively, so it is this process's whatever a network file system says of its owner.
 
@@ -34,7 +34,7 @@ def open_to_append(path: Path) -> int:
 
 
 def open_to_read(path: Path) -> int:
-    """Returns a descriptor of a regular file, also where a link leads to it.
+    """Opens a regular file, or one that a link leads to, for reading; returns the descriptor.
 
     Raises:
         OSError: Something else is at that path, or nothing.

@@ -1,1 +1,1 @@
-"""Parts that deal with this machine: processes, locks, sockets, standard streams."""
+"""Helpers for the local machine: processes, locks, sockets, standard streams."""

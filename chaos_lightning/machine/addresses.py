@@ -1,4 +1,4 @@
-"""Parses endpoints as people write them, and tells what addresses mean on this machine."""
+"""Parses endpoints as people write them, and resolves addresses on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _parse(endpoint: str) -> tuple[str, int]:
 
 
 def split_announced(text: str) -> tuple[str, int]:
-    """Returns (host, port) of "HOST" or "HOST:PORT", as an own address is announced; without a port it is 0.
+    """Parses a process's own address to be announced: "HOST" or "HOST:PORT"; returns (host, port), with port 0 if none
+    is given.
 
     Raises:
         ConfigurationError: It is neither, or nobody can call it.
@@ -58,7 +59,7 @@ def split_announced(text: str) -> tuple[str, int]:
 
 
 def split_endpoints(text: str) -> tuple[str, ...]:
-    """Returns each "HOST:PORT" of a list with commas: the candidates of one job."""
+    """Parses a comma-separated list of scheduler endpoints; returns each as "HOST:PORT"."""
     parts = [split_endpoint(part) for part in text.split(",") if part.strip()]
     found = tuple(join_endpoint(*part) for part in parts)
     if not all(port for _, port in parts):
@@ -74,7 +75,7 @@ def join_endpoint(host: str, port: int) -> str:
 
 
 def read_ports(text: str) -> range:
-    """Returns the ports that "29500" or "29500-29599" names; "" is any port, 0.
+    """Parses a port "29500" or range "29500-29599"; "" gives port 0, which stands for any.
 
     Raises:
         ConfigurationError: It is no port and no range.
@@ -89,7 +90,7 @@ def read_ports(text: str) -> range:
 
 
 def addresses(host: str) -> tuple[str, ...]:
-    """Returns the IP addresses that `host` stands for; a name that nobody knows is a ConfigurationError."""
+    """Returns the IP addresses of `host`; raises ConfigurationError if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -101,7 +102,7 @@ def addresses(host: str) -> tuple[str, ...]:
 
 @cache
 def _beyond_loopback(host: str) -> str:
-    """Returns `host`, or this machine's address on its network if `host` is its own name and means loopback here.
+    """Returns `host`, or this machine's network address if `host` is its own name and resolves to loopback.
 
     Debian writes the own name into /etc/hosts at 127.0.1.1; other machines look it up elsewhere, and dial the network.
     """
@@ -140,8 +141,8 @@ def is_loopback(host: str) -> bool:
 
 
 def facing(host: str, port: int, advice: str) -> str:
-    """Returns this machine's address that peers near `host` reach: loopback for loopback, else as the routing table
-    says.
+    """Returns this machine's address that peers near `host` can reach: loopback for loopback, else by the routing
+    table.
 
     Args:
         host: Name or address. Of several addresses one of IPv4 counts, which members listen on.
@@ -160,14 +161,14 @@ def facing(host: str, port: int, advice: str) -> str:
 
 
 def _source(address: str, port: int) -> str:
-    """Returns this machine's address from which packets go to that one."""
+    """Returns this machine's source address for packets to an address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))  # sends nothing: the routing table names our address
         return str(probe.getsockname()[0])
 
 
 def is_local(host: str) -> bool:
-    """Returns whether `host` is this machine: one of its addresses can be bound here."""
+    """Returns whether `host` is this machine, that is, whether one of its addresses can be bound."""
     for address in addresses(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""Says lines on a process's console, and waits for no reader.
+"""Prints lines on a process's console without waiting for a slow terminal.
 
 Theory of operation. `Teller` gives lines to the logger "chaos_lightning.console" at INFO, in a daemon thread: a
 terminal or pipe that nobody reads holds up that thread alone. The queue between is bounded; what does not fit is
@@ -26,7 +26,7 @@ WAITING_LINES = 256
 
 
 class Teller:
-    """Queue of lines for the console. Any thread may tell."""
+    """Queue of lines that a thread prints on the console. Any thread may call `tell`."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[str | None] = queue.Queue(WAITING_LINES)
@@ -36,7 +36,7 @@ class Teller:
         self._thread: threading.Thread | None = None
 
     def tell(self, *said: str) -> None:
-        """Queues a line, and waits for no reader."""
+        """Queues lines for the console; never waits."""
         with self._lock:
             if said and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="chaos-console", daemon=True)
@@ -48,7 +48,7 @@ class Teller:
                 self._dropped += 1
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """Waits until all lines are shown, for `timeout_s` at most."""
+        """Waits until all queued lines are printed, at most `timeout_s`."""
         if self._thread is not None:
             until = time.monotonic() + timeout_s
             try:
@@ -81,7 +81,7 @@ def _show(line: str) -> None:
 
 
 def _wanted() -> bool:
-    """Returns whether the user lets lines of this level through."""
+    """Returns whether the user's logging configuration lets INFO lines of this logger through."""
     ruling = console
     while not ruling.level and ruling.parent is not None:
         ruling = ruling.parent
@@ -90,9 +90,8 @@ def _wanted() -> bool:
 
 
 def _write(text: str) -> None:
-    """Writes a line to stderr as it is now. A file is written to past Python's buffers, without their lock: so the
-    process can end while this waits for a reader. A notebook or a progress bar has put something else in its place,
-    which gets the line.
+    """Writes a line to stderr, past Python's buffer and its lock where possible, so that this process can end although
+    the write blocks.
     """
     stream = sys.stderr
     try:

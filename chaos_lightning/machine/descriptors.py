@@ -1,4 +1,4 @@
-"""Raises the number of files and connections that this process may have open."""
+"""Raises the number of files and connections that this process may open."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 
 def allow_descriptors(count: int) -> int:
-    """Raises this process's soft limit of open files to `count`, as far as the hard limit goes.
+    """Raises this process's soft limit of open files to `count`, or to the hard limit if that is lower.
 
     Returns:
         The limit that holds now.

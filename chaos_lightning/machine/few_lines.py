@@ -1,4 +1,4 @@
-"""Bounds what strangers can have written to a log."""
+"""Limits how many log lines strangers can cause."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_LINES_PER_S = 5
 
 
 class FewLines:
-    """Limit of a few lines a second, which counts the others: a stranger must not fill the disk. Any thread."""
+    """Limit of a few log lines per second, which counts the lines left out. Usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -17,8 +17,8 @@ class FewLines:
         self._lines = self._dropped = 0
 
     def take(self) -> int | None:
-        """Returns the number of lines that were left out since the last one that was let through; None: leave this one
-        out.
+        """Returns None if the next line must be left out, else the number of lines left out since the last one
+        allowed.
         """
         with self._lock:
             now = time.monotonic()

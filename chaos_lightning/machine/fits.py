@@ -1,4 +1,4 @@
-"""Counts the fits of each job that the script of this process has been through.
+"""Numbers the calls of `fit` for each job in this process's script.
 
 A script that calls fit several times, as a loop over folds does, may train on other samples each time, which no hash of
 its settings shows. So members compare the number of their fit. It counts per job name and endpoint: fits with names of
@@ -16,7 +16,7 @@ _over: dict[tuple[object, str, str], int] = {}
 
 
 class Fit:
-    """Fit of a job in this process.
+    """One call of `fit` for a job in this process.
 
     Attributes:
         number: 1 for the first fit of the job in its script.
@@ -27,12 +27,12 @@ class Fit:
         self.number = _over.get(self._key, 0) + 1
 
     def over(self) -> None:
-        """Notes that the script goes on behind this fit, so its next one has the next number. Idempotent."""
+        """Notes that the script has continued after this fit, so that its next fit gets the next number. Idempotent."""
         _over[self._key] = max(self.number, _over.get(self._key, 0))
 
 
 def _script() -> object:
-    """Returns a value that is another one for each cell of a notebook and each statement at Python's prompt."""
+    """Returns a value that differs between cells of a notebook, and between statements at Python's prompt."""
     notebook = getattr(builtins, "get_ipython", None)
     if notebook is not None:
         return notebook().execution_count

@@ -1,4 +1,4 @@
-"""Closes in forked children what is the parent's alone.
+"""Closes file descriptors and connections in forked children that only the parent should hold.
 
 Theory of operation. A DataLoader worker is a forked child and inherits every socket. As long as one process holds a
 socket, the other end sees no end of file: a SIGKILLed member whose workers live on for seconds would look alive for so
@@ -31,21 +31,21 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def close_in_children(fd: int) -> None:
-    """Makes children of this process close `fd`, if it still is the same file or socket by then."""
+    """Makes forked children close `fd`, if it is still the same file or socket then."""
     with _lock:
         _descriptors[fd] = _identity(fd)
         _install()
 
 
 def keep_in_children(fd: int) -> None:
-    """Forgets `fd` (it was closed)."""
+    """Stops closing `fd` in forked children, since the parent closes it."""
     with _lock:
         _descriptors.pop(fd, None)
 
 
 @contextlib.contextmanager
 def only_here(endpoint: str) -> Iterator[None]:
-    """Makes children that are forked while the block runs close every TCP connection to this endpoint.
+    """Makes children forked within the block close every TCP connection to this endpoint.
 
     Args:
         endpoint: HOST:PORT.
@@ -94,7 +94,7 @@ def _in_child() -> None:
 
 
 def _connections() -> list[int]:
-    """Returns descriptors of TCP connections to the registered peers."""
+    """Returns the descriptors of open TCP connections to registered peers."""
     found: list[int] = []
     try:
         names = os.listdir("/proc/self/fd")

@@ -1,4 +1,4 @@
-"""Sets how glibc's allocator handles memory that was freed; with another library nothing is set."""
+"""Tunes glibc's allocator: how freed memory is kept or returned. Does nothing with other C libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _LARGE_NBYTES = 1 << 20
 
 
 def _set(*values: tuple[int, int]) -> bool:
-    """Sets these values, unless the user has set one of them by the environment."""
+    """Sets allocator parameters, unless the user has set one of them by its environment variable; returns whether it
+    did.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(_NAMES[which] in os.environ for which, _ in values):
         return False
@@ -26,7 +28,7 @@ def _set(*values: tuple[int, int]) -> bool:
 
 
 def keep_heap(nbytes: int) -> bool:
-    """Tells the allocator to keep so much freed memory. Returns False where that cannot be set.
+    """Makes the allocator keep up to `nbytes` of freed memory. Returns False if that cannot be set.
 
     Autograd allocates all gradients anew in each step; if their pages were given back in between, each 4 KiB of them
     would cost a page fault (a tenth of a small step).
@@ -36,11 +38,11 @@ def keep_heap(nbytes: int) -> bool:
 
 
 def give_back_large() -> bool:
-    """Tells the allocator to give back at once blocks of 1 MiB or more that are freed, and to keep one heap.
+    """Makes the allocator return freed blocks of 1 MiB or more at once, and use one heap for all threads.
 
-    False where one of both cannot be set. Left to itself it takes pieces of up to 32 MiB from its heap once one of that
-    size was freed. A follower's staged pushes come and go beside what stays, so their memory was not given back: 2 to 4
-    bytes per parameter.
+    Returns False where one of both cannot be set. Left to itself it takes pieces of up to 32 MiB from its heap once one
+    of that size was freed. A follower's staged pushes come and go beside what stays, so their memory was not given
+    back: 2 to 4 bytes per parameter.
 
     And threads have heaps of their own, each of which keeps what was freed in it; a follower starts threads for each
     push: 7 MiB.

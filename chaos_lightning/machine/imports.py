@@ -1,4 +1,4 @@
-"""Calls a function when a module is imported, without importing it.
+"""Calls a function once a module is imported by somebody else.
 
 Theory of operation. A finder at the front of `sys.meta_path` waits for some modules: it lets the ordinary finders find
 them, wraps their loader, and calls the function after the module's own code has run. Modules of any other name pass
@@ -18,7 +18,7 @@ Action = Callable[[ModuleType], None]
 
 
 class _Loader(Loader):
-    """Loader of a module that runs an action after the real loader."""
+    """Module loader that calls a function after the real loader has run the module."""
 
     def __init__(self, real: Loader, action: Action) -> None:
         self._real, self._action = real, action
@@ -36,7 +36,7 @@ class _Loader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finder that waits for its modules; it knows nothing else."""
+    """Import finder that intercepts only its modules, and wraps their loaders."""
 
     def __init__(self, names: Collection[str], action: Action) -> None:
         self._names, self.action = names, action
@@ -58,6 +58,6 @@ class _Finder(MetaPathFinder):
 
 
 def call_after_import(names: Collection[str], action: Action) -> None:
-    """Calls a function with each of some modules that are imported from now on. Idempotent for the same function."""
+    """Calls a function with each of the named modules when it is imported later. Idempotent for the same function."""
     if not any(isinstance(finder, _Finder) and finder.action == action for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(names, action))

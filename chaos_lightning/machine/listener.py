@@ -31,7 +31,7 @@ _tried = itertools.count()
 
 
 def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
-    """Listens at the first of these ports that is free; at "::" for IPv4, too.
+    """Listens at the first of several ports that is free; returns the socket. The host "::" accepts IPv4 too.
 
     Args:
         host: Address or name of this machine, of IPv4 or IPv6.
@@ -60,7 +60,7 @@ def open_listener(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def is_another_kind(host: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Returns whether the listener there hangs up or says what no gRPC server says; False while it says nothing."""
+    """Returns whether a listener is no gRPC server: it hangs up, or says something else; False if it is silent."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as sock:
             sock.sendall(_PREFACE)
@@ -73,8 +73,8 @@ def is_another_kind(host: str, port: int, timeout_s: float = 1.0) -> bool:
 
 
 def who_listens(port: int) -> str:
-    """Returns words on the process that has this port, what it runs and what is wrong with it; "" if that cannot be
-    seen.
+    """Returns a text about the process that listens at a port: its command and whether it is stopped or overloaded; ""
+    if unknown.
     """
     inodes = _inodes(port)
     for folder in Path("/proc").iterdir() if inodes else ():
@@ -94,7 +94,7 @@ def _target(fd: Path) -> str:
 
 
 def _inodes(port: int) -> set[str]:
-    """Returns the inodes of sockets that listen at a port, as links in /proc name them."""
+    """Returns the inodes of sockets that listen at a port, as /proc writes them: "socket:[N]"."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -119,7 +119,7 @@ def _words(pid: int, folder: Path) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of loopback that nobody uses, for servers that are started a moment later.
+    """Returns unused loopback ports for servers that will be started a moment later.
 
     They lie below those that the kernel gives to outgoing connections, as one of these could take a port before its
     server does. Each process begins to look elsewhere, so that two that look at once find different ones.
@@ -132,7 +132,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """Returns one port of loopback that nobody uses."""
+    """Returns an unused loopback port."""
     (port,) = free_ports(1)
     return port
 

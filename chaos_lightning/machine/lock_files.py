@@ -1,4 +1,4 @@
-"""Opens lock files by which processes of one user on one machine agree while nobody serves them.
+"""Opens lock files by which one user's processes on a machine coordinate while no server runs.
 
 They lie where everybody may write: one is never followed as a link, and must belong to this user.
 """
@@ -15,13 +15,13 @@ from chaos_lightning.errors import ConfigurationError
 
 
 def lock_path(job: str) -> Path:
-    """Returns the path of the lock of this user and job on this machine."""
+    """Returns the path of this user's lock file for a job."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", job)
     return Path(tempfile.gettempdir()) / f"chaos-lightning-{os.getuid()}-{name}.lock"
 
 
 def open_lock(path: Path) -> int:
-    """Opens the lock file, which is made if need be; one that another user has put there is refused."""
+    """Opens or makes a lock file; refuses a link or another user's file."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:

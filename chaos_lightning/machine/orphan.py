@@ -1,4 +1,4 @@
-"""Ends a worker whose torchrun agent is gone: nobody would stop or restart it any more.
+"""Ends a worker whose torchrun agent has ended, since nobody would stop or restart it any more.
 
 Theory of operation. torchrun starts each worker in a session of its own, so that a SIGKILL of the agent leaves the
 workers training, unseen. The rendezvous backend names its agent in the environment (CHAOS_AGENT, "pid:start
@@ -32,12 +32,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def agent_mark() -> str:
-    """Returns the mark that the agent puts into its workers' environment, so that they watch it."""
+    """Returns an identification of this agent's process, which workers get by the environment in order to watch it."""
     return f"{os.getpid()}:{start_time(os.getpid())}:{host_identity()}"
 
 
 def _parse(mark: str) -> tuple[int, int] | None:
-    """Returns (pid, start time) of the agent; None if it is not in our process table or the mark is odd."""
+    """Parses an agent's mark into (pid, start time); None if the agent is in another process table or the mark is
+    malformed.
+    """
     pid, _, rest = mark.partition(":")
     started, _, host = rest.partition(":")
     if not pid.isdigit() or not started.isdigit() or host != host_identity():
@@ -51,7 +53,7 @@ def watch_parent(
     grace_s: float = GRACE_S,
     environ: Mapping[str, str] = os.environ,
 ) -> threading.Thread | None:
-    """Ends this process after its torchrun agent has ended; call it once, early.
+    """Starts a thread that ends this process after its torchrun agent has ended; call it once, early.
 
     Args:
         on_orphan: Told the reason first, in the watching thread (for the event log).
@@ -80,7 +82,7 @@ def watch_parent(
 
 
 def die_with_parent(number: signal.Signals) -> bool:
-    """Asks the kernel for this signal when the thread that made this process ends; False where it cannot."""
+    """Asks the Linux kernel to signal this process when the thread that started it ends; returns False if it cannot."""
     with contextlib.suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0)
     return False
@@ -100,7 +102,7 @@ def _watch(pid: int, started: int, on_orphan: Callable[[str], None], grace_s: fl
 
 
 def _wait_for_end(pid: int, started: int) -> None:
-    """Returns when that very process is gone; at once if it already is."""
+    """Waits until the process with this id and start time has ended."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:

@@ -1,4 +1,4 @@
-"""Asks this machine's process table about another process on it.
+"""Looks up other processes in this machine's process table.
 
 A heartbeat that does not come may mean a stopped process or a busy machine. On one machine the kernel knows: a
 neighbour on the same host reads the suspect's state instead of guessing from silence, so load never fences the living.
@@ -24,12 +24,12 @@ _counts_as = ""
 
 
 class Sight(NamedTuple):
-    """Word of the process table about a process.
+    """State of a process as the process table shows it.
 
     Attributes:
         alive: The process runs.
-        evidence: In words; "" if nothing can be said: unknown, not on this machine, or hidden.
-        certain: It is gone or has died, and will never speak again (a stopped one may).
+        evidence: State of the process as text; "" if nothing is known: it is hidden, or on another machine.
+        certain: The process has ended for good (a stopped one may continue).
     """
 
     alive: bool
@@ -47,7 +47,8 @@ SIGHTS = {
 
 
 def rebooted(member: Member) -> str:
-    """Returns words if this machine was the member's before it was started anew, as far as the member's address tells.
+    """Returns a text if a member's machine seems to be this one before a reboot, judged by the member's address; else
+    "".
 
     Then all its processes are gone. Another machine may have had that address, so this is no proof by itself.
     """
@@ -62,7 +63,7 @@ def rebooted(member: Member) -> str:
 
 
 def host_identity() -> str:
-    """Returns the name of the process table of this process's pids: boot id and pid namespace, and `count_as`."""
+    """Returns the identity of this process's process table: boot id, pid namespace, and the name from `count_as`."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}" + (f"@{_counts_as}" if _counts_as else "")
@@ -71,13 +72,13 @@ def host_identity() -> str:
 
 
 def short_host(identity: str) -> str:
-    """Returns enough of a `host_identity` for people to see who shares it."""
+    """Returns a short form of a `host_identity`, by which people see which processes share a machine."""
     boot, slash, space = identity.partition("/")
     return f"{boot[:8]}/{space.rstrip(']')[-4:]}" if slash else boot[:13]
 
 
 def count_as(machine: str) -> str:
-    """Makes this process count as on a machine of this name from now on; "": on its own. Returns the former name.
+    """Makes this process claim to be on another machine, for emulations ("": its real one); returns the former name.
 
     So one machine can be several for an emulated network (testing/emulation.py): none looks into another's process
     table.
@@ -88,20 +89,20 @@ def count_as(machine: str) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Returns the start time in clock ticks since boot, which tells a process from a later one with the same pid; 0 if
-    unknown.
+    """Returns a process's start time (ticks since boot; 0: unknown), which tells it from a later one with the same
+    pid.
     """
     stat = watcher.stat(pid)
     return stat[1] if stat else 0
 
 
 def still_runs(pid: int, started: int) -> bool:
-    """Returns whether the process with this pid and start time (clock ticks since boot) has not ended; a zombie has."""
+    """Returns whether the process with this pid and start time (ticks since boot) still runs; zombies do not."""
     return watcher.process_state(pid, started) in ("runs", "stopped")
 
 
 def same_machine_verdict(member: Member | None) -> Sight:
-    """Returns what this machine's process table says about a member that was on it."""
+    """Returns what this machine's process table shows about a member that is on this machine."""
     if member is None or not member.pid or member.host.startswith(_UNKNOWN) or member.host != host_identity():
         return Sight(False, "")
     return SIGHTS[watcher.process_state(member.pid, member.pid_start)]

@@ -1,4 +1,4 @@
-"""Serves a wish to end, by signal: the first one politely, further ones end the process as if nobody served them.
+"""Handles signals that ask a process to end: the first one politely; further ones end it as by default.
 
 Theory of operation. A strategy, a plain loop, a callback and an agent of torchrun all want the same: take signals over
 for a while, do something of their own at the first one, let the second one have its usual effect, and put back what
@@ -34,7 +34,7 @@ Handler = Callable[[signal.Signals, FrameType | None], None]
 
 
 class ExitSignals:
-    """Handlers of signals from `install` until `restore`; none outside the main thread.
+    """Handlers of signals, active from `install` until `restore`; none outside the main thread.
 
     Args:
         first: Called within the handler, at the first signal.
@@ -70,7 +70,7 @@ class ExitSignals:
         self._immune = _is_immune(signal.SIGHUP)
 
     def install(self, replaces: Callable[[Any], bool] = lambda handler: True) -> list[signal.Signals]:
-        """Puts the handlers in place, also again where somebody else has put one since.
+        """Installs the handlers, and installs them again if other code has replaced them.
 
         Args:
             replaces: Whether a handler that stands is one to be replaced.
@@ -95,7 +95,7 @@ class ExitSignals:
         return taken
 
     def restore(self) -> None:
-        """Restores the handlers before, unless other code has taken a signal over meanwhile. Idempotent."""
+        """Restores the former handlers, except where other code has replaced ours. Idempotent."""
         for number, handler in self.before.items():
             if signal.getsignal(number) in (self.receive, _after_the_first(number)):
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -103,13 +103,13 @@ class ExitSignals:
         self._terminals.close()
 
     def stand_down(self) -> None:
-        """Gives the next signal its default effect: a process that is stuck runs no handler of Python's."""
+        """Lets the next signal have its default effect, since a process that is stuck runs no Python handlers."""
         for each in self.before:
             if signal.getsignal(each) == self.receive:
                 signal.signal(each, _after_the_first(each))
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal."""
+        """Handles a signal: the first one politely, a further one by `again` or the default effect."""
         came = signal.Signals(number)
         silence_dead_terminals()  # an agent whose terminal was closed asks its workers by SIGTERM
         if self.asked is None:
@@ -128,14 +128,15 @@ class ExitSignals:
 
 
 def end_by(number: signal.Signals) -> None:
-    """Ends this process as the signal ends one that handles none."""
+    """Ends this process in the way in which an unhandled signal would."""
     signal.signal(number, _default(number))
     os.kill(os.getpid(), number)
 
 
 def ends() -> list[signal.Signals]:
-    """Returns those of `POLITE` that end a server: not SIGHUP under `nohup`, nor what its supervisor has it ignore. A
-    shell has what it starts in the background ignore SIGINT, which counts all the same."""
+    """Returns the signals of `POLITE` that should end a server: without those that its parent made it ignore, except
+    SIGINT, which shells make background jobs ignore.
+    """
     ignored = [number for number in POLITE if signal.getsignal(number) is signal.SIG_IGN]
     return [number for number in POLITE if number not in ignored or number is signal.SIGINT]
 
@@ -149,19 +150,19 @@ def _after_the_first(number: int) -> Any:
 
 
 def _default(number: int) -> Any:
-    """Returns the handler that Python has by default: KeyboardInterrupt at Ctrl+C, death at the others."""
+    """Returns Python's default handler of a signal: KeyboardInterrupt for Ctrl+C, death for others."""
     return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
 
 
 def aside(leave: Callable[[str], None], reason: str) -> None:
-    """Calls `leave(reason)` in a thread: the handler may have interrupted whoever holds the locks that it needs."""
+    """Calls `leave(reason)` in a new thread, since a signal handler may have interrupted code that holds the locks it
+    needs.
+    """
     threading.Thread(target=leave, args=(reason,), name="chaos-leave", daemon=True).start()
 
 
 def say(line: str) -> None:
-    """Writes a line to standard error, in one write: a handler may have interrupted a print, and a terminal may be
-    closed.
-    """
+    """Writes a line to stderr in one system call, safe in a signal handler; a closed terminal is no error."""
     try:
         os.write(2, f"{line}\n".encode())
     except OSError:

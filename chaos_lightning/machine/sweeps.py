@@ -1,4 +1,4 @@
-"""Tells which run of a sweep this process is in: Hydra runs them one after another in one process."""
+"""Identifies the run of a Hydra sweep that this process is in, since one process runs them one after another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def sweep_run() -> str:
-    """Returns the output folder of the present run of a Hydra sweep, which no other run has; "" outside of one."""
+    """Returns the output folder of the present run of a Hydra sweep, unique per run; "" outside a sweep."""
     module: Any = sys.modules.get("hydra.core.hydra_config")  # asked only if the script is Hydra's
     if module is None or not module.HydraConfig.initialized():
         return ""

@@ -1,4 +1,4 @@
-"""Lays out tables and lines for terminals of any width: the rest gives way, by whole columns, to what matters most."""
+"""Lays out tables for terminals of any width: less important columns are left out if they do not fit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ENDLESS = 10_000
 
 
 def console_of_stdout() -> Console:
-    """Returns a console for tables and plain text. In a pipe or a file lines are never cut, unless COLUMNS is set."""
+    """Returns a console for tables and plain text; in a pipe or file it never cuts lines, unless COLUMNS is set."""
     wide = _ENDLESS if not sys.stdout.isatty() and not os.environ.get("COLUMNS") else None
     return Console(width=wide, markup=False, highlight=False)
 
 
 class FittingTable:
-    """Table without lines, for `Console.print`.
+    """Borderless table for `Console.print`, which leaves out columns that do not fit.
 
     Args:
         columns: Names. One of numbers, written as "step>", is flush right. One of words, written as "member~", is cut
@@ -64,7 +64,7 @@ class FittingTable:
         yield table
 
     def _shown(self, width: int) -> list[int]:
-        """Returns the indices of the columns that fit."""
+        """Returns the indices of the columns that fit into this width."""
         columns = range(len(self._names))
         longest = [max((row[i].cell_len for row in self._rows), default=0) for i in columns]
         if self._head:
@@ -81,7 +81,7 @@ class FittingTable:
 
 
 class Figures:
-    """Row of (what, value), broken between two of them where the line is full; for `Console.print`."""
+    """Row of (name, value) pairs for `Console.print`, wrapped only between pairs."""
 
     def __init__(self, figures: Sequence[tuple[str, str]]) -> None:
         self._figures = figures

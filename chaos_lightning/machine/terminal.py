@@ -1,4 +1,4 @@
-"""Makes texts from outside harmless for a terminal, and loses what is written once the terminal has been closed."""
+"""Makes outside text harmless for a terminal, and discards output once the terminal has been closed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COMMANDS = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u206
 
 
 def print_json(facts: Any) -> None:
-    """Prints one JSON object for scripts, the only thing that a command with --json prints on stdout."""
+    """Prints a value as JSON, the only output of a command with --json."""
     print(json.dumps(facts, indent=2, default=str))
 
 
 def printable(value: Any) -> Any:
-    """Returns a text from outside, for a terminal: a mark stands for what would command it. Also all texts in a
-    structure.
+    """Replaces characters that control a terminal by a mark, in a text or in all texts of a structure; returns the
+    result.
     """
     if isinstance(value, str):
         return _COMMANDS.sub("\N{REPLACEMENT CHARACTER}", value)
@@ -37,7 +37,7 @@ def printable(value: Any) -> Any:
 
 
 def silence_dead_terminals() -> bool:
-    """Puts the null device in place of standard streams whose terminal was closed; returns whether there was one."""
+    """Redirects standard streams whose terminal was closed to the null device; returns whether there was one."""
     dead = [descriptor for descriptor in (0, 1, 2) if _is_hung_up(descriptor)]
     if dead:
         null = os.open(os.devnull, os.O_RDWR)
@@ -57,7 +57,7 @@ def _is_hung_up(descriptor: int) -> bool:
 
 
 class _Unbroken(io.FileIO):
-    """Terminal that loses what is written to it once it is closed, in place of an error within a progress bar."""
+    """Terminal file that discards output after the terminal was closed, where an error would end a progress bar."""
 
     def write(self, data: Any) -> int:
         try:
@@ -69,7 +69,8 @@ class _Unbroken(io.FileIO):
 
 
 class TerminalGuard:
-    """Guard of `sys.stdout` and `sys.stderr` against the end of their terminal, from `open` until `close`.
+    """Protects `sys.stdout` and `sys.stderr` from `open` until `close`: once their terminal is closed, output is
+    discarded.
 
     The kernel closes the terminal before it sends SIGHUP, and a background job gets SIGHUP from its shell later, or
     never: whoever prints meanwhile meets EIO. Streams that are no terminal, or somebody's own, are left alone.
@@ -79,7 +80,7 @@ class TerminalGuard:
         self._replaced: dict[str, tuple[Any, Any]] = {}
 
     def open(self) -> None:
-        """Puts guarded streams in the place of `sys.stdout` and `sys.stderr`. Idempotent."""
+        """Replaces `sys.stdout` and `sys.stderr` by protected streams. Idempotent."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if type(stream) is not io.TextIOWrapper or not stream.isatty():
@@ -100,9 +101,7 @@ class TerminalGuard:
             setattr(sys, name, ours)
 
     def close(self) -> None:
-        """Puts the streams back that stood there before, unless somebody else has replaced them meanwhile.
-        Idempotent.
-        """
+        """Restores the former streams, unless other code has replaced ours. Idempotent."""
         silence_dead_terminals()  # what was there would not survive it
         for name, (stream, ours) in self._replaced.items():
             ours.flush()

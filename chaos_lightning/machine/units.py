@@ -1,10 +1,10 @@
-"""Writes seconds and bytes in words, the same in tables, pictures and on the live board."""
+"""Formats times and byte counts for tables, pictures and the live board."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds in words that fit a label: 4.2 ms, 0.38 s, 2.1 min."""
+    """Returns a time in s as a short text: 4.2 ms, 0.38 s, 2.1 min."""
     if seconds < 0.0995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 120:
@@ -13,7 +13,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(nbytes: float) -> str:
-    """Returns bytes in words: 12.3 MiB."""
+    """Returns a number of bytes as text: 12.3 MiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}" if nbytes < 1024 * size else f"{nbytes / size:.0f} {unit}"
@@ -21,7 +21,7 @@ def amount(nbytes: float) -> str:
 
 
 def part(nbytes: float, total: float) -> str:
-    """Returns bytes of a total, in the unit of the total: 12.3 of 48 MiB."""
+    """Returns bytes out of a total as text, both in the total's unit: 12.3 of 48 MiB."""
     size = next((1 << s for s in (30, 20, 10) if total >= 1 << s), 1)
     done = nbytes / size
     if 0 < done < 0.1:
@@ -30,7 +30,7 @@ def part(nbytes: float, total: float) -> str:
 
 
 def rate(bits_per_s: float) -> str:
-    """Returns bits per second in words: 12.3 Mbps."""
+    """Returns a rate in bit/s as text: 12.3 Mbps."""
     for unit, size in (("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):
         if bits_per_s >= 0.9995 * size:
             return f"{bits_per_s / size:.3g} {unit}" if bits_per_s < 999.5 * size else f"{bits_per_s / size:.0f} {unit}"

@@ -1,4 +1,5 @@
-"""Runs a small process beside a member that tells other machines whether the member's process runs, is stopped or gone.
+"""Runs a small process beside a member that tells other machines whether the member's process runs, is stopped or is
+gone.
 
 Theory of operation. A member that holds the interpreter's lock - a collection, a fork, a long call into C - is as
 silent as one that is stopped, and its kernel acknowledges in both cases what it is sent. On the member's own machine
@@ -45,7 +46,7 @@ _MAX_MESSAGE = 4096
 
 
 def stat(pid: int) -> tuple[str, int] | None:
-    """Returns (state letter, start time in ticks) of a process; None if there is no such process."""
+    """Returns a process's state letter and start time (ticks since boot); None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -55,7 +56,7 @@ def stat(pid: int) -> tuple[str, int] | None:
 
 
 def exists(pid: int) -> bool:
-    """Returns whether there is such a process, even one that /proc hides from this user."""
+    """Returns whether a process exists, even if /proc hides it from this user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -66,7 +67,7 @@ def exists(pid: int) -> bool:
 
 
 def process_state(pid: int, pid_start: int) -> str:
-    """Returns the state of a process of this machine: "gone", "stopped" or "runs"; "" if it is hidden from this
+    """Returns the state of a process on this machine: "gone", "stopped" or "runs"; "" if it is hidden from this
     user.
     """
     found = stat(pid)
@@ -78,7 +79,7 @@ def process_state(pid: int, pid_start: int) -> str:
 
 
 class _Neighbour:
-    """Connection to another member's watcher."""
+    """Connection to another member's watcher, for questions and answers in both directions."""
 
     def __init__(self, peer: bytes, sock: socket.socket, key: bytes, dialled: bool) -> None:
         self.peer = peer
@@ -107,7 +108,7 @@ class _Neighbour:
                 raise ConnectionError("the neighbour's watcher does not read")
 
     def read(self, state: bytes) -> bytes:
-        """Answers questions with this process state; returns the answer to the own question, or nothing.
+        """Answers the other watcher's questions with `state`; returns its answer to this one's question, or b"".
 
         Raises:
             OSError: The connection is of no use any more.
@@ -130,7 +131,7 @@ class _Neighbour:
 
 
 class Watcher:
-    """Process that watches one member.
+    """Process that watches one member, and answers other watchers' questions about it.
 
     Args:
         control: To the member.
@@ -157,7 +158,7 @@ class Watcher:
                     self._hear(self._by_fd[fd])
 
     def _obey(self) -> None:
-        """Carries out one order of the member: A(dd), Q(uestion), D(rop) or E(nd)."""
+        """Carries out one order from the watched member: A(dd), Q(uestion), D(rop) or E(nd)."""
         try:
             message, fds, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, 1)
         except OSError:
@@ -210,7 +211,7 @@ class Watcher:
 
 
 def main(fd: int, pid: int, pid_start: int) -> None:
-    """Watches this process for the member at the other end of `fd`."""
+    """Runs the watcher of a process; `fd` connects it with the member."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     Watcher(socket.socket(fileno=fd), pid, pid_start).run()

@@ -1,1 +1,1 @@
-"""Parts that control access: credentials, keys, roles, certificates."""
+"""Access control: credentials, keys, roles and certificates."""

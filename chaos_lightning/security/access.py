@@ -1,4 +1,4 @@
-"""Controls access by the cluster token, and the addresses at which a scheduler or member may listen.
+"""Access by a cluster token, and the check that schedulers and members do not listen openly without one.
 
 Theory of operation. A job is open to every process that can reach its ports and has its credentials: a folder of keys
 (security/credentials.py), or the weaker token alone. Without any only loopback may be listened on. The token is read
@@ -27,7 +27,8 @@ MIN_TOKEN_NBYTES = 8
 
 
 def load_token(token_file: str = "", environ: Mapping[str, str] = os.environ) -> bytes:
-    """Returns the cluster token: of this file, else of the file CHAOS_TOKEN_FILE, else CHAOS_TOKEN, else b"" (none).
+    """Reads the cluster token: from this file, else the file CHAOS_TOKEN_FILE, else the variable CHAOS_TOKEN; b"" if
+    none is set.
 
     Raises:
         ConfigurationError: The file cannot be read, or the token is too short to keep anybody out.

@@ -34,7 +34,7 @@ _HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*\.?")
 
 
 def host_name(host: str) -> x509.GeneralName:
-    """Returns a host's name or address in the form in which a certificate has it."""
+    """Returns a host's name or IP address as an entry of a certificate."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -102,7 +102,7 @@ def _authority(
 
 
 def new_authority(cluster: str) -> tuple[str, str]:
-    """Returns certificate and key (PEM) of an authority that signs itself."""
+    """Makes a self-signed certificate authority; returns its certificate and key (PEM)."""
     key = _key()
     # Each authority has a name of its own: during a rotation two are believed, and verifiers look them up by name.
     mark = secrets.token_hex(4)
@@ -117,7 +117,9 @@ def _load_key(pem: str) -> ec.EllipticCurvePrivateKey:
 
 
 def bridge(authority: tuple[str, str], old: tuple[str, str]) -> str:
-    """Returns an authority's certificate, signed by the authority before: who believes that one, believes this one."""
+    """Signs a new authority's certificate by the old one, so that whoever trusts the old one trusts the new; returns it
+    (PEM).
+    """
     made, signer = x509.load_pem_x509_certificate(old[0].encode()), _load_key(old[1])
     ours = x509.load_pem_x509_certificate(authority[0].encode())
     return _text(_authority(ours.subject, _load_key(authority[1]).public_key(), made.subject, signer))
@@ -126,7 +128,7 @@ def bridge(authority: tuple[str, str], old: tuple[str, str]) -> str:
 def certify(
     authority: tuple[str, str], cluster: str, name: str, role: str, hosts: Iterable[str] = (), days: float = NODE_DAYS
 ) -> tuple[str, str]:
-    """Returns certificate and key (PEM) for a node.
+    """Makes a node's key and its certificate, signed by the authority; returns certificate and key (PEM).
 
     Args:
         authority: Certificate and key (PEM).
@@ -156,7 +158,7 @@ def certify(
 
 
 def signed_by(certificate: str, authority: str) -> bool:
-    """Returns whether this authority (PEM) has signed the certificate (PEM) itself."""
+    """Returns whether this authority (PEM) has directly signed the certificate (PEM)."""
     try:
         x509.load_pem_x509_certificate(certificate.encode()).verify_directly_issued_by(
             x509.load_pem_x509_certificate(authority.encode())
@@ -167,12 +169,12 @@ def signed_by(certificate: str, authority: str) -> bool:
 
 
 def each_of(bundle: bytes) -> tuple[str, ...]:
-    """Returns the certificates (PEM) of a file, each written alike; what is none is a ValueError."""
+    """Returns the certificates (PEM) in a file, each in the same form; raises ValueError if one is malformed."""
     return tuple(_text(certificate) for certificate in x509.load_pem_x509_certificates(bundle))
 
 
 def first_of(chain: bytes) -> str:
-    """Returns the first certificate (PEM) of a file; what is none is a ValueError."""
+    """Returns the first certificate (PEM) in a file; raises ValueError if there is none."""
     return _text(x509.load_pem_x509_certificates(chain)[0])
 
 
@@ -181,7 +183,7 @@ def first_of(chain: bytes) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """Content of a certificate."""
+    """Facts that a certificate states: node, role, hosts and validity."""
 
     name: str
     role: str
@@ -191,7 +193,7 @@ class Facts:
 
     @property
     def trouble(self) -> str:
-        """Reason why the certificate does not count now; "" if it does."""
+        """Reason why the certificate is not valid now; "" if it is."""
         now = datetime.now(UTC)
         if now > self.until:
             return f"it expired on {when(self.until)}"
@@ -199,12 +201,12 @@ class Facts:
 
 
 def when(moment: datetime) -> str:
-    """Returns a time in words, to the minute, in UTC."""
+    """Returns a time as text, to the minute, in UTC."""
     return f"{moment:%Y-%m-%d %H:%M} UTC"
 
 
 def facts(certificate: x509.Certificate) -> Facts:
-    """Reads this certificate.
+    """Returns node, role, hosts and validity that a certificate states.
 
     Raises:
         WireError: It names no role of ours.
@@ -219,10 +221,10 @@ def facts(certificate: x509.Certificate) -> Facts:
 
 
 def facts_of(path: Path) -> Facts:
-    """Reads the certificate of a file.
+    """Returns node, role, hosts and validity from the certificate in a file.
 
     Raises:
-        ConfigurationError: It cannot be read; names it.
+        ConfigurationError: The file cannot be read; the message names it.
     """
     try:
         return facts(x509.load_pem_x509_certificates(path.read_bytes())[0])

@@ -1,4 +1,4 @@
-"""`chaos-lightning keys`: who may come into a cluster on an open network."""
+"""`chaos-lightning keys`: manages who may join a cluster on an open network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds credentials of this process, to show to others and to judge them by: a bare token, or a folder of keys.
+"""Credentials with which this process identifies itself and checks others: a bare token, or a folder of keys.
 
 Theory of operation. Everything that talks to a scheduler is given `Credentials`, or just a token. With a folder of keys
 (security/keyfiles.py) control channels are mutual TLS and the token travels inside; without, the token is all there is,
@@ -42,7 +42,7 @@ _WARN_AGAIN_S = 86400.0
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys as one reading of a folder gave them. What is secret stays out of `repr`.
+    """Keys read from a node's folder, at one moment. Secrets stay out of `repr`.
 
     Attributes:
         facts: Of this node's certificate.
@@ -66,7 +66,7 @@ class Keys:
 
 
 class KeyFolder:
-    """Folder of a node's keys. Methods may be called from any thread.
+    """Folder of a node's keys, which is read again when files change. Methods may be called from any thread.
 
     Args:
         folder: With ca.crt, node.crt, node.key and, where its role shows it, token.
@@ -105,7 +105,7 @@ class KeyFolder:
         return f"KeyFolder({str(self.folder)!r})"
 
     def current(self) -> Keys:
-        """Returns the keys as they are now, or as they were when they last fitted together."""
+        """Returns the present keys; while the files do not fit together, the last ones that did."""
         with self._lock:
             signature = self._signature()
             if signature not in (self._seen, self._complained):
@@ -147,9 +147,7 @@ class KeyFolder:
         return Keys(facts, contents[TRUSTED], contents[CHAIN], contents[KEY], tokens, server, client, curious)
 
     def _warn_of_end(self, facts: Facts) -> None:
-        """Warns if the certificate does not count or soon ends: when it is another one, or ends, and then once a
-        day.
-        """
+        """Warns if the certificate is invalid or expires soon: once when it changes or expires, and then daily."""
         found = (facts, facts.trouble)
         if found == self._warned_of and time.monotonic() - self._warned_at < _WARN_AGAIN_S:
             return
@@ -208,7 +206,7 @@ class KeyFolder:
 
 
 class Credentials:
-    """Token or folder of keys of this process.
+    """Credentials of this process: a token, or a folder of keys.
 
     Args:
         token: A bare cluster token, b"" for none.
@@ -221,12 +219,13 @@ class Credentials:
 
     @classmethod
     def of(cls, secret: Secret) -> Credentials:
-        """Returns credentials as they are; of a bare token, credentials with it."""
+        """Wraps a bare token into credentials; returns credentials unchanged."""
         return cls(secret) if isinstance(secret, bytes) else secret
 
     @classmethod
     def load(cls, keys_dir: str = "", token_file: str = "", environ: Mapping[str, str] = os.environ) -> Credentials:
-        """Loads what the user gave: keys_dir, else token_file, CHAOS_KEYS_DIR, or `access.load_token`'s environment.
+        """Loads the user's credentials: keys_dir, else token_file, else CHAOS_KEYS_DIR, else a token from the
+        environment.
 
         Raises:
             ConfigurationError: Both are given, or what is given cannot be used.
@@ -239,7 +238,7 @@ class Credentials:
         return cls(keys=KeyFolder(folder)) if folder else cls(load_token(token_file, environ))
 
     def __bool__(self) -> bool:
-        """Returns whether these credentials keep anybody out."""
+        """Returns whether these credentials keep strangers out."""
         return bool(self._token) or self.keys is not None
 
     def __repr__(self) -> str:
@@ -247,7 +246,7 @@ class Credentials:
 
     @property
     def secret_channel(self) -> bool:
-        """Whether nobody on the way can read or change what is said on a control channel."""
+        """Whether control channels are encrypted and authenticated."""
         return self.keys is not None
 
     @property
@@ -257,18 +256,18 @@ class Credentials:
 
     @property
     def bare_token(self) -> bytes:
-        """Token that came without a folder."""
+        """Token that was given without a folder of keys; b"" if there is none."""
         return self._token
 
     def tokens(self) -> tuple[bytes, ...]:
-        """Returns the tokens that are shown and accepted, the newest first; empty: none."""
+        """Returns the tokens that this process shows and accepts, newest first."""
         if self.keys is not None:
             return self.keys.current().tokens
         return (self._token,) if self._token else ()
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """Returns gRPC metadata that shows the token; during a rotation also the old one, as a scheduler may know only
-        that.
+        """Returns gRPC metadata with the tokens; during a rotation with the old one too, which the scheduler may still
+        expect.
         """
         return tuple((TOKEN_KEY, token) for token in self.tokens())
 
@@ -278,13 +277,13 @@ Secret = bytes | Credentials
 
 
 def known(shown: Sequence[bytes], accepted: Sequence[bytes]) -> bool:
-    """Returns whether one of the tokens shown is accepted, in a time that does not depend on where they differ."""
+    """Returns whether one of the shown tokens is accepted; takes the same time wherever they differ."""
     matches = [hmac.compare_digest(one, other) for one in shown for other in accepted]
     return any(matches)
 
 
 def open_channel(endpoint: str, secret: Secret, options: list[tuple[str, Any]]) -> Any:
-    """Returns a gRPC channel to `endpoint`: mutual TLS with keys, read anew; plain without.
+    """Opens a gRPC channel to `endpoint`: mutual TLS with the present keys, or plain if there are none; returns it.
 
     Raises:
         RefusedError: This process's certificate does not count (any more).

@@ -1,4 +1,4 @@
-"""Makes a cluster's keys: an authority, a token, and a folder of keys for each node; what `chaos-lightning keys` does.
+"""Makes a cluster's keys for `chaos-lightning keys`: an authority, a token, and a folder of keys for each node.
 
 Theory of operation. The owner's folder holds `cluster.json` with everything secret (the authority's key, the token, who
 was given what) and `nodes/NAME/`, one folder per node, to be copied there: `ca.crt` (whom to believe), `node.crt` and
@@ -48,7 +48,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """Holder of a certificate.
+    """Node or person that has a certificate.
 
     Attributes:
         name: Unique in the cluster.
@@ -78,7 +78,7 @@ class KeyHolder:
 
     @classmethod
     def read(cls, text: str, role: str = MEMBER) -> KeyHolder:
-        """Reads "NAME" or "NAME=HOST,ADDRESS,..."."""
+        """Parses "NAME" or "NAME=HOST,ADDRESS,..."."""
         name, equals, hosts = text.partition("=")
         found = tuple(dict.fromkeys(h.strip() for h in hosts.split(",") if h.strip()))
         if equals and not found:
@@ -91,7 +91,7 @@ class KeyHolder:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Content of `cluster.json`. Secrets stay out of `repr`.
+    """A cluster's authority, tokens and nodes, as stored in `cluster.json`. Secrets stay out of `repr`.
 
     Attributes:
         name: Of the cluster, for people.
@@ -112,7 +112,7 @@ class Cluster:
 
     @property
     def rotating(self) -> bool:
-        """Whether the first half of a rotation is done, and the second is not."""
+        """Whether a rotation has begun and is not finished."""
         return bool(self.old_authority) or len(self.tokens) > 1
 
     def node(self, name: str) -> KeyHolder | None:
@@ -120,7 +120,7 @@ class Cluster:
 
 
 def issue(cluster: Cluster, node: KeyHolder, days: float = NODE_DAYS) -> dict[str, str]:
-    """Returns the files of a node's folder, with a new key."""
+    """Makes a key and certificate for a node; returns the files for its folder."""
     certificate, key = certify(cluster.authority, cluster.name, node.name, node.role, node.hosts, days)
     files = {TRUSTED: cluster.authority[0] + cluster.old_authority, CHAIN: certificate + cluster.bridge, KEY: key}
     if shows_token(node.role):
@@ -132,7 +132,7 @@ def issue(cluster: Cluster, node: KeyHolder, days: float = NODE_DAYS) -> dict[st
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; nobody else can ever read it."""
+    """Writes a file atomically, readable only by this user."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -161,12 +161,12 @@ def _hand_out(folder: Path, cluster: Cluster, nodes: Iterable[KeyHolder], days: 
 
 
 def save(folder: Path, cluster: Cluster) -> None:
-    """Writes `cluster.json`."""
+    """Writes a cluster's `cluster.json`."""
     _write(folder / CLUSTER, json.dumps(asdict(cluster), indent=1) + "\n")
 
 
 def load(folder: Path) -> Cluster:
-    """Loads a cluster from the folder that `init` has made.
+    """Reads a cluster from the folder that `init` has made.
 
     Raises:
         ConfigurationError: There is no such folder, or `cluster.json` is damaged.
@@ -203,7 +203,7 @@ def load(folder: Path) -> Cluster:
 
 
 def init(folder: Path, nodes: Iterable[KeyHolder], *, name: str = "cluster", days: float = NODE_DAYS) -> Cluster:
-    """Makes a cluster's keys; an operator called "operator" is among its nodes.
+    """Makes the keys of a new cluster, including an operator's, if none is given.
 
     Raises:
         ConfigurationError: The folder is not empty, or two nodes have one name.
@@ -229,7 +229,7 @@ def init(folder: Path, nodes: Iterable[KeyHolder], *, name: str = "cluster", day
 
 
 def add(folder: Path, node: KeyHolder, *, days: float = NODE_DAYS, renew: bool = False) -> Path:
-    """Makes keys for one more node; with `renew`, new ones for a node that has some. Returns their folder.
+    """Makes keys for one more node, or with `renew` new keys for a known one; returns their folder.
 
     Raises:
         ConfigurationError: There is such a node and it is not to be renewed, or there is none and it is.
@@ -256,8 +256,7 @@ def add(folder: Path, node: KeyHolder, *, days: float = NODE_DAYS, renew: bool =
 
 
 def rotate(folder: Path, *, without: Iterable[str] = (), days: float = NODE_DAYS) -> Cluster:
-    """Makes a new authority, token and certificates: the first half of a rotation. The old ones are believed until
-    `finish`.
+    """Begins a rotation: makes a new authority, token and certificates; the old ones stay valid until `finish`.
 
     Args:
         folder: The owner's.
@@ -296,7 +295,7 @@ def rotate(folder: Path, *, without: Iterable[str] = (), days: float = NODE_DAYS
 
 
 def finish(folder: Path) -> Cluster:
-    """Takes the old authority and token out of all folders: the second half of a rotation. Certificates stay.
+    """Finishes a rotation: removes the old authority and token from all folders; nodes keep their new certificates.
 
     Raises:
         ConfigurationError: No rotation is under way, or a node's folder is not complete.
@@ -333,7 +332,7 @@ def _check_days(days: float) -> None:
 
 
 def show(folder: Path) -> list[Facts]:
-    """Returns facts of every node whose keys lie here, or of the one whose folder this is; no secrets.
+    """Returns the facts of all certificates in a cluster's folder, or of the one in a node's folder; no secrets.
 
     Raises:
         ConfigurationError: There are no keys here.

@@ -1,4 +1,4 @@
-"""Registers roles of certificates, and says who may make which call.
+"""Roles that certificates may name, and which role may make which call.
 
 Theory of operation. A role stands in the caller's certificate (security/keyfiles.py), as
 `chaos-lightning://CLUSTER/ROLE/NAME` among its names. Which roles there are is not written here: whoever needs one
@@ -27,7 +27,7 @@ _SHOW_TOKEN: set[str] = set()
 
 
 def register_role(name: str, *, serves: bool = False, token: bool = False) -> str:
-    """Registers a role that certificates may name from now on; returns its name.
+    """Registers a role, so that certificates may name it; returns its name.
 
     Args:
         name: A plain word in lower case.
@@ -47,17 +47,17 @@ def register_role(name: str, *, serves: bool = False, token: bool = False) -> st
 
 
 def certified() -> tuple[str, ...]:
-    """Returns the roles that a certificate may name."""
+    """Returns all registered roles, which certificates may name."""
     return tuple(_SERVES)
 
 
 def serves(role: str) -> bool:
-    """Returns whether nodes of this role serve: others call them."""
+    """Returns whether nodes of this role are servers, which others call."""
     return _SERVES.get(role, False)
 
 
 def shows_token(role: str) -> bool:
-    """Returns whether the cluster's token lies beside the certificates of this role."""
+    """Returns whether nodes of this role get the cluster's token along with their certificate."""
     return serves(role) or role in _SHOW_TOKEN
 
 
@@ -72,7 +72,7 @@ CLUSTER = register_role("cluster", token=True)
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """Callers that may make a call.
+    """Roles that may make a call.
 
     Attributes:
         roles: Roles of their certificates.
@@ -84,13 +84,13 @@ class Right:
 
 
 class Rights:
-    """Rights to the calls of all services of one server."""
+    """Which roles may make which calls, for all services of one server."""
 
     def __init__(self) -> None:
         self._rights: dict[str, Right] = {}
 
     def register(self, service: str, calls: Mapping[str, Right]) -> None:
-        """Registers who may make the calls of a service.
+        """Registers which roles may make the calls of a service.
 
         Args:
             service: Its full name, as in its .proto.
@@ -117,13 +117,13 @@ class Rights:
         return role == TOKEN or (right is not None and role in right.with_token)
 
     def who_may(self, method: str) -> str:
-        """Returns in words the certified roles that may make this call."""
+        """Returns the roles that may make this call, as text."""
         return " or ".join(role for role in _SERVES if self.may(role, method)) or "nobody"
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Caller, as its certificate names it.
+    """Caller of a gRPC call, as its certificate names it.
 
     Attributes:
         name: Node or person that the certificate was made for.
@@ -140,12 +140,12 @@ class Caller:
 
 
 def uri(cluster: str, role: str, name: str) -> str:
-    """Returns the URI that a certificate carries."""
+    """Returns the URI that a certificate carries for a node: cluster, role and name."""
     return f"{SCHEME}://{cluster}/{role}/{name}"
 
 
 def read_uris(uris: list[str]) -> tuple[str, str]:
-    """Returns (role, name) of a certificate with these URIs.
+    """Returns role and name from the URIs in a certificate.
 
     Raises:
         WireError: There is none of ours, more than one, or a role that nobody knows.

@@ -1,4 +1,4 @@
-"""Explains in words why TLS to a server fails: gRPC only says that a handshake did.
+"""Finds out why TLS to a server fails, since gRPC only reports that the handshake did.
 
 Theory of operation. After a call that failed without an answer, the endpoint is tried once with Python's own ssl and
 the same keys: the certificate at the other end, the names it is made for, and what the other end thinks of ours. The
@@ -27,7 +27,7 @@ _LISTEN_S = 0.3
 
 
 def tls_trouble(endpoint: str, secret: Secret, timeout_s: float = _TIMEOUT_S, what: str = "scheduler") -> str:
-    """Returns what is wrong with TLS at an endpoint; "": nothing.
+    """Returns what is wrong with TLS at an endpoint, as text; "" if nothing is.
 
     Args:
         endpoint: HOST:PORT.
@@ -103,7 +103,7 @@ def _until(said: Facts) -> str:
 
 
 def _names(found: Facts, host: str) -> bool:
-    """Returns whether a certificate is made for this host."""
+    """Returns whether a certificate is for this host, and of a role that serves."""
     if not serves(found.role):
         return False
     try:
@@ -114,7 +114,7 @@ def _names(found: Facts, host: str) -> bool:
 
 
 def _shown(endpoint: str, keys: Keys, timeout_s: float) -> Facts | None:
-    """Returns the facts in the certificate of the endpoint, believed or not."""
+    """Returns the facts from the certificate that a server shows, without verifying it."""
     with (
         contextlib.suppress(OSError),
         socket.create_connection(split_endpoint(endpoint), timeout=timeout_s) as sock,

@@ -1,1 +1,1 @@
-"""Tools for users who break a run of their own: fault plans, a process harness, emulated links, demos."""
+"""Tools with which users break their own runs on purpose: fault plans, a process harness, emulated links, demos."""

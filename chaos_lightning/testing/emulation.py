@@ -1,5 +1,5 @@
-"""Puts members on an emulated network: where they dial, how fast they send to each peer, and as which machine they
-count.
+"""Puts members on an emulated network: which relay they dial, how fast they send to each peer, which machine they claim
+to be on.
 
 Theory of operation. The product knows three things that may be put in place of the network and the machine as they are:
 `transport.medium.install` (how connections are made, and a pacer that bounds what is sent on them) and
@@ -56,8 +56,8 @@ _LINGER_S = 0.15
 
 
 def carried(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the same environment for a program; if it says anything about an emulated network, the program will act
-    by it.
+    """Returns a program's environment, extended so that a Python program puts itself on the emulated network it
+    names.
     """
     found = dict(environment)
     if any(found.get(name) for name in (RELAY, RATES, HOST)):
@@ -67,7 +67,7 @@ def carried(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def install_from(environment: Mapping[str, str]) -> None:
-    """Makes this process act by what this environment says, until something else is installed.
+    """Puts this process on the emulated network that an environment describes, if it describes one.
 
     Raises:
         ConfigurationError: The relay or the rates cannot be read.
@@ -80,7 +80,9 @@ def install_from(environment: Mapping[str, str]) -> None:
 
 
 def enter(environment: Mapping[str, str]) -> None:
-    """Puts these variables into the environment of this process and of whatever it starts, and acts by them."""
+    """Adds variables to this process's environment, which its children inherit, and joins the emulated network they
+    describe.
+    """
     os.environ.update(environment)
     os.environ.update(carried(os.environ))
     install_from(os.environ)
@@ -88,7 +90,9 @@ def enter(environment: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def emulating(*, relay: str = "", rates: Mapping[str, float] | None = None, host: str = "") -> Iterator[Emulated]:
-    """Gives this process such a network and such a machine while the block runs; afterwards it has its former ones."""
+    """Puts this process on an emulated network and an emulated machine within the block, and restores the former ones
+    after.
+    """
     emulated = Emulated(relay, rates or {})
     before, was = medium.install(emulated), process_table.count_as(host)
     try:
@@ -102,7 +106,7 @@ def emulating(*, relay: str = "", rates: Mapping[str, float] | None = None, host
 
 
 class Emulated:
-    """Emulated network of one process: the relay that members dial, and the rates at which they send.
+    """Emulated network as one process sees it: the relay that its members dial, and the rates at which they send.
 
     Args:
         relay: HOST:PORT through which members are dialled; "": they are dialled directly.
@@ -134,14 +138,14 @@ class Emulated:
         return self._pacers[-1]
 
     def change(self, rates_bps: Mapping[str, float]) -> None:
-        """Sets other rates for all members of this process; called in the thread of their connections."""
+        """Changes the rates for all members of this process; must be called in the thread of their connections."""
         self._rates_bps = dict(rates_bps)
         for pacer in self._pacers:
             pacer.change(rates_bps)
 
 
 class RatePacer:
-    """Pacer that bounds what one member sends, peer by peer; a `transport.medium.Pacer`.
+    """Limits the rate at which one member sends to each peer; a `transport.medium.Pacer`.
 
     Args:
         rates_bps: Bits per second, by id, name or node of the peer.
@@ -157,7 +161,7 @@ class RatePacer:
         return self._relayed or rate_to(self._rates_bps, peer) is not None
 
     def change(self, rates_bps: Mapping[str, float]) -> None:
-        """Bounds what is sent to these peers from now on, bits per second; other peers are not bounded.
+        """Sets the limits, bit/s, on what is sent to each peer from now on; peers without one are not limited.
 
         Raises:
             ConfigurationError: A rate is not positive.
@@ -203,7 +207,7 @@ def _level(rate_bps: float | None) -> float:
 
 
 class Shares:
-    """One rate for all connections on which this member sends to one peer. All methods belong to one thread.
+    """One rate limit shared by all connections on which a member sends to one peer. All methods belong to one thread.
 
     Args:
         rate_bps: Bits per second; None: no bound.
@@ -217,7 +221,7 @@ class Shares:
         return len(self._connections)
 
     def join(self, sock: socket.socket, bound: Callable[[float | None], None], now: float) -> None:
-        """Adds a connection, which counts as busy at first: as a rule it has something to send at once.
+        """Adds a connection; it counts as busy at first, since a new connection usually has something to send.
 
         Args:
             sock: Socket of the connection, which names it.
@@ -229,12 +233,12 @@ class Shares:
         self.settle(now)
 
     def leave(self, sock: socket.socket, now: float) -> None:
-        """Removes this connection; unknown ones are ignored."""
+        """Removes a connection; unknown ones are ignored."""
         if self._connections.pop(sock, None) is not None:
             self.settle(now)
 
     def settle(self, now: float, waiting: Collection[socket.socket] = ()) -> None:
-        """Divides the rate among the connections, and sets all their bounds.
+        """Divides the rate among the connections, the busy ones first, and sets each one's limit.
 
         Args:
             now: Monotonic seconds.
@@ -267,7 +271,7 @@ class Shares:
 
 
 def rates_from(text: str, what: str = RATES) -> dict[str, float]:
-    """Returns the table of rates in a JSON text; "" is an empty one.
+    """Parses rates by peer from JSON text; "" means none.
 
     Raises:
         ConfigurationError: Names the entry that cannot be a rate.
@@ -284,7 +288,7 @@ def rates_from(text: str, what: str = RATES) -> dict[str, float]:
 
 
 def checked(rates: Mapping[str, object], what: str = "emulate") -> dict[str, float]:
-    """Returns the same table, if each rate is a positive number of bits per second.
+    """Returns the rates by peer as floats, after checking that each is a positive number of bit/s.
 
     Raises:
         ConfigurationError: Names the entry.
@@ -298,9 +302,7 @@ def checked(rates: Mapping[str, object], what: str = "emulate") -> dict[str, flo
 
 
 def rate_to(table: Mapping[str, float], member_id: str) -> float | None:
-    """Returns the rate towards this member: by its id, its name or its node (names are NODE-RANK); None if it has
-    none.
-    """
+    """Returns the rate to a member, found by its id, name or node (names are NODE-RANK); None if there is none."""
     name = member_id.rpartition("~")[0] or member_id
     for key in (member_id, name, name.rpartition("-")[0]):
         if key in table:

@@ -1,4 +1,5 @@
-"""Runs a parameter server on several machines, as a user would start it, for demos and benchmarks to strike at.
+"""Runs a parameter server on several emulated machines, as a user would start it, for demos and benchmarks that kill
+parts of it.
 
 Theory of operation. `chaos-lightning ps up` runs on the first machine (a leader, the followers and a warm spare),
 `chaos-lightning ps leader` on the others, which share the chain in etcd. All its processes inherit a mark, so that all
@@ -22,7 +23,7 @@ MARK = "CHAOS_FAR_SERVER"
 
 
 def surroundings(events: Path) -> dict[str, str]:
-    """Returns the environment of a lab's processes: this process's own, without what other jobs have left in it."""
+    """Returns this process's environment for processes of a lab, without variables that other jobs have left in it."""
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("CHAOS_", "TORCHELASTIC_"))},
         "PYTHONUNBUFFERED": "1",
@@ -35,7 +36,7 @@ def surroundings(events: Path) -> dict[str, str]:
 
 @dataclass(slots=True)
 class FarServer:
-    """Parameter server on several machines; see the module.
+    """Parameter server spread over several emulated machines.
 
     Attributes:
         folder: Folder of files and outputs.
@@ -64,23 +65,23 @@ class FarServer:
 
     @property
     def endpoints(self) -> str:
-        """Endpoints at which a leader may be, with commas between them."""
+        """Endpoints of possible leaders, separated by commas."""
         return ",".join(self.places.values())
 
     @property
     def first(self) -> str:
-        """Name of the machine that has the followers."""
+        """Name of the machine that runs the followers."""
         return next(iter(self.places))
 
     def words(self, name: str) -> list[str]:
-        """Returns what is typed on this machine, after `chaos-lightning`."""
+        """Returns the arguments after `chaos-lightning` that start the server's processes on a machine."""
         words = ["ps", "up" if name == self.first else "leader", f"--listen={self.places[name]}"]
         words += [f"--followers={self.followers}", f"--log-dir={self.events}"]
         words += [f"--dir={self.folder / 'server'}"] if name == self.first else []
         return [*words, *([f"--store={self.store}"] if self.store else [])]
 
     def start(self, name: str) -> None:
-        """Starts the server's part on this machine, perhaps again."""
+        """Starts the server's processes on a machine; they may have run before and ended."""
         if name in self.machines:
             self.machines[name].release()
         environment = {
@@ -95,12 +96,12 @@ class FarServer:
         self.down.discard(name)
 
     def start_all(self) -> None:
-        """Starts the server's parts on all machines."""
+        """Starts the server's processes on all machines."""
         for name in self.places:
             self.start(name)
 
     def strike(self, kind: str, name: str, pid: int, number: int = signal.SIGKILL) -> bool:
-        """Sends a signal to one process; returns whether the process was there.
+        """Sends a signal to one process, and logs the fault; returns whether the process existed.
 
         Args:
             kind: Name of this fault in the log.
@@ -114,7 +115,7 @@ class FarServer:
         return self._mark.send(pid, number)
 
     def kill_all(self) -> int:
-        """Sends SIGKILL to all processes at once; returns how many there were."""
+        """Sends SIGKILL to all processes of the server at once; returns how many there were."""
         self.down |= set(self.machines)
         self.log.emit("fault_injected", kind="server_sigkill", node="server")
         struck: set[int] = set()

@@ -1,4 +1,4 @@
-"""Fault plans: who is hurt, how, and when; one declaration for simulation, process tests, callbacks and the demo.
+"""Fault plans: who is struck, how and when; the same plan serves simulation, process tests, callbacks and demos.
 
 Theory of operation. A plan is a list of `Fault`s, each a trigger, an action and a victim. It can be written as text,
 as a dict (YAML) or with the `FaultInjector` builder, and all three say the same:
@@ -34,7 +34,7 @@ from chaos_lightning.planning.documents import read_yaml
 
 
 class Action(enum.StrEnum):
-    """Action against the victim."""
+    """Kind of harm that a fault does to its victim."""
 
     JOIN = "join"
     """A process of this name is started."""
@@ -55,7 +55,7 @@ LINK_ACTIONS = frozenset((Action.CUT, Action.STALL))
 
 
 class LoopPhase(enum.StrEnum):
-    """Phase of the victim's training loop in which the fault strikes."""
+    """Phase of the victim's training loop in which a fault strikes."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -132,7 +132,7 @@ class Fault:
 
     @property
     def fatal(self) -> bool:
-        """Whether the fault ends the victim's process without the victim having asked for it."""
+        """Whether the fault ends the victim's process against its will."""
         return self.action is Action.SIGKILL
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ _LINE = re.compile(
 
 
 def parse_line(line: str) -> Fault:
-    """Returns the fault in one line of a plan's text.
+    """Parses one fault from a line of a plan's text.
 
     Raises:
         ConfigurationError: The line is no fault; the message shows what is expected.
@@ -211,7 +211,7 @@ _CHOICES = {"action": [a.value for a in Action], "phase": [p.value for p in Loop
 
 
 def from_mapping(entry: Mapping[Any, Any]) -> Fault:
-    """Returns the fault in a dict with the keys do, node, rank, at_step, in, after_s, on, of, for_s, peer.
+    """Parses one fault from a dict with the keys do, node, rank, at_step, in, after_s, on, of, for_s, peer.
 
     Raises:
         ConfigurationError: An unknown key, action or phase, or no number where one belongs.
@@ -237,7 +237,7 @@ def from_mapping(entry: Mapping[Any, Any]) -> Fault:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """An ordered list of faults, and the deaths that come with them.
+    """An ordered list of faults, and further deaths that must not count as failures.
 
     Attributes:
         faults: Faults, in the order they were written.
@@ -249,8 +249,8 @@ class FaultPlan:
 
     @classmethod
     def parse(cls, text: str) -> FaultPlan:
-        """Reads a plan from text: a fault a line; empty lines and `#` comments are skipped; `expect death of NODE`
-        declares more deaths.
+        """Parses a plan from text: one fault per line; `expect death of NODE` declares further deaths; empty lines and
+        comments (`#`) are skipped.
         """
         faults: list[Fault] = []
         expected: list[str] = []
@@ -267,7 +267,7 @@ class FaultPlan:
 
     @classmethod
     def load(cls, source: FaultPlan | str | Path | Mapping[str, Any] | Sequence[Any] | None) -> FaultPlan:
-        """Reads a plan from whatever a user may give: a plan, its text, a file (.yaml, .yml or text), a dict or a list.
+        """Reads a plan in any form: a plan, its text, a file (.yaml, .yml or text), a dict or a list.
 
         A dict has `faults` (entries as dicts or lines) and optionally `expect_deaths`.
         """
@@ -301,8 +301,7 @@ class FaultPlan:
     def random(
         cls, seed: int, *, nodes: Sequence[str], spares: Sequence[str] = (), steps: int, count: int, keep: int = 1
     ) -> FaultPlan:
-        """Returns a random plan that always leaves `keep` of the first nodes untouched; the same seed gives the same
-        plan.
+        """Returns a random plan that never strikes the first `keep` nodes; equal seeds give equal plans.
 
         Args:
             seed: Seed of the generator.
@@ -337,21 +336,23 @@ class FaultPlan:
 
     @property
     def expected_deaths(self) -> frozenset[str]:
-        """Victims ("edge-2" or "rank 1") that a run under this plan may lose without having failed."""
+        """Victims ("edge-2" or "rank 1") whose deaths under this plan are no failures of the run."""
         return frozenset(f.victim for f in self.faults if f.fatal) | frozenset(self.also_expected)
 
     @property
     def joiners(self) -> tuple[str, ...]:
-        """Names that join, in order."""
+        """Names of the nodes that the plan starts, in order."""
         return tuple(f.node for f in self.faults if f.action is Action.JOIN)
 
     def inside(self, node: str) -> FaultPlan:
-        """Returns the faults that the process of this node can carry out on itself (it learns its rank at run time)."""
+        """Returns the faults that a node's process can inject into itself; its rank is known only at run time."""
         own = (f for f in self.faults if f.action not in (Action.JOIN, *LINK_ACTIONS))
         return FaultPlan(tuple(f for f in own if f.rank is not None or f.node == node), self.also_expected)
 
     def outside(self) -> FaultPlan:
-        """Returns the faults that must be carried out from outside the victim: all but those in a phase of its loop."""
+        """Returns the faults that another process must inject: all but those in a phase of the victim's training
+        loop.
+        """
         return FaultPlan(tuple(f for f in self.faults if f.phase is None), self.also_expected)
 
     def __iter__(self) -> Iterator[Fault]:
@@ -369,7 +370,7 @@ class FaultPlan:
 
 @dataclass(slots=True)
 class Schedule:
-    """A plan being carried out: each fault comes due once."""
+    """Progress of a fault plan: each fault comes due once."""
 
     plan: FaultPlan
     _open: list[Fault] = field(default_factory=list)
@@ -379,7 +380,7 @@ class Schedule:
         self._open = list(self.plan.faults)
 
     def saw(self, event: str, node: str) -> None:
-        """Notes that this node has written an event."""
+        """Notes that an event of a node was seen, which may trigger faults."""
         self._seen |= {(event, node), (event, "")}
 
     def due(
@@ -390,7 +391,7 @@ class Schedule:
         phase: LoopPhase | None = None,
         victims: Collection[str] | None = None,
     ) -> list[Fault]:
-        """Returns faults whose trigger has come, in the plan's order; they are not returned again.
+        """Returns faults whose triggers have come, in the plan's order, each only once.
 
         Args:
             step: Optimizer steps committed so far.
@@ -433,15 +434,15 @@ class FaultInjector:
         return self
 
     def fail_at(self, victim: int | str, step: int, phase: LoopPhase | str | None = None) -> FaultInjector:
-        """Adds a SIGKILL once `step` steps are committed, in this phase of the victim's loop if one is given."""
+        """Adds a SIGKILL once `step` steps are committed; with `phase`, in that phase of the victim's loop."""
         return self._add(Action.SIGKILL, victim, step=step, phase=LoopPhase(phase) if phase else None)
 
     def freeze_at(self, victim: int | str, step: int, seconds: float) -> FaultInjector:
-        """Adds a SIGSTOP once `step` steps are committed, and a SIGCONT so many seconds later."""
+        """Adds a SIGSTOP once `step` steps are committed, and a SIGCONT `seconds` later."""
         return self._add(Action.SIGSTOP, victim, step=step, seconds=seconds)
 
     def leave_at(self, victim: int | str, step: int) -> FaultInjector:
-        """Adds a polite leave once `step` steps are committed."""
+        """Adds an orderly leave, as by Ctrl+C, once `step` steps are committed."""
         return self._add(Action.LEAVE, victim, step=step)
 
     def terminate_at(self, victim: int | str, step: int) -> FaultInjector:
@@ -449,7 +450,7 @@ class FaultInjector:
         return self._add(Action.SIGTERM, victim, step=step)
 
     def join_at(self, name: str, step: int) -> FaultInjector:
-        """Adds the start of a process of this name once `step` steps are committed."""
+        """Adds the start of a process named `name` once `step` steps are committed."""
         return self._add(Action.JOIN, name, step=step)
 
     def cut_at(self, one: str, other: str, step: int, seconds: float = 0.0) -> FaultInjector:
@@ -457,20 +458,22 @@ class FaultInjector:
         return self._add(Action.CUT, one, step=step, peer=other, seconds=seconds)
 
     def stall_at(self, one: str, other: str, step: int, seconds: float = 0.0) -> FaultInjector:
-        """Adds a black hole on the link between two nodes once `step` steps are committed (0 s: for good)."""
+        """Adds a stall of the link between two nodes, without an error at either, once `step` steps are committed (0 s:
+        for good).
+        """
         return self._add(Action.STALL, one, step=step, peer=other, seconds=seconds)
 
     def when(
         self, event: str, node: str, action: Action | str, victim: int | str, seconds: float = 0.0
     ) -> FaultInjector:
-        """Adds an action once an event of a node was seen."""
+        """Adds an action that is triggered by an event of a node."""
         return self._add(Action(action), victim, event=str(event), event_node=node, seconds=seconds)
 
     def expect(self, *nodes: str) -> FaultInjector:
-        """Declares further deaths."""
+        """Declares further deaths that must not count as failures."""
         self._expected += nodes
         return self
 
     def plan(self) -> FaultPlan:
-        """Returns the finished plan."""
+        """Returns the fault plan that was built."""
         return FaultPlan(tuple(self._faults), tuple(self._expected))

@@ -1,4 +1,4 @@
-"""Real processes under test: start, hurt, wait for events, and let no death pass that was not declared.
+"""Test harness that starts real processes, strikes them, waits for their events, and fails if an undeclared one dies.
 
 Theory of operation. Processes are black boxes that write event logs; the harness knows nothing else of them.
 `wait_for` follows the logs until an event answers its predicate or the deadline passes. In between it sleeps on the
@@ -38,11 +38,11 @@ _TURN_S = 0.01
 
 
 class UndeclaredDeath(AssertionError):
-    """A process died whose death nobody had declared."""
+    """A process died although no test had declared that it may."""
 
 
 class Harness:
-    """Processes of a test and their event logs, in one directory.
+    """The processes of a test and their event logs, in one directory.
 
     Use it as a context manager: at the end everything that still runs is killed, and a death that was neither declared
     nor noticed so far fails the test.
@@ -58,7 +58,7 @@ class Harness:
         start: Callable[[Harness, str], Child] | None = None,
         relay: LinkRelay | None = None,
     ):
-        """Makes the directories.
+        """Makes the directories for output and event logs.
 
         Args:
             directory: Folder of the test; output goes to `out/`, event logs to `events/` in it; children get
@@ -88,7 +88,7 @@ class Harness:
     # ------------------------------------------------------------------------------------------------ starting
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment of children: this process's own, unbuffered output, the log directory, the test's
+        """Returns the environment of children: this process's own, unbuffered output, the log directory, and the test's
         additions.
         """
         base = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": importable()}
@@ -96,7 +96,7 @@ class Harness:
         return {**base, "CHAOS_LOG_DIR": str(self.logs), **routed, **self._env}
 
     def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
-        """Starts a program under this name, once all killed processes are gone."""
+        """Starts a program under this name, after all killed processes have ended."""
         self._bury()
         return self._keep(start_command(name, command, self._output(name), env={**self.environment(), **(env or {})}))
 
@@ -108,7 +108,9 @@ class Harness:
         env: Mapping[str, str] | None = None,
         preload: Sequence[str] = PRELOAD,
     ) -> Child:
-        """Runs a module-level function in a child that has torch and Lightning imported already; see `start`."""
+        """Runs a module-level function in a child that has torch and Lightning already imported; first waits for killed
+        processes.
+        """
         self._bury()
         return self._keep(
             start_function(
@@ -117,9 +119,7 @@ class Harness:
         )
 
     def _output(self, name: str) -> Path:
-        """Returns the file for the output of a new process of this name; its predecessor must have ended, or been
-        killed.
-        """
+        """Returns a new output file for a process of this name; an earlier process of that name must have ended."""
         old = self.children.get(name)
         if old is not None:
             if old.killed:
@@ -137,14 +137,16 @@ class Harness:
     # ------------------------------------------------------------------------------------------------ hurting
 
     def kill(self, name: str, *, group: bool = False) -> None:
-        """Sends SIGKILL to a process; its death is declared by that."""
+        """Sends SIGKILL to a process, and declares its death."""
         child = self._child(name)
         self.declare(name)
         self.events.emit("fault_injected", kind=Action.SIGKILL.value, node=name, pid=child.pid)
         child.killed = child.send(signal.SIGKILL, group=group)
 
     def stop(self, name: str, seconds: float = 0.0) -> None:
-        """Freezes a process by SIGSTOP; `cont` continues it, or the first wait after `seconds` (0: `cont` only)."""
+        """Freezes a process with SIGSTOP until `cont`, or until the first wait after `seconds` (0: only until
+        `cont`).
+        """
         child = self._child(name)
         self.events.emit("fault_injected", kind=Action.SIGSTOP.value, node=name, seconds=seconds, pid=child.pid)
         child.frozen = child.send(signal.SIGSTOP)
@@ -152,18 +154,22 @@ class Harness:
             self._later(seconds, lambda: self._thaw(child))
 
     def cont(self, name: str) -> None:
-        """Continues a frozen process by SIGCONT."""
+        """Continues a frozen process with SIGCONT."""
         child = self._child(name)
         self.events.emit("fault_injected", kind="sigcont", node=name, pid=child.pid)
         child.frozen = False
         child.send(signal.SIGCONT)
 
     def cut(self, one: str, other: str, seconds: float = 0.0) -> None:
-        """Resets the link between two nodes, and refuses it until `restore`, or the first wait after `seconds`."""
+        """Cuts the link between two nodes until `restore`, or until the first wait after `seconds`: connections are
+        reset.
+        """
         self._hurt_link(Action.CUT, one, other, seconds)
 
     def stall(self, one: str, other: str, seconds: float = 0.0) -> None:
-        """Makes the link between two nodes a black hole until `restore`, or the first wait after `seconds`."""
+        """Stalls the link between two nodes until `restore`, or until the first wait after `seconds`: no error, no
+        bytes.
+        """
         self._hurt_link(Action.STALL, one, other, seconds)
 
     def restore(self, one: str, other: str) -> None:
@@ -194,13 +200,13 @@ class Harness:
             self.cont(child.name)
 
     def terminate(self, name: str, *, number: int = signal.SIGTERM, group: bool = False) -> None:
-        """Sends SIGTERM (or SIGINT), a polite end, after which the process should end with exit code 0."""
+        """Asks a process to end, with SIGTERM (or SIGINT); it should end with exit code 0."""
         child = self._child(name)
         self.events.emit("fault_injected", kind=signal.Signals(number).name.lower(), node=name, pid=child.pid)
         child.send(number, group=group)
 
     def declare(self, *names: str) -> None:
-        """Declares that these processes may die from now on."""
+        """Declares that from now on these processes may die without failing the test."""
         self._declared |= set(names)
         for name in names:
             if name in self.children:
@@ -222,7 +228,7 @@ class Harness:
         node: str = "",
         after: Record | None = None,
     ) -> Record:
-        """Waits for the first event of this name that satisfies the predicate, past ones included; returns it.
+        """Waits for the first event with this name, past ones included, that satisfies the predicate; returns it.
 
         Args:
             name: Event name.
@@ -233,7 +239,7 @@ class Harness:
 
         Raises:
             DeadlineError: It did not come; the message shows all processes and the last events.
-            UndeclaredDeath: A process died meanwhile whose death nobody had declared.
+            UndeclaredDeath: A process died during the wait, and no test had declared that it may.
         """
         place = 0 if after is None else self._seen.index(after) + 1
 
@@ -253,7 +259,8 @@ class Harness:
         return self.wait_until(found, f"event {name!r}" + (f" of {node}" if node else ""), deadline_s)
 
     def wait_admitted(self, name: str, scheduler: str) -> Record:
-        """Waits until a view with this node as a joiner is decided, and the member that leads it knows of that.
+        """Waits until the scheduler has decided a view with this node as a joiner, and the member that leads the view
+        knows it.
 
         Args:
             name: Name of the newcomer.
@@ -277,7 +284,7 @@ class Harness:
         return view
 
     def wait_until(self, ready: Callable[[], T | None], what: str, deadline_s: float | None = None) -> T:
-        """Repeats `ready` as events come in until it returns something but None or False; returns that."""
+        """Calls `ready` whenever events come in, until it returns anything but None or False; returns its result."""
         limit = self.deadline_s if deadline_s is None else deadline_s
         end = time.monotonic() + limit
         while True:
@@ -302,23 +309,25 @@ class Harness:
         return self.wait_until(ended, f"the end of {name}", deadline_s)[0]
 
     def wait_all(self, deadline_s: float | None = None) -> None:
-        """Waits until every process has ended; each that was not declared must end with exit code 0."""
+        """Waits until every process has ended, those without a declared death with exit code 0."""
         self.wait_until(
             lambda: not any(c.running for c in self.children.values()), "the end of all processes", deadline_s
         )
         self._check(self.children.values())
 
     def wait_step(self, step: int, deadline_s: float | None = None, *, node: str = "") -> Record:
-        """Waits for the first commit that brings the job (or this node) to `step` optimizer steps; returns it."""
+        """Waits for the first commit that brings the job (or node `node`) to `step` optimizer steps; returns the
+        event.
+        """
         return self.wait_for("committed", lambda r: integer(r.get("step")) >= step, deadline_s, node=node)
 
     def _bury(self) -> None:
-        """Waits until killed processes have ended: until then they have their ports, which the next one may want."""
+        """Waits until killed processes have ended and released their ports, which the next process may want."""
         dying = [child for child in self.children.values() if child.killed]
         self.wait_until(lambda: all(child.poll() is not None for child in dying), "the end of those that were killed")
 
     def _turn(self) -> None:
-        """Takes in what was logged, and ends freezes, cuts and stalls whose time has come."""
+        """Reads new events, and ends freezes, cuts and stalls whose time is over."""
         now = time.monotonic()
         for entry in [x for x in self._due if x[0] <= now]:
             self._due.remove(entry)
@@ -326,7 +335,7 @@ class Harness:
         self._seen += self._tail.poll()
 
     def _sleep(self, seconds: float) -> None:
-        """Sleeps until a process ends, at most so long."""
+        """Sleeps for `seconds`, or until a process ends."""
         waiter = select.poll()
         for child in self.children.values():
             if child.running:
@@ -357,8 +366,8 @@ class Harness:
     def drive(
         self, until: Callable[[], bool], deadline_s: float | None = None, plan: FaultPlan | None = None
     ) -> Schedule:
-        """Carries out the plan's outside faults as their triggers come, until `until()` holds; returns the schedule
-        with what was left.
+        """Injects the plan's faults from outside the victims, as they come due, until `until()` is true; returns the
+        schedule, which knows the faults left.
 
         Steps and events from before the call count as triggers. Faults within a phase belong to the victims themselves
         (`FaultInjectorCallback`). Links are cut and stalled by the relay; without one, a plan that does so is refused.
@@ -399,7 +408,7 @@ class Harness:
             self.terminate(name, number=signal.SIGINT if fault.action is Action.LEAVE else signal.SIGTERM)
 
     def _by_rank(self, rank: int) -> str:
-        """Returns the node that has this rank in the latest view."""
+        """Returns the name of the node with this rank in the latest view."""
         views = [v for v in self.timeline().views.values() if v.members]
         members = max(views, key=lambda v: v.number).members if views else ()
         if rank >= len(members):
@@ -410,16 +419,16 @@ class Harness:
 
     @property
     def records(self) -> list[Record]:
-        """All events so far."""
+        """All events read so far."""
         self._turn()
         return list(self._seen)
 
     def timeline(self) -> Timeline:
-        """Returns the timeline of all events so far."""
+        """Returns a timeline of all events read so far."""
         return Timeline.of(self.records)
 
     def audit(self, **options: Any) -> list[auditing.Finding]:
-        """Returns the audit's verdicts; raises AssertionError with the contradictions if a point is violated."""
+        """Returns the audit's verdicts on the event logs; raises AssertionError if one is a violation."""
         expected = {x for x in self._declared if not x.startswith("rank ")}
         findings = auditing.audit(self.logs, expected_deaths=expected, **options)
         if auditing.violations(findings):
@@ -427,8 +436,8 @@ class Harness:
         return findings
 
     def dump(self, events: int = 30) -> str:
-        """Returns words about all processes, the last output of declared victims that failed, and the last events,
-        for a failed test.
+        """Returns a text for a failed test: all processes, the last output of those that ended with an error, the last
+        events.
         """
         self._turn()
         states = "\n".join(f"  {c.words()}" for c in self.children.values()) or "  none"
@@ -439,12 +448,12 @@ class Harness:
         return f"--- processes\n{states}\n{said}--- last events ({self.logs})\n{last}"
 
     def _stacks(self) -> str:
-        """Returns the stacks of all processes that still run, for a wait that was in vain."""
+        """Returns the stacks of all processes that still run, for the message of a wait that timed out."""
         told = ((child.name, child.stacks()) for child in self.children.values())
         return "".join(f"--- stacks of {name}\n{stacks}\n" for name, stacks in told if stacks)
 
     def close(self) -> None:
-        """Kills what still runs, with all its descendants in its group, and closes the event log."""
+        """Kills all processes that still run, with their descendants, and closes the event log."""
         for child in [*self._past, *self.children.values()]:
             child.end_group()
         deadline = time.monotonic() + 10.0

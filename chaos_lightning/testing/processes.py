@@ -1,4 +1,4 @@
-"""Processes of tests, labs and demos: started in groups of their own, logged to files, found again, and ended.
+"""Starts processes of tests, labs and demos, each in a group of its own with output in a file; finds and ends them.
 
 Theory of operation. Two ways to start one, one handle for both. A *command* is a fresh program (`Popen`). A *function*
 runs in a child of multiprocessing's fork server, which has torch, Lightning and this package imported already:
@@ -57,22 +57,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def importable() -> str:
-    """Returns the PYTHONPATH for a command that is to find what this process finds."""
+    """Returns a PYTHONPATH with which a command can import all that this process can."""
     return os.pathsep.join(p for p in sys.path if p)
 
 
 def die_with_parent() -> None:
-    """Makes the kernel send SIGKILL to this process when the thread that started it ends (Linux; elsewhere nothing
-    happens).
-    """
+    """Makes the Linux kernel kill this process when the thread that started it ends; does nothing on other systems."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def hold_the_lock(seconds: float) -> None:
-    """Makes one long call into C that lets no other thread of this process run Python, as a collection or a fork
-    may.
-    """
+    """Holds the GIL during one long C call, so that no other thread runs Python, as in a long garbage collection."""
     ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
 
@@ -98,7 +94,7 @@ fork and exec of a threaded test.
 
 @dataclass(slots=True)
 class Child:
-    """A started process. `expected` says that it may die."""
+    """A started process; if `expected`, its death does not fail the test."""
 
     name: str
     pid: int
@@ -120,11 +116,11 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended."""
+        """Whether the process still runs."""
         return self.poll() is None
 
     def send(self, number: int, *, group: bool = False) -> bool:
-        """Sends a signal to this process (or its whole group); returns False if it is gone already."""
+        """Sends a signal to the process (or its whole group); returns False if it has ended already."""
         if not self.running:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -136,7 +132,7 @@ class Child:
         return False
 
     def end_group(self) -> None:
-        """Sends SIGKILL to whatever is left of its group, frozen or not; the group is this child's own session.
+        """Sends SIGKILL to all that is left of the process's group, frozen or not.
 
         A group that still has members keeps its leader's number from being given out again; so if the leader is gone
         and a process of that number exists, the group is empty and the process is a stranger's.
@@ -147,7 +143,7 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Closes the descriptor, once the process has ended."""
+        """Closes the process's file descriptor; the process must have ended."""
         if self.own_sentinel:
             self.own_sentinel = False
             os.close(self.sentinel)
@@ -161,7 +157,7 @@ class Child:
         return "\n".join(text.splitlines()[-lines:]) or "(it printed nothing)"
 
     def stacks(self, patience_s: float = 2.0) -> str:
-        """Returns the stacks of the child's threads, as it prints them itself.
+        """Makes the process print the stacks of its threads; returns what it printed.
 
         Returns:
             Stacks; "" if the child cannot print them: it has ended, is frozen, has only just started, or is a program.
@@ -179,7 +175,7 @@ class Child:
         return told
 
     def words(self) -> str:
-        """Returns the state of the process in words, for a message."""
+        """Returns the state of the process as text, for messages."""
         code = self.poll()
         if code is None:
             return f"{self.name} (pid {self.pid}) is {'frozen' if self.frozen else 'running'}"
@@ -190,7 +186,7 @@ class Child:
 def start_command(
     name: str, command: Sequence[str], log: Path, *, env: Mapping[str, str], cwd: Path | None = None
 ) -> Child:
-    """Starts a program in a session of its own, with its output in `log`."""
+    """Starts a program in a session of its own; its output goes to the file `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -208,8 +204,8 @@ def start_command(
 
 @functools.cache
 def forkserver(preload: tuple[str, ...] = PRELOAD) -> ForkServerContext:
-    """Returns the multiprocessing context whose children have these modules imported (the first child waits for the
-    import).
+    """Returns the multiprocessing context of a fork server that has these modules imported; its first child waits for
+    the import.
 
     The preload list is that of the first call in a process: there is one fork server.
     """
@@ -227,7 +223,9 @@ def start_function(
     env: Mapping[str, str],
     preload: Sequence[str] = PRELOAD,
 ) -> Child:
-    """Runs `target(*args)` in a child of the fork server; both must be picklable (a function at module level)."""
+    """Runs `target(*args)` in a child of the fork server; both must be picklable (the target: a module-level
+    function).
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     context = forkserver(tuple(preload))
     process: BaseProcess = context.Process(
@@ -266,7 +264,7 @@ POLITE_S = 4.0
 
 
 class Mark:
-    """Mark of one lab's processes: an environment variable that all of them inherit.
+    """Environment variable by which all processes of a lab are found, since they inherit it.
 
     Args:
         value: Unique value; by default a new one.
@@ -279,18 +277,16 @@ class Mark:
         self._words = f"{name}={self.value}".encode()
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment with which processes of this lab must be started."""
+        """Returns the environment variable that processes of this lab must be started with."""
         return {self.name: self.value}
 
     def alive(self) -> set[int]:
-        """Returns the ids of the processes that bear the mark and run, but for this one."""
+        """Returns the ids of all running processes with the mark, except this process."""
         pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
         return {pid for pid in pids if pid != os.getpid() and self._bears(pid)}
 
     def end(self, polite_s: float = POLITE_S) -> int:
-        """Ends all that bear the mark: SIGTERM, then SIGKILL; frozen ones are woken for it. Returns how many there
-        were.
-        """
+        """Ends all processes with the mark, frozen ones too: SIGTERM, later SIGKILL; returns how many there were."""
         ended: set[int] = set()
         for number, patience_s in ((signal.SIGTERM, polite_s), (signal.SIGKILL, 10.0)):
             signalled: set[int] = set()
@@ -304,9 +300,7 @@ class Mark:
         return len(ended)
 
     def send(self, pid: int, *numbers: int) -> bool:
-        """Sends these signals to this process, in order; returns False if it bears the mark no more (or never did), or
-        has ended.
-        """
+        """Sends signals to a process, in order; returns False if it has ended, or does not bear the mark."""
         with self._open(pid) as handle:
             if handle < 0:
                 return False
@@ -319,7 +313,7 @@ class Mark:
 
     @contextlib.contextmanager
     def _open(self, pid: int) -> Iterator[int]:
-        """Yields a pidfd of this process if it bears the mark; else -1."""
+        """Yields a pidfd of a process if it bears the mark, else -1."""
         try:
             handle = os.pidfd_open(pid)
         except OSError:
@@ -343,7 +337,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 def owner_of(near: socket.socket, pids: Mapping[int, str]) -> str:
-    """Returns the name of the process, of these, that dialled this connection; "" if none has.
+    """Returns the name of the process that dialled this connection, if it is one of `pids`; else "".
 
     Args:
         near: Accepted end of the connection.

@@ -81,7 +81,7 @@ def dataset(samples: int = SAMPLES) -> TensorDataset:
 
 
 class Model(pl.LightningModule):
-    """Small network that notes learning rates and logged values.
+    """Small network that records its learning rates and logged values.
 
     Args:
         schedule: Makes what stands beside the optimizer in `configure_optimizers`, from optimizer and trainer.
@@ -125,7 +125,7 @@ class Model(pl.LightningModule):
 
 
 class Manual(Model):
-    """Model with manual optimisation.
+    """Model with Lightning's manual optimization.
 
     Args:
         clip: Arguments of `clip_gradients`.
@@ -168,7 +168,7 @@ class Manual(Model):
 
 
 class Pairs(Model):
-    """Model that judges the batches of a CombinedLoader by which came with which."""
+    """Model whose validation result shows which batches a CombinedLoader put together."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         sums = [part[0].sum() for part in batch if part is not None]
@@ -177,7 +177,7 @@ class Pairs(Model):
 
 
 def combined(mode: Any) -> Callable[[Place], CombinedLoader]:
-    """Returns a function that combines loaders of five batches, one of which has three."""
+    """Returns a function that makes a CombinedLoader of two loaders, with three and five batches."""
     data = dataset(24)
     return lambda place: CombinedLoader([DataLoader(Subset(data, range(n)), batch_size=4) for n in (12, 19)], mode)
 
@@ -213,7 +213,7 @@ class Clipper(pl.Callback):
 
 
 class Rows(IterableDataset):
-    """Stream of this member's part of each global batch."""
+    """Iterable data set of one member's part of each global batch."""
 
     def __init__(self, member: int, world: int) -> None:
         each = GLOBAL_BATCH // world
@@ -225,7 +225,7 @@ class Rows(IterableDataset):
 
 
 class Backwards(Sampler):
-    """Sampler of the user's, from the last sample to the first."""
+    """Sampler, as of a user, that goes from the last sample to the first."""
 
     def __iter__(self) -> Any:
         return iter(range(SAMPLES - 1, -1, -1))
@@ -235,7 +235,7 @@ class Backwards(Sampler):
 
 
 class Batches(BatchSampler):
-    """Batch sampler of the user's."""
+    """Subclass of BatchSampler, as a user may have one."""
 
 
 # ------------------------------------------------------------------------------------------------------- rows
@@ -243,7 +243,7 @@ class Batches(BatchSampler):
 
 @dataclass(frozen=True)
 class Place:
-    """Place of the member whose loader is made: member `member` of `world`; the batch is its part of the global one.
+    """Rank and number of members for which a loader is made; the batch size is a member's part of the global batch.
 
     For ddp the sampler is given, since Lightning's own would shuffle.
     """
@@ -257,7 +257,7 @@ class Place:
         return GLOBAL_BATCH // self.world
 
     def sampler(self, data: TensorDataset) -> Sampler:
-        """Returns a sampler that goes through the data in order."""
+        """Returns a sampler that takes the data in order; for ddp, this rank's part of them."""
         return DistributedSampler(data, self.world, self.member, shuffle=False) if self.ddp else SequentialSampler(data)
 
 
@@ -267,7 +267,7 @@ def sequential(place: Place) -> DataLoader:
 
 
 def held_out(place: Place) -> DataLoader:
-    """Returns the loader of the validation data."""
+    """Makes the loader of the validation data."""
     data = dataset(24)
     return DataLoader(data, batch_size=4, sampler=place.sampler(data))
 
@@ -278,16 +278,16 @@ def uneven(place: Place) -> DataLoader:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One row of the table of features.
+    """A feature of Lightning that is tried in jobs of several members: one row of the table.
 
     Attributes:
-        name: As a reader looks for it.
+        name: Name of the feature in the document.
         model: Makes the module.
         loader: Makes the training loader.
-        validation: Makes that of validation.
+        validation: Makes the validation loader.
         settings: Makes further arguments of the Trainer, given a folder.
-        numbers: The precision, as the Trainer has it.
-        data: The strategy's.
+        numbers: Precision, an argument of the Trainer.
+        data: Argument of the strategy.
         plain: Whether Lightning's own strategy has the same order of samples.
         parts: Half precision: one process makes the members' micro-batches.
         ddp: Whether two ranks of Lightning's ddp are compared, too.
@@ -470,7 +470,9 @@ FEATURES: tuple[Feature, ...] = (
 def trained(
     feature: Feature, strategy: Any, place: Place, folder: Path, *, parts: int = 1, **more: Any
 ) -> dict[str, Any]:
-    """Returns the results that a user sees at the end of one fit."""
+    """Runs one fit of a feature; returns the results that a user sees: weights, steps, learning rates, metrics,
+    files.
+    """
     made: dict[str, Any] = {
         "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False, "enable_progress_bar": False,
         "enable_model_summary": False, "enable_checkpointing": False, "log_every_n_steps": 1,
@@ -500,7 +502,7 @@ def trained(
 
 
 def files(folder: Path) -> dict[str, Any]:
-    """Returns the files of loggers and ModelCheckpoint, by their writer."""
+    """Returns the contents of files that loggers and ModelCheckpoint wrote, by writer."""
     found: dict[str, Any] = {}
     for path in sorted((folder / "csv").glob("metrics*.csv")):
         head, *rows = (row.split(",") for row in path.read_text().splitlines())
@@ -512,7 +514,9 @@ def files(folder: Path) -> dict[str, Any]:
 
 
 def one_process(folder: str, ports: Mapping[int, int], table: str) -> None:
-    """Trains the references: Lightning's own strategy, and one member."""
+    """Trains each feature in one process, for comparison: with Lightning's own strategy, and as the only member of a
+    job.
+    """
     from chaos_lightning.strategies import ChaosStrategy
 
     _quiet()
@@ -533,7 +537,7 @@ def one_process(folder: str, ports: Mapping[int, int], table: str) -> None:
 
 
 def rank(folder: str, numbers: Sequence[int], table: str, index: int, port: int) -> None:
-    """Runs one of two ranks of ddp, for the rows that are compared with it."""
+    """Trains, as one of two ranks of ddp, the features that are compared with ddp."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(index))
     _quiet()
     for number in numbers:
@@ -544,7 +548,7 @@ def rank(folder: str, numbers: Sequence[int], table: str, index: int, port: int)
 
 
 def member(folder: str, ports: Mapping[int, int], table: str, index: int, world: int) -> None:
-    """Runs one member of each row's job."""
+    """Trains each feature as one member of a job."""
     from chaos_lightning.strategies import ChaosStrategy
 
     _quiet()
@@ -564,7 +568,7 @@ def _quiet() -> None:
 
 
 def _report(folder: Path, feature: Feature, run: Callable[[Feature], dict[str, Any]]) -> None:
-    """Runs a row, and writes its result."""
+    """Trains a feature, and writes its results or its error into a file."""
     folder.mkdir(parents=True)
     try:
         result: dict[str, Any] = {"facts": run(feature)}
@@ -582,8 +586,8 @@ def _report(folder: Path, feature: Feature, run: Callable[[Feature], dict[str, A
 
 
 def difference(a: Any, b: Any) -> float:
-    """Returns the largest difference of two numbers in the same place, relative to the larger one if that is above 1;
-    inf where shapes differ.
+    """Returns the largest difference between numbers at equal places, relative to numbers above 1; inf if the shapes
+    differ.
     """
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return max((difference(a[k], b[k]) for k in a), default=0.0) if a.keys() == b.keys() else math.inf
@@ -596,7 +600,7 @@ def difference(a: Any, b: Any) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """Facts about one feature in jobs of one size."""
+    """Result of comparing one feature in jobs of one size."""
 
     feature: Feature
     world: int
@@ -611,7 +615,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def judged(folder: Path, number: int, feature: Feature, world: int) -> Row:
-    """Compares each fact of each member of one job with one process."""
+    """Compares the results of all members of a job with those of one process."""
     members = [_read(folder / f"members-{world}-{number}" / str(index)) for index in range(world)]
     kind = world if feature.parts else 1
     if feature.ends:
@@ -646,7 +650,9 @@ def judged(folder: Path, number: int, feature: Feature, world: int) -> Row:
 
 
 def _ended(feature: Feature, members: Sequence[dict[str, Any]]) -> tuple[str, bool]:
-    """Returns the first error text of members that must end with an error of the job, and whether all do."""
+    """Checks that all members have ended with the error that the feature must cause; returns a text, and whether they
+    have.
+    """
     errors = [result.get("error", "none") for result in members]
     held = all(result.get("named") and feature.ends in result["error"] for result in members)
     if not held:
@@ -655,13 +661,13 @@ def _ended(feature: Feature, members: Sequence[dict[str, Any]]) -> tuple[str, bo
 
 
 def said(refusal: str) -> str:
-    """Returns the part of a refusal that names the feature and the reason."""
+    """Returns the line of a refusal that names the feature and the reason."""
     lines = [line.removeprefix("- ") for line in refusal.splitlines() if line.startswith("- ")]
     return lines[0] if lines else refusal
 
 
 def absent(words: str) -> str:
-    """Returns Lightning's message about a missing package, in fewer words."""
+    """Returns a short form of Lightning's message about a missing package."""
     packages = re.findall(r"Requirement '(\w+)' not met", words)
     needed = " or ".join(f"`{name}`" for name in sorted(packages)) or words
     return f"not tried: needs {needed}, which chaos-lightning does not need and is not installed here"
@@ -670,7 +676,8 @@ def absent(words: str) -> str:
 def rows(
     folder: Path, deadline_s: float, only: str = "", table: str = "compat_features", worlds: Sequence[int] = WORLDS
 ) -> list[Row]:
-    """Trains every feature whose name has `only` in it, one job after the other in the same processes, and compares.
+    """Trains the features whose names match `only`, one job after another in the same processes; returns their
+    comparisons.
 
     Args:
         folder: For what the processes leave behind.
@@ -703,7 +710,7 @@ def rows(
 
 
 def described(found: Sequence[Row]) -> str:
-    """Returns the table for the document."""
+    """Returns the table of features for the document, as Markdown."""
     out = [
         "Final weights, steps, learning rates at each step, metrics, and the files of loggers and checkpoints of two "
         "and of three members, against one process at the same global batch "
@@ -723,7 +730,9 @@ def described(found: Sequence[Row]) -> str:
 
 
 def main(table: ModuleType) -> int:
-    """Runs the rows of a module, and writes its part of the document."""
+    """Trains the features that a module lists, prints the results and writes them into the document; returns the exit
+    code.
+    """
     parser = argparse.ArgumentParser(description=(table.__doc__ or "").splitlines()[0])
     parser.add_argument("--deadline", type=float, default=900.0, help="seconds for all rows of one size of job")
     parser.add_argument("--keep", type=Path, help="folder for what the processes leave behind")

@@ -33,7 +33,7 @@ def error() -> tm.Metric:
 
 
 class Judged(base.Model):
-    """Model that shows `value` of each validation; subclasses say where the metric is."""
+    """Model that logs the metric of each validation as `value`; subclasses say where the metric is kept."""
 
     def metric(self) -> Any:
         raise NotImplementedError
@@ -99,7 +99,7 @@ class InModules(Judged):
 
 
 class InClosure(Judged):
-    """Model whose metric is reached by no attribute."""
+    """Model whose metric is hidden in a closure, so that no attribute leads to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class InClosure(Judged):
 
 
 class Cloned(Judged):
-    """Model in which each validation has its own copy of the metric."""
+    """Model that clones its metric for each validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Cloned(Judged):
 
 
 class Collected(Judged):
-    """Model with a collection of metrics, in which those of one compute group share their states."""
+    """Model with a MetricCollection in which equal metrics form a compute group with shared states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Tracked(Judged):
 
 
 class Listed(Judged):
-    """Model with a metric whose states are lists of perhaps unequal lengths."""
+    """Model with a metric whose states are lists, perhaps of unequal lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Listed(Judged):
 
 
 class Logged(Judged):
-    """Model with a metric that Lightning computes."""
+    """Model that logs a metric object, which Lightning computes and resets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Logged(Judged):
 
 
 class Trained(base.Model):
-    """Model that counts trained samples; `make` runs at one of Lightning's hooks."""
+    """Model with a metric of training batches, made in one of Lightning's hooks."""
 
     def __init__(self, hook: str) -> None:
         super().__init__(on_step=False)
@@ -226,7 +226,7 @@ class Trained(base.Model):
 
 
 class Observer(pl.Callback):
-    """Callback that judges validation by `make`'s metric, an attribute or made at one of Lightning's hooks."""
+    """Callback with a metric of validation batches, which it makes at once, or anew in one of Lightning's hooks."""
 
     def __init__(self, make: Callable[[], Any], hook: str = "") -> None:
         self.make = make
@@ -255,7 +255,7 @@ class Observer(pl.Callback):
 
 
 class Data(pl.LightningDataModule):
-    """Data module that holds the metric, and the usual data of the rows."""
+    """Data module that keeps the metric as an attribute, with the usual data."""
 
     def __init__(self, place: base.Place) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class InData(Judged):
 
 
 class OnRankZero(Attribute):
-    """Model that calls compute() on rank zero alone."""
+    """Model that computes its metric on rank zero only."""
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.is_global_zero:
@@ -282,7 +282,7 @@ class OnRankZero(Attribute):
 
 
 class LackedByOthers(Judged):
-    """Model whose metric exists on rank zero alone."""
+    """Model that has a metric on rank zero only."""
 
     def on_validation_epoch_start(self) -> None:
         self.error = error() if self.trainer.is_global_zero else None
@@ -313,7 +313,9 @@ def row(name: str, model: Callable[[], base.Model], **more: Any) -> base.Feature
 
 
 def insane(folder: Path) -> dict[str, Any]:
-    """Switches the sanity check off: it would judge other data with ddp, or come before the metric is made."""
+    """Returns Trainer arguments without a sanity check, which would see other data with ddp, or run before the metric
+    is made.
+    """
     return {"num_sanity_val_steps": 0}
 
 
@@ -356,7 +358,7 @@ FEATURES: tuple[base.Feature, ...] = (
 
 
 def described(found: Sequence[base.Row]) -> str:
-    """Returns the table for the document."""
+    """Returns the table of metrics for the document, as Markdown."""
     out = [
         "Values of torchmetrics on every member of two and of three, against one process with Lightning's strategy and "
         f"with `chaos`, and against `ddp` with two ranks: the largest difference, which must be below "

@@ -1,4 +1,4 @@
-"""Plugin of pytest: `Trainer()` without a strategy trains with `chaos`, as the only member of a job.
+"""Pytest plugin that makes a `Trainer()` without a strategy train with `chaos`, as the only member of a job.
 
 Used by `compat_run.py` on Lightning's own tests, which are not ours and know nothing of it. Each such Trainer gets a
 strategy of its own on a free port of this machine; the schedulers that its fits start keep their chains in a folder of
@@ -44,10 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Compat:
-    """State of the plugin in one run.
+    """State of the plugin in one run of pytest.
 
     Args:
-        config: The run's.
+        config: Configuration of the run.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -68,7 +68,7 @@ class Compat:
             items[:] = [item for item in items if item.nodeid in self._only]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Writes that a test has started, so that the last line of a dying process names its test."""
+        """Writes down that a test begins, so that the last line shows which test a dying process was running."""
         self._built = 0
         self._outcome = {"test": nodeid, "outcome": "passed"}
         self._write({"test": nodeid, "outcome": "started"})
@@ -77,7 +77,7 @@ class Compat:
         self._write({**self._outcome, "built": self._built})
 
     def pytest_sessionfinish(self) -> None:
-        """Ends the processes that a timed-out test may have left: they wait for each other, and Python for them."""
+        """Ends processes that a timed-out test may have left, since Python would wait for them at exit."""
         for child in multiprocessing.active_children():
             child.terminate()
 
@@ -90,7 +90,7 @@ class Compat:
 
     @pytest.fixture(autouse=True)
     def chaos_by_default(self, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-        """Swaps the strategy in, and ends what the test's fits have started."""
+        """Gives Trainers the strategy `chaos` during a test, and then ends the schedulers that it has started."""
         if self._plain:
             yield
             return
@@ -159,7 +159,7 @@ class Compat:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an exception, and those that led to it."""
+    """Yields an exception and, one after the other, those that caused it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -41,7 +41,7 @@ REFUSAL = "UnsupportedError"
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Entry of `reasons.toml`.
+    """Explanation of why some tests fail with `chaos`: an entry of `reasons.toml`.
 
     Attributes:
         kind: "inapplicable": the test is about something that a job of chaos does not have; "different": it shows a
@@ -63,7 +63,7 @@ class Reason:
 
 
 def read_reasons(path: Path) -> list[Reason]:
-    """Returns all entries; a wrong one is an error that shows it."""
+    """Reads all entries of `reasons.toml`; raises AssertionError with an invalid one."""
     entries = tomllib.loads(path.read_text()).get("reason", [])
     reasons = [Reason(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
     for reason in reasons:
@@ -77,7 +77,7 @@ def read_reasons(path: Path) -> list[Reason]:
 
 @dataclass(frozen=True)
 class Runs:
-    """Folders and arguments with which pytest is called.
+    """Runs pytest on copies of Lightning's tests.
 
     Args:
         tests: The folder that holds `tests_pytorch/`.
@@ -90,7 +90,7 @@ class Runs:
     arguments: tuple[str, ...] = ()
 
     def copy(self, name: str) -> Path:
-        """Returns the folder of a copy of the tests, made at the first call."""
+        """Copies the folder of tests at the first call with this name; returns the copy."""
         place = self.scratch / name
         if not place.exists():
             ignored = shutil.ignore_patterns("__pycache__", ".git", "*.ckpt")
@@ -115,7 +115,7 @@ class Runs:
         )  # fmt: skip
 
     def collect(self) -> tuple[list[str], list[str]]:
-        """Returns the ids of the tests, and of modules that could not be collected."""
+        """Returns the ids of all tests, and the modules that pytest could not collect."""
         done = self.pytest(self.copy("0"), "--collect-only")
         lines = done.stdout.splitlines()
         ids = [line for line in lines if "::" in line and not line.startswith((" ", "ERROR", "E "))]
@@ -125,7 +125,9 @@ class Runs:
         return ids, broken
 
     def shard(self, number: int, ids: Sequence[str], *, plain: bool) -> list[dict[str, Any]]:
-        """Runs these tests in one process, or in several if some die."""
+        """Runs the given tests in one process, with a new process after each test that kills it; returns their
+        outcomes.
+        """
         place = self.copy(str(number))
         results: dict[str, dict[str, Any]] = {}
         left = list(ids)
@@ -150,14 +152,14 @@ class Runs:
         return list(results.values())
 
     def all(self, ids: Sequence[str], jobs: int, *, plain: bool = False) -> dict[str, dict[str, Any]]:
-        """Returns the outcome of each test."""
+        """Runs all given tests in `jobs` processes; returns the outcome of each by its id."""
         with ThreadPoolExecutor(jobs) as pool:
             shards = pool.map(lambda n: self.shard(n, ids[n::jobs], plain=plain), range(min(jobs, len(ids))))
             return {line["test"]: line for shard in shards for line in shard}
 
 
 def failed(node: str) -> dict[str, Any]:
-    """Returns the known facts about a test that ended its process."""
+    """Returns the outcome recorded for a test that killed its process."""
     return {"test": node, "outcome": "failed", "built": 1, "phase": "call", "ours": [], "errors": [], "report": ""}
 
 
@@ -166,7 +168,7 @@ def failed(node: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Verdicts on the tests that build a Trainer with chaos.
+    """Verdicts on those tests that build a Trainer with chaos.
 
     Attributes:
         passed: How many.
@@ -191,7 +193,7 @@ class Verdicts:
 
 
 def refusal_of(line: dict[str, Any]) -> str:
-    """Returns the words of the product's own refusal, if the test met one."""
+    """Returns the text of chaos-lightning's refusal of a feature that a test used; "" if there was none."""
     if REFUSAL not in line["ours"]:
         return ""
     words = next(e.split(": ", 1)[1] for e in line["errors"] if f".{REFUSAL}: " in e)
@@ -200,7 +202,7 @@ def refusal_of(line: dict[str, Any]) -> str:
 
 
 def judge(chaos: Iterable[dict[str, Any]], plain: dict[str, dict[str, Any]], reasons: Sequence[Reason]) -> Verdicts:
-    """Sorts the tests by verdict; see the module."""
+    """Sorts the outcomes by verdict: passed, skipped, refused, failing without chaos too, explained, unexplained."""
     verdicts = Verdicts(
         passed=sum(line["outcome"] == "passed" for line in chaos),
         skipped=sum(line["outcome"] in ("skipped", "xfailed") for line in chaos),
@@ -224,19 +226,19 @@ def judge(chaos: Iterable[dict[str, Any]], plain: dict[str, dict[str, Any]], rea
 
 
 def names(lines: Iterable[dict[str, Any]]) -> str:
-    """Returns the names of tests for a reader: parametrized ones once, with their number."""
+    """Returns names of tests as text, each parametrized test once with its number of cases."""
     counts = Counter(line["test"].partition("[")[0].removeprefix("tests_pytorch/") for line in lines)
     return "<br>".join(f"`{name}`" + (f" ({count})" if count > 1 else "") for name, count in sorted(counts.items()))
 
 
 def one_line(text: str, longest: int = 400) -> str:
-    """Returns a text in one line, for a cell of a table."""
+    """Returns a text as one line for a table's cell, shortened if it is long."""
     text = " ".join(text.split()).replace("|", "\\|")
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def described(verdicts: Verdicts, broken: Sequence[str], total: int) -> str:
-    """Returns the document's part about Lightning's tests."""
+    """Returns the document's section about Lightning's tests, as Markdown."""
     v = verdicts
     count = {kind: sum(len(lines) for r, lines in v.explained.items() if r.kind == kind)
              for kind in ("inapplicable", "different")}  # fmt: skip
@@ -273,7 +275,7 @@ def described(verdicts: Verdicts, broken: Sequence[str], total: int) -> str:
 
 
 def table(title: str, head: str, rows: Iterable[tuple[str, list[dict[str, Any]]]]) -> list[str]:
-    """Returns a heading and a table; nothing if there are no rows."""
+    """Returns a heading and a table as Markdown lines; no lines if there are no rows."""
     rows = list(rows)
     if not rows:
         return []
@@ -284,7 +286,7 @@ def table(title: str, head: str, rows: Iterable[tuple[str, list[dict[str, Any]]]
 
 
 def put(text: str, mark: str, command: str, document: Path = DOCUMENT) -> None:
-    """Replaces the text between the marks in the document."""
+    """Replaces the document's text between the two marks of a section."""
     begin, end = BEGIN.format(mark, command), END.format(mark)
     before, found, rest = document.read_text().partition(begin)
     if not found or end not in rest:

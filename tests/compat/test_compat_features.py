@@ -1,4 +1,6 @@
-"""The table of features in jobs of several members: the compared facts, and that a difference is seen."""
+"""Tests the comparison of Lightning's features between jobs of several members and one process: a difference is
+noticed.
+"""
 
 from __future__ import annotations
 

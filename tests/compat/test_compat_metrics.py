@@ -1,4 +1,6 @@
-"""The table of places of metrics in jobs of several members."""
+"""Tests the comparison of torchmetrics, kept in various places of a model, between jobs of several members and one
+process.
+"""
 
 from __future__ import annotations
 

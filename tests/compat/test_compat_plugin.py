@@ -1,4 +1,4 @@
-"""The plugin and the runner that try Lightning's own tests with chaos, on tests that are written here."""
+"""Tests the plugin and the runner for Lightning's own tests with chaos, on small tests written in this file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ TESTS = """
 def test_what_a_test_leaves_running_holds_nothing_up(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the plugin, Python would wait at its end for a process that a test has left."""
+    """Pytest ends in time although a test has left a process running for minutes, for which Python would wait at
+    exit.
+    """
     pytester.makepyfile(
         test_tiny="""
         import multiprocessing

@@ -1,4 +1,4 @@
-"""Entries of jobs' chains, for tests."""
+"""Decisions and chains of made-up jobs, for tests of the chain."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def link(a: str, b: str, *, add: bool = False) -> Persist:
 
 
 def etcd_chain(client: EtcdClient, job: str, **options: Any) -> JobChain:
-    """Returns a job's chain in this etcd."""
+    """Opens a job's chain in the etcd that a client reaches."""
     return JobChain(EtcdStore(client, job_root(client.address.prefix, job), **options))

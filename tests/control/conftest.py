@@ -1,4 +1,4 @@
-"""Fixtures: real etcd servers; and every test keeps its chains, tokens and settings to itself."""
+"""Fixtures of these tests: real etcd servers, and folders, tokens and settings that no two tests share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["each_client", "opened", "own_environment"]
 
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
-    """One real server for all tests that do not kill it; each of them has a job of its own."""
+    """One real etcd server shared by all tests that do not kill it; each uses a job name of its own."""
     with servers(tmp_path_factory.mktemp("etcd"), 1) as started:
         yield started
 

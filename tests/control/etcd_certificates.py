@@ -1,4 +1,4 @@
-"""Certificate authorities, servers' and clients' certificates for tests, also ones that have expired."""
+"""Certificate authorities and TLS certificates for tests, including expired ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DAY = datetime.timedelta(days=1)
 
 @dataclass
 class Authority:
-    """Certificate authority that writes the certificates it signs into `folder`."""
+    """A certificate authority that writes the certificates it signs into `folder`."""
 
     folder: Path
     name: str = "ca"
@@ -41,7 +41,9 @@ class Authority:
         self.file.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *, names: tuple[str, ...] = ("127.0.0.1",), days: tuple[int, int] = (-1, 1)) -> Path:
-        """Writes NAME.crt (returned) and NAME.key, valid from days[0] to days[1] of today."""
+        """Writes a certificate NAME.crt and its key NAME.key, valid from days[0] to days[1] days from now; returns the
+        former's path.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -86,7 +88,7 @@ def _name(text: str) -> x509.GeneralName:
 
 @contextlib.contextmanager
 def etcd_with_tls(folder: Path, certificate: Path, *options: str) -> Iterator[str]:
-    """Starts one etcd server that speaks TLS; yields HOST:PORT as soon as it listens."""
+    """Starts one etcd server with TLS; yields its HOST:PORT once it serves."""
     try:
         made = EtcdServers(folder, 1)
     except ConfigurationError as error:
@@ -108,7 +110,7 @@ def etcd_with_tls(folder: Path, certificate: Path, *options: str) -> Iterator[st
 
 
 def words_of(address: str, deadline_s: float = 1.5) -> str:
-    """Returns the error text with which this client cannot read a key."""
+    """Returns the error text of a client that cannot read a key from this address."""
     client = EtcdClient(read_address(address), deadline_s=deadline_s)
     with contextlib.closing(client), pytest.raises(StoreError) as caught:
         client.get("key")

@@ -1,4 +1,4 @@
-"""All stores, for the tests that each of them has to pass."""
+"""Fixture with all kinds of stores, for tests that each kind must pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Open = Callable[[], Store]
 
 @pytest.fixture(params=["memory", "sqlite", "etcd", "etcd3"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Function that opens the same log once more at each call, as several writers would."""
+    """Function that opens the same log again at each call, as several writers would; tests run with each kind of
+    store.
+    """
     shelf, job = Shelf(), f"job-{os.urandom(4).hex()}"
     with ExitStack() as stack:
 

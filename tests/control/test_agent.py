@@ -1,4 +1,4 @@
-"""The member's control stream: reconnecting, resuming, ending; and the handles that forked children must not hold."""
+"""Tests a member's control stream: it reconnects, resumes and ends, and forked children do not keep it open."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_lost_scheduler_is_found_again_and_the_member_resumes() -> None:
 
 
 def test_who_was_refused_hears_when_nobody_answers_any_more() -> None:
-    """A scheduler without the job's chain took the place of the job's own, refused the member, and ended."""
+    """A member that a scheduler without the job's chain has refused also reports when that scheduler has ended."""
     port, refusal = free_port(), Refused("the chain is lost", retry=True)
 
     def refuse(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
@@ -116,8 +116,8 @@ def test_who_was_refused_hears_when_nobody_answers_any_more() -> None:
 
 
 def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
-    """The scheduler's welcome names no version, or another one: a newcomer ends with the reason, and its messages are
-    not heeded.
+    """A newcomer ends with a clear error, and ignores further messages, if the scheduler's welcome has no version or
+    another.
     """
 
     def before(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
@@ -130,7 +130,9 @@ def test_a_scheduler_of_another_version_is_refused_by_name() -> None:
 
 
 def test_a_hello_of_an_older_release_is_read_and_refused_in_words() -> None:
-    """An older hello names no version; its sender gets a message that it understands, and ends with that."""
+    """A hello of an older release, which has no version, is parsed and answered by a refusal that the old release can
+    read.
+    """
     old = replace(hello("old"), version=0)
     assert decode(Hello, encode(old)) == old
     with (
@@ -209,8 +211,8 @@ def test_a_scheduler_that_accepts_but_never_answers_is_given_up(monkeypatch: pyt
 
 
 def test_a_scheduler_that_pulses_and_listens_to_hundreds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members connected anew every two seconds, each with a handshake, while a new scheduler collected hellos for
-    longer.
+    """Former bug: members reconnected every two seconds while a new scheduler, busy with hundreds of hellos, only sent
+    heartbeats.
     """
     monkeypatch.setattr("chaos_lightning.membership.leader_search.ANSWER_TIMEOUT_S", 0.1)
     held: list[int] = []
@@ -342,7 +344,9 @@ def test_a_scheduler_that_is_gone_is_revived_by_whoever_may() -> None:
 
 
 def test_one_process_may_have_many_agents_one_after_the_other() -> None:
-    """A fenced member makes a new Agent; the remains of the old one in gRPC must not disturb it."""
+    """A fenced member makes a new Agent in the same process; what gRPC still keeps of the old one does not disturb
+    it.
+    """
     with serving() as served:
         for number in range(1, 6):
             with attending(served.endpoint) as client:
@@ -392,7 +396,7 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
 
 
 def run_in_child(function: Any) -> bytes:
-    """Forks; returns the result of `function` in the child."""
+    """Runs `function` in a forked child; returns its result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -480,7 +484,7 @@ def test_heartbeats_do_not_pile_up_before_a_scheduler_that_does_not_read(monkeyp
 
 
 def test_a_scheduler_that_cannot_start_is_tried_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member retries to start a scheduler after ever longer pauses, and tells the error once."""
+    """A member retries to start a scheduler after longer and longer pauses, and reports the same error once."""
     tried: list[float] = []
     for name, seconds in (("_FIRST_PAUSE_S", 0.001), ("LONGEST_PAUSE_S", 0.002)):
         monkeypatch.setattr(leader_search, name, seconds)

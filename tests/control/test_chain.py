@@ -1,4 +1,4 @@
-"""A job's decisions in each store: which may follow which."""
+"""Tests a job's chain in each kind of store: which decision may follow which."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Chains = Callable[[], JobChain]
 
 @pytest.fixture
 def chains(opened: Open) -> Chains:
-    """Function that opens the same chain once more at each call, as several schedulers would."""
+    """Function that opens the same chain again at each call, as several schedulers would."""
     return lambda: JobChain(opened())
 
 
@@ -329,7 +329,7 @@ def test_a_damaged_entry_is_an_error_not_a_shorter_chain(kind: str, body: bytes,
 
 
 def several(count: int, members: int = 60) -> list[Persist]:
-    """Returns so many views of a sparse job; each has one member fewer than the one before."""
+    """Returns `count` decided views of a job with few links; each view has one member fewer than the one before."""
     views = [sparse_view(members, trees=2)]
     for number in range(1, count):
         before = views[-1]
@@ -412,7 +412,7 @@ def test_a_record_of_another_version_names_both(form: bytes, version: str) -> No
 
 
 def test_a_writer_whose_answer_got_lost_goes_on_after_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer goes on with the same decision again, or with another one."""
+    """A writer that got no answer, though its decision was stored, can repeat the decision or append the next one."""
     once = MemoryStore._append
 
     def lost(self: MemoryStore, record: StoreRecord, seen: object, *, cut: bool) -> object:
@@ -432,7 +432,9 @@ def test_a_writer_whose_answer_got_lost_goes_on_after_what_it_wrote(monkeypatch:
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_a_scheduler_writes_nothing_into_an_older_copy_that_took_its_stores_place(kept: int) -> None:
-    """Members would promise a number that the job's own store lacks when it is back."""
+    """A scheduler refuses to write once an older copy has replaced its store: it would reuse view numbers of the newer
+    one.
+    """
     shelf = Shelf()
     with JobChain(MemoryStore("job", shelf)) as chain:
         chain.take_term()

@@ -1,4 +1,4 @@
-"""One record replaces a job's chain: its content, and the fates of its writers and readers."""
+"""Tests that one summary record can replace a job's chain: its content, and that writers and readers go on."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def cut_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def chains(opened: Open) -> Chains:
-    """Function that opens the same chain once more at each call, as several schedulers would."""
+    """Function that opens the same chain again at each call, as several schedulers would."""
     return lambda: JobChain(opened())
 
 
 def decisions(term: int, after: View | None, count: int) -> Iterator[Persist]:
-    """Returns the entries that a scheduler writes: numbers, views by headers and by recoveries, wishes and their
-    opposites.
+    """Yields a scheduler's typical decisions: reserved numbers, views with and without a base header, links added and
+    removed.
     """
     last = after
     for n in range(count):
@@ -103,7 +103,7 @@ def test_it_is_seen_that_a_chain_was_cut(chains: Chains) -> None:
 
 
 def filled(chain: JobChain, count: int = FEW + 1, first: int = 1) -> JobChain:
-    """Appends so many views to the chain, after which it is due for compaction; returns it."""
+    """Appends `count` views to the chain, enough for it to be cut by default; returns the chain."""
     if not chain.term:
         chain.take_term()
     last = NO_VIEW if first == 1 else ViewId(1, first - 1)
@@ -176,7 +176,9 @@ def test_a_scheduler_whose_store_went_back_cuts_nothing() -> None:
 
 @pytest.mark.parametrize("written", [False, True])
 def test_a_cut_whose_answer_got_lost_is_as_good_as_any(*, written: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler goes on, or dies: the next one finds the old records or the new one."""
+    """If the answer to a cut is lost, the next reader finds either the old records or the summary, and the writer goes
+    on.
+    """
     once, shelf = MemoryStore._append, Shelf()
 
     def lost(self: MemoryStore, record: StoreRecord, seen: End, *, cut: bool) -> object:
@@ -230,7 +232,7 @@ def test_a_chain_whose_sum_fits_into_no_record_stays_whole_and_that_is_said_once
 
 
 def a_summary() -> tuple[Tip, bytes]:
-    """Returns the tip of a chain, and the bytes of the record that sums the chain up."""
+    """Returns the tip of a chain of three views, and the bytes of the record that sums it up."""
     with JobChain(MemoryStore("job", Shelf())) as chain:
         filled(chain, 3)
         return chain.tip(), entry_bytes(summary_of(chain.tip(), chain.entries()))
@@ -320,7 +322,9 @@ def test_the_last_views_of_a_chain_that_was_cut_are_what_they_were(chains: Chain
 
 
 def test_a_record_tells_whom_the_last_view_that_it_sums_up_lets_go() -> None:
-    """A member that is let go and comes in again with the next view was needed all the time (membership/past.py)."""
+    """A summary keeps which members its last view releases: one that rejoins with the next view counts as present
+    throughout.
+    """
     first, second = view(ViewId(1, 1)), view(ViewId(1, 2), ViewId(1, 1))
     past = Past.of([first, replace(second, members=MEMBERS[:1], joiners=(), leaving=MEMBERS[1:])])
     chain = Chain(0, second.id, past=past)

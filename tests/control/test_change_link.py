@@ -1,4 +1,4 @@
-"""`chaos-lightning link add|remove` and the links that `status` shows: the command, the call and the real machine."""
+"""Tests `chaos-lightning link add|remove`, the calls behind it, and the links that `status` shows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def answers(message: ToMember) -> list[FromMember]:
 
 
 class Reaching(Client):
-    """Member that answers from its first message on."""
+    """Member that answers from the scheduler's first message on, as `answers` says."""
 
     def _on_message(self, message: ToMember) -> None:
         self.answer = answers
@@ -67,7 +67,7 @@ def attending_reaching(endpoint: str, name: str) -> Iterator[Client]:
 
 @contextmanager
 def job() -> Iterator[tuple[Served, dict[str, Client]]]:
-    """Yields three members in their first view, none of which trains."""
+    """Yields a scheduler and three members that are in their first view and do not train."""
     with serving(machine=real_machine, settings=SETTINGS) as served, ExitStack() as stack:
         clients = {}
         for name in "abc":
@@ -126,7 +126,7 @@ def test_machine_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_answer_goes_to_whom_asked() -> None:
-    """An answer to another request's token does not reach this caller."""
+    """Each caller gets the answer with its own request's token, not an answer to another request."""
 
     def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
         if isinstance(event, fx.ChangeLink):

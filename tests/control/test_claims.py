@@ -1,4 +1,6 @@
-"""Rank numbers of processes that set up, from one machine's lock files, for all machines."""
+"""Tests how processes that set up get rank numbers: by lock files on one machine, and through the scheduler from
+others.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def _own_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """Scheduler with a long limit of silence: a closed connection must be noticed at once, and not by silence."""
+    """Scheduler that would tolerate silence for very long, so that tests see whether it notices a closed connection at
+    once.
+    """
     monkeypatch.setattr(claims, "SILENCE_S", 10 * PATIENCE_S)
     with serving() as served:
         yield served
@@ -62,7 +66,9 @@ def asked(served: Served, job: str = "default") -> Claim:
 
 @contextmanager
 def claimant(way: str, port: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Starts a process with a forked child, which outlives it; yields the process and its number."""
+    """Starts a process that claims a number, and its forked child, which outlives it; yields the process and the
+    number.
+    """
     command = [sys.executable, "-c", CLAIMANT, way, str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -74,7 +80,9 @@ def claimant(way: str, port: int) -> Iterator[tuple[subprocess.Popen[bytes], int
 
 
 def test_each_has_the_lowest_number_that_is_free_wherever_it_is(scheduler: Served) -> None:
-    """Numbers 0 and 2 are locked on the scheduler's machine, the others are asked for over the network."""
+    """Callers on the scheduler's machine (lock files) and elsewhere (calls) always get the lowest number that is
+    free.
+    """
     port = scheduler.server.port
     held = [lock_lowest("default", port), asked(scheduler), lock_lowest("default", port), asked(scheduler)]
     assert [claim.number for claim in held] == [0, 1, 2, 3]
@@ -110,7 +118,7 @@ def test_a_killed_process_holds_no_number_though_its_worker_lives_on(scheduler: 
 
 
 def test_a_stopped_machine_holds_no_number_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped process says nothing, like a machine that has vanished, while its connection stands."""
+    """The number of a stopped process is freed after some silence, although its connection stays open."""
     monkeypatch.setattr(claims, "SILENCE_S", 1.0)
     with serving() as served, claimant("asks", served.server.port) as (process, _):
         process.send_signal(signal.SIGSTOP)
@@ -118,7 +126,9 @@ def test_a_stopped_machine_holds_no_number_for_ever(monkeypatch: pytest.MonkeyPa
 
 
 class Pauses:
-    """Call of a client that pauses before each word but the first, for so many seconds of the loop's clock."""
+    """gRPC context of a client that pauses for `pause_s` (of the loop's clock, which is moved) before each message but
+    the first.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -153,7 +163,9 @@ def test_the_patience_is_for_each_word(monkeypatch: pytest.MonkeyPatch, share: f
 
 
 def test_who_has_a_number_speaks_until_the_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A holder's interpreter lock may be taken for seconds, by a fork or a collection: that costs a word or two."""
+    """A process with a number repeats its request until the scheduler ends the call, several times per silence
+    limit.
+    """
     assert claims.SILENCE_S >= 4 * claims.WORD_S
     jobs: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Commands of `chaos-lightning` that concern the scheduler."""
+"""Tests the commands of `chaos-lightning` that talk to the scheduler."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*arguments: str) -> Any:
 
 
 def plain(text: str) -> str:
-    """Returns the help text without its frames and line breaks."""
+    """Returns a help text without frames and line breaks."""
     return " ".join("".join(c if c not in "│╭╮╰╯─" else " " for c in text).split())
 
 
@@ -80,7 +80,7 @@ def test_commands_show_the_keys_they_are_given(tmp_path: Path, monkeypatch: pyte
 
 
 def attending_as(served: Served, keys: Path) -> Any:
-    """Returns a context in which a member called a is welcomed."""
+    """Returns a context manager within which a member with the keys of node a is connected and welcomed."""
     client = attending(served.endpoint, token=Credentials(keys=KeyFolder(keys / NODES / "a")))
 
     @contextlib.contextmanager
@@ -139,7 +139,7 @@ def test_status_shows_members(tmp_path: Path) -> None:
 
 
 class Trains:
-    """Real machine, with three members on one machine that train."""
+    """Real state machine with three members on one machine that train."""
 
     HOST = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0/pid:[4026531836]"
 
@@ -185,7 +185,7 @@ def test_status_has_a_line_per_member_in_80_columns(monkeypatch: pytest.MonkeyPa
 
 
 class Large:
-    """Machine of a job of 40 members, of which one has no stream."""
+    """Machine that reports a job of 40 members, of which one is not connected."""
 
     def __init__(self, settings: Settings, chain: fx.Chain) -> None: ...
 
@@ -214,7 +214,7 @@ def test_status_of_a_large_job_counts_and_lists_what_is_odd() -> None:
 
 
 def test_a_terminal_that_wants_no_colours_gets_none() -> None:
-    """A dumb terminal gets no escape sequences at all; bold is no colour."""
+    """With NO_COLOR a command prints no colours (bold is none), and on a dumb terminal no escape sequences at all."""
     terminal = {"FORCE_COLOR": "1", "NO_COLOR": ""}
     colour = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3|4|9|10)[0-8][\d;]*m")
     with serving(machine=Trains) as served:

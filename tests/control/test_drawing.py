@@ -1,4 +1,4 @@
-"""Plans are drawn in another process, one at a time; if that process fails, an answer still comes."""
+"""Tests that plans are computed in another process, one at a time, and that its failure is answered, too."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ HANGING = f"{WAITING}; import signal; signal.pause()"
 
 
 def wish(token: int = 1, kind: str = "auto") -> DrawPlan:
-    """Returns a wish for one member more than is planned for at once, on a ring with one slow link and a chord across
-    it.
-    """
+    """Returns a planning request for a ring with one slow link, one member too large to be planned at once."""
     members = tuple(Member(f"n{i}~{i}", f"n{i}", f"h{i}", "127.0.0.1", 1) for i in range(SMALL_JOB + 1))
     ids = [m.id for m in members]
     links = {(ids[i], ids[i + 1]): (0.001, 1e9, 1e9) for i in range(SMALL_JOB)}
@@ -40,7 +38,7 @@ def wish(token: int = 1, kind: str = "auto") -> DrawPlan:
 
 
 class Answers:
-    """Answers of the planner, with an event that is set when one has come."""
+    """Collects the planner's answers, and sets an event when one has come."""
 
     def __init__(self) -> None:
         self.all: list[Drawn] = []
@@ -60,7 +58,7 @@ def command(code: str, *words: object) -> tuple[str, ...]:
 
 
 async def pid_in(path: Path) -> int:
-    """Returns the id of the process that writes it to this file."""
+    """Waits until a process has written its id into a file; returns the id."""
     await asyncio.to_thread(until, lambda: path.exists() and path.read_text(), "a process to begin")
     return int(path.read_text())
 
@@ -91,7 +89,9 @@ def test_another_process_draws_what_this_one_would(kind: str) -> None:
 
 
 def test_what_a_planner_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler finds a planner of the user's, which may print and fail."""
+    """A user's planner that prints to stdout and fails makes an answer with its error; the print is not taken for
+    one.
+    """
     (tmp_path / "chatty.py").write_text(
         "def draw(network, nbytes):\n    print('{}', flush=True)\n    raise OSError(9)\n"
     )
@@ -167,7 +167,7 @@ def test_the_newest_request_ends_the_one_before_and_the_end_ends_all(tmp_path: P
 
 
 def search(token: int = 1) -> SearchPipelines:
-    """Returns a search of pipelines for three members, of which one is twice as fast."""
+    """Returns a request for pipelines of three members, of which one is twice as fast as the others."""
     layers = tuple(Layer(name=f"block.{i}", forward_s=1.0, backward_s=2.0, parameter_nbytes=10) for i in range(4))
     devices = tuple(Device(name=f"m{i}~{i}", memory_nbytes=1000, speed=1.0 + (i == 0)) for i in range(3))
     return SearchPipelines(

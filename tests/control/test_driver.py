@@ -1,4 +1,4 @@
-"""Batches for the scheduler's machine: each event at once while it is quick, many together while it is slow."""
+"""Tests the batches for the scheduler's machine: single events while it is quick, many together while it is slow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVENTS = 200
 
 
 class Recorder:
-    """Machine that says nothing, and for which each batch seems to take so many seconds."""
+    """Machine that has no effects, counts the events of each batch, and seems to need `took_s` seconds for it."""
 
     def __init__(self, took_s: float) -> None:
         self.batches: list[int] = []
@@ -34,7 +34,7 @@ class Recorder:
 
 
 def batches(took_s: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns the sizes of the batches in which single events are fed."""
+    """Returns the sizes of the batches that a driver makes of events fed one by one, if each batch takes `took_s`."""
     machine = Recorder(took_s)
     monkeypatch.setattr(driver.time, "thread_time", lambda: machine.busy_s)
 

@@ -1,4 +1,4 @@
-"""Tests the election: one candidate leads at a time, and soon another one when it dies, freezes, resigns or loses its
+"""Tests the election: one candidate leads at a time, and another soon after it dies, freezes, resigns or loses its
 lease.
 """
 
@@ -36,7 +36,7 @@ PATIENCE_S = 60.0
 
 
 class Running:
-    """Candidate in this process; `said` lists the outcomes."""
+    """Candidate in this process; the queue `said` has its outcomes."""
 
     def __init__(
         self, servers: EtcdServers, job: str, name: str, *, elsewhere: bool = False, services: str = "jobs"
@@ -84,7 +84,7 @@ def start(stack: contextlib.ExitStack, servers: EtcdServers, job: str, name: str
 
 @pytest.mark.slow
 def test_who_stands_by_is_needed_until_etcd_is_gone(tmp_path: Path, job: str, running: contextlib.ExitStack) -> None:
-    """A hosted scheduler without members ends after a while; a standby has no members and must stay."""
+    """A candidate counts as standing by, so that it must not end for idleness, until etcd is gone."""
     one = running.enter_context(servers(tmp_path / "etcd", 1))
     a = start(running, one, job, "a")
     a.hears("elected")
@@ -150,7 +150,9 @@ def test_a_leader_that_lost_its_lease_writes_nothing_more_though_nobody_leads_ye
 def test_a_lease_that_ends_while_waiting_is_taken_anew(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
-    """A waiting candidate's lease ends, as in a long pause of the machine."""
+    """A waiting candidate whose lease has expired, as after a long pause of the machine, takes a new one, and is
+    elected later.
+    """
     a = start(running, etcd, job, "a")
     a.hears("elected")
     b = start(running, etcd, job, "b")
@@ -198,7 +200,7 @@ def test_etcd_that_cannot_be_reached_ends_a_reign_no_later_than_its_lease(
 def test_another_service_elects_a_leader_of_its_own_beside_a_job(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack
 ) -> None:
-    """A tally, which is no job, has the job's name: neither the election nor the log of one touches the other's."""
+    """A service of another kind that has a job's name elects a leader of its own, and keeps its own log."""
     leads_job = start(running, etcd, job, "s")
     guard = leads_job.hears("elected")
     chain = running.enter_context(etcd_chain(etcd.client(), job, guard=guard))
@@ -251,7 +253,7 @@ threading.Event().wait()
 
 @contextlib.contextmanager
 def child(servers: EtcdServers, job: str) -> Iterator[subprocess.Popen[str]]:
-    """Runs a candidate in a process of its own while the block runs."""
+    """Runs a candidate in a process of its own within the block."""
     command = [sys.executable, "-c", CANDIDATE, servers.address, job]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -293,7 +295,9 @@ def test_a_dead_or_frozen_leader_is_followed_by_the_next_and_learns_it_when_it_w
 def test_a_leader_of_this_machine_that_is_hidden_from_a_candidate_goes_on(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The candidate watches the hidden leader like one on another machine."""
+    """A candidate that cannot see a leader's process on its own machine watches it by a connection, and does not depose
+    it.
+    """
     a = start(running, etcd, job, "a")
     a.hears("elected")
     monkeypatch.setattr(process_table.watcher, "stat", lambda pid: None)
@@ -308,7 +312,9 @@ def test_a_leader_of_this_machine_that_is_hidden_from_a_candidate_goes_on(
 def test_a_candidate_that_did_not_hear_that_it_was_elected_leads(
     etcd: EtcdServers, job: str, running: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The candidate's own key, on its earlier lease, must not keep it waiting for the end of that lease."""
+    """A candidate that was elected, but got no answer, leads at once, and does not wait for the end of its own
+    lease.
+    """
     once, get, left = EtcdClient.transact, EtcdClient.get_all, [1]
 
     def is_there(client: EtcdClient, key: str) -> bool:

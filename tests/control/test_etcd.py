@@ -1,4 +1,4 @@
-"""The chain in a real etcd: cases that the conformance suite (test_store.py) cannot ask of all stores."""
+"""Tests the chain in a real etcd, beyond what test_store.py asks of all stores."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_nobody_there_is_told_within_the_deadline() -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_the_deadline_that_is_named_is_the_calls_own(client: str) -> None:
-    """A call's own deadline replaces the client's default, by which most calls go."""
+    """A deadline given with a call replaces the client's default one."""
     address = EtcdAddress(servers=("127.0.0.1:1",), client=client)
     with contextlib.closing(open_client(address, deadline_s=30.0)) as made:
         for call in (lambda: made.get_all("key", deadline_s=0.2), lambda: made.keep_alive(7, 0.2)):
@@ -242,7 +242,7 @@ def test_a_server_that_is_restarted_forgets_nothing_and_watches_go_on(tmp_path: 
 
 
 def killed_thrice(one: EtcdServers, over: threading.Event) -> threading.Thread:
-    """Kills this server and starts it again, three times; then sets `over`."""
+    """Starts a thread that kills and restarts an etcd server three times, and then sets `over`."""
 
     def kill_and_start() -> None:
         for _ in range(3):
@@ -275,7 +275,9 @@ def test_servers_killed_again_and_again_in_mid_write_lose_nothing_that_was_ackno
 
 
 def test_a_log_that_is_cut_while_servers_are_killed_is_whole_at_any_moment(tmp_path: Path, job: str) -> None:
-    """Each record holds the number of records so far; every third one sums up and deletes the records before it."""
+    """A reader always finds the whole log while its writer cuts it every third record and the etcd server is killed
+    repeatedly.
+    """
     with servers(tmp_path / "etcd", 1) as one, store(one, job) as chain, store(one, job) as other:
         writer, reader, over = chain.store, other.store, threading.Event()
         end, seen = writer.take_term(), 0
@@ -306,7 +308,9 @@ def finished(chain: JobChain) -> None:
 def test_a_job_begins_again_though_the_answer_got_lost(
     etcd: EtcdServers, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client asks anew, and is told of another writer's record, which is its own."""
+    """A finished job begins again even if the answer of etcd got lost, and the repeated request meets its own first
+    one.
+    """
     with store(etcd, job) as chain:
         finished(chain)
         once = chain.store._client.transact
@@ -345,7 +349,7 @@ def test_a_job_that_another_one_has_begun_again_is_left_to_it(
 
 
 def append_patiently(chain: JobChain, effect: Persist) -> Appended:
-    """Appends to the chain as the scheduler does, which tries again for seconds."""
+    """Appends a decision as the scheduler does: retries for some seconds."""
     deadline = time.monotonic() + 30
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Tests faults of etcd and the scheduler's messages about them: addresses, passwords, certificates, disks, clocks."""
+"""Tests the messages about etcd's faults: addresses, passwords, certificates, disks and clocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def job() -> str:
 
 @contextlib.contextmanager
 def black_hole() -> Iterator[str]:
-    """Accepts connections, never answers."""
+    """Yields HOST:PORT of a server that accepts connections and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -133,7 +133,7 @@ def test_servers_that_accept_and_never_answer_are_passed_by(etcd: EtcdServers, j
 
 @pytest.mark.usefixtures("each_client")
 def test_a_watch_leaves_a_server_that_froze(etcd_of_three: EtcdServers, each_client: str) -> None:
-    """Calls notice the frozen server within a second; the watch itself would wait for gRPC's keepalive."""
+    """A watch leaves a frozen server soon, once another call has noticed it, and not only after gRPC's keepalive."""
     client = etcd_of_three.client()
     stop, began, seen = threading.Event(), threading.Event(), threading.Event()
 
@@ -169,7 +169,7 @@ def test_a_watch_leaves_a_server_that_froze(etcd_of_three: EtcdServers, each_cli
 
 
 def auth(server: str, what: str, **fields: str) -> None:
-    """Calls etcd's JSON gateway for authentication."""
+    """Sends a request about users and roles to etcd's JSON gateway."""
     request = urllib.request.Request(f"http://{server}/v3/auth/{what}", json.dumps(fields).encode(), method="POST")
     with urllib.request.urlopen(request, timeout=10):
         pass
@@ -177,7 +177,7 @@ def auth(server: str, what: str, **fields: str) -> None:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Etcd server with passwords: root may do everything, ann nothing."""
+    """Etcd server with passwords: user root may do everything, user ann nothing."""
     with servers(tmp_path_factory.mktemp("locked"), 1) as made:
         server = made.servers[0].endpoint
         for user in ("root", "ann"):
@@ -215,7 +215,7 @@ def test_the_right_password_lets_in_and_tokens_are_renewed(locked: str, tmp_path
 def test_a_watch_with_a_token_that_is_no_longer_valid_gets_another(
     locked: str, tmp_path: Path, job: str, kind: str
 ) -> None:
-    """Etcd answers that the watch is canceled, and no call needs to report that the token has ended."""
+    """A watch whose token has expired gets a new token by itself, although etcd only reports it as cancelled."""
     from etcd_for_tests import need_client
 
     address = with_password(locked, "root", "root's", tmp_path) + f"&client={need_client(kind)}"
@@ -340,7 +340,7 @@ def test_ones_own_certificate_is_looked_at_before_anything_starts(tmp_path: Path
 
 
 def maintain(server: str, what: str, **fields: str) -> dict[str, Any]:
-    """Calls etcd's maintenance gateway, as etcdctl does; returns the answer."""
+    """Sends a maintenance request to etcd's JSON gateway; returns the answer."""
     body = json.dumps(fields).encode()
     request = urllib.request.Request(f"http://{server}/v3/maintenance/{what}", body, method="POST")
     with urllib.request.urlopen(request, timeout=10) as reply:
@@ -380,7 +380,7 @@ def test_a_full_disk_is_told_with_what_to_do_and_after_that_it_goes_on(tmp_path:
 
 @pytest.mark.slow
 def test_a_watch_that_catches_up_in_parts_loses_nothing_when_it_breaks(tmp_path: Path) -> None:
-    """Etcd sends missed changes to a watch in parts of a thousand, each part with the newest revision."""
+    """A watch that is interrupted between two parts of a long history resumes without losing a change."""
     count = 2500
     with servers(tmp_path / "etcd", 1) as one, contextlib.closing(one.client()) as client:
         for number in range(count):
@@ -402,7 +402,7 @@ def test_a_watch_that_catches_up_in_parts_loses_nothing_when_it_breaks(tmp_path:
 
 
 def test_a_wall_clock_that_jumps_changes_nothing(etcd: EtcdServers, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases go by the time since boot, chains by revisions; the wall clock is only written down."""
+    """Jumps of the wall clock neither end a lease nor stop the chain, since both use other clocks and revisions."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     with contextlib.closing(etcd.client()) as client, etcd_chain(etcd.client(), job) as chain:
         election = Election(

@@ -1,4 +1,4 @@
-"""Two jobs of one name in one etcd: whose settings hold, and which keys a scheduler takes for its own."""
+"""Tests two schedulers of one job name in etcd: whose settings count, and which keys each takes for its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def candidacy_of(etcd: EtcdServers, job: str, **rules: int) -> tuple[EtcdCandida
 
 @contextlib.contextmanager
 def leading(candidacy: EtcdCandidacy, name: str) -> Iterator[None]:
-    """Waits until the candidacy is elected, and closes it after the block."""
+    """Waits until a candidacy is elected, and closes it after the block."""
     elected = threading.Event()
     candidacy.stand(f"{name}:1", elected.set, lambda reason: None, lambda *_, **__: None, set)
     try:
@@ -66,7 +66,7 @@ def test_who_follows_a_leader_goes_by_the_rules_of_the_job(etcd: EtcdServers, jo
 
 
 def test_who_comes_alone_brings_rules_of_its_own(etcd: EtcdServers, job: str) -> None:
-    """An operator has started the only scheduler anew, with fewer nodes."""
+    """A scheduler that an operator starts alone, after the earlier one, sets the job's settings anew."""
     for number, nodes in enumerate((2, 1)):
         candidacy, given = candidacy_of(etcd, job, min_nodes=nodes)
         with leading(candidacy, f"s{number}"):

@@ -1,4 +1,4 @@
-"""Etcd servers run by the tests: a server that ends is started again, or given up with its last words."""
+"""Tests the local etcd servers: one that ends is restarted, or given up with its last words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALWAYS_S = 600.0
 
 @contextlib.contextmanager
 def taken(port: int) -> Iterator[None]:
-    """Listens at a port while the block runs."""
+    """Occupies a port within the block."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))
@@ -80,7 +80,9 @@ def test_one_that_ran_well_is_started_again_however_often_it_is_killed(tmp_path:
 
 
 def test_ready_means_every_one_of_them(tmp_path: Path) -> None:
-    """A server that is still starting may be the one that a majority lacks when the next one is killed."""
+    """`wait_ready` waits for every server, since a slow one may be missing from the majority when the next is
+    killed.
+    """
     with servers(tmp_path / "etcd", 3) as three:
         frozen = three.servers[1]
         os.kill(frozen.pid, signal.SIGSTOP)
@@ -151,7 +153,7 @@ def test_the_command_gives_up_and_says_why(tmp_path: Path) -> None:
 
 
 def take(stack: contextlib.ExitStack, folder: Path) -> bool:
-    """Takes the server's port as soon as it is free, which is before the end of the server is seen."""
+    """Tries to occupy the port of the server whose folder this is; returns whether it was free."""
     with contextlib.suppress(OSError):
         stack.enter_context(taken(json.loads((folder / "ports.json").read_text())[0]))
         return True

@@ -1,4 +1,4 @@
-"""Scheduler processes: started detached, found by racing starters, continued after SIGKILL, archived when finished."""
+"""Tests schedulers started in the background: by racing starters, continued after SIGKILL, archived when finished."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def endpoint() -> str:
 
 @pytest.fixture
 def started() -> Iterator[list[HostedScheduler]]:
-    """Schedulers that are ended by their own pid after the test."""
+    """List to which tests add schedulers; each is ended after the test."""
     found: list[HostedScheduler] = []
     yield found
     for scheduler in found:
@@ -99,7 +99,7 @@ def test_two_candidates_of_one_machine_have_logs_of_their_own_and_are_named_as_t
 
 
 def founder(endpoint: str, name: str = "a", job: str = "job") -> Client:
-    """Returns a member that is ready as soon as it is told about its links."""
+    """Returns a member that is ready as soon as it is told its links."""
     client = Client(endpoint, name, job=job)
     client.answer = lambda message: [Ready()] if isinstance(message, OpenLinks) else []
     return client
@@ -258,7 +258,9 @@ def test_nobody_hosts_a_scheduler_that_lacks_the_jobs_chain(endpoint: str, start
 
 
 def test_a_hosted_scheduler_that_lacks_the_chain_gives_the_endpoint_up() -> None:
-    """A scheduler that an operator has started, or one that leads a job of its own, does not give up the endpoint."""
+    """A scheduler that a member started ends if members know a chain that its store lacks; one of an operator's, or
+    with members of its own, stays.
+    """
     stands = {"resume": "a~1", "view": ViewId(1, 7), "term": 1, "chain": "0123456789abcdef"}
     for gives_way, founds in ((True, False), (False, False), (True, True)):
         with serving(machine=real_machine, gives_way=gives_way) as served:
@@ -283,7 +285,9 @@ def test_a_hosted_scheduler_that_lacks_the_chain_gives_the_endpoint_up() -> None
 def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
-    """The scheduler may have been seen serving before it gave the endpoint up, or not."""
+    """`ensure_scheduler` returns None if the scheduler that it started gave up the endpoint, whether or not it was seen
+    serving.
+    """
     spawn, spawned = hosting._spawn, list[HostedScheduler]()
 
     def spawned_and_gone(*given: Any) -> HostedScheduler:
@@ -309,7 +313,9 @@ def test_who_started_a_scheduler_that_gave_the_endpoint_up_waits_as_others_do(
 def test_nobody_takes_the_port_of_the_scheduler_that_a_hosted_one_gave_way_to(
     endpoint: str, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member finds the endpoint free a moment later: the operator's scheduler may still be starting."""
+    """For a while after a scheduler gave up the endpoint none is started there, since the right one may be about to
+    start.
+    """
     monkeypatch.setattr(hosting, "GAVE_WAY_PAUSE_S", 600.0)  # a busy machine may take longer than the usual pause
     stands = {"resume": "a~1", "view": ViewId(1, 7), "term": 1, "chain": "0123456789abcdef", "job": "job"}
     with attending(endpoint, "a", hello_factory=lambda: hello("a", **stands)):
@@ -334,7 +340,9 @@ def leftover(chain: str) -> MemoryStore:
 
 @pytest.mark.parametrize("chain", ["fedcba9876543210", "0123456789abcdef"])
 def test_a_hosted_scheduler_on_a_leftover_or_an_older_copy_gives_the_endpoint_up(chain: str) -> None:
-    """A scheduler on another day's chain gives up once the members of that chain had time to come back."""
+    """A scheduler on a leftover chain gives up the endpoint, once that chain's own members have had time to come
+    back.
+    """
     stands = hello("a", resume="a~1", view=ViewId(1, 7), term=1, chain="0123456789abcdef")
     rules = Settings(reconnect_grace_s=0.2)
     made = lambda: leftover(chain)  # noqa: E731
@@ -397,7 +405,9 @@ def test_a_restarted_worker_does_not_begin_a_finished_job_again(endpoint: str) -
 def test_a_worker_that_torchrun_restarted_begins_no_job_itself(
     endpoint: str, tmp_path: Path, started: list[HostedScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The torchrun agent looked for the job before it started the worker; the job may have finished since."""
+    """A worker that torchrun restarted begins no new job if its job has finished; one started for the first time
+    does.
+    """
     chain = tmp_path / "chain.sqlite"
     finished_chain(chain)
     monkeypatch.setenv("CHAOS_STORE", str(chain))

@@ -1,4 +1,4 @@
-"""With --json a command prints one JSON object on stdout and nothing else; errors stay on stderr, with their codes."""
+"""Tests that with --json a command prints one JSON object on stdout and nothing else, and errors on stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Said = tuple[int, str, str]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
-    """Function that runs a command and returns its exit code, stdout and stderr, as a script sees them."""
+    """Function that runs a command, and returns its exit code, stdout and stderr."""
 
     def command(*words: str) -> Said:
         monkeypatch.setattr(sys, "argv", ["chaos-lightning", *words])
@@ -38,7 +38,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def shown(said: Said, code: int = 0) -> dict[str, Any]:
-    """Returns the one object on stdout; checks that nothing else is there."""
+    """Checks that stdout is one JSON object and nothing else; returns the object."""
     assert said[0] == code, said
     found = json.loads(said[1])
     assert isinstance(found, dict)

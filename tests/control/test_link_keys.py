@@ -1,6 +1,4 @@
-"""Keys of links: which member gets which, what changes under another scheduler, and how both ends of a link agree on
-one.
-"""
+"""Tests the keys of links: who gets which, what a new scheduler changes, and how two ends agree on one."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def a_view(number: int, *ids: str, links: tuple[LinkSpec, ...] = ()) -> View:
 
 
 class Told:
-    """Key issuer of a scheduler, and the messages that each member was sent."""
+    """Key issuer of a scheduler, with the messages that it sent to each member."""
 
     def __init__(self, rule: str = "encrypted", *, secret: bool = True) -> None:
         self.issuer = KeyIssuer(Settings(links=rule), secret_channel=secret)
@@ -75,7 +73,7 @@ class Told:
             self.send(i, Welcome(member(i), 1, "founder", "", 0.1, 0.3))
 
     def keys(self, of: str, peer: str) -> list[LinkKey]:
-        """Returns a member's keys for a peer, in the order in which they were sent."""
+        """Returns the keys for a peer that a member was sent, in order."""
         messages = [m for m in self.messages[NUMBERS[of]] if isinstance(m, LinkKeys)]
         return [key for keys_message in messages for key in keys_message.keys if key.peer == peer]
 
@@ -126,7 +124,7 @@ def test_keys_of_members_that_are_gone_are_void() -> None:
 
 
 def test_keys_of_members_that_another_scheduler_let_in_are_void_too() -> None:
-    """The old scheduler died; the first act of the next one removes c~3, for which it never made a key."""
+    """A new scheduler declares void also the keys of members that only its predecessor had let in."""
     told = Told()
     chain = ("a~1", "b~2", "c~3", "x~0")
     told.issuer = KeyIssuer(Settings(links="encrypted"), secret_channel=True, members=chain)
@@ -290,7 +288,9 @@ def test_a_rule_that_comes_with_weaker_levels_than_it_says_is_objected_to(told: 
 def meet(
     ours: Keyring | None, theirs: Keyring | None, *, token: bytes = b""
 ) -> tuple[socket.socket | None, Greeting | None, str]:
-    """Lets a dial b; returns the sockets' outcome at each end, and why a link was refused."""
+    """Lets member a dial member b with their keyrings; returns a's socket, b's greeting, and why the link was
+    refused.
+    """
     outcome: dict[str, Any] = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -325,7 +325,7 @@ def rings(ours: list[int], theirs: list[int], rule: str = "encrypted") -> tuple[
 @pytest.mark.parametrize(("ours", "theirs"), [([1], [1]), ([1, 2], [1]), ([1], [1, 2]), ([1, 2], [2, 3])])
 @pytest.mark.parametrize("rule", ["authenticated", "encrypted"])
 def test_ends_that_share_a_key_meet_whatever_else_they_know(ours: list[int], theirs: list[int], rule: str) -> None:
-    """One end of a link may have heard of a newer view than the other."""
+    """Two ends with a common key make a protected link, even if one of them knows keys of newer views."""
     mine, greeting, words = meet(*rings(ours, theirs, rule), token=b"token")
     assert mine is not None, words
     with mine:
@@ -377,7 +377,9 @@ def test_strangers_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nobody_talks_a_member_into_less_protection() -> None:
-    """Both ends know the key, but one wants only tags, as if under another rule."""
+    """An end that asks for less protection is refused; where one demands more than the other, both use the stronger
+    level.
+    """
     one, _ = rings([1], [1], "authenticated")
     _, other = rings([1], [1], "encrypted")
     mine, _, words = meet(one, other)
@@ -395,7 +397,7 @@ def test_nobody_talks_a_member_into_less_protection() -> None:
 
 
 def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(tmp_path: Path) -> None:
-    """Neither the event log nor the store nor `status` has a byte of the keys, in any usual encoding."""
+    """Keys reach both ends of a link by the control streams, and appear in neither event log nor store nor `status`."""
     chain = tmp_path / "chain.sqlite"
     log = EventLog.in_directory(tmp_path / "logs", "scheduler")
 
@@ -432,7 +434,7 @@ def test_keys_reach_both_ends_over_the_control_streams_and_are_written_nowhere(t
 
 
 class Follower:
-    """Candidacy for a job whose settings come from another scheduler, which died."""
+    """Candidacy of a scheduler that continues a job with the settings `stored` by its predecessor."""
 
     def __init__(self, stored: Settings) -> None:
         self._stored = stored
@@ -466,7 +468,9 @@ class Follower:
 
 
 def test_a_scheduler_that_follows_another_one_protects_links_by_the_rules_of_the_job() -> None:
-    """The setting with which the following scheduler was started itself does not count."""
+    """A scheduler that takes over a job protects links by the job's stored setting, not by the one it was started
+    with.
+    """
     candidacy = Follower(Settings(links="encrypted"))
     with (
         serving(settings=Settings(links="checksum"), candidacy=candidacy) as served,

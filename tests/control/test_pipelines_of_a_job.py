@@ -1,4 +1,4 @@
-"""A real scheduler plans the pipelines of a live job; its members talk over gRPC, and one of them dies."""
+"""Tests that a real scheduler plans pipelines for members that talk to it by gRPC, and plans anew when one dies."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ WORKERS = 2
 
 
 def asks(room: int, **more: Any) -> str:
-    """Returns the request for pipelines of a member: a model of four layers, on a device with room for `room` of
-    them.
-    """
+    """Returns a member's request for pipelines: a model of four layers, on a device with memory for `room` of them."""
     layers = tuple(Layer(name=f"block.{i}", forward_s=1.0, backward_s=2.0, parameter_nbytes=10) for i in range(4))
     device = Device(name="me", memory_nbytes=10 * room)
     job = TrainingJob(layers=layers, devices=(device,), micro_batches=4)
@@ -55,7 +53,7 @@ def asks(room: int, **more: Any) -> str:
 
 
 class Scripted:
-    """Member without tensors: it enters each view at once, holds the layers that it owns there, and reports them."""
+    """Member without tensors: enters each view at once, and reports the layers that the view gives it."""
 
     def __init__(self, endpoint: str, name: str, pid: int, pipelines: str) -> None:
         self.view: View | None = None
@@ -97,7 +95,7 @@ class Scripted:
         return Entered(view.id, at.seq, at.step, at.hash, division(view).owned(self.id), view.chain)
 
     def commits(self, header: Header) -> None:
-        """Reports this header as the member's newest from now on."""
+        """Reports `header` as the member's newest commit, now and in later heartbeats."""
         self.header = header
         assert self.view is not None
         self.client.agent.send(self._stands(self.view))
@@ -108,7 +106,7 @@ class Scripted:
         return found.view
 
     def die(self) -> None:
-        """Breaks the member's stream without a word, as by SIGKILL."""
+        """Ends the member's stream without a goodbye, as SIGKILL does."""
         talk = self.client.agent._talk
         self.client.agent._stopping = True
         assert talk is not None
@@ -117,7 +115,7 @@ class Scripted:
 
 
 def found(endpoint: str, text: str) -> list[Scripted]:
-    """Returns two members that have founded the job and have committed a step."""
+    """Returns two members that have founded the job and committed a step."""
     members = [Scripted(endpoint, name, pid, text) for pid, name in enumerate("ab", 1)]
     view = members[0].decided(lambda v: len(v.members) == 2)
     for member in members:
@@ -137,7 +135,7 @@ def machine(endpoint: str) -> dict[str, Any]:
 
 
 def chosen(logs: Path) -> list[Mapping[str, Any]]:
-    """Returns the decisions about pipelines that the scheduler has logged."""
+    """Returns the decisions about pipelines that the scheduler's event log has."""
     return [r.fields for r in read_events(logs) if r.name == "pipelines"] if log_files(logs) else []
 
 

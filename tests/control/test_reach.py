@@ -1,5 +1,5 @@
-"""Conditions under which a leader hands over because members reach another candidate, and under which a candidate knows
-that the leader is gone.
+"""Tests when a leader resigns because members reach another candidate only, and when a candidate takes a leader for
+dead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ PATIENCE_S = 30.0
 
 
 def judged(view: Reach, present: set[str], elsewhere: dict[str, list[str]], until_s: float = 10.0) -> str:
-    """Returns the first reason to resign within this time, checked as often as a leader does."""
+    """Returns time and reason of the first judgement within `until_s` that the leader must resign; "" if there is
+    none.
+    """
     now = 100.0
     while now < 100.0 + until_s:
         if view.due(now) and (reason := view.judge(now, present, elsewhere)):
@@ -143,8 +145,8 @@ def test_who_was_never_reached_may_listen_for_others(listener: socket.socket) ->
 def test_the_leader_of_another_machine_is_followed_when_its_machine_says_that_it_is_gone(
     etcd: EtcdServers, listener: socket.socket
 ) -> None:
-    """The leader's lease would live on: here the thread that renews it continues, as if it had not been told of the
-    end.
+    """A candidate deposes a leader on another machine, although its lease is prolonged, once that machine refuses
+    connections.
     """
     job, clients = f"job-{time.monotonic_ns()}", [etcd.client(), etcd.client()]
     said: queue.Queue[tuple[str, Any]] = queue.Queue()

@@ -1,4 +1,4 @@
-"""`chaos-lightning reset` ends a job on the operator's word, through its scheduler or on its chain."""
+"""Tests `chaos-lightning reset`: it ends a job through its scheduler, or directly on its chain."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def answer(message: object) -> list[Any]:
 
 
 def a_chain(path: Path, **changes: Any) -> SchedulerOptions:
-    """Makes the chain of a job that was killed as a whole; its member was a process of this machine, unless `changes`
-    say otherwise.
+    """Makes the chain of a job that was killed; its only member ran in this process, except for what `changes`
+    replaces.
     """
     values = {"host": host_identity(), "pid": os.getpid(), "pid_start": start_time(os.getpid()), **changes}
     member = Member("a~1", "a", values.pop("host"), values.pop("address", "10.0.0.9"), 1, **values)
@@ -96,7 +96,7 @@ def test_a_job_whose_member_lives_is_ended_by_force_and_the_next_one_begins_at_t
 
 
 def test_nothing_is_promised_for_an_empty_store_beside_members_that_lack_their_chain() -> None:
-    """With an empty store, --force would have nothing to end either, so the error does not name it."""
+    """The refusal does not suggest --force if the store is empty, since there is nothing to end."""
     stands = hello("a", resume="a~1", view=ViewId(1, 7), term=1, chain="0123456789abcdef")
     with serving(machine=real_machine) as served, attending(served.endpoint, hello_factory=lambda: stands) as member:
         member.messages.wait_for(Refused)
@@ -106,7 +106,7 @@ def test_nothing_is_promised_for_an_empty_store_beside_members_that_lack_their_c
 
 
 def test_a_member_that_comes_back_after_the_reset_is_let_go_and_stops_no_next_job(chain: Path) -> None:
-    """The member's stream was down at the reset, and the scheduler has been started anew since."""
+    """A member that was cut off during a reset is released when it returns, and the next job begins without it."""
     options = a_chain(chain, host="elsewhere")
     with JobChain(SqliteStore(chain, "default")) as store:
         stands = {"resume": "a~1", "view": store.load().views[-1].id, "term": 1, "chain": store.tip().chain}
@@ -122,7 +122,7 @@ def test_a_member_that_comes_back_after_the_reset_is_let_go_and_stops_no_next_jo
 
 
 def test_newcomers_that_wait_at_a_dead_job_found_the_next_one(chain: Path) -> None:
-    """Waiting newcomers need not be started anew after the reset."""
+    """Newcomers that wait at a job whose members are dead found the next job after a reset, without a restart."""
     a_chain(chain, host="elsewhere")
     opened = lambda: SqliteStore(chain, "default", exclusive=True)  # noqa: E731
     rules = Settings(reconnect_grace_s=0.2)
@@ -188,7 +188,7 @@ def test_what_is_not_there_is_not_made(chain: Path) -> None:
 
 @pytest.fixture
 def stopped(chain: Path) -> Iterator[str]:
-    """Endpoint of a scheduler of this chain whose process is stopped by SIGSTOP."""
+    """Endpoint of a scheduler of this chain whose process is stopped."""
     with scheduler_process("--store", str(chain)) as process:
         endpoint = place_of(process)
         process.send_signal(signal.SIGSTOP)

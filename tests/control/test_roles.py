@@ -1,4 +1,4 @@
-"""Roles and their permissions: each cell of the table, with a real scheduler, real certificates and real calls."""
+"""Tests which role may make which call, each pair once, with a real scheduler, real certificates and real calls."""
 
 from __future__ import annotations
 
@@ -148,9 +148,7 @@ def test_each_cell_of_the_table(
 
 @pytest.mark.parametrize("what", CALLS)
 def test_the_port_behind_the_proxy_is_nobodys(what: str, keys: Keys, scheduler: Served, refusals: Refusals) -> None:
-    """The inner port listens on loopback for the TLS proxy alone; a process of this machine that finds it has no role
-    there.
-    """
+    """The gRPC port behind the TLS proxy refuses every direct call, even from this machine and with the token."""
     refusals.take()
     inner = scheduler.server._auth.inner_port
     assert inner != scheduler.server.port
@@ -276,7 +274,9 @@ BELL = "tests.Bell"
 
 
 class Bell(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Service beside the scheduler's: a ring is answered with the count of rings, a listener hears three."""
+    """Extra gRPC service in the scheduler's server: Ring returns how often it was called, Listen sends that three
+    times.
+    """
 
     def __init__(self) -> None:
         self.rung = 0
@@ -298,13 +298,13 @@ class Bell(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 @pytest.fixture
 def ringer(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Role of its own that exists during the test."""
+    """Role named "ringer" that is registered during the test."""
     monkeypatch.setattr(roles, "_SERVES", dict(roles._SERVES))
     return roles.register_role("ringer")
 
 
 def ring(endpoint: str, what: str, files: dict[str, str], token: str | None = None) -> list[str]:
-    """Returns the answer to one call of the bell, or the status with which the call ended."""
+    """Returns the answers to one call of the service `Bell`, or the status with which the call failed."""
     credentials = grpc.ssl_channel_credentials(*(files[name].encode() for name in (TRUSTED, KEY, CHAIN)))
     metadata = ((TOKEN_KEY, token.encode()),) if token is not None else ()
     with grpc.secure_channel(endpoint, credentials) as channel:
@@ -317,7 +317,9 @@ def ring(endpoint: str, what: str, files: dict[str, str], token: str | None = No
 
 
 def test_a_service_that_is_added_says_who_may_call_it(tmp_path: Path, ringer: str, refusals: Refusals) -> None:
-    """A service may have a role that only it knows; the scheduler's own calls are closed to that role."""
+    """An added service says which roles may call it, even a role of its own, which may make none of the scheduler's
+    calls.
+    """
     keys, bell = Keys(tmp_path / "keys"), Bell()
     keyfiles.add(keys.folder, KeyHolder("r", ringer))
     rights = {"Ring": Right((ringer, MEMBER), with_token=(MEMBER,)), "Listen": Right((OBSERVER,))}

@@ -1,4 +1,4 @@
-"""The scheduler's shell around a scripted machine: order of effects, streams, strangers, ends."""
+"""Tests the scheduler's server around a scripted machine: order of effects, streams, strangers, and ends."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_stream_is_opened_speaks_and_closes_in_good_order() -> None:
 
 
 def test_a_member_that_is_answered_at_once_keeps_its_stream() -> None:
-    """The machine may answer before the stream is open at both ends."""
+    """A member that the machine answers before its stream is open at both ends keeps the stream."""
 
     def at_once(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
         return [fx.Send(event.conn, welcome("a", event.conn))] if isinstance(event, fx.Opened) else None
@@ -123,7 +123,7 @@ def test_a_killed_member_is_an_abrupt_end(number: signal.Signals) -> None:
 
 
 def test_a_frozen_member_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only heartbeats judge a half-open stream; neither the shell nor gRPC's pings may report it as ended."""
+    """The stream of a frozen member is not reported as ended, neither by the server nor by gRPC's pings."""
     quick = [(key, 100 if "keepalive" in key or "ping_timeout" in key else value) for key, value in SERVER_OPTIONS]
     monkeypatch.setattr(auth_interceptor, "SERVER_OPTIONS", quick)
     beats = said(Heartbeat(NO_VIEW, 0, 0))
@@ -169,7 +169,7 @@ def test_words_for_a_stream_that_is_gone_are_dropped() -> None:
 
 
 class Journal(MemoryStore):
-    """Store that notes when each write is durable; it can be held, broken or deposed."""
+    """Store in memory that logs each write; tests can hold it up, let it fail, or let another scheduler outrank it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,9 @@ class Journal(MemoryStore):
 
 
 def persisting(journal: Journal) -> Any:
-    """Returns a rule: on Leave it sends one message, persists, and sends another; on Stored it sends the third."""
+    """Returns a rule for the scripted machine: at Leave it takes two decisions, with messages before, between and
+    after; it reports each as stored.
+    """
 
     def rule(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
         if said(Leave("x"))(event):
@@ -262,7 +264,7 @@ def test_a_store_that_stays_broken_ends_the_scheduler(monkeypatch: pytest.Monkey
 
 
 def finishing(event: fx.SchedulerEvent) -> list[fx.SchedulerEffect] | None:
-    """Finishes the job when a member asks to leave."""
+    """Rule for the machine: finishes the job when a member asks to leave."""
     if isinstance(event, fx.MessageIn) and isinstance(event.message, Leave):
         return [fx.Persist(1, "finish", ViewId(1, 1))]
     return [fx.SchedulerDone("the job is finished")] if isinstance(event, fx.Stored) else None
@@ -328,7 +330,7 @@ def test_an_error_of_the_machine_ends_the_scheduler_loudly(tmp_path: Path) -> No
 
 
 class Idle:
-    """A machine that does nothing."""
+    """State machine of a scheduler that ignores every event."""
 
     def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         return []
@@ -405,9 +407,7 @@ def test_odd_bytes_end_the_stream_and_are_logged(tmp_path: Path) -> None:
     "said", [{"name": "n" * 5000}, {"host": "\u20ac" * 5000}, {"term": (1 << 63) - 1}], ids=("name", "host", "term")
 )
 def test_a_forged_hello_is_refused_by_name_and_ends_no_scheduler(said: dict[str, Any]) -> None:
-    """Former bug: a hello's long text fitted into no view, so that the first view could not be written, and the
-    scheduler ended.
-    """
+    """Former bug: a hello with a text too long for any view ended the scheduler; now the sender alone is refused."""
     forged = [wrap_from_member(message) for message in (hello(**{"name": "x", **said, "pid": 9}), Ready())]
     with (
         serving(machine=real_machine, settings=Settings(min_nodes=1)) as served,

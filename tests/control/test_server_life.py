@@ -1,4 +1,4 @@
-"""A server that is asked to end stays for members that leave at the same moment, and for no others."""
+"""Tests that a server asked to end waits for members that leave at the same moment, and for no others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PATIENCE_S = 30.0
 
 
 def ends(scenario: Callable[[ServerLife, list[bool]], None], here: list[bool]) -> str:
-    """Returns why a server ends; `here` says of each connected member whether it leaves, and `scenario` is called at
-    each look at it.
+    """Returns the reason for a server's end; `here` has for each connected member whether it leaves, and `scenario` may
+    change it at each look.
     """
 
     async def live() -> str:
@@ -40,7 +40,9 @@ def test_it_ends_at_once_where_nobody_is() -> None:
 
 
 def test_it_ends_once_those_who_leave_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that hears of its signal a moment later counts as leaving; the others may stay."""
+    """The server ends once the leaving member is gone, also if it began to leave a moment later; others do not delay
+    it.
+    """
     monkeypatch.setattr(server_life, "_LOOK_S", 0.0)
     looks: list[list[bool]] = []
 

@@ -1,4 +1,4 @@
-"""Tests that newcomers wait for a silent or free scheduler port, and say what they wait for."""
+"""Tests that newcomers wait for a scheduler's port that is silent or free, and report what they wait for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ import grpc  # isort: skip  (after channel, which sets gRPC's environment)
 
 
 class Said(logging.Handler):
-    """Log handler whose lines can be waited for."""
+    """Log handler that collects lines, so that tests can wait for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def freeze(process: subprocess.Popen[str]) -> Callable[[], None]:
 
 
 def exhaust(process: subprocess.Popen[str]) -> Callable[[], None]:
-    """Leaves a process no file descriptor for another connection; returns a function that undoes this."""
+    """Limits a process to the file descriptors that it has; returns a function that restores the limit."""
     soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
     count = len(os.listdir(f"/proc/{process.pid}/fd"))
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (count, hard))
@@ -91,7 +91,7 @@ def exhaust(process: subprocess.Popen[str]) -> Callable[[], None]:
 
 @pytest.fixture
 def soon_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens the time after which an endpoint that says nothing counts as silent."""
+    """Shortens the time after which an endpoint counts as silent."""
     monkeypatch.setattr(channel, "fetch_status", lambda *a, **named: fetch_status(*a, **{**named, "timeout_s": 0.3}))
     monkeypatch.setattr(hosting, "is_another_kind", lambda host, port: is_another_kind(host, port, 0.2))
 

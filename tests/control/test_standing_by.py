@@ -1,4 +1,4 @@
-"""Tests a scheduler that stands by, is elected, and stands by again: its shell and its candidacy."""
+"""Tests a scheduler that waits, is elected, and waits again: its server and its candidacy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from chaos_lightning.security.access import LEADER_KEY
 
 
 class PlainCandidacy:
-    """Candidacy that the test elects: it leads when `elect` is called, or never."""
+    """Candidacy without etcd, which is elected when a test calls `elect`."""
 
     def __init__(self) -> None:
         self.elect: Callable[[], None] = lambda: None
@@ -89,7 +89,9 @@ def test_one_that_never_led_ends_when_nobody_needs_it() -> None:
 
 
 def test_who_stands_by_numbers_founders_too() -> None:
-    """Founders elsewhere ask the scheduler that is named last, whichever leads."""
+    """A scheduler that waits to lead gives numbers to founders, too, since they ask the last one in the list of
+    endpoints.
+    """
     with serving(candidacy=PlainCandidacy()) as served:
         first, second = (ask(served.endpoint, b"", "default", PATIENCE_S) for _ in "ab")
         assert (first.number, second.number) == (0, 1)
@@ -117,7 +119,9 @@ def chain_of_one_view(store: Store) -> Store:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_chain_that_was_rebuilt_by_another_one_is_continued(*, lost: bool) -> None:
-    """After this process has led once, its option --rebuild is still set, but applies no more."""
+    """A scheduler started with --rebuild rebuilds a lost chain, but continues one that another scheduler has
+    rebuilt.
+    """
     chains = Facts[fx.Chain]()
     store = MemoryStore() if lost else chain_of_one_view(MemoryStore())
 
@@ -155,7 +159,9 @@ def job() -> str:
 def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
     etcd: EtcdServers, job: str, *, again: bool
 ) -> None:
-    """A leader freezes, and wakes when another one has finished the job; it takes a new candidacy."""
+    """A finished job is begun anew by a new process, not by one that led before and woke after another had finished the
+    job.
+    """
     address, old = read_address(etcd.address), Settings(job=job, min_nodes=2)
     with etcd_chain(etcd.client(), job) as store:
         chain_of_one_view(store.store)
@@ -172,7 +178,7 @@ def test_only_a_process_that_has_not_led_before_begins_a_finished_job_anew(
 
 
 class Finishing(ScriptedMachine):
-    """Machine whose job is over as soon as a drain is asked for."""
+    """Scripted machine that finishes the job when asked to drain a member."""
 
     def on(self, now: float, *events: fx.SchedulerEvent) -> list[fx.SchedulerEffect]:
         drained = any(isinstance(event, fx.Drain) for event in events)
@@ -223,7 +229,7 @@ def test_the_end_of_a_job_is_carried_to_the_next_time_that_this_process_leads(
 
 
 def test_an_end_that_its_store_has_not_answered_yet_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler may lose its lease, and end, before its store answers: then the answer reaches no one."""
+    """If a scheduler ends before its store has confirmed the end of the job, the end is kept as owed."""
     asked, may_answer = threading.Event(), threading.Event()
 
     def answer(chain: JobChain, effect: fx.Persist) -> Any:

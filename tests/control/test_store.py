@@ -1,4 +1,6 @@
-"""One conformance suite for all stores, with a service in them that is no job; and the special cases of the file."""
+"""Conformance tests for all kinds of stores, used by a made-up service that counts votes; and tests of the SQLite
+file.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def test_records_are_bounded_at_the_same_size_in_all_stores(opened: Open) -> Non
 
 
 class Tally:
-    """Service that counts votes, and is no job: its records are of two kinds, the second one sums up."""
+    """Service that counts votes: records of kind "vote" count one, records of kind "total" sum up."""
 
     def __init__(self, store: Store, *, leads: bool = True) -> None:
         self.store = store
@@ -48,7 +50,7 @@ class Tally:
         self.follow()
 
     def follow(self) -> None:
-        """Reads the records written since; from the start if those were compacted away."""
+        """Reads new records; all of them if some were cut away."""
         try:
             self.end, records = self.store.read(self.end.position)
         except ReadAnewError:
@@ -125,7 +127,7 @@ def test_a_writer_that_took_no_term_writes_nothing(opened: Open) -> None:
 
 
 def test_who_has_not_seen_the_last_record_writes_none(opened: Open) -> None:
-    """Writes are compare-and-set on the position, also for one writer that mixes up its own records."""
+    """A write is refused if its writer has not seen the last record, even if that record is its own."""
     tally = Tally(opened())
     before = tally.end
     assert tally.vote("a").ok
@@ -137,7 +139,7 @@ def test_who_has_not_seen_the_last_record_writes_none(opened: Open) -> None:
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_repeated_write_succeeds_and_changes_nothing(opened: Open, cut: bool) -> None:
-    """A writer whose answer got lost repeats its write."""
+    """Repeating a write, as after a lost answer, succeeds and adds no record."""
     tally = Tally(opened())
     assert tally.vote("a").ok
     before = tally.end
@@ -292,7 +294,7 @@ def test_a_log_continues_another_one_only_for_who_has_its_last_term(opened: Open
 
 
 def test_the_last_logs_that_were_put_away_are_remembered(opened: Open) -> None:
-    """A member that knows an archived log may still come; the next writer tells it that the log is archived."""
+    """A store remembers the ids of the last archived logs, so that members of one can be told that it is archived."""
     ended = []
     for _ in range(MAX_ENDED + 1):
         with opened() as store:

@@ -1,4 +1,6 @@
-"""Encodes a message to many members once, and makes its keys once per link; pulses grow rarer with more streams."""
+"""Tests that a message to many members is encoded once, keys are made once per link, and heartbeats grow rarer in large
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def a_view(number: int) -> View:
 
 
 class Receiver:
-    """Stream that stores written messages, as gRPC does."""
+    """Stands for a gRPC stream, and collects the bytes that are written to it."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -53,7 +55,7 @@ class Receiver:
 
 
 class Crowd:
-    """Streams of COUNT members that have said hello."""
+    """Control streams of COUNT members that have said hello."""
 
     def __init__(self, rule: str) -> None:
         self.streams = Streams(print, print, print, hello_timeout_s=1.0, pulses=False)
@@ -68,7 +70,7 @@ class Crowd:
             self.streams.send(number, message)
 
     def write(self) -> None:
-        """Writes all waiting messages."""
+        """Writes all queued messages to the receivers."""
 
         async def write_all() -> None:
             self.streams.close_all()
@@ -80,7 +82,7 @@ class Crowd:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[ToMember]:
-    """Every message that was encoded."""
+    """List of all messages that the streams have encoded."""
     seen: list[ToMember] = []
     encode = streams.encode_to_member
 

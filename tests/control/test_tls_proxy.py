@@ -1,4 +1,4 @@
-"""The TLS proxy before the scheduler's port: bytes that are no handshake, slow, many and long ones; new keys."""
+"""Tests the TLS proxy: bytes that are no handshake, slow and many and long connections, and changed keys."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_the_scheduler_stops_with_streams_open(keys: Keys) -> None:
 
 
 def test_a_connection_that_comes_while_the_proxy_is_shut_is_closed(keys: Keys) -> None:
-    """The connection was accepted or only queued when the proxy was shut."""
+    """Connections that were accepted or queued when the proxy was shut are closed."""
     with serving(token=keys.of("a")) as served:
         callers = [connect(served) for _ in range(20)]
         served.stop()
@@ -277,9 +277,7 @@ def test_where_tls_is_not_to_blame_nothing_is_said(keys: Keys, scheduler: Served
 
 @pytest.mark.parametrize("goodbye", ["a FIN", "a reset"])
 def test_a_connection_that_is_merely_closed_is_no_trouble_with_tls(keys: Keys, goodbye: str) -> None:
-    """A scheduler that is being killed closes so, or one whose TLS proxy has no handshake free: the next try may
-    succeed.
-    """
+    """A connection that is closed during the handshake, as by a dying scheduler, is not reported as a TLS error."""
     read: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -355,12 +353,12 @@ def test_a_scheduler_that_has_not_got_its_new_keys_yet_lets_new_ones_in(keys: Ke
 
 
 def seconds(number: float) -> float:
-    """Returns so many seconds in days."""
+    """Converts seconds to days."""
     return number / 86400
 
 
 def put_out(refusals: Refusals, words: str) -> str:
-    """Waits for a refusal with these words; returns its peer."""
+    """Waits for a refusal whose reason contains `words`; returns the refused peer."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         for peer, why in refusals.take(some=True):
@@ -400,8 +398,8 @@ def test_who_has_no_new_certificate_when_its_own_ends_stays_outside(
 def test_an_authority_that_is_believed_no_longer_takes_its_connections_with_it(
     keys: Keys, scheduler: Served, refusals: Refusals, tmp_path: Path
 ) -> None:
-    """A member with old keys in its folder is removed; with new keys but an old connection, it comes in again; a new
-    connection stays.
+    """After a rotation of keys, connections made with the old authority are closed; owners of new keys reconnect,
+    others cannot.
     """
     stolen = write_keys(tmp_path / "stolen", keys.files("b"))
     with (
@@ -428,7 +426,7 @@ def test_an_authority_that_is_believed_no_longer_takes_its_connections_with_it(
 
 
 def test_new_keys_of_the_same_authority_disturb_nobody(keys: Keys, scheduler: Served, refusals: Refusals) -> None:
-    """A node's certificate is renewed, and a rotation is half done: connections stay."""
+    """Neither a renewed certificate nor the first half of a key rotation closes a connection."""
     with attending(scheduler.endpoint, token=keys.of("b")) as client:
         client.messages.wait_for(Welcome)
         keyfiles.add(keys.folder, KeyHolder("a"), renew=True)

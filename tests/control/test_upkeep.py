@@ -1,4 +1,4 @@
-"""Tests that the files of finished jobs are deleted after a while, and that files still in use stay."""
+"""Tests that files of finished jobs are deleted after a while, and that files in use stay."""
 
 from __future__ import annotations
 

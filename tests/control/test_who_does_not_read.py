@@ -1,4 +1,4 @@
-"""Members that read none of a scheduler's messages: their streams are cut, whatever the messages are."""
+"""Tests that the stream of a member that reads nothing is cut, whatever kind of message piles up on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_member_that_never_reads_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_keys_that_come_with_messages_to_others_count_for_who_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each view makes new keys for both ends of a link; member a gets only those, and reads none."""
+    """A member that does not read is cut off even if it is sent only keys, which accompany messages to others."""
     monkeypatch.setattr("chaos_lightning.control.streams._MAX_OUTBOX", 8)
     write = Streams._write
 

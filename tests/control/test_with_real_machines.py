@@ -1,4 +1,6 @@
-"""The shell, the store and the agents around the real state machines: founding, death, restart, end."""
+"""Tests the scheduler's server, store and members' agents with the real state machines: founding, death, restart,
+end.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ SETTINGS = Settings(min_nodes=2, heartbeat_timeout_s=2.0, reconnect_grace_s=10.0
 
 
 class Fabric:
-    """Links between members of this process, and the one thread in which all their events happen, in order.
+    """Links between members of this process, and the one thread that handles all their events in order.
 
     A link stands for both ends at once as soon as either end wants it; messages go through the codec.
     """
@@ -75,7 +77,7 @@ class Fabric:
         assert not self._thread.is_alive()
 
     def link(self) -> None:
-        """Makes the links that both ends want; an end that has not been told of the other refuses it."""
+        """Makes the links that both ends want; an end that has not been told of its peer refuses the link."""
         for me, node in list(self.members.items()):
             for peer in node.wanted & self.members.keys():
                 pair = frozenset((me, peer))
@@ -97,7 +99,7 @@ class Fabric:
 
 
 class Node:
-    """Member without tensors: its machine, its Agent, and links over the Fabric."""
+    """Member without tensors: its state machine, its Agent, and links made by the Fabric."""
 
     def __init__(self, fabric: Fabric, endpoint: str, name: str) -> None:
         self.fabric, self.name = fabric, name
@@ -182,11 +184,11 @@ class Node:
         return found
 
     def stands_in(self, count: int) -> None:
-        """Waits for a view of so many members."""
+        """Waits until the member is in a view of `count` members."""
         self.effects.wait(lambda e: isinstance(e, fx.Viewed) and len(e.view.members) == count)
 
     def die(self) -> None:
-        """Breaks the member's control stream without a word, and every link with it, as by SIGKILL."""
+        """Ends the member's control stream and all its links without a goodbye, as SIGKILL does."""
         self.dead = True
         talk = self.agent._talk
         self.agent._stopping = True
@@ -249,13 +251,15 @@ def test_founding_collectives_and_the_end() -> None:
 
 
 def is_told_of_a_tree(node: Node) -> bool:
-    """Returns whether this member waits for a view whose plan has one tree."""
+    """Returns whether the member waits for a view whose plan has one reduction tree."""
     view = node.machine.waiting_view
     return view is not None and len(view.plan.trees) == 1
 
 
 def joined_by(nodes: list[Node], served: Served, name: str) -> int:
-    """Lets a newcomer in by the header of a boundary; returns the slot that it is in."""
+    """Starts a newcomer, and commits boundaries until it is admitted; returns the number of the first slot that both
+    commit.
+    """
     nodes.append(Node(nodes[0].fabric, served.endpoint, name))
     nodes[0].effects.wait(lambda e: isinstance(e, fx.ToScheduler) and isinstance(e.message, LinkEvent))
     seq = 0
@@ -358,7 +362,7 @@ def test_many_members_begin_with_a_quick_plan_and_get_the_configured_planners_fr
 
 @pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_a_killed_process_is_known_dead_without_waiting_for_heartbeats(number: signal.Signals) -> None:
-    """The heartbeat timeout is far longer than this test's patience: only the closed socket can tell the death."""
+    """A member's death by a signal is noticed by its closed socket, long before the heartbeat timeout."""
     code = (
         "import sys, threading; sys.path[:0] = sys.argv[1], sys.argv[1] + '/..'\n"
         "from test_with_real_machines import *\n"

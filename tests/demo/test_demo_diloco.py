@@ -1,4 +1,4 @@
-"""The demo of clusters far apart with real processes; its proof believes only facts in the logs."""
+"""Tests the demo of clusters far apart with real processes; its proof must notice altered logs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def proved(folder: Path) -> list[Check]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """One demo on SQLite: its folder, and its outcome."""
+    """Runs the demo on SQLite once; returns its folder, and the ended process with its output."""
     folder = tmp_path_factory.mktemp("apart")
     command = [sys.executable, "-m", "chaos_lightning.cli", "demo-diloco", "--quick", "--sqlite", "--keep"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -68,14 +68,14 @@ def test_it_proves_its_story_and_leaves_a_report_and_no_process(
 
 
 def nobody_led(lines: Lines) -> None:
-    """Removes the leaders after the kill of the whole server."""
+    """Removes from the logs that leaders led after the kill of the whole server."""
     kill = next(x["t"] for x in lines if x.get("kind") == "server_sigkill")
     for line in [x for x in lines if x["name"] == "outer_leader_started" and x["t"] > kill]:
         lines.remove(line)
 
 
 def none_in_its_place(lines: Lines) -> None:
-    """Removes the killed follower's later work, as if only the other follower computed on."""
+    """Removes from the logs all that the killed follower's replacement computed."""
     kill = next(x for x in lines if x.get("kind") == "follower_sigkill")
     victim = next(x["child"] for x in lines if x["name"] == "server_child" and x["pid"] == kill["pid"])
     stands = ("version_loaded", "version_computed")
@@ -84,14 +84,14 @@ def none_in_its_place(lines: Lines) -> None:
 
 
 def another_child_started(lines: Lines) -> None:
-    """Renames the child that was started after the kill, so that none replaced the killed one."""
+    """Renames the child that was started after a follower's kill, as if nothing had replaced the follower."""
     kill = next(x for x in lines if x.get("kind") == "follower_sigkill")
     child = next(x for x in lines if x["name"] == "server_child" and x["t"] > kill["t"] and x.get("up"))
     child["child"] = "spare"
 
 
 def the_founders_were_one(lines: Lines) -> None:
-    """Removes the join of the rank that was killed, as if it had not joined before."""
+    """Removes from the logs that the rank which is later killed had joined."""
     lines.remove(next(x for x in lines if x["name"] == "joined" and x.get("node") == f"{BENDS.nodes[1]}-0"))
 
 
@@ -110,19 +110,19 @@ def removal_of(lines: Lines, cluster: str) -> dict[str, Any]:
 
 
 def none_led_after_the_leader(lines: Lines) -> None:
-    """Removes the next leader's start, as if none led before all of the server was killed, too."""
+    """Removes from the logs that a leader led between the leader's kill and the kill of the whole server."""
     kill = next(x["t"] for x in lines if x.get("kind") == "leader_sigkill")
     lines.remove(next(x for x in lines if x["name"] == "outer_leader_started" and x["t"] > kill))
 
 
 def one_counts_again(lines: Lines) -> None:
-    """Puts a push of the round before into the last round, too."""
+    """Changes the logs so that the last round accepts the pushes of the round before once more."""
     rounds = [x for x in lines if x["name"] == "entry" and x["kind"] == "Round" and x["body"]["accepted"]]
     rounds[-1]["body"]["accepted"] = rounds[-2]["body"]["accepted"]
 
 
 def killed_too_late(lines: Lines) -> None:
-    """Moves the kill to a time at which followers had all of the push."""
+    """Moves a rank's kill to a time when all followers already had its whole push."""
     kill = next(x for x in lines if x.get("kind") == "sigkill" and x["node"] == f"{BENDS.nodes[1]}-0")
     frozen = [x for x in lines if x["name"] == "push_frozen" and x.get("node") == BENDS.name and x["t"] < kill["t"]]
     staged = [x for x in lines if x["name"] == "push_staged" and x["push"] == frozen[-1]["push"]]
@@ -252,7 +252,7 @@ def test_a_story_that_takes_too_long_or_does_not_end_is_none(seconds: float, ove
 
 
 def test_a_spare_that_made_none_before_was_not_warm() -> None:
-    """A spare that has just been started may still be importing torch."""
+    """A spare counts as warm only if it had started a process before the kill, and was not restarted since."""
 
     def child(t: float, name: str, *, up: bool = True) -> Record:
         return Record(t, t, "", "server_child", {"child": name, "up": up})

@@ -1,4 +1,4 @@
-"""The edge demo's proof holds for logs with all required facts, and each line fails when its fact is missing."""
+"""Tests the proof of the edge demo on made-up events: it holds for a good run, and each line fails without its fact."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def record(t: float, name: str, **fields: Any) -> Record:
 def view(
     topology: Topology, t: float, number: int, *, without: tuple[str, str] | None = None, via: float = 1.0
 ) -> Record:
-    """Returns a view whose trees send the part `via` of the gradients over the link that becomes slow."""
+    """Returns a view whose trees send the share `via` of the gradients over the link that becomes slow."""
     links = [(x.a, x.b) for x in topology.links if (x.a, x.b) != without]
     chain = [m for m in MEMBERS if m]
     parents = ["", *chain[:-1]]
@@ -58,7 +58,7 @@ def view(
 
 
 def everywhere() -> Record:
-    """Returns a view whose links are all pairs."""
+    """Returns a view in which all pairs of members have a link."""
     fields: dict[str, Any] = {"members": list(MEMBERS), "joiners": [], "reason": "", "links": [], "trees": []}
     return record(5.0, "view", id="1.9", plan="chain", **fields)
 
@@ -68,7 +68,7 @@ def fault(t: float, kind: str, pair: tuple[str, str], rate: float = 400e6) -> Re
 
 
 def run(topology: Topology) -> list[Record]:
-    """Returns the events of a run without a flaw."""
+    """Returns the events of a flawless run."""
     probes = [
         record(
             0.5, "link_measured", node=f"{x.a}-0", peer=member(x.b), rate_bps=x.rate_bps, evidence="probe (link made)"

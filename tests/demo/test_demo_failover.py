@@ -1,4 +1,4 @@
-"""The demo of failover with real torchrun nodes and etcd servers; its proof believes only facts in the logs."""
+"""Tests the failover demo with real torchrun nodes and etcd servers; its proof must notice altered logs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command(folder: Path) -> list[str]:
 
 
 def left_over(folder: Path) -> list[bytes]:
-    """Returns the command lines of processes that know of this folder."""
+    """Returns the command lines of running processes that have this folder in their command line or environment."""
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -46,7 +46,7 @@ def left_over(folder: Path) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """One demo: its folder, and its outcome."""
+    """Runs the demo once; returns its folder, and the ended process with its output."""
     try:
         find_etcd()
     except ConfigurationError as error:
@@ -72,7 +72,7 @@ def test_it_proves_its_story_and_leaves_a_report_and_no_process(
 
 
 def nobody_led(lines: Lines) -> None:
-    """Removes the starts of schedulers after the last kill."""
+    """Removes from the logs that a scheduler led after the last kill."""
     kill = max(x["t"] for x in lines if x.get("kind") == "scheduler_sigkill")
     for line in [x for x in lines if x["name"] == "scheduler_started" and x["t"] > kill]:
         lines.remove(line)
@@ -85,7 +85,7 @@ def lost_step(lines: Lines) -> None:
 
 
 def waited(lines: Lines) -> None:
-    """Moves the steps in the two seconds after the first kill to their end."""
+    """Changes the logs so that training seems to wait for two seconds after the first kill."""
     kill = next(x["t"] for x in lines if x.get("kind") == "scheduler_sigkill")
     for line in list(lines):
         if line["name"] == "committed" and kill - 0.1 < line["t"] < kill + 2.0:
@@ -106,7 +106,7 @@ def second_never_joined(lines: Lines) -> None:
 
 
 def nothing_written(lines: Lines) -> None:
-    """Removes the writes after etcd's leader died, as if the second newcomer had been in before."""
+    """Removes from the logs what was written to the chain after the death of etcd's leader."""
     kill = next(x["t"] for x in lines if x.get("kind") == "etcd_sigkill")
     for line in [x for x in lines if x["name"] == "stored" and x["t"] > kill]:
         lines.remove(line)

@@ -1,4 +1,6 @@
-"""The demo's parts without a training: the folder, the proof over nothing, and the ending of its own processes only."""
+"""Tests parts of demos without training: the folder, the proof of an empty run, and that only own processes are
+ended.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ time.sleep(60)
 
 
 class Sleepers(Cast):
-    """Nodes that do nothing."""
+    """Nodes whose processes only sleep."""
 
     program = NODE
 
@@ -55,7 +57,7 @@ def sleepers(tmp_path: Path) -> Iterator[Sleepers]:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    """Harness that only waits; the nodes are none of its own."""
+    """Harness by which tests wait; it starts no processes."""
     with Harness(tmp_path / "waits", deadline_s=30.0) as made:
         yield made
 
@@ -65,7 +67,7 @@ def worker_of(nodes: Cast, name: str, harness: Harness) -> int:
 
 
 def tell(nodes: Cast, *, start_deadline_s: float) -> None:
-    """Plays all acts, without an audience."""
+    """Plays all acts of the demo without showing them."""
     scenario = members.scenario(nodes, Size(pace=Pace(start_deadline_s=start_deadline_s)))
     stage = Stage(scenario, Screen(Console(file=io.StringIO())))
     for act in scenario.acts:
@@ -170,7 +172,7 @@ def test_nothing_is_proved_by_empty_logs(tmp_path: Path, prove: Callable[[Eviden
 
 
 def test_the_story_fits_80_columns(sleepers: Sleepers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only words that are longer, as paths are, have a line for themselves. No part of a command is lost."""
+    """The story's lines fit into 80 columns, except single long words such as paths, and commands stay complete."""
     monkeypatch.chdir(tmp_path.parent)
     out = io.StringIO()
     screen, command = Screen(Console(file=out, width=80)), sleepers.words("edge-1")
@@ -189,7 +191,7 @@ def test_the_story_fits_80_columns(sleepers: Sleepers, tmp_path: Path, monkeypat
 
 
 class Codes:
-    """Nodes of which only the exit codes are known."""
+    """Stands for a demo's nodes, and knows only their exit codes."""
 
     def __init__(self, folder: Path) -> None:
         self.events = folder / "events"

@@ -1,4 +1,4 @@
-"""The demo of pipelines with six real torchrun nodes; its proof believes only facts in the logs."""
+"""Tests the pipeline demo with six real torchrun nodes; its proof must notice altered logs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Lines = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """One demo: its folder, and its outcome."""
+    """Runs the demo once; returns its folder, and the ended process with its output."""
     folder = tmp_path_factory.mktemp("pipeline")
     command = [sys.executable, "-m", "chaos_lightning.cli", "demo-pipeline", "--quick", "--keep", "--dir", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

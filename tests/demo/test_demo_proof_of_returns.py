@@ -1,5 +1,5 @@
-"""The proof's lines about workers and states that come back, over small logs written by hand: each holds, and fails for
-each reason.
+"""Tests the proof that workers and states come back, on hand-written logs: each line holds, and fails for each
+reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Lines = list[dict[str, Any]]
 
 @dataclass
 class Written:
-    """Run as in its logs: one list of lines in order of time, each with the name of its file."""
+    """A made-up run: its log lines in order of time, each with the name of its file."""
 
     lines: Lines = field(default_factory=list)
     seq: int = 0
@@ -51,7 +51,7 @@ class Written:
         self.say(file, "joined", member, role=role, seq=self.seq, step=self.step)
 
     def commits(self, count: int, kind: str = "step", **by: str) -> None:
-        """Writes so many slots by these members, given as file=member."""
+        """Logs that these members, given as file=member, commit `count` slots."""
         for _ in range(count):
             self.seq += 1
             self.step += kind == "step"
@@ -65,7 +65,9 @@ class Written:
         self.say("scheduler-default-1.jsonl", "view", node="default", reason=reason, **fields)
 
     def prove(self, folder: Path) -> dict[str, Check]:
-        """Returns the proof's lines about workers and states that come back, by short names."""
+        """Writes the logs and returns the proof's four lines about workers and states that come back, by short
+        names.
+        """
         events = folder / "events"
         events.mkdir()
         for line in self.lines:
@@ -159,7 +161,7 @@ def never_back(run: Written) -> None:
 
 
 def same_process(run: Written) -> None:
-    """Changes the run so that no worker was started again, but one was put out and joined anew."""
+    """Changes the logs so that a worker seems to have been excluded and to have rejoined, without a new process."""
     run.lines = [x for x in run.lines if not (x["name"] == "opened" and x.get("pid") == 23)]
     for line in run.lines:
         line["file"] = "member-c.jsonl" if line["file"] == "member-d.jsonl" else line["file"]
@@ -205,7 +207,7 @@ def no_hash(run: Written) -> None:
 
 
 def at_step_one(run: Written) -> None:
-    """Changes the run so that it begins anew at step one."""
+    """Changes the logs so that the job, when it resumes, begins at step one again."""
     for line in [x for x in run.lines if x["name"] == "committed" and x["seq"] > 13]:
         line["step"] -= 12
 

@@ -1,4 +1,4 @@
-"""The whole demo with real torchrun nodes; its proof does not believe logs that were tampered with."""
+"""Tests the whole demo with real torchrun nodes; its proof must notice altered logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODES: dict[str, int | None] = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """One demo: its folder, and its outcome."""
+    """Runs the demo once; returns its folder, and the ended process with its output."""
     folder = tmp_path_factory.mktemp("demo")
     done = subprocess.run(
         [sys.executable, "-m", "chaos_lightning.cli", "demo", "--quick", "--keep", "--dir", str(folder)],
@@ -70,7 +70,7 @@ def test_demo_leaves_no_process(told: tuple[Path, subprocess.CompletedProcess[st
 
 
 def began(path: Path) -> float:
-    """Returns when this process wrote its first event."""
+    """Returns the time of a process's first event."""
     return float(json.loads(path.read_text().splitlines()[0])["t"])
 
 
@@ -87,7 +87,7 @@ def sample_twice(lines: Lines) -> None:
 
 
 def lost_step(lines: Lines) -> None:
-    """Adds a step that no other member knows."""
+    """Adds to one member's log a committed step that no other member has."""
     step = next(x for x in reversed(lines) if x["name"] == "committed" and x["kind"] == "step")
     lines.insert(lines.index(step), {**step, "header": "unknown", "spent": []})
 

@@ -1,4 +1,4 @@
-"""Endpoints and addresses."""
+"""Tests the parsing of endpoints and the resolution of addresses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Addresses to which this machine's name, edge.lan, resolves."""
+    """Makes this machine's name edge.lan, and yields the list of addresses to which the name resolves."""
     found = ["127.0.1.1"]
 
     def resolved(host: str, *args: object, **kwargs: object) -> list[tuple[object, ...]]:
@@ -93,7 +93,7 @@ def test_a_name_that_others_resolve_alike_stays(named: list[str], caplog: pytest
 
 
 def test_what_is_announced_is_not_translated(named: list[str]) -> None:
-    """Outside this network, the announced name may lead to a gateway."""
+    """An announced name is passed on as given and not resolved, since it may mean a gateway to others."""
     assert addresses.split_announced("edge:41000") == ("edge", 41000)
 
 

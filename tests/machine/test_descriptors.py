@@ -1,4 +1,4 @@
-"""Raises the limit of open files as far as needed and allowed."""
+"""Tests that the limit of open files is raised as far as needed and allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of a fit in the script of its process."""
+"""Tests how calls of `fit` are numbered within a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports for servers that are started a moment later."""
+"""Tests the search for ports for servers that are started a moment later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from chaos_lightning.machine.listener import free_port, free_ports
 
 
 def test_processes_that_look_at_once_find_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No port is one that the kernel gives to connections."""
+    """Processes that search at the same time find different ports, all below those that the kernel gives to
+    connections.
+    """
     found: list[int] = []
     for pid in range(os.getpid(), os.getpid() + 6):
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)

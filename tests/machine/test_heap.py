@@ -1,4 +1,4 @@
-"""Tests the settings of glibc's allocator: each in a process of its own, for they cannot be undone."""
+"""Tests the settings of glibc's allocator, each in a process of its own, since they cannot be undone."""
 
 from __future__ import annotations
 

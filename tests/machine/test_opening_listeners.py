@@ -1,4 +1,6 @@
-"""Tests that a listener gets the first free port of its range, or an error that names the processes that have them."""
+"""Tests that a listener gets the first free port of its range, or an error that names the processes that have the
+ports.
+"""
 
 from __future__ import annotations
 

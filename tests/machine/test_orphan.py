@@ -1,4 +1,4 @@
-"""Workers whose torchrun agent is gone end themselves; others do not."""
+"""Tests that workers whose torchrun agent has ended end themselves, and that others do not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ while True:
 
 @contextmanager
 def agent_and_worker(how: str = "direct", **options: object) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Runs an agent with one worker; yields the agent and the worker's pid."""
+    """Starts an agent with one worker; yields the agent, and a pidfd of the worker."""
     values = {"polling": False, "stubborn": False, "grace": PATIENCE_S, **options}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Tests the facts of the process table, and who reads it: a stopped process may wake up, a dead one never does."""
+"""Tests what the process table shows of a process: a stopped one may continue, a dead one never does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from until_support import until
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """Process that waits for its input to end."""
+    """Process that runs until its stdin is closed."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
@@ -80,7 +80,7 @@ def test_nothing_is_said_about_other_machines(changes: dict[str, Any]) -> None:
 
 
 def test_process_that_proc_hides_is_not_called_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With hidepid, /proc shows no processes of other users."""
+    """A member whose process /proc hides (mount option hidepid) is reported as unknown, not as gone."""
     suspect = member(os.getpid())
     monkeypatch.setattr(watcher, "stat", lambda pid: None)
     assert same_machine_verdict(suspect) == Sight(False, "")
@@ -116,7 +116,7 @@ def test_newcomer_that_knows_no_view_can_be_asked() -> None:
 def test_a_process_that_is_hidden_is_not_gone(
     monkeypatch: pytest.MonkeyPatch, error: type[OSError] | None, state: str
 ) -> None:
-    """/proc may be mounted with hidepid; signals tell hidden and dead processes apart."""
+    """For a process that /proc hides (hidepid), signal 0 decides whether it is gone or merely hidden."""
 
     def signal_it(pid: int, number: int) -> None:
         assert (pid, number) == (4711, 0)
@@ -166,7 +166,7 @@ def test_a_machine_that_was_started_anew_has_none_of_its_processes(changes: dict
 
 
 def test_nobody_waits_for_processes_of_before_the_machine_was_started_anew() -> None:
-    """A job from before a power cut begins anew after the time in which a living member would be back."""
+    """A job whose only member ran before a reboot is given up once living members would have reconnected, not later."""
     store = MemoryStore()
     chain = JobChain(store)
     chain.take_term()
@@ -183,9 +183,7 @@ def test_nobody_waits_for_processes_of_before_the_machine_was_started_anew() -> 
 
 
 def test_nobody_waits_for_processes_that_are_gone_from_this_machine() -> None:
-    """The last view's only member died with its scheduler: the next scheduler begins again once it has heard from all
-    present, whatever the timeouts.
-    """
+    """A job whose only member's process has ended on this machine is given up without waiting for any timeout."""
     store = MemoryStore()
     chain = JobChain(store)
     chain.take_term()

@@ -1,4 +1,4 @@
-"""Tables on terminals of any width: shown columns are whole, and whole columns are left out."""
+"""Tests tables on terminals of any width: columns are shown whole or left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real terminal that is closed under a program that prints: a progress bar ends nothing."""
+"""Tests that a program goes on, even within a progress bar, after its real terminal was closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures: every test keeps its chains, tokens and settings to itself."""
+"""Fixture that keeps each test's chains, tokens and settings apart from those of others."""
 
 from environment_support import own_environment
 

@@ -1,4 +1,4 @@
-"""Tests tokens and settings for access to a scheduler."""
+"""Tests cluster tokens, and the settings that give access to a scheduler."""
 
 from __future__ import annotations
 

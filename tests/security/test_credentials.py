@@ -1,4 +1,4 @@
-"""A folder of keys as a process sees it: read anew when it changes, errors that name the file, no secret shown."""
+"""Tests a process's folder of keys: read again when it changes, errors that name the file, no secret shown."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ def test_one_that_will_expire_soon_and_one_that_others_can_read_are_warned_of(
 def test_who_runs_on_with_a_certificate_that_has_ended_says_so_once(
     keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Former bug: a server whose own certificate had ended let nobody in any more, and said nothing."""
+    """Former bug: a server whose own certificate had expired refused everybody, and logged nothing; it now warns
+    once.
+    """
     folder = KeyFolder(write_keys(tmp_path / "odd", keys.issued(MEMBER, 30)))
     assert caplog.text == ""
     write_keys(tmp_path / "odd", keys.issued(MEMBER, -0.001))
@@ -166,7 +168,7 @@ def test_files_that_do_not_fit_together_leave_the_last_ones_in_use(
 
 
 def test_a_folder_that_is_being_replaced_is_waited_for(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While files are copied one by one, a process that starts finds a key that does not fit its certificate."""
+    """A process that starts while its key files are being replaced one by one waits until they fit together."""
     folder = keys.at("a")
     right = (folder / KEY).read_text()
     (folder / KEY).write_text((keys.at("b") / KEY).read_text())

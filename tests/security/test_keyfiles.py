@@ -1,4 +1,4 @@
-"""`chaos-lightning keys`: the files that it makes, its refusals, and the files after a rotation."""
+"""Tests `chaos-lightning keys`: the files that it makes, what it refuses, and the files after a rotation."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_damaged_cluster_file_is_named(tmp_path: Path) -> None:
 
 
 def meet(server: Path, client: Path) -> str:
-    """Makes a TLS handshake in memory between two nodes' folders; returns "" or why it failed."""
+    """Does a TLS handshake in memory between two nodes with their key files; returns "" or why it failed."""
 
     def context(side: int, folder: Path) -> ssl.SSLContext:
         made = ssl.SSLContext(side)

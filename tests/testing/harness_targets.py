@@ -1,4 +1,4 @@
-"""Children of the harness in tests: they write events and end in various ways."""
+"""Programs that tests of the process harness run as children: they write events, and end in various ways."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chaos_lightning.events.events import EventLog
 
 
 def member(name: str, steps: int = 3, end: str = "finish") -> None:
-    """Commits some steps, then finishes, waits for a signal, or ends badly."""
+    """Logs some steps as a member, then finishes, waits for SIGTERM, or crashes."""
     polite = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: polite.set())
     log = EventLog.in_directory(os.environ["CHAOS_LOG_DIR"], name)
@@ -32,14 +32,14 @@ def member(name: str, steps: int = 3, end: str = "finish") -> None:
 
 
 def imported(name: str) -> None:
-    """Writes which modules were there before it imported anything."""
+    """Logs which of two modules were already loaded when this process began."""
     log = EventLog.in_directory(os.environ["CHAOS_LOG_DIR"], name)
     log.emit("notice", text=",".join(m for m in ("json.tool", "xml.dom.minidom") if m in sys.modules))
     log.close()
 
 
 def preloading(directory: str) -> None:
-    """Prints the modules that a child of a fork server finds loaded."""
+    """Runs a child of a fork server with two preloaded modules; prints which of them it found loaded."""
     from chaos_lightning.testing.harness import Harness
 
     with Harness(directory) as harness:

@@ -1,4 +1,6 @@
-"""Emulated networks: the schedule is carried out, pairs without a link are refused, backends are chosen by reason."""
+"""Tests emulated networks: schedules are applied, pairs without a link are refused, and the choice of a backend has a
+reason.
+"""
 
 from __future__ import annotations
 

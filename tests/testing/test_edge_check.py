@@ -1,4 +1,6 @@
-"""The check of how exact links are measures the wanted figures, over each backend that works here."""
+"""Tests that the tool that measures emulated links finds the rates set, with each backend that works on this
+machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of shaped links, in virtual time: rates, sharing, lateness, latency."""
+"""Tests the arithmetic of emulated links in virtual time: rates, sharing, lateness, latency."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MBPS = 1e6
 
 
 def run(lanes: list[Lane], until_s: float, *, late_s: float = 0.0, seed: int = 1) -> list[int]:
-    """Returns the bytes that each of these flows, which never run dry, has sent by then; wakers are late by up to
-    `late_s`.
+    """Simulates byte streams that always have data until `until_s`, with wake-ups up to `late_s` late; returns the
+    bytes that each sent.
     """
     rng = random.Random(seed)
     sent = [0] * len(lanes)
@@ -77,7 +77,9 @@ def test_flows_of_one_link_share_it_evenly() -> None:
 
 
 def test_links_of_one_access_share_it_evenly() -> None:
-    """Two fast links and a slow one are behind 200 Mbps: the slow one gets its own rate at most."""
+    """Three links share an access of 200 Mbps: it is fully used, the slow link gets its own rate, the two fast ones
+    equal parts.
+    """
     access = Meter(200 * MBPS)
     lanes = [Lane(Wire(mbps * MBPS, 0.0), [access]) for mbps in (1000, 300, 20)]
     sent = run(lanes, 10.0)

@@ -1,6 +1,4 @@
-"""Links by the kernel: which nodes reach each other, the effects of cutting and stalling, and the clean-up. Needs
-root.
-"""
+"""Tests links made in the kernel: who reaches whom, the effects of cuts and stalls, and the clean-up. Needs root."""
 
 from __future__ import annotations
 

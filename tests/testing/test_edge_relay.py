@@ -1,4 +1,6 @@
-"""Shaped links through the relay: passed and waiting bytes, and refusals. The tests of edge_lanes check rates."""
+"""Tests links of limited rate through the relay: bytes passed and waiting, and refusals. (test_edge_lanes.py tests
+rates.)
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def members(relay: LinkRelay) -> Iterator[dict[str, Member]]:
 
 
 def stream(source: socket.socket, sink: socket.socket, nbytes: int) -> bool:
-    """Returns whether so many bytes arrive as they were sent."""
+    """Sends `nbytes` bytes from one socket to the other; returns whether they arrive unchanged."""
     data = bytes(range(251)) * (nbytes // 251)
     sender = threading.Thread(target=source.sendall, args=(data,), daemon=True)
     sender.start()
@@ -125,7 +127,9 @@ def test_a_stalled_shaped_link_goes_on_where_it_was(relay: LinkRelay, members: d
 
 
 def test_a_slow_reader_makes_its_writer_wait(relay: LinkRelay, members: dict[str, Member]) -> None:
-    """The relay holds a bounded number of bytes, and the rest arrives once they are read."""
+    """If a member does not read, its peer's writes block: the relay holds a bounded number of bytes, and none is
+    lost.
+    """
     mine, theirs = members["b-0"].call(members["a-0"])
     for sock in (mine, theirs):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)

@@ -1,4 +1,4 @@
-"""Emulated networks as processes see them: which are put on one, whose a rate is, how connections share one."""
+"""Tests emulated networks from a process's view: who joins one, which rate applies, and how connections share it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(json.dumps([type(installed()).__name__, pacer.emulates("b~1"), pacer.emula
 
 
 def told(environment: dict[str, str], tell: str = TELL) -> list[object]:
-    """Returns the output of a program that was started with this environment."""
+    """Runs a small Python program with this environment; returns the facts that it prints."""
     done = subprocess.run(
         [sys.executable, "-c", tell], env=environment, capture_output=True, text=True, check=False, timeout=60.0
     )
@@ -149,7 +149,7 @@ def test_a_table_of_the_program_is_refused_as_well() -> None:
 
 
 class Wires:
-    """Connections to one peer, and their bounds; the sum is checked after each change."""
+    """A member's connections to one peer, with their rate limits, and the limits' sum after each change."""
 
     def __init__(self, rate_bps: float | None) -> None:
         self.shares = Shares(rate_bps)

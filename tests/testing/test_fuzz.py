@@ -1,4 +1,6 @@
-"""The fuzzer: hypothesis finds no fault in any reader, it would find planted ones, and found ones are mended."""
+"""Tests the fuzzer: it finds no fault in any reader, it would find planted ones, and faults it once found are
+mended.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ def test_the_command_says_what_is_wrong_with_its_arguments(
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", ["hypothesis", "atheris"])
 def test_all_targets_for_minutes(driver: str, tmp_path: Path) -> None:
-    """The fuzzer runs for five minutes in all; an hour on demand: python -m lab.fuzz --minutes 60."""
+    """Runs the fuzzer on all targets for five minutes; for longer: python -m lab.fuzz --minutes 60."""
     if driver == "atheris" and atheris_missing():
         pytest.skip(atheris_missing())
     minutes = float(os.environ.get("CHAOS_FUZZ_MINUTES", MINUTES))
@@ -177,7 +179,9 @@ def test_a_tip_whose_entry_is_missing_is_an_error_and_no_endless_loop(count: obj
 
 @pytest.mark.parametrize("index", range(len(welcome_handshakes())))
 def test_who_knows_token_and_key_is_let_in(index: int) -> None:
-    """Former bug: the fuzzer's seeds spoke an older protocol, so that no change of them got past the first check."""
+    """Former bug: the fuzzer's seeds used an older protocol, so that no mutation of them got past the reader's first
+    check.
+    """
     assert shaken(welcome_handshakes()[index]) == ""
 
 
@@ -256,7 +260,9 @@ def test_settings_that_are_nested_without_end() -> None:
 
 @pytest.mark.parametrize("interval_s", [1e308, 1e-9, 0.0, -1.0])
 def test_a_scheduler_that_asks_for_odd_heartbeats_is_no_scheduler(interval_s: float) -> None:
-    """Former bug: the member's agent thread ended with OverflowError, or sent without a pause."""
+    """Former bug: a scheduler that asked for heartbeats at a senseless interval ended the member's thread, or made it
+    send ceaselessly.
+    """
     from chaos_lightning.protocol.types import Member, Welcome
 
     welcome = Welcome(Member("a~1", "a", "host", "127.0.0.1", 1), 1, "founder", "", interval_s, 0.5)

@@ -1,4 +1,6 @@
-"""The fuzzer's messages: each type of each vocabulary is made and reaches its readers, also one that is added later."""
+"""Tests that the fuzzer makes each message type of each vocabulary, even one added later, and that it reaches its
+reader.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from lab.fuzz.drivers import TARGETS
 
 
 def _read(vocabulary: Vocabulary, read: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, type]]:
-    """Returns (where, type) of each value that the codecs of a vocabulary make meanwhile."""
+    """Runs `read`, and returns (envelope, type) of each value that a vocabulary's codecs decode during it."""
     found: set[tuple[str, type]] = set()
     unwrap, decode = Envelope.unwrap, Vocabulary.decode
 
@@ -128,7 +130,7 @@ class Tomorrow:
 
 
 def _added() -> Vocabulary:
-    """Returns a vocabulary of its own, with an envelope, as its proto file would have it."""
+    """Returns a made-up vocabulary with an envelope, as if it had been added to the code."""
     kind = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="fuzzed/added.proto", package="fuzzed", syntax="proto3")
 

@@ -1,4 +1,6 @@
-"""The fuzzer on sealed records, bulk frames and the TLS proxy: its seeds are read, and it finds planted faults."""
+"""Tests the fuzzer on sealed records, bulk frames and the TLS proxy: its seeds are readable, and it finds planted
+faults.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_records_that_arrive_well_are_believed_and_others_are_not(level: Level) 
 
 
 def test_records_that_two_changes_leave_in_their_place_are_genuine() -> None:
-    """The second record overtakes the third, which is left out."""
+    """The second of four records is swapped with the third, which is lost: the reader gets the first two, and none
+    after the gap.
+    """
     fates = [(Fate.WELL, b"one"), (Fate.SWAPPED, b"two"), (Fate.LEFT_OUT, b"three"), (Fate.WELL, b"four")]
     arrives, believed = travelled(Level.ENCRYPTED, [(int(fate), word) for fate, word in fates], stream=True)
     assert read_stream(Level.ENCRYPTED, arrives) == believed == b"onetwo"
@@ -95,7 +99,9 @@ def test_a_proxy_that_keeps_who_says_nothing_is_found(monkeypatch: pytest.Monkey
 
 
 def test_who_is_let_in_and_who_is_not_at_the_fuzzed_proxy() -> None:
-    """A member is let in, and so its bytes reach the scheduler; none of the others is."""
+    """A member with a valid certificate gets through the fuzzed TLS proxy, and each of four wrong callers is
+    refused.
+    """
     speaks = mutate.joined([(Deed.SPEAK, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")])
     TARGETS["tls-proxy"].run(speaks)  # whoever an earlier test sent is refused by then
     before = control._tls_proxy().refused

@@ -1,4 +1,6 @@
-"""The process harness with real processes: events wake it, deaths must be declared, nothing outlives it."""
+"""Tests the process harness with real processes: events wake it, deaths must be declared, and no process outlives
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def command(name: str, steps: int = 3, end: str = "finish") -> list[str]:
 
 
 def ends(pid: int, deadline_s: float = 20) -> bool:
-    """Waits for the end of a process that is not ours to reap; returns whether it ended."""
+    """Waits until a process that is not this one's child has ended; returns whether it has."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""`chaos-lightning lab`: a command per node, its environment, its end, and that nothing is left behind."""
+"""Tests `chaos-lightning lab`: a command on each node, its environment and its end, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lab(*arguments: object) -> Any:
 
 
 def drain(running: Lab) -> list[tuple[str, str]]:
-    """Returns all output of a lab until its commands have ended."""
+    """Returns all that a lab's commands print until they have ended."""
     said: list[tuple[str, str]] = []
     until(lambda: said.extend(running.poll()) or not running.running, "the end of all commands")
     return said + running.poll()
@@ -231,7 +231,7 @@ def test_commands_end_with_a_lab_that_is_killed(network: Path, tmp_path: Path) -
 
 
 def test_what_commands_leave_running_is_ended(tmp_path: Path) -> None:
-    """A command leaves a process behind, as a scheduler that detached itself; one is frozen and one ignores SIGTERM."""
+    """Processes that a lab's commands have left behind are ended with the lab, even if frozen or deaf to SIGTERM."""
     child = "import os, signal, sys, time; os.setsid(); signal.signal(15, signal.SIG_IGN)\n"
     child += "open(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True: time.sleep(0.05)"
     leave = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}, '{{folder}}/{{node}}.pid'])"

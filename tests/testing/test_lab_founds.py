@@ -1,4 +1,4 @@
-"""A job that is founded by the documented command on an emulated network in which not every pair has a link."""
+"""Tests that the documented command founds a job on an emulated network in which not all pairs have a link."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ DEADLINE_S = 150.0
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "topologies").glob("*.yaml")), ids=lambda p: p.stem)
 def test_all_nodes_found_the_job_together_over_the_links_that_there_are(path: Path, tmp_path: Path) -> None:
-    """Each node names its neighbours only, and min_nodes counts all of them."""
+    """All nodes found the job together, although each knows its neighbours only, and exactly the network's links are
+    used.
+    """
     file = tmp_path / path.name
     file.write_text(path.read_text().replace("starts: 60 s", "starts: 1 s"))
     network = load_topology(file)

@@ -1,4 +1,4 @@
-"""Tests which process dialled a connection, by the kernel's tables of sockets."""
+"""Tests which process a connection is attributed to, by the kernel's socket tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def test_the_process_that_dialled_is_found(family: socket.AddressFamily) -> None
 
 
 def test_a_process_that_dials_somebody_else_from_the_same_port_is_not_taken_for_it() -> None:
-    """The kernel gives a port out again as long as the other ends differ."""
+    """A connection is attributed to its own process, even if another process connects elsewhere from the same local
+    port.
+    """
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_server(("127.0.0.1", 0)) as elsewhere,

@@ -1,4 +1,4 @@
-"""The relay between members: passed bytes, and the effects of cutting, stalling and restoring a link on its ends."""
+"""Tests the relay between members: bytes pass, and both ends of a link see when it is cut, stalled and restored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE_S = 20.0
 
 
 class Member:
-    """Listener under a name; `call` dials another one and returns both ends of the link."""
+    """A member that listens; `call` connects it to another one and returns both ends of the link."""
 
     def __init__(self, name: str) -> None:
         self.id = f"{name}~1"
@@ -87,14 +87,14 @@ def exactly(sock: socket.socket, nbytes: int) -> bytes:
 
 
 def there_and_back(one: socket.socket, other: socket.socket) -> None:
-    """Sends a byte both ways: the relay has one thread, so it has then done all earlier work."""
+    """Sends a byte in each direction, after which the relay's single thread must have done all earlier work."""
     for source, sink in ((one, other), (other, one)):
         source.sendall(b"x")
         assert exactly(sink, 1) == b"x"
 
 
 def quiet(sock: socket.socket) -> bool:
-    """Returns whether neither bytes nor an end wait here."""
+    """Returns whether a socket has neither bytes to read nor reached its end."""
     return not select.select([sock], [], [], 0)[0]
 
 

@@ -1,4 +1,4 @@
-"""Fault plans: three ways to write one, one meaning; every mistake is named."""
+"""Tests fault plans: all forms of writing one mean the same, and every mistake in one is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topologies: the network at each time, and the refusals of descriptions with their words."""
+"""Tests topologies: the state of the links at each time, and the errors for impossible descriptions."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ changes = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(changes, max_size=4), st.lists(times, min_size=1, max_size=5))
 def test_nothing_changes_between_two_changes(schedule: list[Change], moments: list[float]) -> None:
-    """A member that sleeps until `next_change_s` misses nothing."""
+    """No link changes between a time and the next change that `next_change_s` gives for it."""
     topology = network(*schedule)
     for t_s in moments:
         coming = next_change_s(topology, t_s)

@@ -1,4 +1,4 @@
-"""Topology files: their meaning, and that each mistake is named by file, line, key, the given and the expected
+"""Tests topology files: what they mean, and that each mistake is reported with file, line, key, and the expected
 value.
 """
 

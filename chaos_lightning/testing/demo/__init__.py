@@ -1,4 +1,4 @@
-"""`chaos-lightning demo`: real torchrun nodes train a real model, are hurt, and the event logs prove what happened."""
+"""`chaos-lightning demo`: real torchrun nodes train a real model and are killed; event logs prove what happened."""
 
 LOSS = "loss"
 """Name of the event in which the demo's training script reports the loss of a validation."""

@@ -1,4 +1,4 @@
-"""Acts that stories share: nodes start, join, die, freeze and come back, the scheduler ends, the job finishes.
+"""Acts that several demos share: nodes start, join, die, freeze and return, the scheduler ends, the job finishes.
 
 Theory of operation. An act does something and says so, waits in the event logs for what must follow, and says what that
 was. It lets some steps pass at its end, so that the next one has an undisturbed before.
@@ -52,7 +52,7 @@ def join(stage: Stage[Cast], name: str) -> None:
 
 
 def kill(stage: Stage[Cast], name: str) -> None:
-    """Kills the node as a whole."""
+    """Kills agent and worker of a node with SIGKILL, and waits until the other members train on."""
     worker, member = stage.worker(name)
     stage.say("do", f"kill -9 for {name}, agent and worker at once: the machine is gone")
     stage.nodes.kill(name, worker)
@@ -60,14 +60,14 @@ def kill(stage: Stage[Cast], name: str) -> None:
 
 
 def others_go_on(stage: Stage[Cast], member: str, at: float) -> None:
-    """Waits for the first step after the death of this member."""
+    """Waits until the other members commit a step after the death of `member` at time `at`."""
     slot = stage.step_without(member, at)
     stage.say("good", f"step {slot.step} was committed {duration(slot.first - at)} later by the others")
     stage.rest()
 
 
 def freeze(stage: Stage[Cast], name: str, seconds: float) -> None:
-    """Freezes the node's worker, which is put out, wakes and comes in again."""
+    """Freezes a node's worker until the job has excluded it, wakes it, and waits until it has joined again."""
     worker, member = stage.worker(name)
     stage.say("do", f"worker 0 of {name} freezes (SIGSTOP) for {seconds:g} s")
     stage.nodes.freeze(name, worker, seconds)
@@ -92,7 +92,7 @@ def freeze(stage: Stage[Cast], name: str, seconds: float) -> None:
 
 
 def start_again(stage: Stage[Cast], names: Sequence[str]) -> float:
-    """Starts these nodes once more; returns the time before it."""
+    """Starts ended nodes again; returns the time just before."""
     at = time.time()
     stage.say("do", f"{' and '.join(names)} start again, by the same commands")
     for name in names:
@@ -101,15 +101,13 @@ def start_again(stage: Stage[Cast], names: Sequence[str]) -> float:
 
 
 def are_in(stage: Stage[Cast], names: Sequence[str], after: float) -> None:
-    """Waits until all of these have joined, each after this time."""
+    """Waits until each of these nodes has joined, at a time later than `after`."""
     for name in names:
         stage.say("seen", f"{name} is in at step {stage.joined(name, after=after).get('step')}")
 
 
 def scheduler_ends(stage: Stage[Cast], names: Sequence[str], nothing: str) -> None:
-    """Ends the scheduler of a job that these nodes have left, and waits for their ends; `nothing` says that nothing
-    runs.
-    """
+    """Ends the scheduler of a job that all nodes have left, and waits until scheduler and nodes have ended."""
     nodes = stage.nodes
     scheduler = integer(fetch_status(nodes.endpoint, timeout_s=stage.pace.act_deadline_s)["pid"])
     stage.say("do", "SIGTERM for the scheduler, too: nothing of the job is to be left")
@@ -120,14 +118,16 @@ def scheduler_ends(stage: Stage[Cast], names: Sequence[str], nothing: str) -> No
 
 
 def enough(folder: Path, epochs: int = 0) -> None:
-    """Asks the training scripts that look here to stop after their present epoch, or after `epochs` epochs."""
+    """Writes the file that tells training scripts in `folder` to stop after the present epoch, or after `epochs`
+    epochs.
+    """
     part = folder / "enough.part"  # they never read half of it
     part.write_text(str(epochs))
     part.rename(folder / "enough")
 
 
 def finish(stage: Stage[Cast], beside: Collection[str] = ()) -> None:
-    """Ends the job; processes `beside` it go on."""
+    """Makes the job finish after its present epoch, and waits until its nodes have ended, except those in `beside`."""
     nodes = stage.nodes
     stage.say("do", "enough: the job ends with this epoch, by a vote as EarlyStopping's")
     enough(nodes.folder)

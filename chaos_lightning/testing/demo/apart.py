@@ -1,4 +1,4 @@
-"""`chaos-lightning demo-diloco`: clusters train one model apart, and the server between them is killed piece by piece.
+"""`chaos-lightning demo-diloco`: clusters train one model far apart, while parts of the server between them are killed.
 
 Theory of operation. Three etcd servers hold the chain; on three machines a leader may lead, and the first one has two
 followers and a warm spare, too (`chaos-lightning ps up --store etcd://...`). Without etcd there is one machine, with
@@ -50,7 +50,7 @@ FULL, QUICK = ("--text=130000", "--inner-steps=12"), ("--text=100000", "--inner-
 
 
 class Story:
-    """Acts of `demo-diloco`, each a method that takes the stage.
+    """Acts of `demo-diloco`, each a method that takes the stage on which it acts.
 
     Args:
         server: The parameter server between the clusters.
@@ -170,18 +170,18 @@ class Story:
         stage.look()
 
     def _start(self, stage: Stage[Cast], cluster: FarCluster, node: str = "") -> None:
-        """Starts this node of a cluster; a cluster without nodes is started as one process."""
+        """Starts a node of a cluster, or the cluster's only process if it has no nodes."""
         own = {"CHAOS_PS": self.server.endpoints, **({"CHAOS_NODE": node, **HASHES} if node else {})}
         command = [sys.executable, "-m", *_words(stage.nodes, cluster, node)]
         stage.nodes.run(node or cluster.name, command, own)
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts of the present leader."""
+        """Returns what the leader of the parameter server reports of itself."""
         return fetch_facts(self.server.endpoints, b"", 20.0)
 
 
 def _words(nodes: Cast, cluster: FarCluster, node: str = "") -> list[str]:
-    """Returns what is typed after `python -m` to start this cluster, or this node of it."""
+    """Returns the arguments after `python -m` that start this cluster, or one node of it."""
     module, folder, *more = nodes.training()
     script = [module, folder, f"--name={cluster.name}", f"--pause={cluster.pause_s:g}", *more]
     if not node:
@@ -194,19 +194,19 @@ def _words(nodes: Cast, cluster: FarCluster, node: str = "") -> list[str]:
 
 
 def _rest(stage: Stage[Cast]) -> None:
-    """Waits for `pace.rest_steps` rounds in which nothing is broken."""
+    """Waits for `pace.rest_steps` rounds in which the demo breaks nothing."""
     at = time.time()
     for _ in range(stage.pace.rest_steps):
         at = _decided(stage, at).t
 
 
 def _decided(stage: Stage[Cast], after: float) -> Record:
-    """Waits for the first round that is decided after this time; returns its event."""
+    """Waits for the first round that the outer job decides after time `after`; returns its event."""
     return stage.first("entry", lambda r: r["kind"] == Round.__name__, after=after)
 
 
 def _adopts(stage: Stage[Cast], cluster: FarCluster) -> Record:
-    """Waits until this cluster has adopted its first version; returns the event."""
+    """Waits until a cluster has adopted its first version; returns the event."""
     deadline_s = stage.pace.start_deadline_s
     return stage.first("version_adopted", lambda r: r.node == cluster.name, deadline_s=deadline_s)
 

@@ -1,4 +1,4 @@
-"""`chaos-lightning demo-edge`: six nodes train over links that change, fail and return; then the logs prove it.
+"""`chaos-lightning demo-edge`: six nodes train over links that change, fail and return; the event logs prove it.
 
 Theory of operation. The network is a topology file beside this module; the nodes are processes of a lab
 (edge/runner.py), their links go through its relay. The schedule begins when all nodes have joined. Nothing in here
@@ -47,7 +47,7 @@ ARGUMENTS = ("--layers=3", "--width=128", "--batch-size=2", "--text=60000", "--p
 
 
 class Machines:
-    """Nodes of the lab, as a demo's `Stage` watches them.
+    """The nodes of an emulated network (a `Lab`), with the interface that a demo's `Stage` expects.
 
     Attributes:
         ending: Whether commands may end now.
@@ -62,15 +62,15 @@ class Machines:
         return self.lab.events
 
     def poll(self) -> Iterable[str]:
-        """Returns lines about what the lab has done to links since the last call."""
+        """Returns a line for each link that the emulation has changed since the last call."""
         said = [line for node, line in self.lab.poll() if not node and "started:" not in line]
         return [line.partition(" s  ")[2] for line in said]
 
     def check(self) -> None:
-        """Checks that no command has failed, or ended before it may.
+        """Checks that no node's command has failed, or has ended before the demo allowed it.
 
         Raises:
-            NodeDied: A command has ended so; the message shows its last output.
+            NodeDied: A command has failed or ended too early; the message shows its last output.
         """
         for name, code in self.exit_codes().items():
             if code or (code == 0 and not self.ending):
@@ -88,7 +88,7 @@ def all_join(stage: Stage[Machines]) -> None:
 
 
 def links_change(stage: Stage[Machines]) -> None:
-    """Waits until the schedule of the links is over, and `REST_S` more."""
+    """Waits until the schedule of link changes is over, and `REST_S` seconds more."""
     lab = stage.nodes.lab
     last, coming = 0.0, next_change_s(lab.config.topology, 0.0)
     while coming is not None and coming < 3600.0:
@@ -107,7 +107,7 @@ def finish(stage: Stage[Machines]) -> None:
 
 
 def told(record: Record) -> str:
-    """Returns a line about a member that joined, or about a view that was decided; "" for other events."""
+    """Returns a line for the story about a member that joined or a view that was decided; "" for other events."""
     if record.name == "joined":
         return f"{record.node} is in as {record.get('role')}"
     if record.name == "view" and record.get("links") is None:
@@ -122,7 +122,7 @@ Edge = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Ruled:
-    """A view, as reported by the member that entered it first.
+    """A membership view with its links and reduction trees, as the first member that entered it reported it.
 
     Attributes:
         t: Time at which it was entered, wall clock, s.
@@ -139,18 +139,18 @@ class Ruled:
     reason: str
 
     def share(self, edge: Edge) -> float:
-        """Returns the share of the gradients that passes this link."""
+        """Returns the share of the gradients that passes over a link."""
         whole = sum(weight for weight, _ in self.trees)
         return sum(weight for weight, edges in self.trees if edge in edges) / whole if whole else 0.0
 
 
 def node(member: str) -> str:
-    """Returns the node of a member id; the demo has one member a node."""
+    """Returns the name of a member's node; each node of the demo has one member."""
     return member.partition("~")[0].removesuffix("-0")
 
 
 def views(records: Sequence[Record]) -> list[Ruled]:
-    """Returns all views with links, in the order in which they were entered."""
+    """Returns all views whose links were logged, in the order in which members entered them."""
     found: dict[str, Ruled] = {}
     for r in sorted(records, key=lambda r: r.t):
         links = r.get("links")
@@ -173,7 +173,7 @@ def _edge(a: str, b: str) -> Edge:
 
 
 def of_fault(fault: Record) -> Edge:
-    """Returns the link that a fault has changed."""
+    """Returns the link, a pair of node names, that an injected fault changed."""
     return frozenset((fault.node, str(fault.get("peer"))))
 
 
@@ -181,7 +181,7 @@ CHANGES = ("cut", "stall", "restore", "rate")
 
 
 class Links:
-    """Events in the logs about the links of a topology.
+    """Events that concern the links of an emulated network.
 
     Args:
         topology: Topology that was emulated.
@@ -195,7 +195,7 @@ class Links:
         self.views = views(records)
 
     def rate(self, edge: Edge, t: float) -> float:
-        """Returns the rate of this link at time `t`, bits per second; 0 if it carried nothing or does not exist."""
+        """Returns the emulated rate of this link at time `t`, bit/s; 0 if it was cut or stalled, or does not exist."""
         link = next((x for x in self.topology.links if {x.a, x.b} == edge), None)
         rate, whole = (link.rate_bps, True) if link is not None else (0.0, False)
         for r in sorted(self.faults(*CHANGES), key=lambda r: r.t):
@@ -209,7 +209,7 @@ class Links:
         return next((v for v in self.views if v.t > t and good(v)), None)
 
     def steps(self, start: float, stop: float) -> int:
-        """Returns how many headers were committed between these times."""
+        """Returns the number of headers that were committed between `start` and `stop`."""
         return len({r.get("header") for r in self.records if r.name == "committed" and start < r.t < stop})
 
 
@@ -228,7 +228,7 @@ def founded(links: Links) -> Check:
 
 
 def measured(links: Links) -> Check:
-    """Checks that all links were measured; compares each measurement with the rate that the link had at that time."""
+    """Checks that members measured all links; compares each measurement with the emulated rate at that time."""
     found: list[float] = []
     edges: set[Edge] = set()
     for r in links.records:
@@ -248,7 +248,9 @@ def measured(links: Links) -> Check:
 
 
 def failures(links: Links) -> list[Check]:
-    """Checks for each cut or stall that the same members go on without the link, and use it again once it is back."""
+    """Checks for each cut or stall of a link that the same members train on without it, and use it again once
+    restored.
+    """
     checks = []
     for fault in links.faults("cut", "stall"):
         edge = of_fault(fault)
@@ -271,7 +273,9 @@ def failures(links: Links) -> list[Check]:
 
 
 def slower(links: Links) -> list[Check]:
-    """Checks for each rate that fell that the trees leave the link: it carries less than half of its former share."""
+    """Checks for each link that became slower that reduction trees avoid it: it carries less than half its former
+    share.
+    """
     checks = []
     for fault in links.faults("rate"):
         edge = of_fault(fault)
@@ -309,12 +313,12 @@ def stayed(links: Links) -> Check:
 
 
 def followed(links: Links) -> list[Check]:
-    """Returns the lines of the proof that are about links and trees."""
+    """Returns the checks that concern links and reduction trees."""
     return [founded(links), measured(links), *failures(links), *slower(links), trees(links), stayed(links)]
 
 
 def prove(e: Evidence, topology: Topology) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     names = topology.names
     deaths = any(r.name in ("death", "fenced") for r in e.records)
     return [

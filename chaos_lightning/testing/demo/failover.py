@@ -90,7 +90,7 @@ def both_die_and_a_node(stage: Stage[Cast], servers: EtcdServers) -> None:
 
 
 def _knocks(stage: Stage[Cast], name: str) -> None:
-    """Starts this node, and waits until its member runs, which asks to join then."""
+    """Starts a node, and waits until its member has started and so is about to ask for a slot in the job."""
     stage.nodes.start(name)
     stage.event("opened", name, stage.pace.start_deadline_s)
 
@@ -127,7 +127,7 @@ def _elected(stage: Stage[Cast], at: float, term: int) -> None:
 
 
 def led(e: Evidence) -> Check:
-    """Checks that after each kill of a scheduler another one leads, with a term of its own."""
+    """Checks that each killed scheduler is succeeded by another one with a higher term."""
     times, kills = [], e.faults("scheduler_sigkill")
     for kill in kills:
         lead = e.first("scheduler_started", kill.t)
@@ -140,8 +140,8 @@ def led(e: Evidence) -> Check:
 
 
 def joins_work(e: Evidence) -> Check:
-    """Checks how soon after each kill of a scheduler all members are connected to the next leader, which then takes in
-    newcomers, too.
+    """Checks that soon after each kill of a scheduler all members are connected to its successor, which admits
+    newcomers.
     """
     found = []
     for kill in e.faults("scheduler_sigkill"):
@@ -159,14 +159,14 @@ def joins_work(e: Evidence) -> Check:
 
 
 def _connected(e: Evidence, node: str, after: float) -> Record | None:
-    """Returns the first event after this time that this member is connected to a scheduler; None if there is none."""
+    """Returns the first event after time `after` by which a node's member reports a connection to a scheduler; else
+    None.
+    """
     return e.first("scheduler", after, lambda r: r.node == node and r.get("state") == "connected")
 
 
 def joined(e: Evidence, node: str, struck: str, whose: str) -> Check:
-    """Checks that the node joins after the first of these kills, by a view that was written to the chain after the
-    kill.
-    """
+    """Checks that a node joins soon after the first fault of kind `struck`, by a view written to the chain after it."""
     what, kill = f"{whose} dies as {node} knocks, and joins work again", e.fault(struck)
     joined = e.first("joined", wanted=lambda r: r.node == f"{node}-0" and r.source.startswith("member"))
     if joined is None or kill is None:
@@ -180,9 +180,7 @@ def joined(e: Evidence, node: str, struck: str, whose: str) -> Check:
 
 
 def leads_on(e: Evidence) -> Check:
-    """Checks that no other scheduler came to lead between the death of etcd's leader and the next kill of a
-    scheduler.
-    """
+    """Checks that the same scheduler leads from the death of etcd's leader until that scheduler is killed itself."""
     what = "while etcd elects a leader of its own, the scheduler goes on leading"
     etcd_kills, kills = e.faults("etcd_sigkill"), e.faults("scheduler_sigkill")
     if len(etcd_kills) != 2 or len(kills) != 2:
@@ -193,7 +191,9 @@ def leads_on(e: Evidence) -> Check:
 
 
 def undisturbed(e: Evidence) -> Check:
-    """Checks that no step of the first two acts, in which no member dies, waits for a scheduler or for etcd."""
+    """Checks that no training step waited for a scheduler or for etcd in the first two acts, in which no member
+    dies.
+    """
     what = "training waits neither for a scheduler nor for etcd"
     etcd_kills, kills = e.faults("etcd_sigkill"), e.faults("scheduler_sigkill")
     if len(kills) != 2 or len(etcd_kills) != 2:
@@ -201,9 +201,7 @@ def undisturbed(e: Evidence) -> Check:
     steps = list(itertools.pairwise(slot.first for slot in e.steps))
 
     def longest(since: float, until: float) -> float:
-        """Returns the longest time from one step to the next between these times, s; time after `until` does not
-        count.
-        """
+        """Returns the longest time between consecutive steps from `since` to `until`, s."""
         return max((min(b, until) - a for a, b in steps if b > since and a < until), default=0.0)
 
     ends = [kills[0].t, etcd_kills[0].t, min(kills[1].t, etcd_kills[1].t)]
@@ -228,7 +226,7 @@ def death(e: Evidence) -> Check:
 
 
 def prove(e: Evidence) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     return [
         led(e),
         joins_work(e),

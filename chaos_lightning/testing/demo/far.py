@@ -1,4 +1,4 @@
-"""The clusters of `demo-diloco`: their names, speeds and parts in the story."""
+"""The clusters of `demo-diloco`: their names, speeds and roles in the story."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class FarCluster:
-    """A cluster of `demo-diloco`.
+    """A cluster of `demo-diloco`: its name, speed and nodes.
 
     Attributes:
         name: Name of the cluster.

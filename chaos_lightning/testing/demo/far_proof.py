@@ -1,4 +1,4 @@
-"""Proof of `demo-diloco`, from the event logs of leaders, followers and clusters.
+"""Checks of `demo-diloco`, made from the event logs of leaders, followers and clusters.
 
 Theory of operation. As in `proof.py`: a line fails when the logs contradict it, and also when they do not tell. What
 was decided is the chain's word, folded from all leaders' entries (observe/outer/entries.py); what was trained, clusters
@@ -40,14 +40,14 @@ BACK_S = 60.0
 
 
 class Plot(NamedTuple):
-    """Size of the story: number of machines that may lead, and longest time of it all, s (0.0: not checked)."""
+    """Scale of the demo: how many machines may lead, and how long it may take in all, s (0.0: not checked)."""
 
     candidates: int
     most_s: float = 0.0
 
 
 class FarEvidence:
-    """Evidence about the outer job, from the event logs that a demo has left."""
+    """Evidence about the outer job, from a demo's event logs."""
 
     def __init__(self, e: Evidence, plot: Plot) -> None:
         self.e = e
@@ -60,31 +60,33 @@ class FarEvidence:
 
     @cached_property
     def rows(self) -> dict[str, list[ClusterRow]]:
-        """Incarnations of each cluster, by its name."""
+        """Rows of each cluster's incarnations, by the cluster's name."""
         found: dict[str, list[ClusterRow]] = {}
         for row in self.facts.clusters:
             found.setdefault(cluster_of(row.name), []).append(row)
         return found
 
     def log(self, cluster: FarCluster) -> fold.ClusterLog | None:
-        """Returns the log of this cluster's first incarnation; None if there is none."""
+        """Returns the events of a cluster's first incarnation; None if it logged none."""
         return next((log for name, log in self.facts.run.clusters.items() if cluster_of(name) == cluster.name), None)
 
     def told(self, cluster: FarCluster) -> list[fold.Happening]:
-        """Returns all happenings that this cluster has logged."""
+        """Returns everything that this cluster's first incarnation has logged."""
         log = self.log(cluster)
         return [one for each in log.told.values() for one in each] if log is not None else []
 
     def rounds(self, since: float, until: float = float("inf")) -> int:
-        """Returns the number of rounds that were decided between these times."""
+        """Returns the number of rounds that were decided between `since` and `until`."""
         return sum(row.kind == "round" and since < row.t < until for row in self.facts.versions)
 
     def decided(self, after: Record | None) -> VersionRow | None:
-        """Returns the first round that was decided after this event; None if there is no such round, or no event."""
+        """Returns the first round that was decided after an event; None if there is no such round, or `after` is
+        None.
+        """
         return next((row for row in self.facts.versions if row.kind == "round" and after and row.t > after.t), None)
 
     def steps(self, since: float, until: float) -> int:
-        """Returns the number of inner steps that all clusters reported between these times."""
+        """Returns the number of inner steps that all clusters together reported between `since` and `until`."""
         told = (x for log in self.facts.run.clusters.values() for x in log.inner)
         return sum(x.steps for x in told if since < x.t < until)
 
@@ -93,7 +95,9 @@ class FarEvidence:
 
 
 def trained(f: FarEvidence) -> Check:
-    """Checks that all clusters trained, each as one incarnation and no others, and how fast each was."""
+    """Checks that each cluster trained, without a restart, and that the fastest one was two to five times the slowest
+    one.
+    """
     what = f"{len(CLUSTERS)} clusters of speeds 1 to 3 train one model"
     paces = {one.name: pace for one in CLUSTERS if (log := f.log(one)) and (pace := _pace(log.inner))}
     slowest, fastest = min(paces.values(), default=1.0), max(paces.values(), default=1.0)
@@ -104,13 +108,15 @@ def trained(f: FarEvidence) -> Check:
 
 
 def _pace(told: Sequence[fold.InnerSteps]) -> float:
-    """Returns inner steps a second: the median over what a cluster reported."""
+    """Returns a cluster's inner steps per second, the median over its reports."""
     rates = [b.steps / (b.t - a.t) for a, b in pairwise(told) if b.t > a.t]
     return statistics.median(rates) if rates else 0.0
 
 
 def elastic(f: FarEvidence) -> Check:
-    """Checks which ranks of the elastic cluster joined, before one was killed and in all."""
+    """Checks that the elastic cluster's founders joined before one of its ranks was killed, and all its ranks in the
+    end.
+    """
     (*founders, _), kill = BENDS.nodes, f.fault("sigkill", f"{BENDS.nodes[1]}-0")
     what = f'{BENDS.name} is inner="chaos" with {len(founders)} ranks at first, {len(BENDS.nodes)} in all'
     joined = {r.node.removesuffix("-0"): r.t for r in reversed(f.e.records) if r.name == "joined" and r.own}
@@ -144,7 +150,7 @@ def died(f: FarEvidence) -> Check:
 
 
 def rank(f: FarEvidence) -> Check:
-    """Checks that a push counts if a rank of the elastic cluster dies while the push is under way."""
+    """Checks that a push counts although a rank of the elastic cluster was killed while the push was being sent."""
     _, dies, joins = BENDS.nodes
     what = f"a rank of {BENDS.name} dies in mid-push, and another joins: the push counts, and the cluster stays"
     kill, told = f.fault("sigkill", f"{dies}-0"), f.told(BENDS)
@@ -190,7 +196,9 @@ def follower(f: FarEvidence) -> Check:
 
 
 def was_warm(children: Sequence[Record], kill: float, up: float) -> bool:
-    """Returns whether the spare that made a follower was warm: it had made one before the kill, and has run since."""
+    """Returns whether a follower's replacement came from a warm spare: one that started a process before the kill
+    too.
+    """
     spares = [r for r in children if r.get("child") == SPARE and r.t < up]
     since = spares[-1].t if spares and spares[-1].get("up") else up
     made = [r for r in children if r.get("up") and r.get("child") not in (SPARE, LEADER)]
@@ -228,7 +236,7 @@ def everything(f: FarEvidence) -> Check:
 
 
 def versions(f: FarEvidence) -> Check:
-    """Checks that no version that was decided is lost: all stand, and the last one is durable."""
+    """Checks that no version that was decided was lost by a rollback, and that the last one is durable."""
     chain, rows = f.chain, f.facts.versions
     gone = [str(row.version) for row in rows if not row.stands]
     cost = sum(lost_in(rollback)[0] for rollback in chain.rollbacks)
@@ -240,7 +248,7 @@ def versions(f: FarEvidence) -> Check:
 
 
 def pushes(f: FarEvidence) -> Check:
-    """Checks that no push counts twice, by its name."""
+    """Checks that no push was counted twice."""
     accepted = [a for each in f.chain.answers.values() for a in each if a.answer is PushAnswer.ACCEPTED]
     twice = len(accepted) - len({a.offer.push for a in accepted})
     in_rounds = [push for row in f.facts.versions if row.kind == "round" and row.stands for push, _, _ in row.accepted]
@@ -261,7 +269,9 @@ def samples(f: FarEvidence) -> Check:
 
 
 def inner_steps(f: FarEvidence) -> Check:
-    """Checks for each cluster that its steps are all in pushes that count, or known to be discarded."""
+    """Checks for each cluster that all its inner steps are in accepted pushes, or were discarded with a reason in the
+    logs.
+    """
     words, lost, bad = [], 0, []
     for name, rows in f.rows.items():
         for row in rows:
@@ -282,7 +292,7 @@ def inner_steps(f: FarEvidence) -> Check:
 
 
 def removed(f: FarEvidence) -> Check:
-    """Checks that silence removed the dead cluster and no other."""
+    """Checks that the server removed the killed cluster and no other."""
     told = [t.entry.body for t in f.chain.told.values() if t.entry is not None and isinstance(t.entry.body, Removed)]
     wrong = [body for body in told if body.incarnation.cluster != DIES.name]
     words = "; ".join(f"{body.incarnation}: {body.reason}" for body in told)
@@ -290,8 +300,8 @@ def removed(f: FarEvidence) -> Check:
 
 
 def states(f: FarEvidence) -> Check:
-    """Checks that followers' digests are the chain's, also of versions that were computed again, and that all clusters
-    end with equal weights.
+    """Checks that followers' saved states have the digests in the chain, and that all clusters end with equal
+    weights.
     """
     marks = {str(mark.version): mark for mark in f.chain.marks}
     compared = again = differ = 0
@@ -317,9 +327,7 @@ def states(f: FarEvidence) -> Check:
 
 
 def learned(f: FarEvidence) -> Check:
-    """Checks that the validation loss of adopted versions falls; the first cluster that reports an epoch speaks for
-    all.
-    """
+    """Checks that the validation loss of adopted versions falls; of each epoch the first report counts."""
     losses: dict[int, float] = {}
     for r in f.e.records:
         if r.name == LOSS:
@@ -328,20 +336,20 @@ def learned(f: FarEvidence) -> Check:
 
 
 def in_time(f: FarEvidence) -> Check:
-    """Checks the time from the first event to the last one."""
+    """Checks that the demo, from its first event to its last one, took no longer than allowed."""
     seconds = f.e.records[-1].t - f.e.records[0].t if f.e.records else 0.0
     text = f"{seconds:.0f} s from the first event to the last one"
     return Check(f"it takes at most {f.plot.most_s:.0f} s", text, f.chain.ended is not None and seconds < f.plot.most_s)
 
 
 def audited(f: FarEvidence) -> list[Check]:
-    """Returns the audit's verdicts on the outer job, and on the elastic cluster's own."""
+    """Returns the audit's verdicts on the outer job, and on the elastic cluster's inner job."""
     jobs = audit_folder(f.e.folder / "events")
     return [proof.verdict(x, j.title if j.title.startswith("elastic") else "") for j in jobs for x in j.findings]
 
 
 def prove(e: Evidence, plot: Plot) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     f = FarEvidence(e, plot)
     story = [trained(f), elastic(f), late(f), died(f), rank(f), follower(f), leader(f), everything(f)]
     kept = [versions(f), pushes(f), samples(f), inner_steps(f), removed(f), states(f), learned(f)]

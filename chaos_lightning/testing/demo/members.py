@@ -1,4 +1,4 @@
-"""`chaos-lightning demo`: nodes join, die, freeze, all leave and return, each as soon as the one before was got over.
+"""`chaos-lightning demo`: nodes join, die, freeze, all leave and return, each after recovery from the event before.
 
 Theory of operation. What happens is a `FaultPlan` (`Size.plan`), as tests and the simulator take it; `chaos-lightning
 demo --plan` prints it; what comes after it, the end of all members and the job's return, no simulator can tell. Every
@@ -30,7 +30,7 @@ from chaos_lightning.testing.faults import Action, Fault, FaultPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Roles of the nodes in the story.
+    """Roles that nodes play in the demo.
 
     Attributes:
         founders, joins, killed, frozen, leaves: Nodes that found the job, join it, are killed, freeze and leave.
@@ -50,12 +50,12 @@ class Roles:
 
     @property
     def worker(self) -> str:
-        """Name of the worker that is killed while its agent lives."""
+        """Name of the worker that the demo kills while its agent lives on."""
         return f"{self.several}-1"
 
     @property
     def founding(self) -> set[str]:
-        """Names of the founders' workers."""
+        """Names of the workers that found the job."""
         return {f"{n}-0" for n in self.founders} | {self.worker}
 
 
@@ -73,7 +73,7 @@ ROLES = Roles(
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Size and pace of the demo.
+    """Pace and training arguments of the demo: full size or quick.
 
     Attributes:
         pace: Pace of its acts.
@@ -87,7 +87,7 @@ class Size:
 
     @property
     def plan(self) -> FaultPlan:
-        """Plan of who joins, dies, freezes and leaves, each once the one before is over."""
+        """Fault plan: who joins, dies, freezes and leaves, each triggered by the recovery from the fault before."""
         worker, joins, killed, frozen = ROLES.worker, ROLES.joins, ROLES.killed, ROLES.frozen
         long_s = self.freeze_s
         return FaultPlan(
@@ -115,7 +115,7 @@ QUICK = Size(
 
 
 def strike(stage: Stage[Cast], fault: Fault) -> None:
-    """Carries out one fault of the plan, as soon as it is due."""
+    """Waits until a fault of the plan is due, and performs it."""
     stage.due(fault)
     if fault.node == ROLES.worker:
         _AT_WORKER[fault.action](stage)
@@ -323,7 +323,7 @@ def kept(e: Evidence, roles: Roles) -> Check:
 
 
 def _next_lead(e: Evidence, after: Record) -> float:
-    """Returns the time at which the next scheduler began to lead; infinity if none did."""
+    """Returns the time at which the next scheduler after `after` began to lead; infinity if none did."""
     return min((r.t for r in e.leads() if r.t > after.t), default=float("inf"))
 
 
@@ -364,7 +364,7 @@ LINES: tuple[Callable[[Evidence, Roles], Check], ...] = (
 
 
 def prove(e: Evidence, roles: Roles = ROLES) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     finished = proof.finished(e, roles.again, f"the job finishes with {' and '.join(roles.again)}")
     return [*(line(e, roles) for line in LINES), finished, *proof.training(e, roles.again), *proof.audited(e)]
 
@@ -373,7 +373,7 @@ def prove(e: Evidence, roles: Roles = ROLES) -> list[Check]:
 
 
 def scenario(cast: Cast, size: Size) -> Scenario[Cast]:
-    """Returns the scenario of this demo with these nodes."""
+    """Returns the scenario of `chaos-lightning demo`, performed by the processes of `cast`."""
     plan = size.plan
     return Scenario(
         name="demo",

@@ -1,4 +1,4 @@
-"""The demo's nodes: real torchrun agents with real workers, started, hurt and ended by their own process ids.
+"""Nodes of demos: real torchrun agents with real workers, which a demo starts, kills and freezes by process id.
 
 Theory of operation. A node is what a user starts on one machine: a torchrun agent in a session of its own, whose worker
 trains; a node with several workers is started by `chaos-lightning run`. All of them, and the scheduler that the first
@@ -37,29 +37,31 @@ HASHES = {"CHAOS_STATE_HASH_EVERY": "5"}
 
 
 class NodeDied(ChaosError):
-    """A node has ended although the demo did nothing to it."""
+    """A node has ended that the demo did not end."""
 
 
 def places_for(*names: str) -> dict[str, str]:
-    """Returns an endpoint for each of these nodes, at a free port of this machine, where it may start a scheduler."""
+    """Returns for each node a local endpoint with a free port, at which it may start a scheduler."""
     return {name: f"127.0.0.1:{free_port()}" for name in names}
 
 
 def before(name: str) -> str:
-    """Returns the key that the exit code of a node's earlier agent has, if the node was started again."""
+    """Returns the key of an earlier agent's exit code, for a node that was started more than once."""
     return f"{name} before"
 
 
 def rates_of(node: str) -> dict[str, float]:
-    """Returns the rates at which this node may send to others, bit/s; to nodes not named it sends as fast as it can."""
+    """Returns the highest rates at which a node may send to the others, bit/s; nodes that are not keys are not
+    limited.
+    """
     if node == NEWCOMER:
         return dict(LINK_RATES_BPS)
     return {NEWCOMER: LINK_RATES_BPS[node]} if node in LINK_RATES_BPS else {}
 
 
 def last_words(child: Child, lines: int = 12) -> str:
-    """Returns the end of the worker's last traceback, else of its output: torchrun's own summary after it names no
-    reason.
+    """Returns the end of the worker's last traceback, or of its output if it has none; torchrun's summary is left
+    out.
     """
     said = child.tail(400).splitlines()
     begins = [i for i, line in enumerate(said) if line.startswith("Traceback")]
@@ -112,12 +114,12 @@ class Cast:
 
     @property
     def events(self) -> Path:
-        """Folder in which all members write their event logs."""
+        """Folder of all members' event logs."""
         return self.folder / "events"
 
     @property
     def endpoint(self) -> str:
-        """Endpoints at which a scheduler may be, with commas between them."""
+        """Endpoints of possible schedulers, separated by commas."""
         return ",".join(self.places.values())
 
     # ------------------------------------------------------------------------------------------------ starting
@@ -127,7 +129,7 @@ class Cast:
         return self.workers.get(name, 1)
 
     def options(self, name: str) -> list[str]:
-        """Returns the options of this node's agent."""
+        """Returns the torchrun options of this node's agent."""
         several = [f"--nproc-per-node={self.workers_of(name)}"] if self.workers_of(name) > 1 else []
         own = self.places.get(name, next(iter(self.places.values())))
         endpoint = ",".join([own, *(place for place in self.places.values() if place != own)])
@@ -139,13 +141,13 @@ class Cast:
         ]
 
     def words(self, name: str) -> str:
-        """Returns the command that a user would type to start this node."""
+        """Returns the command, as text, that a user would type to start a node."""
         program = "torchrun" if self.workers_of(name) == 1 else "chaos-lightning run"
         # Shorter, and the same place from the folder in which the demo was started.
         return " ".join([program, *self.options(name), "train.py"]).replace(f"{Path.cwd()}/", "")
 
     def command(self, name: str) -> list[str]:
-        """Returns the command that starts this node's agent: as `words`, but programs are called by their modules."""
+        """Returns the command that starts this node's agent, as arguments of this Python interpreter."""
         program = ["torch.distributed.run"] if self.workers_of(name) == 1 else ["chaos_lightning.cli", "run"]
         return [sys.executable, "-m", *program, *self.options(name), "-m", *self.training()]
 
@@ -154,7 +156,7 @@ class Cast:
         return [self.script, f"--folder={self.folder}", *self.arguments]
 
     def start(self, name: str) -> None:
-        """Starts a node of this name, perhaps again after it has ended."""
+        """Starts a node; it may have run before and ended."""
         if name in self.nodes:
             self.earlier[name] = self.nodes[name]
             self.left.discard(name)
@@ -162,7 +164,7 @@ class Cast:
         self.run(name, self.command(name), {"CHAOS_NODE": name, **HASHES, RATES: json.dumps(rates_of(name))})
 
     def run(self, name: str, command: Sequence[str], more: Mapping[str, str], events: Path | None = None) -> None:
-        """Starts a command with `more` in its environment; its event log goes to `events` (default: the demo's own
+        """Starts a command, with the variables `more`, whose event log goes to `events` (default: the demo's own
         folder).
         """
         environment = {**surroundings(events or self.events), **more, **self.mark.environment()}
@@ -176,53 +178,55 @@ class Cast:
         self.log.emit("fault_injected", kind=kind, node=node, **fields)
 
     def strike(self, number: signal.Signals, node: str, pid: int, kind: str = "", **fields: object) -> None:
-        """Sends a signal to one process; logs it as `kind`, by default under the signal's name."""
+        """Sends a signal to one process, and logs it as a fault of kind `kind` (default: the signal's name)."""
         self.note(kind or number.name.lower(), node, pid=pid, **fields)
         if not self.mark.send(pid, number):
             raise NodeDied(f"process {pid} is not there any more, so it cannot get {number.name}")
 
     def kill(self, name: str, worker: int) -> None:
-        """Sends SIGKILL to worker and agent at once, as if the machine were gone. The worker comes first: its agent's
-        death would ask it to leave.
+        """Sends SIGKILL to a node's worker and agent, as if the machine were gone; to the worker first, which its
+        agent's death would ask to leave.
         """
         self.fallen.add(name)
         self.strike(signal.SIGKILL, f"{name}-0", worker)
         self.nodes[name].send(signal.SIGKILL)
 
     def kill_agent(self, name: str) -> None:
-        """Sends SIGKILL to the agent of a worker that has killed itself, or to a process that has no agent."""
+        """Sends SIGKILL to a node's first process: to the agent of a worker that has killed itself, or to one without
+        an agent.
+        """
         self.fallen.add(name)
         self.nodes[name].send(signal.SIGKILL)
 
     def freeze(self, name: str, worker: int, seconds: float) -> None:
-        """Stops the worker by SIGSTOP; the caller continues it by `thaw` after so many seconds."""
+        """Stops a worker with SIGSTOP, and logs that it freezes for `seconds`; the caller must wake it with `thaw`."""
         self.strike(signal.SIGSTOP, f"{name}-0", worker, seconds=seconds)
 
     def thaw(self, name: str, worker: int) -> None:
-        """Continues a frozen worker by SIGCONT."""
+        """Wakes a frozen worker with SIGCONT."""
         self.strike(signal.SIGCONT, f"{name}-0", worker)
 
     def ask(self, name: str, number: signal.Signals) -> None:
-        """Asks the node to leave, by Ctrl+C (SIGINT) or SIGTERM at its agent."""
+        """Asks a node to leave, with SIGINT (Ctrl+C) or SIGTERM to its agent."""
         self.left.add(name)
         self.note(number.name.lower(), f"{name}-0", pid=self.nodes[name].pid)
         self.nodes[name].send(number)
 
     def runs(self, pid: int) -> bool:
-        """Returns whether this process of the demo's has not ended."""
+        """Returns whether a process of the demo still runs."""
         return pid in self.mark.alive()
 
     # ------------------------------------------------------------------------------------------------ watching
 
     def poll(self) -> Iterable[str]:
-        """Returns nothing: these nodes go on by themselves, and have nothing to report."""
+        """Returns no lines: real processes need no help to go on."""
         return ()
 
     def check(self) -> None:
-        """Checks that no process has ended with an error, but for those that the demo killed.
+        """Checks that no process has ended with an error, except those that the demo killed.
 
         Raises:
-            NodeDied: A process has ended so; the message shows its last output.
+            NodeDied: A process has ended with an error; the message shows its last output.
         """
         for name, child in {**self.nodes, **self.others()}.items():
             if child.poll() not in (None, 0) and name not in self.fallen:
@@ -236,7 +240,7 @@ class Cast:
     # ------------------------------------------------------------------------------------------------ ending
 
     def close(self) -> int:
-        """Ends everything that bears the mark; returns how many processes had to be ended."""
+        """Ends all processes of this demo; returns how many still ran."""
         ended = self.mark.end(POLITE_S)
         for child in (*self.nodes.values(), *self.earlier.values()):
             if not child.running:

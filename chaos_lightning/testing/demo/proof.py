@@ -1,4 +1,4 @@
-"""Proves a demo by its event logs: a table of expectations, each with what was found.
+"""Checks of a demo's event logs: each says what was expected and what was found.
 
 Theory of operation. Two witnesses are heard. The audit (observe/audit.py) judges the contract over all events, sharing
 no code with the engine. A demo's own lines ask whether what it wanted to show was shown. A line is a function of the
@@ -31,7 +31,7 @@ from chaos_lightning.testing.demo.nodes import before
 
 
 class Check(NamedTuple):
-    """One line of a proof: what must hold, what was found, and whether it holds."""
+    """One check of a demo: what was expected, what was found, and whether they agree."""
 
     what: str
     found: str
@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
 
 def faults_of(records: Sequence[Record], *kinds: str) -> list[Record]:
-    """Returns the faults of these kinds that were injected."""
+    """Returns the `fault_injected` events of the given kinds."""
     return [r for r in records if r.name == "fault_injected" and r.get("kind") in kinds]
 
 
@@ -65,7 +65,7 @@ class Evidence:
 
     @cached_property
     def chain(self) -> list[SlotFact]:
-        """All slots on the chain, in order."""
+        """All slots that the chain has, in order."""
         return self.timeline.chain()
 
     @property
@@ -73,28 +73,28 @@ class Evidence:
         return [slot for slot in self.chain if slot.kind == "step"]
 
     def code(self, name: str) -> int | None:
-        """Returns the exit code of this node's first agent."""
+        """Returns the exit code of a node's first agent; the node may have been started again since."""
         return self.codes.get(before(name), self.codes.get(name))
 
     def faults(self, *kinds: str) -> list[Record]:
-        """Returns the injected faults of these kinds."""
+        """Returns the `fault_injected` events of the given kinds."""
         return faults_of(self.records, *kinds)
 
     def fault(self, kind: str, node: str = "") -> Record | None:
-        """Returns the first fault of this kind, at this node or at any; None if there is none."""
+        """Returns the first injected fault of a kind, at `node` if one is given; None if there is none."""
         return next((r for r in self.faults(kind) if node in ("", r.node)), None)
 
     def first(self, name: str, after: float = 0.0, wanted: Callable[[Record], bool] = lambda r: True) -> Record | None:
-        """Returns the first event of this name after this time that satisfies `wanted`; None if there is none."""
+        """Returns the first event with this name after time `after` that satisfies `wanted`; None if there is none."""
         return next((r for r in self.records if r.name == name and r.t > after and wanted(r)), None)
 
     def lives(self, name: str, worker: int = 0) -> list[Life]:
-        """Returns the lives of this node's worker as a member, in order; each incarnation is one."""
+        """Returns the incarnations of a node's worker as a member, in order of birth."""
         mine = (x for x in self.timeline.lives.values() if x.node == f"{name}-{worker}")
         return sorted(mine, key=lambda x: x.born)
 
     def recovery(self, name: str, kind: str, worker: int = 0) -> folds.RecoveryTimes | None:
-        """Returns the recovery from the first fault of this kind at this node's worker; None if there is none."""
+        """Returns how the job recovered from the first fault of this kind at a node's worker; None if there is none."""
         found = folds.recoveries(self.timeline)
         return next((r for r in found if r.node == f"{name}-{worker}" and r.kind == kind), None)
 
@@ -106,17 +106,17 @@ class Evidence:
         return next((r.get("pid") for r in self.records if r.name == "opened" and r.source == life.source), None)
 
     def one(self, name: str) -> Record | None:
-        """Returns the only event of this name from members; None if there is none, or several."""
+        """Returns the only event with this name that a member logged; None if there is none, or several."""
         found = [r for r in self.records if r.name == name and r.own]
         return found[0] if len(found) == 1 else None
 
     def foundings(self) -> list[Record]:
-        """Returns the views with which a scheduler founded the job: no earlier view led to them."""
+        """Returns the views by which a scheduler founded the job; they have no predecessor."""
         views = [r for r in self.records if r.name == "view" and r.source.startswith("scheduler")]
         return [r for r in views if str(r.get("reason")).startswith("founded")]
 
     def leads(self) -> list[Record]:
-        """Returns the event of each scheduler that began to lead."""
+        """Returns the events by which schedulers reported that they began to lead."""
         return [r for r in self.records if r.name == "scheduler_started"]
 
 
@@ -124,7 +124,7 @@ class Evidence:
 
 
 def finished(e: Evidence, names: Collection[str], what: str) -> Check:
-    """Checks that these nodes have committed the last slot, and ended with exit code 0."""
+    """Checks that the given nodes, and no others, committed the closing slot, and ended with exit code 0."""
     codes = [e.codes.get(name) for name in names]
     closing = [s for s in e.chain if s.kind == "closing"]
     who = sorted(node_of(m).removesuffix("-0") for m in closing[-1].commits) if closing else []
@@ -133,7 +133,7 @@ def finished(e: Evidence, names: Collection[str], what: str) -> Check:
 
 
 def ended(e: Evidence, *killed: str) -> Check:
-    """Checks that all nodes but those that were killed have ended with exit code 0."""
+    """Checks that all nodes but the killed ones ended with exit code 0."""
     good = bool(e.codes) and all(code == 0 for name, code in e.codes.items() if name not in killed)
     return Check("all others end with exit code 0", words_of(e.codes) or "nobody ran", good)
 
@@ -163,7 +163,7 @@ def samples(e: Evidence) -> Check:
 
 
 def one_chain(e: Evidence) -> Check:
-    """Checks each member's own list of commits against the chain, number by number."""
+    """Checks that the headers that each member committed are those of the chain, slot by slot."""
     chain = {s.seq: s.header for s in e.chain}
     dead = _dead(e)
     compared, differ, members = 0, 0, set()
@@ -189,7 +189,7 @@ def equal_hashes(e: Evidence) -> Check:
 
 
 def equal_weights(e: Evidence, names: Collection[str]) -> Check:
-    """Checks that these nodes, and no others, have equal weights at the end."""
+    """Checks that the given nodes, and no others, ended with bit-identical weights."""
     found = {}
     for path in sorted(e.folder.glob("final-*.json")):
         words = json.loads(path.read_text(encoding="utf-8"))
@@ -204,23 +204,23 @@ def learned(e: Evidence) -> Check:
 
 
 def falls(what: str, losses: Sequence[float]) -> Check:
-    """Checks that the last validation's loss is less than the first one's."""
+    """Checks that the last validation loss is less than the first one."""
     text = "validation loss " + ", ".join(f"{loss:.3f}" for loss in losses) + " nats per byte"
     return Check(what, text, len(losses) > 1 and losses[-1] < losses[0])
 
 
 def training(e: Evidence, names: Collection[str]) -> list[Check]:
-    """Returns the lines that must hold of any training that ends on these nodes."""
+    """Returns the checks that every demo must pass whose training ends on the given nodes."""
     return [no_step_lost(e), samples(e), one_chain(e), equal_hashes(e), equal_weights(e, names), learned(e)]
 
 
 def audited(e: Evidence) -> list[Check]:
-    """Returns the independent audit's verdicts; here all five points must be shown."""
+    """Returns the verdicts of the independent audit, one check for each of its points."""
     return [verdict(finding) for finding in auditing.audit(e.folder / "events")]
 
 
 def verdict(finding: auditing.Finding, job: str = "") -> Check:
-    """Returns one of the audit's verdicts as a line; it names the job if there are several."""
+    """Returns one verdict of the audit as a check; `job` names the job if there are several."""
     good = finding.verdict == auditing.OK
     what = f"audit {finding.point}: {auditing.POINTS[finding.point]}" + (f" ({job})" if job else "")
     bad = () if good else (finding.verdict, *finding.details[:3])
@@ -235,7 +235,7 @@ def _dead(e: Evidence) -> set[str]:
 
 
 def table(checks: Sequence[Check], title: str) -> Table:
-    """Returns the lines of a proof as a table for a terminal."""
+    """Returns checks as a table for a terminal."""
     grid = Table(title=title, title_justify="left", title_style="bold", header_style="dim", padding=(0, 1))
     grid.add_column("")
     grid.add_column("what must be", ratio=5)
@@ -247,7 +247,7 @@ def table(checks: Sequence[Check], title: str) -> Table:
 
 
 def words_of(codes: Mapping[str, int | None]) -> str:
-    """Returns exit codes as words: "edge-1 0, edge-2 -9"."""
+    """Returns exit codes as text: "edge-1 0, edge-2 -9"."""
     return ", ".join(f"{name} {code}" for name, code in codes.items())
 
 
@@ -257,7 +257,7 @@ def consecutive(numbers: Sequence[int]) -> bool:
 
 
 def transfer(join: folds.Join) -> str:
-    """Returns words about one state transfer: bytes, time and sources."""
+    """Returns a text about one joiner's state transfer: bytes, time and sources."""
     parts = [
         f"{node_of(donor).removesuffix('-0')} {amount(n)}" + (f" at {8e-6 * n / seconds:.0f} Mbit/s" if seconds else "")
         for donor, n, seconds in join.sources

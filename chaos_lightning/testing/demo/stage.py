@@ -1,4 +1,4 @@
-"""Performs a demo: plays its scenario, shows and proves it, writes a report, and ends everything that was started.
+"""Performs a demo: plays its acts, shows and checks what happens, writes a report, and ends all processes it started.
 
 Theory of operation. A `Scenario` is data: who takes part, which acts are played one after the other, and which lines
 the logs must prove. An act is a function of the `Stage`: it strikes, says so, and waits in the members' event logs for
@@ -66,22 +66,22 @@ _SIGNS = {"do": ">", "seen": " ", "good": "+", "bad": "!"}
 
 
 class Nodes(Protocol):
-    """Nodes that train in a demo."""
+    """Nodes of a demo, in the interface through which a `Stage` watches them."""
 
     @property
     def events(self) -> Path:
-        """Folder in which all members write their event logs."""
+        """Folder of all members' event logs."""
 
     def poll(self) -> Iterable[str]:
-        """Lets the nodes go on; returns lines about what was done to them since the last call. It is called again and
-        again.
+        """Does the nodes' pending work; returns lines about what was done since the last call. A stage calls it many
+        times a second.
         """
 
     def check(self) -> None:
-        """Raises a ChaosError if a node has ended that was not to."""
+        """Raises a ChaosError if a node has ended that should still run."""
 
     def exit_codes(self) -> Mapping[str, int | None]:
-        """Returns exit codes by node; None while a node runs, negative for a signal."""
+        """Returns each node's exit code; None while it runs, negative for a signal."""
 
 
 N = TypeVar("N", bound=Nodes)
@@ -90,7 +90,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Rests and deadlines of a demo.
+    """Number of undisturbed steps between the acts of a demo, and deadlines.
 
     Attributes:
         rest_steps: Undisturbed steps between two acts; of clusters far apart, rounds.
@@ -105,7 +105,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario(Generic[N]):
-    """A demo: its nodes, its acts and its proof.
+    """A demo: its nodes, its acts and its checks.
 
     Attributes:
         name: Name of its command.
@@ -134,7 +134,7 @@ class Scenario(Generic[N]):
 
 
 def play(scenario: Scenario[N], folder: Path, *, keep: bool = False) -> NoReturn:
-    """Plays a demo, from the first line to the exit code.
+    """Plays a whole demo, and exits with its exit code.
 
     Args:
         scenario: The demo.
@@ -172,7 +172,7 @@ def play(scenario: Scenario[N], folder: Path, *, keep: bool = False) -> NoReturn
 
 @contextlib.contextmanager
 def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> Iterator[None]:
-    """Calls all of `endings` after the block, to their end, whatever happens in it, also Ctrl+C and SIGTERM.
+    """Calls all of `endings` after the block, even after an exception, Ctrl+C or SIGTERM, which cannot cut them short.
 
     Raises:
         typer.Exit: The block was interrupted; the code is 130.
@@ -194,7 +194,7 @@ def on_stage(console: Console, folder: Path, *endings: Callable[[], object]) -> 
 
 
 def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str, seconds: float, title: str) -> bool:
-    """Prints the lines of a proof and writes the report; returns whether all hold and the story did not break off."""
+    """Prints a demo's checks and writes the report; returns whether all checks pass and no act broke off."""
     from chaos_lightning.observe.outer.report import write_reports
 
     console.print(table(checks, f"\nWhat this proves ({seconds:.0f} s)"))
@@ -223,7 +223,7 @@ def judge(console: Console, folder: Path, checks: Sequence[Check], problem: str,
 
 
 def tidy(folder: Path) -> None:
-    """Deletes everything from the demo's folder but event logs and report."""
+    """Deletes everything from the demo's folder except event logs and report."""
     for path in (*(folder / name for name in ("out", "checkpoints", "etcd")), *folder.glob("*-kept")):
         shutil.rmtree(path, ignore_errors=True)
     for path in (*folder.glob("chain.sqlite*"), *folder.glob("final-*.json"), *folder.glob("*.log"), folder / "enough"):
@@ -238,7 +238,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 class Stage(Generic[N]):
-    """Stage of a demo, which acts are given: they say on it what they do, and wait on it for what must follow.
+    """Interface through which a demo's acts show what they do, and wait for events.
 
     Attributes:
         nodes: Nodes that train.
@@ -262,15 +262,15 @@ class Stage(Generic[N]):
         self._told = {""}
 
     def say(self, kind: str, text: str) -> None:
-        """Shows a line of this kind: "do", "seen", "good" or "bad"."""
+        """Prints a line of the story; its kind is "do", "seen", "good" or "bad"."""
         self._screen.say(kind, text)
 
     def judge(self, good: bool, text: str) -> None:
-        """Shows a line as good or as bad."""
+        """Prints a line of the story as good or bad news."""
         self.say("good" if good else "bad", text)
 
     def look(self) -> None:
-        """Reads the events since the last look, shows them, and notes which faults of the plan are due."""
+        """Reads new events, shows them, and notes which faults of the plan they make due."""
         for text in self.nodes.poll():
             self.say("do", text)
         for record in self._tail.poll():
@@ -287,11 +287,11 @@ class Stage(Generic[N]):
     # ------------------------------------------------------------------ waiting
 
     def wait(self, what: str, ready: Callable[[], T | None], deadline_s: float | None = None) -> T:
-        """Waits until `ready` returns something but None or False; returns that.
+        """Waits until `ready` returns anything but None or False; returns its result.
 
         Raises:
-            DeadlineError: It did not happen in time; the message says what.
-            ChaosError: A node has ended that was not to.
+            DeadlineError: Nothing was returned in time; the message says what was waited for.
+            ChaosError: A node has ended that should still run.
         """
         limit = self.pace.act_deadline_s if deadline_s is None else deadline_s
         end = time.monotonic() + limit
@@ -307,7 +307,7 @@ class Stage(Generic[N]):
             time.sleep(_TURN_S)
 
     def due(self, fault: Fault) -> None:
-        """Waits until this fault of the plan is due."""
+        """Waits until a fault of the plan is due."""
         self.wait(f"the time for '{fault}'", lambda: fault in self._due)
 
     def first(
@@ -319,7 +319,9 @@ class Stage(Generic[N]):
         deadline_s: float | None = None,
         what: str = "",
     ) -> Record:
-        """Waits for the first event of this name after this time that satisfies `wanted`; errors call it `what`."""
+        """Waits for the first event with this name after time `after` that satisfies `wanted`; error messages call it
+        `what`.
+        """
         place = 0
 
         def found() -> Record | None:
@@ -332,7 +334,7 @@ class Stage(Generic[N]):
     def event(
         self, event: str, node: str, deadline_s: float | None = None, *, worker: int = 0, after: float = 0.0
     ) -> Record:
-        """Waits for the first event of this name from this worker of this node, written after this time."""
+        """Waits for the first event with this name that a node's worker logged after time `after`."""
 
         def wanted(r: Record) -> bool:  # the scheduler writes about members, too
             return r.node == f"{node}-{worker}" and r.source.startswith("member")
@@ -341,16 +343,16 @@ class Stage(Generic[N]):
         return self.first(event, wanted, after=after, deadline_s=deadline_s, what=which)
 
     def joined(self, node: str, *, worker: int = 0, after: float = 0.0) -> Record:
-        """Waits until this worker of the node has joined, with the deadline of a start; returns the event."""
+        """Waits, no longer than a start may take, until a node's worker has joined; returns the event."""
         return self.event("joined", node, self.pace.start_deadline_s, worker=worker, after=after)
 
     def rest(self) -> None:
-        """Waits for `pace.rest_steps` more steps, in which nothing is done."""
+        """Waits for `pace.rest_steps` more steps of undisturbed training."""
         goal = self.step + self.pace.rest_steps
         self.wait(f"step {goal}", lambda: self.step >= goal)
 
     def without(self, member: str) -> None:
-        """Waits until the latest membership view is one without this member."""
+        """Waits until the latest membership view lacks this member."""
         views = self.timeline.views
         self.wait(
             f"a view without {member}",
@@ -358,7 +360,7 @@ class Stage(Generic[N]):
         )
 
     def step_without(self, member: str, at: float) -> SlotFact:
-        """Waits for the first step after this time that was committed without this member; returns it."""
+        """Waits for the first step after time `at` that was committed without this member; returns the step."""
         self.without(member)
         return self.wait(
             f"a step without {member}",
@@ -379,13 +381,13 @@ class Stage(Generic[N]):
         return recent[-1].step if recent else 0
 
     def progress(self) -> str:
-        """Returns the present pace in words: time and samples per step."""
+        """Returns the present pace as text: time and samples per step."""
         steps = [slot for slot in self.timeline.recent(20) if slot.kind == "step"]
         pace = (steps[-1].first - steps[0].first) / max(1, len(steps) - 1)
         return f"{duration(pace)} a step, {sum(w for _, w in steps[-1].contributors):g} samples each"
 
     def worker(self, name: str, worker: int = 0) -> tuple[int, str]:
-        """Returns process id and member id of this node's living worker."""
+        """Returns process id and member id of a node's worker that is alive."""
         life = self.timeline.living(f"{name}-{worker}", time.time())
         opened = [r for r in self.records if r.name == "opened" and life is not None and r.source == life.source]
         if life is None or not opened:
@@ -397,7 +399,7 @@ class Stage(Generic[N]):
 
 
 class Screen:
-    """Terminal or pipe on which a demo tells its story.
+    """Output of a demo on a terminal or pipe: lines of its story and, on a terminal, the live state of the job.
 
     Attributes:
         console: Console to print to.
@@ -411,7 +413,7 @@ class Screen:
         self._drawn = 0.0
 
     def say(self, kind: str, text: str) -> None:
-        """Prints a line of the story. A long line is wrapped between words, which stay whole, so that they can be
+        """Prints a line of the story; long lines are wrapped between words, which stay whole, so that they can be
         copied.
         """
         head = f"{time.monotonic() - self._began:6.1f} s  "
@@ -427,7 +429,7 @@ class Screen:
             self.console.print(Text(f"{'':{indent}}{part}", style=_STYLES[kind]), soft_wrap=True)
 
     def refresh(self, timeline: Timeline, outer: OuterBoard) -> None:
-        """Shows the present state of the job, if it is time to show it."""
+        """Redraws the state of the job, unless it was drawn a moment ago."""
         now = time.monotonic()
         if now - self._drawn < (_PLAIN_S if self.live is None else _REDRAW_S):
             return
@@ -443,7 +445,7 @@ class Screen:
 
 
 def progress(timeline: Timeline) -> str:
-    """Returns the job's state in one line: step, epoch, number of members, pace."""
+    """Returns the job's state as one line: step, epoch, number of members, pace."""
     recent = [slot for slot in timeline.recent(40) if slot.kind == "step"]
     if not recent:
         return "no step yet"

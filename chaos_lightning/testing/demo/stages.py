@@ -1,4 +1,4 @@
-"""`chaos-lightning demo-pipeline`: six devices train a model in stages, are killed, frozen, brought back and parted.
+"""`chaos-lightning demo-pipeline`: six devices train a model in pipeline stages, are killed, frozen and brought back.
 
 Theory of operation. No device has memory for the whole model, so six torchrun nodes train it as three pipelines of two
 stages (`train_stages.py`). One node dies in the middle of a backward pass, another one at any moment, a third freezes;
@@ -54,8 +54,8 @@ FREEZE_S = 2.5
 def gpt_job(
     layers: int, width: int, block: int, batch: int, micro_batches: int, memory_nbytes: int, itemsize: int = 4
 ) -> TrainingJob:
-    """Returns a job with the costs of the small GPT's layers, by formula: six processes on few cores would disturb each
-    other's measurements.
+    """Returns a job with computed costs of the small GPT's layers; measured ones would be noisy with six processes on
+    few cores.
 
     Args:
         layers: Number of blocks.
@@ -94,7 +94,7 @@ def gpt_job(
 
 
 def in_shape(stage: Stage[Cast], shape: str = SHAPE) -> None:
-    """Waits until the devices form pipelines of this shape, and rests."""
+    """Waits until the devices have formed pipelines of this shape, and for some undisturbed steps."""
 
     def formed() -> Record | None:
         last = next((r for r in reversed(stage.records) if r.name == "pipelines" and r.get("view")), None)
@@ -163,12 +163,12 @@ def one_process_ends(stage: Stage[Cast]) -> None:
 
 
 def decided(e: Evidence, at: float) -> Record | None:
-    """Returns the first choice of pipelines from this time on."""
+    """Returns the first event, at time `at` or later, in which new pipelines were chosen; None if there is none."""
     return next((r for r in e.records if r.name == "pipelines" and r.t >= at and r.get("view")), None)
 
 
 def cost(e: Evidence, since: float, until: float) -> str:
-    """Returns what a change of pipelines was and cost: policy and reason, micro-batches run again, bytes moved."""
+    """Returns a text about one change of pipelines: policy, reason, micro-batches run again, bytes moved."""
     choice = decided(e, since)
     why = f"{choice.get('shape')}: {choice.get('reason')}" if choice is not None else "pipelines as before"
     during = [r for r in e.records if since <= r.t <= until]
@@ -193,7 +193,9 @@ def staged(e: Evidence) -> Check:
 
 
 def lost(e: Evidence, name: str, kind: str, phase: str, what: str) -> Check:
-    """Checks that, after a device was struck in this phase, the others went on at the same step."""
+    """Checks that a device was struck in this phase of its step, and that at least two others went on at the same
+    step.
+    """
     found = e.recovery(name, kind)
     if found is None or found.recovered is None or found.resumed is None:
         return Check(what, "the logs show no step after it", False)
@@ -238,7 +240,7 @@ def parted(e: Evidence) -> Check:
 
 
 def losses_of(records: Iterable[Record]) -> dict[int, set[float]]:
-    """Returns all losses that were reported of each step."""
+    """Returns all losses that devices reported, by step."""
     found: dict[int, set[float]] = defaultdict(set)
     for r in records:
         if r.name == STEP_LOSS:
@@ -262,7 +264,7 @@ def losses(e: Evidence) -> list[Check]:
 
 
 def equal_tensors(e: Evidence) -> Check:
-    """Checks that all owners of a tensor ended with the same values, by the hashes that they wrote down at the end."""
+    """Checks that all devices that own a tensor ended with the same values, by the hashes in their final files."""
     found: dict[str, set[str]] = defaultdict(set)
     files = sorted(e.folder.glob("final-dev-*.json"))
     for path in files:
@@ -274,7 +276,7 @@ def equal_tensors(e: Evidence) -> Check:
 
 
 def prove(e: Evidence) -> list[Check]:
-    """Returns all lines of this demo's proof."""
+    """Returns all checks of this demo."""
     return [
         staged(e),
         lost(e, IN_BACKWARD, "sigkill", "backward", f"SIGKILL of {IN_BACKWARD} in a backward pass costs no step"),

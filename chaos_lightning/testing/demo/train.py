@@ -30,7 +30,7 @@ VOCABULARY = 256
 
 
 class Prose(Dataset[tuple[Tensor, Tensor]]):
-    """Text cut into blocks; a sample is a block and, as its target, the same moved by one byte."""
+    """Dataset of text in blocks; a sample is a block and, as its target, the same block shifted by one byte."""
 
     def __init__(self, text: bytes, block: int) -> None:
         self.block = block
@@ -45,7 +45,7 @@ class Prose(Dataset[tuple[Tensor, Tensor]]):
 
 
 def prose(block: int, limit: int) -> tuple[Prose, Prose]:
-    """Returns training and validation text: Python's own help topics, `limit` bytes of them, one twentieth for
+    """Returns training and validation text: `limit` bytes of Python's help topics, one twentieth of them for
     validation.
     """
     from pydoc_data.topics import topics
@@ -56,7 +56,7 @@ def prose(block: int, limit: int) -> tuple[Prose, Prose]:
 
 
 class GPT(LightningModule):  # type: ignore[misc]
-    """A decoder-only transformer, input and output embedding tied, AdamW."""
+    """A small decoder-only transformer with tied embeddings, trained by AdamW."""
 
     chaos_chain = "blocks"
 
@@ -80,7 +80,7 @@ class GPT(LightningModule):  # type: ignore[misc]
             nn.init.normal_(table.weight, std=0.02)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Returns the mean cross entropy per byte, in nats."""
+        """Returns the model's mean cross entropy per byte, in nats."""
         tokens, targets = batch
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -100,7 +100,7 @@ class GPT(LightningModule):  # type: ignore[misc]
 
 
 class Demo(Callback):  # type: ignore[misc]
-    """Callback that paces the steps, logs validation losses, and ends training when it has been long enough.
+    """Callback that slows down steps, logs validation losses, and ends training once a file asks for it.
 
     Args:
         folder: Training ends at the end of the epoch in which a file `enough` appears here. If the file holds a number,
@@ -125,13 +125,13 @@ class Demo(Callback):  # type: ignore[misc]
             trainer.should_stop = True
 
     def enough(self, trainer: Trainer) -> bool:
-        """Returns whether this was the last epoch, by this process's own look at the file."""
+        """Returns whether training should end with this epoch, as the file `enough` says at this moment."""
         asked = self.folder / "enough"
         return asked.exists() and trainer.current_epoch + 1 >= int(asked.read_text() or 0)
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """Returns the options of the demos' training scripts."""
+    """Returns an argument parser for the training scripts of demos."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--layers", type=int, default=4)
@@ -146,7 +146,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def fit(args: argparse.Namespace, strategy: Any, callback: Callback) -> tuple[Trainer, GPT]:
-    """Trains the model; returns it with the Trainer."""
+    """Trains the small GPT; returns the Trainer and the model."""
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
     train, valid = prose(args.block, args.text)
@@ -173,7 +173,7 @@ def fit(args: argparse.Namespace, strategy: Any, callback: Callback) -> tuple[Tr
 
 
 def weights_of(model: LightningModule) -> str:
-    """Returns a hash of all parameters and buffers, bit by bit."""
+    """Returns a hash of all parameters and buffers, equal only if they are bit-identical."""
     digest = hashlib.sha256()
     for _, tensor in sorted(model.state_dict().items()):
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -181,7 +181,7 @@ def weights_of(model: LightningModule) -> str:
 
 
 def main() -> None:
-    """Trains until the file `enough` says so, and writes down the hash of the weights."""
+    """Trains until the file `enough` asks for the end, and writes the hash of the weights into a file."""
     args = options(__doc__).parse_args()
     trainer, model = fit(args, "chaos", Demo(args.folder, args.pause))
     session = trainer.strategy.session  # type: ignore[attr-defined]

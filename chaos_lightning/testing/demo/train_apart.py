@@ -20,7 +20,9 @@ from chaos_lightning.testing.demo.train import Demo, fit, options, weights_of
 
 
 class Apart(Demo):
-    """Callback of a cluster: as `Demo`, but losses go to the event log `events`, and no vote ends training."""
+    """`Demo` callback for a cluster: losses go to the event log `events`, and ranks take no vote on the end of
+    training.
+    """
 
     def __init__(self, folder: Path, pause_s: float, events: EventLog) -> None:
         super().__init__(folder, pause_s)
@@ -37,7 +39,7 @@ class Apart(Demo):
 
 
 def main() -> None:
-    """Trains until the file `enough` says so, and logs the version and hash of the weights at the end."""
+    """Trains until the file `enough` asks for the end, and logs the version and hash of the final weights."""
     parser = options(__doc__)
     parser.add_argument("--name", required=True, help="of this cluster")
     parser.add_argument("--inner", default="auto", help="how it trains; chaos: this is one of its ranks")

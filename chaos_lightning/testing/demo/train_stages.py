@@ -27,8 +27,8 @@ from chaos_lightning.testing.demo.train import Demo, fit, options
 
 
 class Stages(Demo):
-    """Callback of a device: as `Demo`, but it logs each step's loss, and kills the process in a backward pass if
-    asked.
+    """`Demo` callback for a device: logs each step's loss, and kills its process in a backward pass once a file asks
+    for it.
     """
 
     def __init__(self, folder: Path, pause_s: float) -> None:
@@ -62,7 +62,7 @@ class Stages(Demo):
 
 
 def held(module: nn.Module) -> dict[str, str]:
-    """Returns a hash of each tensor that has memory in this process, by name."""
+    """Returns a hash of each tensor that is held in this process, by the tensor's name."""
     return {
         name: hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
         for name, _, _, tensor in named_tensors(module)
@@ -71,7 +71,7 @@ def held(module: nn.Module) -> dict[str, str]:
 
 
 def main() -> None:
-    """Trains until the file `enough` says so, and writes down a hash of each tensor."""
+    """Trains until the file `enough` asks for the end, and writes a hash of each tensor into a file."""
     parser = options(__doc__)
     parser.add_argument("--micro-batches", type=int, default=6, help="micro-batches of an optimizer step")
     parser.add_argument("--device-memory", type=int, default=0, help="bytes for layers on each device")

@@ -1,1 +1,1 @@
-"""Emulated edge networks: what they are, how they are carried out, and a command on every node of one."""
+"""Emulated edge networks: their description, their emulation, and a tool that runs a command on each of their nodes."""

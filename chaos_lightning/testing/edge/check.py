@@ -36,7 +36,7 @@ _DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One measurement of an emulated link.
+    """Result of measuring an emulated link at one rate.
 
     Attributes:
         rate_bps, latency_s: Setting of the link: bits per second, and seconds one way.
@@ -53,7 +53,7 @@ class Found:
 def measure(
     backend: str = "auto", rates_bps: Sequence[float] = RATES_BPS, latency_s: float = 0.0, seconds: float = 2.0
 ) -> Iterator[Found]:
-    """Measures one rate after the other; yields each result.
+    """Measures an emulated link at one rate after the other; yields each result.
 
     Args:
         backend: "auto", "relay" or "namespaces".
@@ -141,7 +141,7 @@ def _call(where: str) -> None:
 
 
 def _read(sock: socket.socket, nbytes: int) -> bytes:
-    """Reads `nbytes` bytes; returns them if they are few, b"-" for more than 1 MiB, b"" at the end of the stream."""
+    """Reads `nbytes` bytes; returns them, or b"-" instead of more than 1 MiB, or b"" if the stream ends first."""
     room = bytearray(min(nbytes, 1 << 20))
     view, left = memoryview(room), nbytes
     while left:
@@ -153,7 +153,7 @@ def _read(sock: socket.socket, nbytes: int) -> bytes:
 
 
 def main() -> None:
-    """Prints a table of the measured rates and latencies."""
+    """Prints a table of measured rates and latencies."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--backend", choices=BACKENDS, default="auto")
     options.add_argument("--latency-ms", type=float, default=0.0)

@@ -1,4 +1,4 @@
-"""Computes when bytes that share a wire arrive: arithmetic of emulated links, without a clock or a socket.
+"""Computes when bytes that share an emulated link arrive; pure arithmetic, without a clock or a socket.
 
 Theory of operation. Whatever bytes queue for (one direction of a link, one direction of a node's shared access) is a
 `Meter`: a rate, and the time at which it will have sent all that it was given. A flow takes a `Lane`: all meters on its
@@ -29,7 +29,7 @@ AHEAD_S = 0.00005
 
 
 class Meter:
-    """Sender of one bit after the other, such as one direction of a link.
+    """Sender of a limited rate, such as one direction of a link, which sends one bit after the other.
 
     Attributes:
         rate_bps: Bits per second.
@@ -43,14 +43,14 @@ class Meter:
         self.free_at = 0.0
 
     def change(self, rate_bps: float, now: float) -> None:
-        """Sets another rate from now on, also for the bits that it still has to send."""
+        """Changes the rate from time `now` on; bits that were accepted but are not sent yet get the new rate, too."""
         if self.free_at > now:
             self.free_at = now + (self.free_at - now) * self.rate_bps / rate_bps
         self.rate_bps = rate_bps
 
 
 class Wire:
-    """One direction of a link: a meter, a latency (s), and the count of bytes that have entered it."""
+    """One direction of a link: its rate, its latency, and the number of bytes that have entered it."""
 
     __slots__ = ("latency_s", "meter", "nbytes")
 
@@ -61,7 +61,7 @@ class Wire:
 
 
 class Lane:
-    """Way of one flow: the meters that it passes, and the link's latency.
+    """Route of one byte stream: the rate limits that it passes one after the other, and the link's latency.
 
     Args:
         wire: Direction of the link that the flow takes.
@@ -82,24 +82,24 @@ class Lane:
 
     @property
     def free_at(self) -> float:
-        """Time at which the next piece may begin, in the caller's clock, s."""
+        """Time at which the next piece may start, on the caller's clock, s."""
         return max(m.free_at for m in self._meters)
 
     @property
     def piece_nbytes(self) -> int:
-        """Size of a piece, bytes."""
+        """Size of the pieces in which bytes are sent, bytes."""
         bits = self.wire.meter.rate_bps * (SHARED_QUANTUM_S if self._accesses else QUANTUM_S)
         bits = min([bits, *(m.rate_bps * QUANTUM_S for m in self._accesses)])
         return int(min(MAX_PIECE_NBYTES, max(MIN_PIECE_NBYTES, bits / 8)))
 
     @property
     def in_flight_nbytes(self) -> int:
-        """Bytes that may be under way between the ends."""
+        """Most bytes that may be under way between the two ends of the stream."""
         slowest = min(m.rate_bps for m in self._meters)
         return int(slowest / 8 * (self.wire.latency_s + 2 * QUANTUM_S)) + 2 * MIN_PIECE_NBYTES
 
     def take(self, nbytes: int, now: float, *, waited: bool) -> float:
-        """Sends a piece; returns when it arrives.
+        """Sends a piece; returns the time at which it arrives.
 
         Args:
             nbytes: Size of the piece.

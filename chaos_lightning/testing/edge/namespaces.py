@@ -1,4 +1,4 @@
-"""Emulates links by the kernel: a network namespace per node, a veth pair per link, rates by htb. Linux, as root.
+"""Emulates links in the Linux kernel: a network namespace per node, a veth pair per link, rates by htb. Needs root.
 
 Theory of operation. A node's namespace has its address (10.77.x.y) on `lo`, and a host route to each neighbour's
 through the veth of their link; other nodes' addresses have no route, so data between them cannot start. Each end of a
@@ -48,12 +48,12 @@ _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-[\w.]+")
 
 
 class NetworkError(ChaosError):
-    """`ip` or `tc` failed."""
+    """A command of `ip` or `tc` failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Ability of this machine: whether namespaces work (else the reason), and whether they can delay packets."""
+    """Whether this machine can run network namespaces (else the reason), and whether they can delay packets."""
 
     works: bool
     reason: str = ""
@@ -61,7 +61,7 @@ class Ability:
 
 
 def run(*command: str, check: bool = True) -> str:
-    """Runs a program of iproute2; returns its output.
+    """Runs a program of iproute2 (`ip`, `tc` or `ss`); returns its output.
 
     Raises:
         NetworkError: The program failed; shows the command and its error.
@@ -76,13 +76,15 @@ def run(*command: str, check: bool = True) -> str:
 
 
 def own_name(part: str) -> str:
-    """Returns the name of a namespace of this process."""
+    """Returns the full name for a namespace of this process."""
     return f"{PREFIX}-{os.getpid()}-{start_time(os.getpid())}-{part}"
 
 
 @functools.cache
 def ability() -> Ability:
-    """Returns whether namespaces work here; tries it out in a namespace of its own, once per process."""
+    """Returns whether this machine can run network namespaces; tries it once per process, in a namespace made for
+    that.
+    """
     if os.geteuid():
         return Ability(False, "it needs root")
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
@@ -105,7 +107,7 @@ def ability() -> Ability:
 
 
 def remove_leftovers() -> list[str]:
-    """Removes the namespaces of labs that do not run any more, with the processes in them; returns their names."""
+    """Removes the namespaces of ended labs, and the processes in them; returns the names of the namespaces."""
     removed = []
     for line in run("ip", "netns", "list", check=False).splitlines():
         name = line.split()[0] if line.split() else ""
@@ -117,7 +119,7 @@ def remove_leftovers() -> list[str]:
 
 
 def _remove(name: str) -> None:
-    """Removes a namespace, and kills what runs in it."""
+    """Removes a namespace, and kills the processes in it."""
     for word in run("ip", "netns", "pids", name, check=False).split():
         with contextlib.suppress(OSError):
             handle = os.pidfd_open(int(word))
@@ -131,7 +133,7 @@ def _remove(name: str) -> None:
 
 
 class NamespaceBackend:
-    """Backend with one network namespace per node; see the module.
+    """Backend that runs each node in a network namespace of its own.
 
     Raises:
         NetworkError: The kernel or iproute2 refused something; what was made until then is removed.
@@ -170,18 +172,18 @@ class NamespaceBackend:
         return own_name(f"{self._serial}.{self._index[node]}r")
 
     def _edge(self, node: str) -> str:
-        """Returns the namespace in which the ends of this node's links are."""
+        """Returns the namespace in which a node's links end: its router's, or else its own."""
         return self._router(node) if node in self._topology.access_bps else self._space(node)
 
     def address(self, node: str) -> str:
-        """Returns the address at which a node's links listen."""
+        """Returns the address at which a node accepts connections over its links."""
         return f"10.77.0.{self._index[node]}"
 
     def _control(self, node: str) -> str:
         return f"10.78.0.{self._index[node]}"
 
     def _gateway(self, node: str) -> list[str]:
-        """Returns the words of a neighbour's route that name this node's router; empty if it has none."""
+        """Returns the arguments of `ip route` that name a node's router as gateway; empty if it has none."""
         return ["via", f"10.79.0.{self._index[node]}"] if node in self._topology.access_bps else []
 
     # ------------------------------------------------------------------ making
@@ -211,7 +213,7 @@ class NamespaceBackend:
                 self._route(here, there)
 
     def _make_router(self, node: str) -> None:
-        """Makes the router between a node with a shared access and its links."""
+        """Makes the router through which a node reaches its links at the rate of its shared access."""
         space, router, rate_bps = self._space(node), self._router(node), self._topology.access_bps[node]
         self._add(router)
         run("ip", "-n", router, "address", "add", f"10.79.0.{self._index[node]}/32", "dev", "lo")
@@ -235,7 +237,7 @@ class NamespaceBackend:
         run("ip", "-n", other_space, "link", "set", "dev", other, "up")
 
     def _end(self, node: str) -> str:
-        """Returns the name of the device of a link to this node."""
+        """Returns the name of the network device that leads to a node."""
         return f"to{self._index[node]}"
 
     def _onlink(self, node: str) -> list[str]:
@@ -243,7 +245,9 @@ class NamespaceBackend:
         return [*via, "onlink"] if via else []
 
     def _route(self, here: str, there: str) -> None:
-        """Sets the route from a node to a neighbour: to the node's router if it has one, else over the link."""
+        """Sets the route from a node to a neighbour: through the node's router if it has one, else directly over the
+        link.
+        """
         if self._edge(here) == self._space(here):
             way = ["dev", self._end(there), *self._onlink(there)]
         else:

@@ -1,4 +1,4 @@
-"""An emulated edge network: a topology, one of two backends, and the clock that carries out its schedule.
+"""An emulated edge network: a topology, one of two backends, and the clock that applies its schedule.
 
     with Edge(topology) as edge:
         processes = [start(edge.command(n, command), env=edge.environment(n)) for n in topology.names]
@@ -47,7 +47,7 @@ _LATE_S = 3600.0
 
 
 class Backend(Protocol):
-    """Backend of an emulated network, which makes links as they are to be."""
+    """Backend of an emulated network, which gives links their rates, latencies and failures."""
 
     name: str
     endpoint: str
@@ -56,24 +56,24 @@ class Backend(Protocol):
     """Lines on what it does not emulate."""
 
     def apply(self, pair: Pair, state: LinkState) -> None:
-        """Puts this link into this state from now on."""
+        """Puts a link into a state, which lasts until the next call."""
         ...
 
     def command(self, node: str, command: Sequence[str]) -> list[str]:
-        """Returns the command as it has to be started to run on this node."""
+        """Returns the command line that runs `command` on a node."""
         ...
 
     def environment(self, node: str) -> dict[str, str]:
-        """Returns the environment that processes on this node need."""
+        """Returns the environment variables that processes on a node need."""
         ...
 
     def close(self) -> None:
-        """Ends the emulation, and leaves nothing behind."""
+        """Ends the emulation, and removes everything that it made."""
         ...
 
 
 class RelayBackend:
-    """Backend whose links go through a relay in this process.
+    """Backend that sends all links through a relay in this process.
 
     Attributes:
         relay: The relay, by which links can also be cut and stalled by hand.
@@ -112,14 +112,14 @@ class RelayBackend:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Choice of a backend, with the reason."""
+    """Name of the chosen backend, and the reason for the choice."""
 
     backend: str
     reason: str
 
 
 def choose_backend(topology: Topology, wanted: str = "auto") -> Choice:
-    """Returns the backend for this topology, with the reason.
+    """Returns the name of the backend for a topology, with the reason.
 
     Raises:
         ConfigurationError: There is no such backend, or the one that was asked for cannot work here.
@@ -141,7 +141,7 @@ def choose_backend(topology: Topology, wanted: str = "auto") -> Choice:
 
 
 class Edge:
-    """Emulated network with its schedule; see the module.
+    """Emulated network whose links change by the topology's schedule.
 
     Args:
         topology: Network to emulate.
@@ -184,11 +184,11 @@ class Edge:
     # ------------------------------------------------------------------ for callers that start processes
 
     def command(self, node: str, command: Sequence[str]) -> list[str]:
-        """Returns the command as it has to be started to run on this node."""
+        """Returns the command line that runs `command` on a node."""
         return self.backend.command(node, command)
 
     def environment(self, node: str) -> dict[str, str]:
-        """Returns the product's own settings for processes on this node."""
+        """Returns the settings of chaos-lightning for processes on a node, as environment variables."""
         access_bps = self.topology.access_bps.get(node)
         return {
             **({"CHAOS_INGRESS_BPS": f"{access_bps:g}"} if access_bps else {}),
@@ -203,7 +203,7 @@ class Edge:
     # ------------------------------------------------------------------ time
 
     def start(self) -> None:
-        """Starts the schedule: its time 0 is now."""
+        """Starts the schedule; its time 0 is the moment of the call."""
         with self._changed:
             assert self._begun is None, "the schedule runs already"
             self._begun = time.monotonic()
@@ -211,16 +211,16 @@ class Edge:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the schedule was started; 0 before."""
+        """Seconds since the schedule was started; 0 before that."""
         return 0.0 if self._begun is None else time.monotonic() - self._begun
 
     def links(self) -> dict[Pair, LinkState]:
-        """Returns all links as they are now."""
+        """Returns the present state of all links."""
         with self._changed:
             return dict(self._states)
 
     def wait_until(self, t_s: float, deadline_s: float) -> bool:
-        """Waits until the schedule has been carried out up to this time; False if the deadline came first."""
+        """Waits until the schedule has been applied up to time `t_s`; returns False if the deadline came first."""
         end = time.monotonic() + deadline_s
         with self._changed:
             return self._changed.wait_for(
@@ -246,7 +246,7 @@ class Edge:
             self._changed.notify_all()
 
     def _apply(self, t_s: float) -> None:
-        """Applies the changes of links that are due at this time."""
+        """Applies the link changes that are due at time `t_s`."""
         after = links_of(self.topology, t_s)
         for pair, state, text in differences(self._states, after):
             before = self._states[pair]
@@ -273,7 +273,7 @@ class Edge:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the schedule and the backend. Processes must have ended before. Idempotent."""
+        """Ends the schedule and the backend, after the processes on the nodes have ended. Idempotent."""
         with self._changed:
             if self._closed:
                 return

@@ -1,6 +1,4 @@
-"""Draws a picture of a topology: its graph, and the rates of its links over time. matplotlib is imported for it
-only.
-"""
+"""Draws a topology: its graph, and the rates of its links over time. The only module here that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -18,16 +16,16 @@ _MAX_CHANGES = 400
 
 
 def horizon_s(topology: Topology) -> float:
-    """Returns the time until which the schedule is worth showing, s: its last entry, and three periods of what
-    repeats.
+    """Returns the length of schedule worth drawing, s: up to its last entry, and three periods of each repeated
+    entry.
     """
     ends = [c.at_s + c.for_s + 3 * c.every_s for c in topology.schedule]
     return max(ends, default=0.0) * 1.1
 
 
 def history(topology: Topology, until_s: float) -> tuple[list[float], dict[Pair, list[float]]]:
-    """Returns the times at which something changes, and each link's rate (bps) from then on; 0 where it carries
-    nothing.
+    """Returns the times of all changes, and each link's rate from each of them on (bit/s; 0 while it is cut or
+    stalled).
     """
     times: list[float] = []
     rates: dict[Pair, list[float]] = {(x.a, x.b): [] for x in topology.links}
@@ -41,7 +39,7 @@ def history(topology: Topology, until_s: float) -> tuple[list[float], dict[Pair,
 
 
 def plot(topology: Topology, path: Path) -> Path:
-    """Draws the topology into this file; returns its path.
+    """Draws a topology into a file; returns its path.
 
     Raises:
         ConfigurationError: matplotlib is not installed, or the file's kind is unknown to it.

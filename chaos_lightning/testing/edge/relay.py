@@ -1,4 +1,4 @@
-"""Relays links between members, so that they can be shaped, cut, stalled and restored; needs no privileges.
+"""Relays links between members, so that tests can slow, cut, stall and restore them; needs no privileges.
 
     with LinkRelay() as relay, Harness(directory, relay=relay) as harness:
         relay.shape("a", "b", rate_bps=300e6, latency_s=0.02)
@@ -58,7 +58,7 @@ Pair = frozenset[str]
 
 
 def pair_of(one: str, other: str) -> Pair:
-    """Returns a link by its ends; incarnations ("a~3") stand for their names ("a")."""
+    """Returns a link as the set of its two ends' names; an incarnation ("a~3") is turned into its name ("a")."""
     names = frozenset(name.partition("~")[0] for name in (one, other))
     if len(names) != 2:
         raise ValueError(f"a link has two ends, got {one!r} and {other!r}")
@@ -66,7 +66,7 @@ def pair_of(one: str, other: str) -> Pair:
 
 
 class _End:
-    """One of a connection's two sockets, and what is to be written to it."""
+    """One of a connection's two sockets, and the bytes that are still to be written to it."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -88,7 +88,9 @@ class _End:
 
 
 class _Connection:
-    """Connection of a dialler, and of the member that it wants once it has said so."""
+    """Connection from a dialling member, and the relay's own connection to the member it asked for, once it has
+    asked.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.dialler = _End(sock)
@@ -107,8 +109,8 @@ class _Connection:
 
 
 class LinkRelay:
-    """Relay of links between members; see the module. A method that changes a link returns once the change has taken
-    effect; any thread may call it.
+    """Relay of links between members. A method that changes a link returns once the change has taken effect; any thread
+    may call it.
 
     Args:
         bind: Address to listen on.
@@ -155,23 +157,24 @@ class LinkRelay:
         self._thread.start()
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment that makes a process dial through this relay."""
+        """Returns the environment variables that make a process dial other members through this relay."""
         return {RELAY: self.address}
 
     def cut(self, one: str, other: str) -> None:
-        """Resets the connections between these two nodes, and every new one, until `restore`."""
+        """Resets all connections between two nodes, and each new one until `restore`."""
         self._change(pair_of(one, other), _CUT)
 
     def stall(self, one: str, other: str) -> None:
-        """Stalls the link between these two nodes: nothing passes until `restore`, and neither is told."""
+        """Stalls the link between two nodes: no byte passes until `restore`, and neither node gets an error."""
         self._change(pair_of(one, other), _STALLED)
 
     def restore(self, one: str, other: str) -> None:
-        """Restores a link: what stalled goes on; what was cut can be dialled again."""
+        """Restores a link: stalled connections continue, and cut ones can be dialled again."""
         self._change(pair_of(one, other), _WHOLE)
 
     def shape(self, one: str, other: str, *, rate_bps: float, latency_s: float = 0.0) -> None:
-        """Gives a link a rate and a latency, each way, from now on; a closed pair is opened by it.
+        """Gives a link a rate and a latency, each way, from now on; opens it if the relay refused its connections so
+        far.
 
         Args:
             one, other: Nodes at its ends.
@@ -196,7 +199,7 @@ class LinkRelay:
         self._do(work)
 
     def access(self, node: str, rate_bps: float) -> None:
-        """Sets the rate that all shaped links of this node share from now on, each way, bits per second."""
+        """Sets the rate that all shaped links of a node share from now on, each way, bit/s."""
 
         def work() -> None:
             now = time.monotonic()
@@ -211,11 +214,11 @@ class LinkRelay:
         self._do(work)
 
     def passed(self) -> dict[tuple[str, str], int]:
-        """Returns the bytes that have entered each direction of each shaped link."""
+        """Returns the number of bytes that have entered each direction of each shaped link."""
         return {ends: wire.nbytes for ends, wire in list(self._wires.items())}
 
     def close(self) -> None:
-        """Resets everything and ends the thread. Idempotent."""
+        """Resets all connections and ends the relay's thread. Idempotent."""
         if self._running:
             self._do(self._end)
             self._thread.join(10.0)
@@ -233,7 +236,7 @@ class LinkRelay:
     # ------------------------------------------------------------------ the thread
 
     def _do(self, work: Callable[[], None]) -> None:
-        """Runs `work` in the thread and waits for it."""
+        """Runs `work` in the relay's thread, and waits until it is done."""
         done = threading.Event()
         self._calls += (work, done.set)
         os.eventfd_write(self._wake, 1)
@@ -258,7 +261,7 @@ class LinkRelay:
             self._epoll.close()
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Returns events of sockets, at the latest when the next timer is due."""
+        """Waits for events of sockets, no longer than until the next timer is due; returns them."""
         if not self._timers:
             return self._epoll.poll()
         left = self._timers[0][0] - AHEAD_S - time.monotonic()
@@ -269,7 +272,7 @@ class LinkRelay:
         return self._epoll.poll(max(0.0, left))
 
     def _ring(self) -> None:
-        """Serves all timers that are due."""
+        """Reads and writes on all sockets whose timers are due."""
         soon = time.monotonic() + AHEAD_S
         while self._timers and self._timers[0][0] <= soon:
             when, _, _, connection, end, reading = heapq.heappop(self._timers)
@@ -306,15 +309,15 @@ class LinkRelay:
         self._do(work)
 
     def _state(self, pair: Pair | None) -> str:
-        """Returns the state of a link: always whole within one node, and for a dialler that has not said yet whom it
-        wants.
+        """Returns a link's state; connections within one node, and those that have not named their peer yet, are never
+        disturbed.
         """
         if pair is None or len(pair) == 1:
             return _WHOLE
         return self._states.get(pair, self._state_of_others)
 
     def _go_on(self, connection: _Connection) -> None:
-        """Drops, connects or watches a connection, as the state of its link demands."""
+        """Drops, completes or watches a connection, as the state of its link demands."""
         state = self._state(connection.pair)
         if state == _CUT:
             self._drop(connection)
@@ -332,7 +335,7 @@ class LinkRelay:
             self._watch(connection)
 
     def _assign_lanes(self, connection: _Connection) -> None:
-        """Sets the lanes of what both ends of a connection send."""
+        """Sets the rate limits for the bytes that each end of a connection sends."""
         if connection.target is None or len(connection.pair or ()) != 2:
             return
         for end, (source, sink) in (
@@ -361,8 +364,9 @@ class LinkRelay:
                 self._go_on(connection)
 
     def _watch(self, connection: _Connection) -> None:
-        """Asks for the events that can be dealt with now, or for a timer. A socket without any event is not watched:
-        its end would be told again and again."""
+        """Registers a connection's sockets for the events that can be handled now, or sets timers; a socket without
+        either is unregistered, since epoll would report its end again and again.
+        """
         stalled = self._state(connection.pair) == _STALLED
         soon = time.monotonic() + AHEAD_S
         for end in connection.ends():
@@ -395,7 +399,7 @@ class LinkRelay:
 
     @staticmethod
     def _full(connection: _Connection, end: _End) -> bool:
-        """Returns whether no more may be read here, since the other end does not take it."""
+        """Returns whether reading from `end` must pause because the other end has too many bytes to take already."""
         if connection.pair is None:
             return False
         other = connection.other(end)
@@ -479,7 +483,9 @@ class LinkRelay:
 
     @staticmethod
     def _pass_on_ends(connection: _Connection) -> bool:
-        """Tells each end once it has all that the other one ever sent; returns True once both are told."""
+        """Closes the sending side towards each end that has got all bytes of the other one; returns True once both are
+        closed.
+        """
         for end in connection.ends():
             other = connection.other(end)
             if other is not None and other.ended and not (end.coming or end.told or end.connecting):
@@ -488,7 +494,9 @@ class LinkRelay:
         return all(end.told for end in connection.ends())
 
     def _hear(self, connection: _Connection) -> None:
-        """Reads the line with which a dialler begins; what follows belongs to the member that it wants."""
+        """Reads the first line of a connection, in which the dialling member names its peer; later bytes belong to the
+        peer.
+        """
         sock = connection.dialler.sock
         seen = sock.recv(_LINE_NBYTES, socket.MSG_PEEK)
         line, newline, _ = seen.partition(b"\n")
@@ -520,7 +528,7 @@ _SERVER = "the server"
 
 
 class Way:
-    """Relay to one server, for processes that dial it as any other; the way of each process can be cut and stalled
+    """Relay in front of one server that needs no change in its clients; each client process can be cut or stalled
     alone.
 
     Args:
@@ -542,17 +550,17 @@ class Way:
         connection.pair, connection.address = pair_of(*connection.names), self._target
 
     def cut(self, name: str = "") -> None:
-        """Resets the connections of this process, and every new one, until `restore`."""
+        """Resets all connections of a process, and each new one until `restore`."""
         self._relay.cut(name, _SERVER)
 
     def stall(self, name: str = "") -> None:
-        """Stalls the connections of this process: no byte passes until `restore`, and neither end is told."""
+        """Stalls all connections of a process: no byte passes until `restore`, and neither end gets an error."""
         self._relay.stall(name, _SERVER)
 
     def restore(self, name: str = "") -> None:
-        """Restores links: what stalled goes on; what was cut can be dialled again."""
+        """Restores a process's connections: stalled ones continue, and cut ones can be dialled again."""
         self._relay.restore(name, _SERVER)
 
     def close(self) -> None:
-        """Resets everything. Idempotent."""
+        """Resets all connections and ends the relay. Idempotent."""
         self._relay.close()

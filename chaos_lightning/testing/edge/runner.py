@@ -45,7 +45,7 @@ PLACES = ("node", "index", "endpoint", "neighbours", "nodes", "folder")
 
 
 def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Returns the command with its placeholders replaced; other braces stay as they are."""
+    """Returns the command with its placeholders, such as {node}, replaced; unknown ones stay as they are."""
     filled = []
     for word in command:
         for name, value in values.items():
@@ -56,7 +56,7 @@ def fill(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class LabConfig:
-    """Configuration of a lab.
+    """Configuration of a lab: an emulated network, and a command to run on each of its nodes.
 
     Attributes:
         topology: Network to emulate.
@@ -83,7 +83,7 @@ class LabConfig:
 
 
 class Lab:
-    """Emulated network with a command on each node; see the module. Use it as a context manager.
+    """Emulated network with a command on each node. Use it as a context manager.
 
     Attributes:
         edge: The network.
@@ -113,7 +113,7 @@ class Lab:
     # ------------------------------------------------------------------ what is run
 
     def values(self, node: str) -> dict[str, str]:
-        """Returns the values of the placeholders on this node."""
+        """Returns the values of the command's placeholders on a node."""
         topology = self.config.topology
         return {
             "node": node,
@@ -125,11 +125,11 @@ class Lab:
         }
 
     def command(self, node: str) -> list[str]:
-        """Returns the command that is started for this node."""
+        """Returns the command line that is started on a node."""
         return self.edge.command(node, fill(self.config.command, self.values(node)))
 
     def settings(self, node: str) -> dict[str, str]:
-        """Returns the environment variables that this node's command gets beside the lab's own."""
+        """Returns the environment variables that a node's command gets in addition to this process's own."""
         own = {
             "PYTHONUNBUFFERED": "1",
             "CHAOS_LOG_DIR": str(self.events),
@@ -143,13 +143,13 @@ class Lab:
     # ------------------------------------------------------------------ running
 
     def start(self) -> None:
-        """Starts the nodes that start at once."""
+        """Starts the commands of all nodes that have no later start time."""
         self._begun = time.monotonic()
         self._start_due()
 
     def poll(self) -> list[tuple[str, str]]:
-        """Goes on with the lab; returns what happened since: (node, a line that it printed), or ("", a line of the
-        lab's).
+        """Starts nodes that are due; returns new lines as (node, line that it printed) or ("", line of the lab's
+        own).
         """
         self._start_due()
         self._begin_schedule()
@@ -159,27 +159,27 @@ class Lab:
 
     @property
     def running(self) -> bool:
-        """Whether some command runs, or is still to be started."""
+        """Whether some node's command runs, or is still to be started."""
         return any(c.running for c in self.children.values()) or bool(self._waiting)
 
     def interrupt(self) -> None:
-        """Sends Ctrl+C to every node; no further node is started."""
+        """Sends SIGINT (Ctrl+C) to every node's command, and starts no further ones."""
         self._waiting = []
         for name, child in self.children.items():
             self._log.emit("fault_injected", kind="sigint", node=name, pid=child.pid)
             child.send(signal.SIGINT)
 
     def exit_codes(self) -> dict[str, int | None]:
-        """Returns the exit codes of the commands that were started; None while one runs, negative for a signal."""
+        """Returns the exit codes of all started commands; None while one runs, negative for a signal."""
         return {name: child.poll() for name, child in self.children.items()}
 
     def exit_code(self) -> int:
-        """Returns 0 if all commands ended well, else the first other code; a signal's is 128 more than its number."""
+        """Returns 0 if all commands ended well, else the first other exit code; 128 plus its number for a signal."""
         codes = [code for code in self.exit_codes().values() if code]
         return 0 if not codes else codes[0] if codes[0] > 0 else 128 - codes[0]
 
     def close(self, polite_s: float = 4.0) -> int:
-        """Ends what still runs, and the network; returns how many processes had to be ended."""
+        """Ends all commands that still run, and the network; returns how many processes had to be ended."""
         ended = self._mark.end(polite_s)
         for child in self.children.values():
             if not child.running:
@@ -227,8 +227,8 @@ class Lab:
             self._told.append((0.0, "the schedule begins"))
 
     def _new_lines(self, node: str) -> list[str]:
-        """Returns the whole lines that this node's command has printed since the last call; after its end also a broken
-        one.
+        """Returns the complete lines that a node's command has printed since the last call; after its end, an
+        incomplete one too.
         """
         child = self.children[node]
         ended = not child.running
@@ -299,7 +299,7 @@ def lab(
 
 
 def prepare(directory: Path | None, kind: str) -> Path:
-    """Makes the folder of a lab or a demo, which must be empty; by default a new one, named by `kind` and the time.
+    """Makes the folder of a lab or a demo, or takes an empty one; by default its name has `kind` and the time.
 
     Raises:
         ConfigurationError: The folder holds something: logs of two runs must not mix.
@@ -355,7 +355,7 @@ def _run(console: Console, config: LabConfig, *, quiet: bool) -> int:
 
 
 def say(console: Console, node: str, line: str, topology: Topology) -> None:
-    """Prints a line of a node, or of the lab."""
+    """Prints a line of a node's output, or of the lab's own."""
     width = max(len(n) for n in (*topology.names, "lab"))
     colour = _COLOURS[topology.names.index(node) % len(_COLOURS)] if node else "bold"
     text = Text(f"{node or 'lab':<{width}} | ", style=colour)
@@ -364,7 +364,7 @@ def say(console: Console, node: str, line: str, topology: Topology) -> None:
 
 
 def explain(console: Console, topology: Topology, command: tuple[str, ...], backend: str) -> None:
-    """Prints what a lab would do."""
+    """Prints what a lab would do, without doing it."""
     choice = choose_backend(topology, backend)
     console.print(f"{topology.name}: backend {choice.backend}: {choice.reason}", soft_wrap=True, highlight=False)
     nodes = Table(box=None, padding=(0, 2, 0, 0))

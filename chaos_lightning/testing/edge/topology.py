@@ -1,4 +1,4 @@
-"""Emulated networks: which nodes there are, which links join them, and how the links change with time.
+"""Emulated networks: their nodes, the links between them, and how the links change over time.
 
     topology = Topology(
         nodes=(EdgeNode("a"), EdgeNode("b"), EdgeNode("c", access_bps=200e6)),
@@ -40,7 +40,7 @@ Pair = tuple[str, str]
 
 
 class Condition(enum.StrEnum):
-    """Condition of a link."""
+    """Condition of a link: whole, cut or stalled."""
 
     WHOLE = "whole"
     CUT = "cut"
@@ -50,7 +50,7 @@ class Condition(enum.StrEnum):
 
 
 class SchemaError(ConfigurationError):
-    """A topology is impossible.
+    """A topology cannot exist as described.
 
     Attributes:
         path: Place of the mistake, such as "links[2].rate".
@@ -80,7 +80,7 @@ class EdgeNode:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between two nodes, as it is before the schedule changes it.
+    """A link between two nodes, with its rate and latency before the schedule changes them.
 
     Attributes:
         a, b: Nodes at its ends.
@@ -96,7 +96,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """State of a link at one time."""
+    """State of a link at a moment: rate, latency and condition."""
 
     rate_bps: float
     latency_s: float = 0.0
@@ -104,7 +104,7 @@ class LinkState:
 
     @property
     def usable(self) -> bool:
-        """Whether bytes pass."""
+        """Whether bytes pass the link."""
         return self.condition is Condition.WHOLE
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One entry of the schedule, with at least one of rate, latency and condition.
+    """One entry of a schedule, which changes the rate, latency or condition of links.
 
     Attributes:
         at_s: Time at which it begins, s.
@@ -139,7 +139,7 @@ class Change:
     seed: int = 0
 
     def times(self, t_s: float) -> int:
-        """Returns how often the change has begun by time `t_s`."""
+        """Returns how many times this schedule entry has begun by time `t_s`."""
         if t_s < self.at_s:
             return 0
         if not self.every_s:
@@ -153,11 +153,11 @@ class Change:
         return count
 
     def begin_s(self, time: int) -> float:
-        """Returns the time at which the change begins for the `time`-th time, counted from 1."""
+        """Returns the time at which repetition number `time` (from 1) of this schedule entry begins, s."""
         return self.at_s + (time - 1) * self.every_s
 
     def rate_of(self, link: Link, time: int) -> float:
-        """Returns the rate that the change gives this link at its `time`-th time, bits per second."""
+        """Returns the rate that this schedule entry gives a link at its repetition number `time` (from 1), bit/s."""
         if self.share is not None:
             return link.rate_bps * self.share
         assert self.rate_bps is not None
@@ -182,7 +182,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes, links and what happens to the links.
+    """Nodes, links between them, and the schedule by which links change.
 
     Raises:
         SchemaError: It is impossible: an unknown node, a link to itself, a doubled one, a graph in parts, a rate of 0,
@@ -200,7 +200,7 @@ class Topology:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all nodes."""
+        """Names of all nodes, in order."""
         return tuple(node.name for node in self.nodes)
 
     @cached_property
@@ -209,11 +209,11 @@ class Topology:
 
     @cached_property
     def access_bps(self) -> dict[str, float]:
-        """Rates of the shared accesses, by node, bits per second."""
+        """Rates that all links of a node share, by node, bit/s; only nodes that have such a limit."""
         return {n.name: n.access_bps for n in self.nodes if n.access_bps is not None}
 
     def neighbours(self, name: str) -> tuple[str, ...]:
-        """Returns the nodes that have a link with this one."""
+        """Returns the nodes that have a link to this node."""
         ends = [link.b if link.a == name else link.a for link in self.links if name in (link.a, link.b)]
         return tuple(n for n in self.names if n in ends)
 
@@ -227,12 +227,12 @@ class Topology:
 
     @property
     def delays(self) -> bool:
-        """Whether some link has, or will have, a latency."""
+        """Whether some link has a latency, now or later."""
         return any(link.latency_s for link in self.links) or any(c.latency_s for c in self.schedule)
 
 
 def links_of(topology: Topology, t_s: float) -> dict[Pair, LinkState]:
-    """Returns all links as they are `t_s` seconds after the start; keys are (a, b) as the topology has them."""
+    """Returns the states of all links `t_s` seconds after the start; keys are (a, b) in the topology's order."""
     states = {(x.a, x.b): LinkState(x.rate_bps, x.latency_s) for x in topology.links}
     known = {(x.a, x.b): x for x in topology.links}
     begun = [(c, times) for c in topology.schedule if (times := c.times(t_s))]
@@ -252,7 +252,7 @@ def links_of(topology: Topology, t_s: float) -> dict[Pair, LinkState]:
 
 
 def next_change_s(topology: Topology, t_s: float) -> float | None:
-    """Returns the time at which the schedule next does something after `t_s`; None: never again."""
+    """Returns the time of the schedule's next change after `t_s`; None if there is none."""
     coming: list[float] = []
     for change in topology.schedule:
         times = change.times(t_s)
@@ -264,7 +264,7 @@ def next_change_s(topology: Topology, t_s: float) -> float | None:
 
 
 def story(topology: Topology, until_s: float) -> Iterator[tuple[float, str]]:
-    """Yields what the schedule does until `until_s`: time and words."""
+    """Yields the link changes that the schedule makes up to `until_s`, each as a time and a text."""
     t_s: float | None = 0.0
     before = {(x.a, x.b): LinkState(x.rate_bps, x.latency_s) for x in topology.links}
     while t_s is not None and t_s <= until_s:
@@ -275,7 +275,7 @@ def story(topology: Topology, until_s: float) -> Iterator[tuple[float, str]]:
 
 
 def differences(before: dict[Pair, LinkState], after: dict[Pair, LinkState]) -> list[tuple[Pair, LinkState, str]]:
-    """Returns the links that differ, each with its state after, and the difference in words."""
+    """Returns the links whose states differ, each with its new state and the difference as text."""
     found = []
     for pair, new in after.items():
         old = before[pair]
@@ -292,7 +292,7 @@ def differences(before: dict[Pair, LinkState], after: dict[Pair, LinkState]) -> 
 
 
 def rate_text(rate_bps: float) -> str:
-    """Returns bits per second in words: 300 Mbps."""
+    """Returns a rate in bit/s as text, such as "300 Mbps"."""
     for unit, size in (("Gbps", 1e9), ("Mbps", 1e6), ("kbps", 1e3)):
         if rate_bps >= size:
             return f"{rate_bps / size:.4g} {unit}"
@@ -303,7 +303,7 @@ def rate_text(rate_bps: float) -> str:
 
 
 def flaws(topology: Topology) -> Iterator[tuple[str, str]]:
-    """Yields everything that is wrong with a topology: its place, and what was given and expected."""
+    """Yields each mistake in a topology: its place in the description, and what was given and expected."""
     yield from _bad_nodes(topology.nodes)
     yield from _bad_links(topology)
     names = topology.names
@@ -398,6 +398,6 @@ def _positive(value: float) -> bool:
 
 
 def _concerned(topology: Topology, change: Change) -> list[Pair]:
-    """Returns the links that a change is about, as the topology writes them."""
+    """Returns the links that a schedule entry changes, each as (a, b) in the topology's order."""
     wanted = [frozenset(pair) for pair in change.links]
     return [(x.a, x.b) for x in topology.links if not wanted or frozenset((x.a, x.b)) in wanted]

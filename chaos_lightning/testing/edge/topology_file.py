@@ -1,4 +1,4 @@
-"""Reads topology files: YAML or JSON in, a `Topology` out, or an error that says where it is wrong.
+"""Reads a topology from a YAML or JSON file; an error names the place of a mistake in the file.
 
     name: three boxes
     nodes: [edge-1, edge-2, {name: edge-3, access: 200 Mbps}]
@@ -29,7 +29,7 @@ from chaos_lightning.testing.edge.topology import Change, Condition, EdgeNode, L
 
 
 def load_topology(source: str | Path) -> Topology:
-    """Reads a topology file: `.json` is JSON, everything else YAML.
+    """Reads a topology from a file: JSON if its name ends in `.json`, otherwise YAML.
 
     Raises:
         ConfigurationError: It cannot be read, or says something that cannot be; names file, line, key, what was
@@ -47,7 +47,7 @@ def load_topology(source: str | Path) -> Topology:
 
 
 class _Reader:
-    """Reader that turns spots into a topology."""
+    """Turns parsed YAML or JSON, with the line of each key, into a topology."""
 
     def __init__(self, source: str, lines: Mapping[str, int]) -> None:
         self._source, self._lines = source, lines
@@ -64,7 +64,7 @@ class _Reader:
             raise SchemaError(flaw.path, flaw.problem, self._where(flaw.path)) from None
 
     def _where(self, path: str) -> str:
-        """Returns file and line of this key, or of the nearest key above it that has a line."""
+        """Returns file and line of a key, or of the nearest enclosing key whose line is known."""
         while path and path not in self._lines:
             path = path.rpartition(".")[0]
         line = self._lines.get(path, 0)

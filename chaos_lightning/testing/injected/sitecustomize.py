@@ -1,4 +1,4 @@
-"""Imported by every interpreter whose PYTHONPATH names this folder; puts it on an emulated network (emulation.py)."""
+"""Puts every Python interpreter with this folder in PYTHONPATH on an emulated network (emulation.py)."""
 
 import importlib.machinery
 import importlib.util
