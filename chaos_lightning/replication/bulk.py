@@ -211,7 +211,9 @@ def checksum_of(parts: Sequence[memoryview | bytes]) -> int:
 
 
 class BulkSocket:
-    """Blocking socket for bulk transfers, with a deadline and a stall timeout, which starts anew whenever bytes move."""
+    """Blocking socket for bulk transfers, with a deadline and a stall timeout, which starts anew whenever bytes
+    move.
+    """
 
     def __init__(self, sock: socket.socket, *, stall_timeout_s: float, deadline: float = float("inf")) -> None:
         """Takes ownership of `sock`; no wait lasts beyond `deadline`, a `time.monotonic()` value."""

@@ -169,5 +169,7 @@ class Forwarder:
                 channel.sock.shutdown(socket.SHUT_RDWR)
 
     def _sender(self, channel: BulkSocket) -> BulkSocket:
-        """Duplicates a connection, so that one thread can send on it with its own timeouts while another one receives."""
+        """Duplicates a connection, so that one thread can send on it with its own timeouts while another one
+        receives.
+        """
         return BulkSocket(channel.sock.dup(), stall_timeout_s=self.stall_timeout_s)

@@ -209,7 +209,9 @@ class SlotLog:
         self._changed.notify_all()
 
     def attend(self, reader: str, *, until: bool = False) -> None:
-        """Notes that this learner begins to read bytes out of this process's memory; with `until`, that it has stopped."""
+        """Notes that this learner begins to read bytes out of this process's memory; with `until`, that it has
+        stopped.
+        """
         if until:
             self._sated.add(reader)
             self._changed.notify_all()
@@ -262,7 +264,9 @@ class SlotLog:
         return bool(order.readers) and order.readers <= self._taken.get(order.entry.seq, set()) | self._sated
 
     def _all_take(self, order: _Order) -> bool:
-        """Waits until all readers have the slot's bytes, or time is up; returns whether the bytes need not be copied."""
+        """Waits until all readers have the slot's bytes, or time is up; returns whether the bytes need not be
+        copied.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._hasty or order.generation != self._generation or self._held(order),
@@ -271,7 +275,9 @@ class SlotLog:
             return order.generation != self._generation or self._held(order)
 
     def _left_out(self, order: _Order) -> None:
-        """Leaves out an entry whose bytes were overwritten before they were copied; learners get it from other members."""
+        """Leaves out an entry whose bytes were overwritten before they were copied; learners get it from other
+        members.
+        """
         if self._held(order):
             return
         self.late += 1

@@ -207,7 +207,9 @@ class LogReader:
     # ------------------------------------------------------------------ bytes
 
     def _look(self, header: Header, raw: memoryview, spans: Sequence[Span]) -> bool:
-        """Reads the slot's bytes out of another process's memory; returns False if no member has them there any more."""
+        """Reads the slot's bytes out of another process's memory; returns False if no member has them there any
+        more.
+        """
         for keeper in self._keepers:
             lent = keeper.lent if not keeper.failed else None
             if lent is None:

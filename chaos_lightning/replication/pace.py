@@ -57,7 +57,9 @@ class Pace:
             self.rate_nbytes_s = 0.0
 
     def step(self, seconds: float, now: float) -> None:
-        """Adapts the rate to the duration of the donor's latest step, in seconds from the commit before it to its own."""
+        """Adapts the rate to the duration of the donor's latest step, in seconds from the commit before it to its
+        own.
+        """
         with self._lock:
             sending = self.rate_nbytes_s > 0 and now - self._sent_at < seconds + BURST_S
             if not sending:

@@ -45,7 +45,9 @@ class LinkEstimates:
         return known if known is not None and known[1] else None
 
     def neighbours(self, sources: Sequence[str]) -> tuple[list[Neighbour], str]:
-        """Converts sources to the planner's `Neighbour`s; a source without an estimate gets the median of the others."""
+        """Converts sources to the planner's `Neighbour`s; a source without an estimate gets the median of the
+        others.
+        """
         known = {m: e for m, e in self.by_member.items() if e[1]}
         rates = [known[m][1] for m in sources if m in known]
         latencies = [known[m][0] for m in sources if m in known]

@@ -225,7 +225,9 @@ class TransferPolicy:
         return list(donors)
 
     def way(self) -> Callable[..., None] | None:
-        """Returns the function that fetches a donor's bytes (client.Deliver), or None for requests over the connection."""
+        """Returns the function that fetches a donor's bytes (client.Deliver), or None for requests over the
+        connection.
+        """
         return None
 
     def prior(self, source: str) -> tuple[float, float] | None:
@@ -239,7 +241,9 @@ class TransferPolicy:
         return min(request_nbytes, max(MIN_REQUEST_NBYTES, nbytes // (REQUESTS_PER_DONOR * max(1, sources))))
 
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
-        """Returns the jobs that each source gets at first; jobs left out are spare and go to any source that has room."""
+        """Returns the jobs that each source gets at first; jobs left out are spare and go to any source that has
+        room.
+        """
         return Shares(reason="whoever has room takes the next bytes")
 
     def may_take(self, source: str, stats: Mapping[str, SourceStats]) -> bool:
@@ -247,7 +251,9 @@ class TransferPolicy:
         return True
 
     def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
-        """Returns the most bytes for which adjacent jobs are joined in one request; 0: jobs are requested one by one."""
+        """Returns the most bytes for which adjacent jobs are joined in one request; 0: jobs are requested one by
+        one.
+        """
         return 0
 
     def window_nbytes(self, stats: SourceStats, now: float) -> int:

@@ -387,7 +387,9 @@ class StateServer:
             self._changed.notify_all()
 
     def withdraw(self, before: int | None = None) -> None:
-        """Stops serving the state and reduced slots below `before` (all if None); afterwards their memory may change."""
+        """Stops serving the state and reduced slots below `before` (all if None); afterwards their memory may
+        change.
+        """
         with self._changed:
             if self._state is not None and (before is None or self._state.seq < before):
                 self._gone["state"] = max(self._gone["state"], self._state.seq)
@@ -547,7 +549,9 @@ class StateServer:
                 self._turns.done(channel.sock, item.asked_at)
 
     def _wait_for_turn(self, sock: socket.socket, nbytes: int, tick: Callable[[], None]) -> None:
-        """Waits while the state is sent to other peers; reports to the waiting peer now and then that this donor lives."""
+        """Waits while the state is sent to other peers; reports to the waiting peer now and then that this donor
+        lives.
+        """
         while True:
             with self._changed:
                 if self._closed or self._turns.take(sock, nbytes, self.config.pulls, time.monotonic()):

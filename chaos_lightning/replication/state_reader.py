@@ -160,7 +160,9 @@ class StateReader:
         return None
 
     def _read(self, places: Places, regions: Sequence[Region], member: str, channel: BulkSocket) -> bool:
-        """Reads the state block by block; returns False if the donor changed it during that and copies lie elsewhere."""
+        """Reads the state block by block; returns False if the donor changed it during that and copies lie
+        elsewhere.
+        """
         total = places.table.nbytes
         while self._at < total:
             self._go_on()

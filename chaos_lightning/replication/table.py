@@ -139,7 +139,9 @@ def cuts(nbytes: int, piece_nbytes: int = PIECE_NBYTES) -> Iterator[tuple[int, i
 
 
 def decode_table(data: bytes, piece_nbytes: int = PIECE_NBYTES) -> StateTable:
-    """Decodes a table from `StateTable.encode()`; raises WireError unless it is consistent and has pieces of this size."""
+    """Decodes a table from `StateTable.encode()`; raises WireError unless it is consistent and has pieces of this
+    size.
+    """
     try:
         document = json.loads(data)
         found, rows = document["piece"], document["tensors"]
