@@ -49,7 +49,9 @@ LOG_DIRS = ("auto", "none")
 
 
 def absolute_path(text: str, words: tuple[str, ...] = ("",)) -> str:
-    """Returns the same path for a process that may run in another folder; `words` are no paths."""
+    """Converts a path to an absolute one, for a process that may run in another folder; leaves texts in `words` as they
+    are.
+    """
     return text if text in words else str(Path(text).absolute())
 
 
@@ -58,7 +60,7 @@ absolute_log_dir = partial(absolute_path, words=("", *LOG_DIRS))
 
 
 def _read_by(read: Callable[[str], object]) -> Check:
-    """Makes a check of a reader: its objection to a text; none to an empty one."""
+    """Makes a setting's check from a parser: returns the parser's error text, or "" for a valid or empty text."""
 
     def wrong(text: str) -> str:
         try:
