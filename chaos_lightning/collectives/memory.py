@@ -113,7 +113,9 @@ class Memory:
         return self._places[at] + start - self._span_starts[at]
 
     def lend(self, index: int, gradient: Tensor | None) -> None:
-        """Uses this contiguous host tensor instead of the buffer `own` for one tensor's bytes; None ends that."""
+        """Uses the memory of this contiguous host tensor for one gradient, instead of a copy in the buffer `own`; None
+        ends that.
+        """
         self._lent[index] = None if gradient is None else _bytes_of(gradient.detach().reshape(-1).view(torch.uint8))
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:

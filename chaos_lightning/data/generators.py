@@ -43,7 +43,7 @@ def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
 
 
 class _NumpyGenerators:
-    """Generators that replace numpy's global one during keyed blocks, one for each level of nesting.
+    """Generators that replace numpy's global one in `keyed_randomness`, one for each level of nested blocks.
 
     To read a generator's state takes a tenth of a millisecond; to put another generator in its place is quick.
     """

@@ -166,7 +166,7 @@ class LeasedLoader:
         return (bool(self._ahead) or self._claim(wait=True)) and self._is_of_this_pass
 
     def batches(self, accumulate: int = 1) -> Batches:
-        """Returns the numbers of positions that a cluster trains together with this loader.
+        """Returns the batch sizes, in positions, that a cluster trains at once with this loader.
 
         Args:
             accumulate: Batches of an inner step.

@@ -1,5 +1,5 @@
-"""Maps places on a tape to positions of an epoch, for the ranks of an elastic cluster, which divide the tape's
-places.
+"""Orders samples by tapes: an elastic cluster's ranks divide the places on a tape, the sequence of positions that it
+was leased.
 """
 
 from __future__ import annotations

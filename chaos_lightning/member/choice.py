@@ -33,7 +33,7 @@ class TransferChoice:
 
     @classmethod
     def of(cls, config: EngineConfig) -> TransferChoice:
-        """Returns the transfer choice that the settings make.
+        """Returns the transfer policy that the settings choose.
 
         Raises:
             ConfigurationError: There is no such policy.

@@ -59,7 +59,7 @@ class ConnectionPool:
         sock.close()
 
     def take(self, endpoint: Endpoint) -> socket.socket | None:
-        """Takes a connection to this endpoint that is still open out of the pool; None if there is none."""
+        """Removes an open connection to this endpoint from the pool and returns it; None if there is none."""
         while True:
             with self._lock:
                 waiting = self._waiting.get((endpoint.address, endpoint.port))

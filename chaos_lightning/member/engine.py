@@ -238,7 +238,7 @@ class Engine:
     def send_border(
         self, peer: str, kind: FrameType, view: ViewId, seq: int, start: int, payload: Sequence[memoryview]
     ) -> None:
-        """Sends border tensors to another member, which must not change before they are sent. Any thread."""
+        """Sends border tensors to another member; they must not change until they are sent. Any thread."""
         self._loop.call(lambda: self._links.chunk(peer, kind, view, seq, start, payload))
 
     def attach(self, units: UnitStep, held: HeldParts) -> None:

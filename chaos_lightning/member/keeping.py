@@ -90,8 +90,8 @@ class SavedCheckpoints:
         self.heads = list(said.get("checkpoints", ()))
 
     def at(self, head: str) -> list[str]:
-        """Returns the checkpoints' header hashes and the present header's, at which a checkpoint may be saved as
-        well.
+        """Returns the checkpoints' header hashes and the present header's hash, since a checkpoint may be saved at that
+        header too.
         """
         return remembered(self.heads, head)
 

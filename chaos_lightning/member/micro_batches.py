@@ -130,7 +130,7 @@ class MicroBatches:
         return skipped
 
     def stepped(self) -> None:
-        """Notes that the optimizer has stepped; its gradients are those of the last step from now on."""
+        """Notes that the optimizer has stepped, so that the present gradients count as left over from that step."""
         self._left = self._held()
 
     def forget(self) -> None:

@@ -207,8 +207,8 @@ class PartMoves:
         return found
 
     def pull(self, wanted: fx.PullParts, deadline: float) -> bool:
-        """Pulls the parts and reports each to the machine; returns False if the order was superseded before all had
-        come.
+        """Pulls the parts and reports each to the state machine; returns False if the order was superseded before all
+        had come.
 
         Raises:
             StateError, DeadlineError: Nobody gives a part until the deadline (by `time.monotonic()`).

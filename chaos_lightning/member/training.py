@@ -95,7 +95,8 @@ def is_sharded(optimizer: Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class Clipping:
-    """Rule by which averaged gradients are clipped before the optimizer's step; an object is called with the optimizer.
+    """Rule by which averaged gradients are clipped before the optimizer's step; calling it with the optimizer clips
+    them.
 
     Attributes:
         norm: Bound for the norm of all gradients together, as of `clip_grad_norm_`; None: it is not looked at.

@@ -117,7 +117,9 @@ class Transfer:
         self._events = events
 
     def ways(self, sources: Sequence[Member], view: View) -> list[Endpoint]:
-        """Returns the addresses, routes included, of those of these members that are to be asked (see choice.py)."""
+        """Chooses which of the given members to ask for bytes, and returns their addresses, with routes (see
+        choice.py).
+        """
         return endpoints(sources, view, self._links.near())
 
     def dial(self, donor: Endpoint) -> socket.socket:

@@ -124,7 +124,7 @@ class Waiting:
         )
 
     def _say(self, text: str) -> None:
-        """Shows and logs a text of this member's own on why it waits."""
+        """Logs this text, in which the member itself says why it waits, and shows it to the user."""
         self._events.emit("notice", text=text, waiting=True)
         self._shown.add(text)
         _log.warning("%s: %s", self._mail.who(), text)

@@ -46,7 +46,7 @@ def count(spans: Iterable[Span]) -> int:
 
 
 def first_positions(spans: Iterable[Span], positions: int) -> tuple[Span, ...]:
-    """Returns spans of the first positions, at most so many."""
+    """Returns the first `positions` positions of the spans, or all if there are fewer."""
     found: list[Span] = []
     for start, stop in spans:
         if positions <= 0:

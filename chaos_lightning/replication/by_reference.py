@@ -77,7 +77,9 @@ class MemoryExport:
 
 
 def refuse_unless(export: MemoryExport | None, peer: str) -> MemoryExport:
-    """Returns the export; raises RefusalError if there is none, or the peer may not read this process's memory."""
+    """Returns the given memory export; raises RefusalError if there is none, or the peer may not read this process's
+    memory.
+    """
     if export is None or not export.readable(peer):
         raise RefusalError("this member's memory is not read from there")
     return export

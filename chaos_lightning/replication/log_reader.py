@@ -122,7 +122,7 @@ class LogReader:
                 self._pool.submit(self._greet, keeper)
 
     def take(self, timeout_s: float) -> LogEntry | None:
-        """Returns the next entry, or None if there is none within the timeout."""
+        """Returns the next log entry; None if none comes within the timeout."""
         try:
             return self._ready.get(timeout=timeout_s)
         except queue.Empty:

@@ -58,7 +58,7 @@ class Encoded:
 
 
 def encode_manifest(value: object, known: Named = ()) -> Encoded:
-    """Encodes `value`; raises StateError naming the path of the first thing that cannot travel.
+    """Encodes a manifest; raises StateError that names the first value which cannot be encoded.
 
     Args:
         value: Usually a dict of state dicts.

@@ -184,7 +184,9 @@ class Snapshot:
             self._go.set()
 
     def places(self) -> tuple[int, list[int]]:
-        """Returns the value that `generation` must still have after reading, and each tensor's address (0: gone)."""
+        """Returns the generation, which must be the same after reading, and the address of each tensor in memory (0:
+        gone).
+        """
         with self._lock:
             if self._state == LIVE:
                 return LIVE, [t.data_ptr() for t, _ in self._live]

@@ -90,7 +90,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     def dismiss(self, source: str) -> None:
-        """Notes that this donor is gone; returns its jobs to the others."""
+        """Notes that this donor is gone, and puts its unfinished jobs back into the queue."""
         with self._changed:
             self._return_all(source)
             self.requests.pop(source, None)
@@ -101,8 +101,8 @@ class WorkQueue:
             self._changed.notify_all()
 
     def release(self, source: str) -> None:
-        """Notes that this donor's connection broke and will be dialled again; returns the jobs that it was sending to
-        the queue.
+        """Notes that this donor's connection broke but will be dialled again, and puts the jobs under way there back
+        into the queue.
         """
         with self._changed:
             self._return_all(source)

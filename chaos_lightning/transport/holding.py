@@ -22,7 +22,7 @@ _AHEAD_S = 0.01
 
 
 class Holding:
-    """Limit on the unsent bytes of one link in the kernel's buffer; pure bookkeeping."""
+    """Limit on the unsent bytes of one link in the kernel's buffer; computes the limit, and does no I/O."""
 
     def __init__(self, limit_nbytes: int) -> None:
         self.limit_nbytes = limit_nbytes

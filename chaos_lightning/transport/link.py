@@ -66,8 +66,8 @@ class Chunks(Protocol):
     """Receiver of chunks of gradients, or of border tensors."""
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Returns memory of exactly frame.length bytes for the payload, or None to discard it; not called for an UP
-        frame by reference.
+        """Returns memory for the payload: frame.length bytes, or 0 bytes for an UP frame by reference; None discards
+        the payload.
         """
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None: ...

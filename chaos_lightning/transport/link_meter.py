@@ -133,7 +133,7 @@ def _near(rate: float, other: float) -> bool:
 
 
 class ReprobeSchedule:
-    """Schedule by which one link is probed again when its rate is not known from traffic; pure bookkeeping.
+    """Schedule by which one link is probed again when its rate is not known from traffic; does no I/O.
 
     Args:
         usual_s: For links that carry what they did.

@@ -23,7 +23,7 @@ class Pacer(Protocol):
         """
 
     def begin(self, peer: str, sock: socket.socket) -> None:
-        """Called before a connection apart from the link sends to this peer; `join` follows. Any thread."""
+        """Called before a bulk connection begins to send to this peer; `join` follows. Any thread."""
 
     def join(self, peer: str, sock: socket.socket, bound: Callable[[float | None], None], now: float) -> None:
         """Adds a connection to this peer whose rate is to be limited.

@@ -92,8 +92,8 @@ class Generation:
 
 
 def intact(up: bool, view: ViewId, seq: int, now: tuple[ViewId, int]) -> bool:
-    """Returns whether a chunk of (view, seq) that was read out of the sender's memory was still unchanged, as its
-    generation was `now` afterwards.
+    """Returns whether a chunk of (view, seq), read out of its sender's memory, is valid, if the sender's generation was
+    `now` after the read.
 
     Args:
         up: A partial sum (own gradient or what was added to it, still while its attempt is open), not a result (still

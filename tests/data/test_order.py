@@ -145,8 +145,8 @@ def test_who_is_told_the_epoch(as_lightning):
 
 
 def test_what_a_script_tells_its_sampler_before_a_pass_counts_in_it():
-    """What the script sets on its sampler before an epoch's first pass determines its order, which then stays in later
-    passes.
+    """Settings that the script makes on its sampler before an epoch's first pass determine the order, which stays in
+    later passes.
     """
     sampler = ByLoss()
     mine = orders(sampler=sampler)

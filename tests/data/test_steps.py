@@ -1,4 +1,4 @@
-"""Tests steps of numbered micro-batches: equal at all members, each sample once, and as plain torch would have them."""
+"""Tests loaders of numbered micro-batches: steps are equal at all members, and each sample is used once."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Tests the README's first commands, with the wheel."""
+"""Tests the README's first commands, run from an installed wheel."""
 
 from __future__ import annotations
 

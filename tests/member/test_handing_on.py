@@ -1,4 +1,4 @@
-"""Tests which ranges a member offers of a slot that is handed on."""
+"""Tests which byte ranges of a handed-on slot a member offers to others."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_kept_state_is_gone_on_from() -> None:
 
 
 def test_states_of_several_chains_are_not_compared_by_their_views() -> None:
-    """Of states from two chains the one written last is offered, although the other has a higher view number."""
+    """From two chains' states the one written last is offered, although the other has a higher view number."""
     before = keep(state(1), chain="day1", member="a~9", view=9)
     now = keep(state(2), chain="day2", view=1)
     assert keeping().offer(said()) == now, "the one written last"

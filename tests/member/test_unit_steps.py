@@ -354,7 +354,7 @@ def moving(mail: Mailbox, holds: tuple[tuple[int, int], ...] = ()) -> tuple[Part
 
 
 def test_what_this_member_lacks_is_not_served() -> None:
-    """Of the two layers that this member owns, it serves only the one that it has."""
+    """A member owns two layers and has only one of them; it serves only that one."""
     moves, _, server, _ = moving(posted(parts=wanted()), ((0, 1),))
     moves.serve(HEAD, FIRST)
     assert server.names == ["layer.0"]

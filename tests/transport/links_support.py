@@ -25,7 +25,7 @@ def pacing_of(sock: socket.socket) -> float:
 
 
 class Node:
-    """Member that consists of links only, and records their events.
+    """Member with links but no state machine, which records what its links report.
 
     Attributes:
         messages: (source, payload) in the order in which they came.
