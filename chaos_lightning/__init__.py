@@ -1,4 +1,4 @@
-"""Training that keeps going while machines, links and servers come and go.
+"""Trains models on machines that may join, leave and fail while training goes on.
 
 Importing this package is light: neither torch nor Lightning is loaded, yet `Trainer(strategy="chaos")` works
 afterwards (see `_register.py`). The engine lives in the subpackages; `chaos_lightning.strategies` and

@@ -1,4 +1,4 @@
-"""Runs the command `chaos-lightning` as `python -m chaos_lightning`, for where no folder of programs is on the PATH."""
+"""Runs the command `chaos-lightning` as `python -m chaos_lightning`, in case the command is not on the PATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts "chaos", "chaos_pipeline" and "chaos_diloco" into Lightning's strategy registry without importing Lightning.
+"""Registers "chaos", "chaos_pipeline" and "chaos_diloco" in Lightning's strategy registry without importing Lightning.
 
 Theory of operation. There is no entry-point group for strategies, so `import chaos_lightning` has to register. If
 Lightning's strategy package is imported already, it registers at once, otherwise after that module's own code has run
@@ -23,7 +23,7 @@ OTHER_HOST = "pytorch_lightning.strategies"
 
 @dataclass(frozen=True)
 class Registered:
-    """Strategy as Lightning's users name it.
+    """Entry of Lightning's strategy registry, with texts for errors.
 
     Attributes:
         kind: Name of its class in `chaos_lightning.strategies`, or of the function that makes it.
@@ -63,14 +63,16 @@ NAMES = {
 
 
 def make_strategy(name: str, **options: Any) -> Any:
-    """Makes a strategy: the registered factory, which `Trainer(strategy="chaos")` calls."""
+    """Makes the strategy of this registered name, as `Trainer(strategy="chaos")` requests it."""
     from chaos_lightning import strategies
 
     return getattr(strategies, NAMES[name].kind)(**options)
 
 
 def refuse_other_host(name: str, **_: Any) -> Any:
-    """Refuses a strategy in the package `pytorch_lightning`, whose classes are not those of `lightning.pytorch`."""
+    """Raises UnsupportedError for a Trainer of the package `pytorch_lightning`, whose classes differ from those of
+    `lightning.pytorch`.
+    """
     from chaos_lightning.errors import UnsupportedError
 
     raise UnsupportedError(
@@ -81,7 +83,7 @@ def refuse_other_host(name: str, **_: Any) -> Any:
 
 
 def refuse_fabric(name: str, **_: Any) -> Any:
-    """Refuses `Fabric(strategy="chaos")`."""
+    """Raises UnsupportedError for `Fabric(strategy="chaos")` and the like."""
     from chaos_lightning.errors import UnsupportedError
 
     raise UnsupportedError(
@@ -101,19 +103,21 @@ _REGISTRIES = ("StrategyRegistry", "STRATEGY_REGISTRY")
 
 
 def registry_of(module: ModuleType) -> Any:
-    """Returns a strategy package's registry; None while the package is being imported."""
+    """Returns the registry of Lightning's strategy package `module`; None while the package is being imported."""
     return next((found for name in _REGISTRIES if (found := getattr(module, name, None)) is not None), None)
 
 
 def register(module: ModuleType) -> None:
-    """Registers with an imported strategy package."""
+    """Registers all strategies in an imported Lightning strategy package."""
     factory = _FACTORIES[module.__name__]
     for name, made in NAMES.items():
         registry_of(module).register(name, partial(factory, name), description=made.description, override=True)
 
 
 def install() -> None:
-    """Registers now where possible, later where Lightning is yet to be imported. Idempotent."""
+    """Registers the strategies in Lightning packages that are imported already, and in others once they are.
+    Idempotent.
+    """
     for name in _FACTORIES:
         module = sys.modules.get(name)
         if module is not None and registry_of(module) is not None:

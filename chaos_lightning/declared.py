@@ -1,4 +1,4 @@
-"""Declares settings: each of them once, as a field of a dataclass with its default, its help and its check.
+"""Declares settings, each once: as a dataclass field with default, help text and check.
 
 Theory of operation. `setting` makes such a field, and `declared` reads a class's settings back. All else is derived
 from them: what command lines, torchrun, Hydra, jsonargparse and the environment take, how text becomes a value, what
@@ -30,7 +30,7 @@ _EXPECTED = {bool: "0 or 1", int: "a whole number", float: "a number", str: "a t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Setting of a dataclass, read back.
+    """Description of a setting, as its dataclass field declares it.
 
     Attributes:
         name: Name of the field; also in --rdzv-conf, in Hydra and in `ChaosOptions`.
@@ -61,21 +61,21 @@ class Setting:
 
     @property
     def shown(self) -> str:
-        """Default as it is shown to people; "" for none."""
+        """Default as it is shown in help texts; "" for none."""
         return f"{self.default:g}" if self.kind in (bool, float) else str(self.default)
 
     @property
     def variable(self) -> str:
-        """Environment variable of the setting."""
+        """Name of the environment variable for the setting."""
         return f"CHAOS_{self.name.upper()}"
 
     @property
     def option(self) -> str:
-        """Option of a command for the setting: without the unit."""
+        """Command-line option for the setting; its name lacks the unit `_s`."""
         return "--" + self.name.removesuffix("_s").replace("_", "-")
 
     def read(self, given: object, where: str) -> Any:
-        """Returns a value of this setting's type, from text, or from what JSON has for it.
+        """Converts a text or JSON value to this setting's type.
 
         Args:
             given: The text or value.
@@ -96,9 +96,7 @@ class Setting:
             raise ConfigurationError(f"{where}={given!r}: expected {_EXPECTED[self.kind]}") from error
 
     def demand(self, value: Any, where: str = "") -> None:
-        """Checks that this setting may have that value, or raises ConfigurationError; `where` is its name for the
-        user.
-        """
+        """Raises ConfigurationError if this value is not allowed; `where` is the setting's name for the user."""
         check = self.check or (positive("seconds") if self.name.endswith("_s") else None)
         if check is not None and (wrong := check(value)):
             raise ConfigurationError(f"{where or self.name}={value!r}: {wrong}")
@@ -112,15 +110,13 @@ def setting(
     absolute: Callable[[str], str] | None = None,
     metavar: str = "",
 ) -> T:
-    """Returns a field of a dataclass that a user may set; see `Setting`."""
+    """Declares a dataclass field as a setting for users; see `Setting`."""
     made = Setting(default=default, help=help, check=check, absolute=absolute, metavar=metavar)
     return dataclasses.field(default=default, metadata={_KEY: made})
 
 
 def same_as(owner: type, name: str, **changes: Any) -> Any:
-    """Returns a field with the same setting as another class has, for a thing that is told in two places; `changes` are
-    attributes of `Setting` that differ.
-    """
+    """Declares a field with the same setting as in another class, except for `changes` to attributes of `Setting`."""
     made = dataclasses.replace(declared(owner)[name], **changes)
     return dataclasses.field(default=made.default, metadata={_KEY: made})
 
@@ -135,7 +131,7 @@ def declared(owner: type) -> Mapping[str, Setting]:
 
 
 def optional(*owners: type, names: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
-    """Returns settings as fields for `make_dataclass`, where None means that nothing was given.
+    """Returns settings as fields for `make_dataclass`, with None as the default, which means that no value was given.
 
     Args:
         owners: Classes that declare the settings.
@@ -149,7 +145,7 @@ def optional(*owners: type, names: Collection[str] = ()) -> list[tuple[str, Any,
 
 
 def optional_base(module: str, *owners: type, without: Collection[str]) -> type:
-    """Returns a base class with the settings of these classes, as far as they are no arguments of a strategy.
+    """Makes a base class with the settings of these classes, except those that are arguments of a strategy.
 
     Args:
         module: Name of the caller's module.
@@ -161,7 +157,7 @@ def optional_base(module: str, *owners: type, without: Collection[str]) -> type:
 
 
 def options_of(owner: type[T], given: T | Mapping[str, Any] | None) -> T:
-    """Returns an instance of a class of options, made of what Hydra, jsonargparse and users hand over.
+    """Returns an instance of an options class, made from whatever Hydra, jsonargparse or a user passed.
 
     Args:
         owner: Class of the options.
@@ -181,14 +177,14 @@ def options_of(owner: type[T], given: T | Mapping[str, Any] | None) -> T:
 
 
 def absolute(instance: T) -> T:
-    """Returns the same settings for a process that may run in another folder."""
+    """Returns a copy of the settings with absolute paths, for a process that may run in another folder."""
     rows = declared(type(instance)).items()
     paths = {name: made.absolute(getattr(instance, name)) for name, made in rows if made.absolute is not None}
     return dataclasses.replace(instance, **paths)  # type: ignore[type-var]
 
 
 def check_each(instance: Any) -> None:
-    """Checks each setting by itself.
+    """Checks the value of each setting separately.
 
     Raises:
         ConfigurationError: A value is wrong; names the setting, what was given and what is expected.
@@ -198,7 +194,7 @@ def check_each(instance: Any) -> None:
 
 
 def document(owner: type) -> None:
-    """Writes the help of a class's settings into its docstring, where `help`, IDEs and jsonargparse look for it."""
+    """Adds the help texts of a class's settings to its docstring, for `help`, IDEs and jsonargparse."""
     told = "".join(f"\n        {made.name}: {made.help}" for made in declared(owner).values())
     owner.__doc__ = f"{(owner.__doc__ or '').rstrip()}\n\n    Attributes:{told}\n    "
 
@@ -207,7 +203,7 @@ def document(owner: type) -> None:
 
 
 def command_line(instance: Any) -> list[str]:
-    """Returns command-line options for the settings of this instance that are not the default."""
+    """Returns command-line options for those settings of this instance that differ from the default."""
     words = []
     for name, made in declared(type(instance)).items():
         value = getattr(instance, name)
@@ -217,7 +213,7 @@ def command_line(instance: Any) -> list[str]:
 
 
 def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Setting]) -> None:
-    """Adds an option for each of these settings; values are left as text, for `read_options`."""
+    """Adds a command-line option for each of these settings to a parser; values stay text, for `read_options`."""
     for name, option in options.items():
         switch = option.kind is bool
         how: dict[str, Any] = {"action": "store_true"} if switch else {"metavar": option.metavar or "VALUE"}
@@ -226,7 +222,7 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Setting])
 
 
 def read_options(given: argparse.Namespace, options: Mapping[str, Setting]) -> dict[str, Any]:
-    """Returns the values of those settings that were given.
+    """Converts the values of those settings that were given on the command line.
 
     Raises:
         ConfigurationError: A value is of another type.
@@ -238,15 +234,15 @@ def read_options(given: argparse.Namespace, options: Mapping[str, Setting]) -> d
 
 
 def positive(what: str) -> Check:
-    """Returns the check that a value is a finite number above 0; `what` names its unit."""
+    """Makes a check that a value is a finite number above 0; `what` names its unit in the error text."""
     return lambda value: "" if 0 < value < math.inf else f"expected a positive number of {what}"
 
 
 def at_least(least: float, what: str) -> Check:
-    """Returns the check that a value is a finite number of `what` from `least` on."""
+    """Makes a check that a value is a finite number, at least `least`; `what` describes it in the error text."""
     return lambda value: "" if least <= value < math.inf else f"expected {what}"
 
 
 def one_of(names: Collection[str]) -> Check:
-    """Returns the check that a value is one of these words."""
+    """Makes a check that a value is one of these names."""
     return lambda value: "" if value in names else f"expected one of {', '.join(names)}"

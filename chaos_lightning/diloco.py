@@ -1,4 +1,5 @@
-"""Offers outer sync to plain PyTorch loops: a process trains by itself, and with others through a parameter server.
+"""Offers outer sync to plain PyTorch loops: each process trains by itself, and shares its progress through a parameter
+server.
 
     with DiLoCo(model, optimizer, inner_steps=64) as diloco:
         for images, labels in diloco.prepare(loader, epochs=3):
@@ -55,7 +56,7 @@ _TURN_S = 0.1
 
 
 class DiLoCo:
-    """Cluster of an outer job, for a plain loop.
+    """Cluster of a job with outer sync, for a plain training loop.
 
     Args:
         model: Model whose trained parameters travel, and whose BatchNorm statistics are averaged.
@@ -112,7 +113,7 @@ class DiLoCo:
 
     @property
     def progress(self) -> JobProgress:
-        """Progress of the job by this cluster's reckoning."""
+        """Progress of the job as this cluster estimates it."""
         return self._joined.reckoned
 
     @property
@@ -124,7 +125,7 @@ class DiLoCo:
     # ------------------------------------------------------------------ the loop
 
     def prepare(self, loader: Iterable[Any], *, epochs: int = 1, timeout_s: float = 60.0) -> Iterator[Any]:
-        """Enters the job, and yields this cluster's batches until the epochs are over, or the cluster leaves.
+        """Joins the job, then yields this cluster's batches until the epochs are over or the cluster leaves.
 
         The model's parameters are the job's newest version when this returns.
 
@@ -179,7 +180,7 @@ class DiLoCo:
                 return
 
     def _size(self, loader: Iterable[Any]) -> int:
-        """Returns the samples of a batch: as the loader says, else as its first one has."""
+        """Returns the batch size that the loader declares, or else that of its first batch."""
         if not (size := declared_batch(loader)):
             batches = iter(loader)
             for first in batches:
@@ -190,7 +191,7 @@ class DiLoCo:
         return size
 
     def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[tuple[int, tuple[Span, ...]], ...]:
-        """Leases positions for the loader (data.leased.LeaseSource); returns them by epoch."""
+        """Leases positions for the loader (`data.leased.LeaseSource`); returns them by epoch."""
         session = self._joined
         patience = Patience(self.options.name, session.waits_for, self.options.patience_s)
         while not session.ending:
@@ -203,7 +204,7 @@ class DiLoCo:
         return ()
 
     def step(self, loss: Any = None) -> Boundary:
-        """Reports an optimizer step, and is to be called after each one; returns what happened between it and the next.
+        """Reports an optimizer step, to be called after each one; returns what is to be done before the next step.
 
         Args:
             loss: Loss of that step, for the log: a number, or a tensor of one element.
@@ -231,15 +232,17 @@ class DiLoCo:
     # ------------------------------------------------------------------ going
 
     def leave(self) -> None:
-        """Asks to leave: the loop's batches end, and leaving the block waits until what was trained is durable."""
+        """Requests to leave: the loop gets no more batches, and the `with` block ends once what was trained is
+        durable.
+        """
         self._joined.leave()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Ends this cluster's part. Without an error it first pushes the rest, and stays until it has left or the job
-        has ended.
+        """Ends this cluster's part in the job; without an error, pushes what is left first and waits until it has left
+        or the job has ended.
         """
         session = self.session
         if session is None:

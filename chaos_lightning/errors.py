@@ -1,4 +1,4 @@
-"""Exceptions of the package: one root, one branch for each thing a reader can do about it."""
+"""Defines the exceptions of the package: a common base, and subclasses by what a user can do about them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ part.
 
 
 class ChaosError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of the exceptions that this package raises on purpose, except those that end the process."""
 
 
 class ConfigurationError(ChaosError, ValueError):
-    """Error about a request of the user that cannot work; says what was given, what was expected, what to do."""
+    """Error that a setting or call of the user cannot work; the text says what was given, what was expected and what to
+    do.
+    """
 
 
 class UnsupportedError(ConfigurationError):
-    """Error about a feature of the host framework that this package refuses by name instead of doing it wrong."""
+    """Error that a feature of PyTorch or Lightning is not supported."""
 
 
 class MissingExtraError(ConfigurationError, ImportError):
-    """Error about a package that is missing, which an extra of ours brings; says what needs it, which package, and what
-    to run.
-    """
+    """Error that a package of an optional extra is not installed; the text says what needs it and what to run."""
 
 
 @contextmanager
 def needing(what: str) -> Iterator[None]:
-    """Explains imports that fail while the block runs, if an extra is not installed.
+    """Context manager that turns a failed import of an optional package into MissingExtraError.
 
     Args:
         what: Feature that the user asked for.
@@ -60,13 +60,13 @@ def needing(what: str) -> Iterator[None]:
 
 
 class RefusedError(ChaosError):
-    """Error that the scheduler (or a neighbour) did not let this member in: token, name, version, fingerprint, finished
-    job.
+    """Error that the scheduler or a neighbour refused this member, because of its token, name, version or settings, or
+    a finished job.
     """
 
 
 class FinishedJobError(SystemExit):
-    """End of a process without which the job was finished: it has nothing to train, and not the final weights either.
+    """Exit of a process that came when its job was finished, and could not load the final weights.
 
     Uncaught it ends the process with exit code 0, which launchers take for success. It is no ChaosError, and none that
     `except Exception` catches: what a script does behind fit would be done with other weights than the job's.
@@ -78,26 +78,27 @@ class FinishedJobError(SystemExit):
 
 
 class DisagreementError(ChaosError):
-    """Error that members disagree: this one differs from the others and is put out (the message names the field and
-    both values), or nobody can go on, since they gather more than fits into one message or values that do not fit
-    together.
+    """Error that members disagree: this member differs from the others (the text names the field and both values), or
+    no member can go on because what they gather does not fit together or into one message.
     """
 
 
 class FencedError(ChaosError):
-    """Error that this member was excluded by a decided view; its training state is void and it may join again."""
+    """Error that a view excludes this member, whose training state is void; it may join again."""
 
 
 class NotNowError(FencedError):
-    """Error that this newcomer was let in where it cannot begin; it leaves, and comes again."""
+    """Error that this newcomer was admitted at a point where it cannot begin; it leaves and joins again."""
 
 
 class DepartedError(ChaosError):
-    """Error that this member was let go (it asked to leave, or the job is finished): nothing more commits here."""
+    """Error that this member was let go, because it asked to leave or the job is finished; it commits nothing any
+    more.
+    """
 
 
 class LeftJobError(SystemExit):
-    """End of `fit` before the training was over: this process was asked to leave the job, and did.
+    """Exit of `fit` before training was over, because this process was asked to leave the job.
 
     It ends the program without a traceback, as Lightning's own end at Ctrl+C does, and `except Exception` lets it pass:
     code behind `fit` would take half a training for a whole one, and a sweep would start its next run. Catch it by name
@@ -113,7 +114,9 @@ class LeftJobError(SystemExit):
 
 
 class ProfileError(ChaosError):
-    """Error that a script ended before its model was measured; says after how many steps, or why there was none."""
+    """Error that a script ended before its model was measured; the text says after how many steps, or why there were
+    none.
+    """
 
 
 class SchedulerUnreachableError(ChaosError):
@@ -125,7 +128,7 @@ RESTART_CODE = 79
 
 
 class RestartError(SystemExit):
-    """End of a job for all its members without being finished, since it cannot go on: start it again.
+    """Exit of all members of a job that cannot continue and is to be started again from a checkpoint.
 
     It says why, and names the newest checkpoint that a member told of. Uncaught it ends the process with exit code
     RESTART_CODE, at which torchrun and `chaos-lightning run` start the process again.
@@ -137,9 +140,7 @@ class RestartError(SystemExit):
 
 
 class DryRunError(SystemExit):
-    """End of `fit` in a dry run: it has said what it would do, and has trained nothing. The process ends with exit code
-    0.
-    """
+    """Exit of `fit` in a dry run, which trains nothing; the process's exit code is 0."""
 
     def __init__(self) -> None:
         super().__init__("a dry run trains nothing")
@@ -147,25 +148,25 @@ class DryRunError(SystemExit):
 
 
 class AttemptOverError(ChaosError):
-    """Error that an attempt at a slot has ended at a recovery: nothing of it counts any more, and its units run
-    again.
-    """
+    """Error that an attempt at a slot was ended by a recovery; its units run again in the next attempt."""
 
 
 class DeadlineError(ChaosError):
-    """Error that a wait ended without its event; names node, link, step, what was expected and what to do."""
+    """Error that a wait timed out; the text says who waited for what, and what to do."""
 
 
 class WireError(ChaosError):
-    """Error about bytes that are no frame of ours: magic, length, checksum, unknown type or field out of limits."""
+    """Error that received bytes are no valid message: wrong magic, length or checksum, unknown type, or a field beyond
+    its limits.
+    """
 
 
 class StateError(ChaosError):
-    """Error about training state that cannot travel or does not fit; names the piece."""
+    """Error that a piece of training state, named in the text, cannot be sent or does not fit here."""
 
 
 class NoDonorError(StateError):
-    """Error that no donor of the training state can be reached any more; says what became of each.
+    """Error that no donor of the training state is left; the text says what became of each.
 
     Attributes:
         refused: Whether one of them answered that it does not have it.
@@ -181,11 +182,11 @@ class PlanError(ConfigurationError):
 
 
 class StoreError(ChaosError):
-    """Error that the coordination store refused or failed."""
+    """Error that the coordination store refused an operation, or failed."""
 
 
 class OversizeError(StoreError):
-    """Error about a record that is larger than coordination stores take.
+    """Error that a record is too large for the coordination store.
 
     Attributes:
         fits: Number of members of the view that would fit; 0: the record is no view's.

@@ -49,7 +49,9 @@ LOG_DIRS = ("auto", "none")
 
 
 def absolute_path(text: str, words: tuple[str, ...] = ("",)) -> str:
-    """Returns the same path for a process that may run in another folder; `words` are no paths."""
+    """Converts a path to an absolute one, for a process that may run in another folder; leaves texts in `words` as they
+    are.
+    """
     return text if text in words else str(Path(text).absolute())
 
 
@@ -58,7 +60,7 @@ absolute_log_dir = partial(absolute_path, words=("", *LOG_DIRS))
 
 
 def _read_by(read: Callable[[str], object]) -> Check:
-    """Makes a check of a reader: its objection to a text; none to an empty one."""
+    """Makes a setting's check from a parser: returns the parser's error text, or "" for a valid or empty text."""
 
     def wrong(text: str) -> str:
         try:
@@ -240,7 +242,7 @@ class EngineConfig:
 
     @classmethod
     def build(cls, given: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EngineConfig:
-        """Merges arguments that are not None over the environment over the defaults.
+        """Makes a configuration from the arguments that are not None, then the environment, then the defaults.
 
         Under `chaos-lightning profile` arguments do not count: the environment names a job of this process alone.
         """
@@ -261,7 +263,7 @@ def host_name() -> str:
 
 
 def from_environment(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns those settings that the environment has, by name.
+    """Returns the settings that are given by environment variables, by name.
 
     Raises:
         ConfigurationError: One is of another type; names the variable.
@@ -274,7 +276,7 @@ def from_environment(settings: Mapping[str, Setting], environ: Mapping[str, str]
 
 
 def to_environment(settings: Mapping[str, Setting], instance: object) -> dict[str, str]:
-    """Returns these settings of an object as variables that `from_environment` reads."""
+    """Converts these settings of an object to environment variables, which `from_environment` reads."""
     values = {made.variable: getattr(instance, name) for name, made in settings.items()}
     return {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in values.items()}
 
@@ -304,7 +306,7 @@ class ChaosOptions(_Options):
     leave_on_signals: bool = setting(True, "Whether SIGINT, SIGTERM and SIGHUP leave the job politely, or abort.")
 
     def for_engine(self) -> dict[str, Any]:
-        """Returns the options that `EngineConfig` knows under the same name."""
+        """Returns those of these options that are fields of `EngineConfig`, by name."""
         return {name: value for name, value in asdict(self).items() if name in declared(EngineConfig)}
 
 

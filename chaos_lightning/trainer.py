@@ -1,4 +1,5 @@
-"""Offers the API of the Chaos paper (Listings 1 and 2) for plain PyTorch loops, on the Lightning strategy's engine.
+"""Offers the API of the Chaos paper (Listings 1 and 2) to plain PyTorch loops, based on the same engine as the
+Lightning strategy.
 
     with Trainer() as trainer:
         for batch in trainer.prepare(model, optimizer, loader, epochs=3, clip_norm=1.0):
@@ -80,7 +81,8 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class _Wish:
-    """Wish of the user that this process ends: the first signal is remembered, the second one ends the process at once.
+    """Record of the user's wish to end this process: the first signal is noted, the second one ends the process at
+    once.
 
     There is one for the process: `capture_exit_event` asks it without a Trainer.
     """
@@ -91,25 +93,25 @@ class _Wish:
 
     @property
     def seen(self) -> str:
-        """Name of the first signal; "" before it."""
+        """Name of the first signal; "" if none has come."""
         asked = self._signals.asked if self._signals is not None else None
         return asked.name if asked is not None else ""
 
     def watch(self) -> None:
-        """Begins to watch for signals, unless it does already."""
+        """Installs the signal handlers, unless they are installed."""
         if self._signals is None:
             self._signals = ExitSignals(self._end_wait)
             self._signals.install()
 
     def forget(self) -> None:
-        """Restores the signals' handlers, and forgets what was seen."""
+        """Restores the former signal handlers, and forgets the signal that came."""
         if self._signals is not None:
             self._signals.restore()
             self._signals = None
 
     @contextlib.contextmanager
     def end_the_wait(self, engine: Engine) -> Iterator[None]:
-        """Lets a signal, also one that came before, end the waits in the block once nobody needs this member."""
+        """Context manager in whose block a signal, even an earlier one, makes the member leave, so that waits end."""
         self._waits = engine
         try:
             if self.seen:
@@ -128,13 +130,14 @@ _wish = _Wish()
 
 
 def capture_exit_event() -> bool:
-    """Returns whether the user wants this node to leave: Ctrl+C, SIGTERM or SIGHUP came since the Trainer was made
-    (Listing 2)."""
+    """Returns whether this node is asked to leave: Ctrl+C, SIGTERM or SIGHUP came since the Trainer was made (Listing
+    2).
+    """
     return bool(_wish.seen)
 
 
 class Trainer:
-    """Member of a job, for a plain loop.
+    """Member of a job, for a plain training loop.
 
     Args:
         settings: Fields of `EngineConfig` (endpoint, job, name, min_nodes, ...); the environment fills the rest in.
@@ -182,16 +185,18 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps that the job has committed, with those of the checkpoint that it went on from."""
+        """Number of committed optimizer steps, including those before the checkpoint from which the job resumed."""
         return self._start.step + self.engine.header.step
 
     @property
     def idle(self) -> bool:
-        """Whether the present batch is only a stand-in: no samples were left for this member."""
+        """Whether the present batch has no samples of this member and is only a stand-in."""
         return self._loader is not None and self._loader.current is not None and self._loader.current.idle
 
     def _present(self, call: str) -> BatchFacts:
-        """Returns the loader's facts about the present batch, for a call of this name."""
+        """Returns the facts about the present batch; raises ConfigurationError if there is none (`call` is named in the
+        text).
+        """
         if self._loader is None:
             raise ConfigurationError(f"{call}: call prepare() first")
         if self._loader.current is None:
@@ -220,7 +225,7 @@ class Trainer:
         hparams: Mapping[str, Any] | None = None,
         own_hparams: Sequence[str] = (),
     ) -> Iterator[Any]:
-        """Joins the job, then yields this member's batches until the epochs are spent.
+        """Joins the job, then yields this member's batches until the epochs are over.
 
         If SIGINT, SIGTERM or SIGHUP comes while this waits for the job, the member leaves, and there are no batches
         (`capture_exit_event`).
@@ -297,8 +302,7 @@ class Trainer:
         words: dict[str, str],
         loaded: LoadedCheckpoint | None,
     ) -> None:
-        """Waits until this member is in the job; if it was asked to leave meanwhile, it is out and there are no
-        batches."""
+        """Waits until this member is in the job; if it is asked to leave before that, marks it as departed."""
         engine, scaler, resumed_at = self.engine, self._scaler, self._start.step
         (optimizer,) = state.optimizers
 
@@ -328,7 +332,9 @@ class Trainer:
     def _extra_state(
         self, extra: Mapping[str, Stateful | nn.Module] | None, scaler: GradScaler | None
     ) -> dict[str, Stateful | nn.Module]:
-        """Returns what newcomers receive beside model and optimizer: the user's state, the job's start, the scaler."""
+        """Returns the state that newcomers receive apart from model and optimizer: the user's, the job's start, the
+        scaler.
+        """
         own: dict[str, Stateful] = {checkpoints.KEY: self._start}
         if scaler is not None:
             own["scaler"] = scaler
@@ -338,8 +344,8 @@ class Trainer:
         return {**(extra or {}), **own}
 
     def _entered(self, loader: ElasticLoader, resumed_at: int) -> None:
-        """Puts the loader where the job stands, once this member is in it: the state, from its own file or from the
-        others, tells from which checkpoint the job goes on.
+        """Sets the loader to the job's position in the data after joining, as the state (from a file or other members)
+        states it.
 
         Raises:
             ConfigurationError: The job has fewer steps than the checkpoint that this member has loaded.
@@ -387,7 +393,9 @@ class Trainer:
             self._let_in = False  # a member that comes in from here on does not run this loop
 
     def _begin(self, state: ModuleState) -> None:
-        """Begins a batch before the loop gets it: its weight in the step, and whether the step ends with it."""
+        """Begins a batch before the loop gets it: determines its weight, and prepares to send gradients if it ends a
+        step.
+        """
         current = self._present("the loop")
         self._let_in, self._open = False, True
         if current.first:
@@ -404,7 +412,7 @@ class Trainer:
             self.engine.arm(coefficient=total, empty=total == 0)
 
     def _settle_batch(self) -> None:
-        """Makes the `update` of an idle batch, for which the others wait, as the user asks for the next batch.
+        """Calls `update` for an idle batch when the loop asks for the next one, since other members wait for it.
 
         Raises:
             ConfigurationError: A batch with samples had no `update`.
@@ -422,7 +430,8 @@ class Trainer:
         self.check_state_replication()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Runs the backward pass of the present batch, in place of `loss.backward()`; none if the batch is idle.
+        """Runs the backward pass of the present batch, in place of `loss.backward()`; does nothing if the batch is
+        idle.
 
         Args:
             loss: Mean loss over the batch, neither divided by `accumulate` nor scaled by the `scaler`.
@@ -437,7 +446,7 @@ class Trainer:
         self.engine.losses.add(loss, self._micro_batches.weight)
 
     def update(self) -> bool:
-        """Averages the gradients over all members, clips the average and steps the optimizer.
+        """Averages the gradients over all members, clips the average, and steps the optimizer.
 
         A batch that had no backward pass weighs nothing: others' gradients make the step, and its samples count as
         used.
@@ -482,8 +491,9 @@ class Trainer:
         return True
 
     def _apply(self, header: Header, optimizer: Optimizer) -> None:
-        """Clips the averaged gradients and steps the optimizer, through the scaler if there is one. All members decide
-        alike, as `.grad` holds the average."""
+        """Clips the averaged gradients and steps the optimizer, through the scaler if there is one; equal at all
+        members.
+        """
         scaler = self._scaler
         if scaler is None:
             self._clip(optimizer)
@@ -497,7 +507,8 @@ class Trainer:
     # ------------------------------------------------------------------ together
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the values of all members, in rank order. All call this at the same place, also those that are idle.
+        """Returns the values of all members, in rank order. All members must call this at the same place, idle ones
+        too.
 
         A member that is out of the job, or has just joined again, gets its own value alone.
 
@@ -509,8 +520,9 @@ class Trainer:
         return [value] if answers is None else list(answers.values())
 
     def _gather(self, name: str, value: Any) -> dict[str, Any] | None:
-        """Returns each member's value by its id, in rank order, without members that leave. None if this member is out,
-        or goes on with the next batch."""
+        """Returns the values by member id, in rank order, without those of members that leave; None if this member is
+        out or has just joined again.
+        """
         if self._state is None:
             raise ConfigurationError("call prepare() first")
         if self._member.out:
@@ -529,7 +541,7 @@ class Trainer:
         return {member: decode_payload(data, device) for member, data in answers if data}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a checkpoint, for `prepare(resume=...)`; all members call this, and the one of rank 0 writes.
+        """Writes a checkpoint for `prepare(resume=...)`. All members call this, and one of them writes.
 
         The file replaces one that is there as a whole. `torch.load(path, weights_only=True)` reads it: "model" and
         "optimizer" are their `state_dict()`. A member that has left writes none, unless it was the last one.
@@ -553,8 +565,9 @@ class Trainer:
         writer = engine.member_id
 
         def exchange(name: str, value: Any) -> list[Any] | None:
-            """Exchanges a value, and makes the oldest member that answers the writer: the oldest of all may be about to
-            leave."""
+            """Gathers a value from all members, and makes the oldest one that answered the writer, since an older one
+            may be leaving.
+            """
             nonlocal writer
             answers = self._gather(name, value)
             writer = next(iter(answers or ()), writer)
@@ -583,7 +596,7 @@ class Trainer:
         self._member.saved()
 
     def check_state_replication(self) -> None:
-        """Lets members in that wait to join, and makes the state available to them (Listing 1)."""
+        """Admits members that wait to join, and makes the state available to them (Listing 1)."""
         state, current = self._state, self._loader.current if self._loader is not None else None
         if state is None or self._member.out:
             return
@@ -595,14 +608,16 @@ class Trainer:
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
-        """Lets the block take slots; a header of one may let this member go."""
+        """Context manager for a block that takes slots; marks this member as departed if a header lets it go."""
         with self._member.slot(), _wish.end_the_wait(self.engine):
             yield
             if self.engine.out:
                 self._member.depart()
 
     def _left(self, stepped: bool) -> None:
-        """Keeps the state of a member that has left, if it is the job's: it is that of the last header."""
+        """Keeps the state in a file, if need be, after this member has left; only if it is the state at the last
+        header.
+        """
         if self._current:
             self._keep()
         self.engine.out = True
@@ -612,7 +627,7 @@ class Trainer:
             self._member.keep(self._state, counted=self.step, stuck=stuck)
 
     def _put_out(self) -> None:
-        """Joins again at once; the loop goes on with the next batch."""
+        """Joins the job again at once after this member was excluded; the loop continues with the next batch."""
         state, loader = self._state, self._loader
         assert state is not None
         assert loader is not None
@@ -629,7 +644,8 @@ class Trainer:
             self._member.come_in(enter)
 
     def request_node_exit(self, reason: str = "") -> None:
-        """Leaves politely: takes part, without samples, until a header lets this member go (Listing 2).
+        """Leaves the job in an orderly way: takes part in steps, without samples, until a header lets this member go
+        (Listing 2).
 
         Meanwhile its state follows the others' by replay, for newcomers that may find no other donor. If steps cannot
         be replayed, or there is extra state that replay does not change, it hands its state out no more once the others
@@ -662,8 +678,9 @@ class Trainer:
         self._await_release()
 
     def _settle_open(self) -> None:
-        """Settles a batch that was begun: makes its step if its gradients are on their way, else contributes
-        nothing."""
+        """Finishes the batch under way: completes its step if its gradients are being sent already, else contributes
+        nothing.
+        """
         if self._open and not self._member.out and self._present("request_node_exit()").last:
             if self.engine.sending:
                 self.update()
@@ -673,8 +690,7 @@ class Trainer:
         self._open = False
 
     def _await_release(self) -> None:
-        """Waits until the others have entered the view of the header that let this member go; they may need its
-        bytes."""
+        """Waits until the other members no longer need this one's bytes, after a header has let it go."""
         if not self._awaited:
             self._awaited = True  # one deadline is enough where no scheduler is there to release anybody
             self.engine.wait_released()
@@ -682,7 +698,7 @@ class Trainer:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Ends this member's part at once. Idempotent."""
+        """Ends this member's part in the job at once. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -714,7 +730,7 @@ class Trainer:
             self.close()
 
     def _end(self) -> None:
-        """Closes the job with the others, or waits to be released by those who go on."""
+        """Finishes the job together with the other members, or waits for the release if this member has left."""
         if not self._member.departed:
             try:
                 self.engine.finish(self._state)
@@ -729,8 +745,9 @@ _open: dict[int, Trainer] = {}
 
 
 def _close_what_was_left_open() -> None:
-    """Closes a Trainer that an interrupt has left behind in this thread, as in a notebook. A thread trains in one job
-    at a time: the other members would wait for the old Trainer, and the wish that it ends would end the next one."""
+    """Closes a Trainer of this thread that was not closed, as after an interrupt in a notebook, since members would
+    wait for it and its noted signal would end the next one.
+    """
     before = _open.get(threading.get_ident())
     if before is not None:
         _log.warning("the Trainer of %s was never closed; it is now, since another one is made", before.engine.name)
@@ -738,7 +755,7 @@ def _close_what_was_left_open() -> None:
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """Returns the parameters of the model that the optimizer trains, in its order."""
+    """Returns the model's parameters that the optimizer trains, with names, in the optimizer's order."""
     names = {id(p): n for n, p in model.named_parameters()}
     params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
     unknown = [i for i, p in enumerate(params) if id(p) not in names]
@@ -748,7 +765,7 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]
 
 
 def refuse(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises UnsupportedError, before anything starts, for a model or an optimizer that no step of a job can serve."""
+    """Raises UnsupportedError for a model or optimizer that cannot be trained in a job."""
     found = [f"{type(optimizer).__name__}: {why}" for kind, why in NEVER.items() if isinstance(optimizer, kind)]
     if training.is_sharded(optimizer):
         found.append(f"{type(optimizer).__name__}: {training.SHARDED}")
@@ -760,5 +777,5 @@ def refuse(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer's state comes out of a training. Some have a state of zeros from the start."""
+    """Returns whether the optimizer has made steps; some optimizers have a state of zeros before the first step."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())

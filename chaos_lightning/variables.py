@@ -1,4 +1,4 @@
-"""Warns of environment variables that look like settings and are none, such as `CHAOS_ENDPIONT`."""
+"""Warns of environment variables that look like settings but are not, such as the typing error `CHAOS_ENDPIONT`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OF_KUBERNETES = re.compile(
 
 
 def known() -> frozenset[str]:
-    """Returns the names of all variables that some part of the product reads."""
+    """Returns the names of all environment variables that some part of the package reads."""
     classes = (EngineConfig, ClusterOptions, OuterSettings, PipelineOptions)
     found = (*(declared(settings) for settings in classes), HOSTED)
     return OTHERS.union(made.variable for settings in found for made in settings.values())
@@ -54,13 +54,13 @@ def known() -> frozenset[str]:
 
 @cache
 def warn_of_unknown() -> None:
-    """Warns once in a process of each CHAOS_* variable of the environment that nothing reads."""
+    """Logs a warning, once in a process, for each CHAOS_* environment variable that is not a setting."""
     for line in unknown(os.environ):
         _log.warning("%s", line)
 
 
 def unknown(environ: Mapping[str, str]) -> list[str]:
-    """Returns a warning for each CHAOS_* variable that nothing reads, with the name that was probably meant."""
+    """Returns a warning for each CHAOS_* variable that is not a setting, with the name that was probably meant."""
     read, lines = known(), []
     for name in sorted(environ):
         if name.startswith(PREFIX) and name not in read and not _OF_KUBERNETES.fullmatch(name):

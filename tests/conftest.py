@@ -1,5 +1,5 @@
-"""For all tests: examples of hypothesis have no time limit, torch has one thread, garbage is collected in the file that
-made it, and a failed test of real processes shows their events.
+"""Settings for all tests: no time limit for hypothesis, one thread for torch, garbage collected per file, and event
+logs shown for failed tests.
 """
 
 from __future__ import annotations
@@ -44,20 +44,22 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts files that take long first, so that no process is left with one at the end."""
+    """Runs files that take long first, so that none of them is left over for one process at the end."""
     place = {folder: number for number, folder in enumerate(SLOW_FOLDERS)}
     items.sort(key=lambda item: place.get(item.path.parent.name, len(place)))
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the 600,000 objects that all tests import from garbage collection."""
+    """Excludes the many objects that exist before tests from garbage collection, which saves time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_is_this_files_own() -> Iterator[None]:
-    """Collects garbage after each file, so that objects left open warn in the file that made them."""
+    """Collects garbage after each test file, so that warnings about unclosed objects appear in the file that made
+    them.
+    """
     yield
     gc.collect()
 
@@ -66,7 +68,7 @@ def _garbage_is_this_files_own() -> Iterator[None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds the last events of the test's processes to the report of any failure, not only of the harness's own."""
+    """Adds the latest events of a failed test's processes to its report."""
     report = yield
     if report.failed:
         given: dict[str, Any] = getattr(item, "funcargs", {})
@@ -76,7 +78,7 @@ def pytest_runtest_makereport(
 
 
 def _dumped(harness: Harness) -> str:
-    """Returns the dump, or why there is none: an error here would end the whole run of pytest."""
+    """Returns the harness's event dump; if that fails, the error's text, since an exception here would end pytest."""
     try:
         return harness.dump(DUMPED_EVENTS)
     except Exception as error:
@@ -85,7 +87,7 @@ def _dumped(harness: Harness) -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
-    """Prints after everything else which tests were skipped because something is not installed."""
+    """Prints, at the very end, how many tests were skipped because something is not installed."""
     yield
     # (file, line, "Skipped: reason")
     reasons = [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []) if report.longrepr]

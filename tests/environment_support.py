@@ -1,4 +1,4 @@
-"""Fixture for the conftest of a folder: every test keeps its chains, tokens and settings to itself."""
+"""Fixture for other conftest files: every test has its own chains, tokens and settings."""
 
 from __future__ import annotations
 

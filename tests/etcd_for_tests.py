@@ -1,4 +1,4 @@
-"""Real etcd servers, or a skip if there is no etcd."""
+"""Fixtures with real etcd servers; tests are skipped if etcd is not installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def servers(folder: Path, count: int) -> Iterator[EtcdServers]:
 
 
 def need_client(kind: str) -> str:
-    """Returns the client's name, or skips if its package is not installed."""
+    """Returns the name of an etcd client; skips the test if the client's package is not installed."""
     if kind == "etcd3" and importlib.util.find_spec("etcd3") is None:
         pytest.skip("the package etcd3 is not installed (extra: etcd)")
     return kind
@@ -36,7 +36,7 @@ def need_client(kind: str) -> str:
 
 @pytest.fixture(params=["own", pytest.param("etcd3", marks=pytest.mark.slow)])
 def each_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Client of etcd: tests that use it run once with each; test_store.py runs with both in `make test`, too."""
+    """Name of an etcd client; tests that use it run once with each client."""
     kind = need_client(request.param)
     make = EtcdServers.client
     monkeypatch.setattr(EtcdServers, "client", lambda self, given=kind: make(self, given))

@@ -1,4 +1,5 @@
-"""Runs programs as children of the fork server, which has imported torch and gRPC, so that they start at once.
+"""Helpers that run programs as children of a fork server, which has imported torch and gRPC before, so that they start
+fast.
 
 The tests of control/ and examples/ start them as a user does.
 """
@@ -31,7 +32,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     level: int = logging.WARNING,
 ) -> None:
-    """Does the work of `python -m` with this module, to be called in a child.
+    """Runs a module in a child process, as `python -m` would.
 
     Args:
         module: Its `main` is called.
@@ -48,9 +49,7 @@ def run(
 
 
 def patient(folder: Path) -> SchedulerOptions:
-    """Returns options of a scheduler whose files lie in this folder. Test machines are busy: slow must not look
-    dead.
-    """
+    """Returns options for a scheduler in this folder, with long timeouts, because test machines are slow."""
     return SchedulerOptions(
         listen=f"127.0.0.1:{free_port()}",
         store=str(folder / "chain.sqlite"),
@@ -60,7 +59,7 @@ def patient(folder: Path) -> SchedulerOptions:
 
 
 def scheduler(options: SchedulerOptions) -> HostedScheduler:
-    """Returns a scheduler that serves by now; `stop` it in the end."""
+    """Starts a scheduler and returns it once it serves; the caller must `stop` it."""
     assert options.store_path is not None
     log = options.store_path.with_name("scheduler.log")
     child = start_function("scheduler", run, (SCHEDULER, options.arguments(), dict(os.environ)), log, env={})

@@ -1,4 +1,4 @@
-"""A cluster's keys for tests, and calls that show whatever a test wants."""
+"""Helpers with a cluster's keys for tests, and calls to a scheduler with any credentials."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 20.0
 
 
 class Keys:
-    """Cluster with members a and b, observer o and operator p."""
+    """Keys of a cluster with members a and b, observer o and operator p."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,11 +41,11 @@ class Keys:
         return {path.name: path.read_text() for path in self.at(name).iterdir()}
 
     def issued(self, role: str, days: float) -> dict[str, str]:
-        """Returns files for a holder called "odd"; with negative days the certificate has expired."""
+        """Returns the key files for a holder named "odd"; negative days give an expired certificate."""
         return keyfiles.issue(self.cluster, KeyHolder("odd", role), days)
 
     def secrets(self) -> dict[str, str]:
-        """Returns all texts that must not be seen anywhere: tokens, and lines of every private key."""
+        """Returns all secret texts, by description: tokens, and a line of every private key."""
         found = {f"token {n}": token for n, token in enumerate(keyfiles.load(self.folder).tokens)}
         for path in [*self.folder.rglob(KEY), self.folder / keyfiles.CLUSTER]:
             text = path.read_text()
@@ -66,7 +66,7 @@ def write_keys(folder: Path, files: dict[str, str]) -> Path:
 
 @dataclass(frozen=True)
 class Shown:
-    """Credentials that a call shows; None: nothing of that kind.
+    """Credentials to send with a call; None: none of that kind.
 
     Attributes:
         files: A node's files: certificate and key, and whom the caller believes.
@@ -78,7 +78,7 @@ class Shown:
 
 
 def call(endpoint: str, what: str, shown: Shown) -> str:
-    """Makes one call; returns "ok" or the status that it ended with."""
+    """Makes one call to a scheduler; returns "ok" or the status code."""
     files = shown.files
     metadata = ((TOKEN_KEY, shown.token.encode()),) if shown.token is not None else ()
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
@@ -118,7 +118,7 @@ def call(endpoint: str, what: str, shown: Shown) -> str:
 
 
 class Refusals(EventLog):
-    """Event log that keeps the refused peers."""
+    """Event log that records refused peers."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -133,9 +133,7 @@ class Refusals(EventLog):
         super().emit(name, **fields)
 
     def take(self, *, some: bool = False) -> list[tuple[str, str]]:
-        """Returns (peer, reason) since the last time; with `some`, waits until there is one, for it may follow the
-        answer.
-        """
+        """Returns the (peer, reason) pairs since the last call; with `some`, waits until there is one."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._seen or not some, PATIENCE_S), "nobody was refused"
             found, self._seen = self._seen, []

@@ -1,4 +1,4 @@
-"""Views of many members, as a sparse job has them: eight links a member, and eight trees."""
+"""Generator of views of many members, with about eight links per member and eight trees."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from chaos_lightning.protocol.types import NO_VIEW, LinkSpec, Member, PlanSpec, 
 
 
 def sparse_view(count: int, *, trees: int = 8, number: ViewId = ViewId(1, 1), predecessor: ViewId = NO_VIEW) -> View:
-    """Returns a view of members of one each on so many machines; ring and random links, random trees over them."""
+    """Returns a view of `count` members, each on a machine of its own, with ring and random links, and random trees
+    over them.
+    """
     chance = random.Random(count)
     members = tuple(
         Member(

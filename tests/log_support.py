@@ -1,4 +1,4 @@
-"""Event logs as lists of lines, for tests that falsify some of them."""
+"""Reads event logs as lists of lines, for tests that falsify some of them."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from chaos_lightning.events.reader import read_events
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a file, none of them short and none numbered, so that readers take each as it stands."""
+    """Returns the lines of an event log as complete records, which can be changed independently of each other."""
     return [{"t": r.t, "mono": r.mono, "member": r.member, "name": r.name, **r.fields} for r in read_events(path)]

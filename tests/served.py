@@ -1,4 +1,6 @@
-"""A scheduler in this process for tests: the real shell around a scripted (or the real) machine, and waiting."""
+"""Helpers to run a scheduler in this process for tests, with a scripted or real state machine, and to wait for
+events.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ T = TypeVar("T")
 
 
 class Facts(Generic[T]):
-    """List that can be waited on."""
+    """List of facts that tests can wait for."""
 
     def __init__(self) -> None:
         self.seen: list[T] = []
@@ -51,7 +53,9 @@ class Facts(Generic[T]):
             self._changed.notify_all()
 
     def wait(self, test: Callable[[T], bool], count: int = 1) -> T:
-        """Returns the `count`th fact that passes the test; AssertionError with everything seen after PATIENCE_S."""
+        """Waits for and returns the `count`th fact that passes the test; the AssertionError at the deadline shows all
+        facts.
+        """
 
         def found() -> list[T]:
             return [f for f in self.seen if test(f)]
@@ -67,7 +71,9 @@ class Facts(Generic[T]):
 
 
 class ScriptedMachine:
-    """Machine that welcomes every Hello; `rules` may answer any event otherwise."""
+    """Stand-in for the scheduler's state machine: welcomes every Hello, unless the test's rule answers an event
+    otherwise.
+    """
 
     def __init__(self, settings: Settings, chain: fx.Chain, served: Served) -> None:
         self.settings, self.chain, self.served = settings, chain, served
@@ -104,14 +110,16 @@ def hello(name: str = "a", **changes: Any) -> Hello:
 
 @functools.cache
 def shared_loop() -> asyncio.AbstractEventLoop:
-    """Returns one loop for all servers of this process, never closed: grpc.aio has one poller for all loops."""
+    """Returns the event loop shared by all servers of this process, which is never closed, since grpc.aio needs one
+    loop for all.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="served", daemon=True).start()
     return loop
 
 
 class Served:
-    """SchedulerServer in this process."""
+    """Scheduler server in this process."""
 
     def __init__(
         self,
@@ -204,7 +212,7 @@ SCHEDULER = (sys.executable, "-m", "chaos_lightning.control.scheduler_main")
 def scheduler_process(
     *arguments: str, program: Sequence[str] = SCHEDULER, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Runs a scheduler as a user starts it, at a port of the kernel's choice unless these arguments say where."""
+    """Runs a scheduler as a user starts it; at a free port, unless the arguments name one."""
     command = [*program, "--listen", "127.0.0.1:0", *arguments]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
@@ -217,18 +225,18 @@ def scheduler_process(
 
 
 def first_words(process: subprocess.Popen[str]) -> str:
-    """Returns the first line of a scheduler that has started."""
+    """Returns the first line that a scheduler process prints."""
     assert process.stdout is not None
     return process.stdout.readline()
 
 
 def place_of(process: subprocess.Popen[str]) -> str:
-    """Returns the endpoint of a scheduler whose output has not been read yet."""
+    """Returns the endpoint from the first line that a scheduler process prints."""
     return first_words(process).partition(" at ")[2].split()[0]
 
 
 class Client:
-    """Agent whose received messages are kept."""
+    """Client of a scheduler (an agent) that records the messages it receives."""
 
     def __init__(
         self,

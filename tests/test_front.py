@@ -1,4 +1,4 @@
-"""Tests a user's first contact: the command's options, and the message about a missing extra."""
+"""Tests a user's first contact: the command's options, and messages about missing extras."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ PUSHED = f"{EXPORTER}; e.pushed(dict, 'http://[::1]:4317', 15).__enter__()"
     ],
 )
 def test_what_needs_an_extra_says_which(absent: str, code: str, what: str) -> None:
-    """The error is one of ours and an ImportError, too: code that tries an import catches that."""
+    """A missing optional package gives an error that names the extra, and that `except ImportError` catches."""
     done = python("-c", f"{WITHOUT}{absent!r})\ntry:\n    {code}\nexcept ImportError as e:\n    print(repr(e))")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("MissingExtraError")

@@ -1,4 +1,4 @@
-"""Checks the repository itself: layout, guards, packages, prose."""
+"""Checks the repository itself: layout, imports, classes, packages and texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SUFFIXES = {".py", ".md", ".txt", ".toml", ".yaml", ".yml", ".proto", ".svg", ".
 
 @cache
 def sources() -> list[Path]:
-    """Returns every text file of the project, once (the symlinked folders are not followed)."""
+    """Returns all text files of the project, without following symlinked folders."""
     found: list[Path] = []
     for name in OURS:
         top = ROOT / name
@@ -126,7 +126,9 @@ def test_light_modules_import_nothing_heavy() -> None:
 
 
 def test_documents_copy_folders_so_that_they_replace() -> None:
-    """`scp -r FOLDER HOST:THERE` copies into THERE once it exists, and the old files stay in use."""
+    """Pages copy key folders with rsync instead of `scp -r`, which would nest the folder on the second copy and leave
+    old files in use.
+    """
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     commands = [line for page in pages for line in page.read_text().splitlines() if line.startswith("    ")]
     assert [line for line in commands if "rsync -a keys/nodes/" in line]
@@ -134,7 +136,7 @@ def test_documents_copy_folders_so_that_they_replace() -> None:
 
 
 def test_test_modules_have_unique_names() -> None:
-    """Pytest puts each test folder on sys.path: of two modules with one name, one would be imported twice."""
+    """No two test modules have the same name, because pytest would import one of them twice."""
     names = Counter(p.name for p in python_files() if ROOT / "tests" in p.parents and p.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -143,7 +145,7 @@ def test_test_modules_have_unique_names() -> None:
 
 
 def modules() -> dict[str, Path]:
-    """Returns the package's modules by the names they are imported by."""
+    """Returns the files of the package's modules, by import name."""
     found = {}
     for path in python_files():
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -154,7 +156,7 @@ def modules() -> dict[str, Path]:
 
 
 def test_no_modules_need_each_other_in_a_circle() -> None:
-    """Imports for annotations count, too: a reader of a module has to read them."""
+    """No modules import each other in a cycle, not even for annotations."""
     names, graph = modules(), {}
     for name, path in names.items():
         imports = [n for n in ast.walk(tree(path)) if isinstance(n, ast.ImportFrom)]
@@ -175,7 +177,7 @@ MOST_METHODS, MOST_ATTRIBUTES = 55, 40
 
 
 def product_classes() -> list[tuple[Path, ast.ClassDef]]:
-    """Returns the classes of the package, without those of testing/."""
+    """Returns the package's classes with their files, except those in testing/."""
     folders = [ROOT / "chaos_lightning", *(ROOT / name for name in LINKED)]
     testing = ROOT / "chaos_lightning" / "testing"
     return [
@@ -188,14 +190,14 @@ def product_classes() -> list[tuple[Path, ast.ClassDef]]:
 
 
 def test_a_public_class_name_means_one_thing() -> None:
-    """Private classes are exempt, and Lightning's Trainer, as its type is declared in strategies/."""
+    """No two public classes of the package have the same name."""
     public = [node.name for path, node in product_classes() if path.name != "lightning_types.py"]
     counts = Counter(name for name in public if not name.startswith("_"))
     assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_no_class_goes_over_several_files() -> None:
-    """A class is composed of parts; it inherits from another file's only where that is an interface."""
+    """No class inherits from a class in another file, unless that is an interface."""
     classes = product_classes()
     places = {node.name: path for path, node in classes}
     wrong = []
@@ -232,7 +234,7 @@ def test_modules_tell_what_they_are_for() -> None:
 
 
 def test_nothing_names_a_machine_or_a_loose_end() -> None:
-    """Sources have no paths of a machine, addresses of package registries, or notes of open work."""
+    """Sources contain no paths of a machine, no addresses of package registries, and no notes of open work."""
     words = ["/" + "work/", "/" + "farm/", "/" + "root/", "/" + "tmp/spec", "pypi" + ".org", "pytorch" + ".org/whl"]
     words += ["T" + "ODO", "FIX" + "ME", "X" + "XX"]
     hits = [
@@ -262,7 +264,7 @@ def test_constraints_pin_everything_exactly() -> None:
 
 
 def test_the_environment_is_the_pinned_one() -> None:
-    """All packages that the tests run with have the versions in constraints.txt."""
+    """The packages with which tests run have the versions in constraints.txt."""
     from importlib.metadata import PackageNotFoundError, version
 
     differs = {}
@@ -291,7 +293,7 @@ def test_make_lists_every_target() -> None:
 
 
 def test_gate_fails_when_a_part_fails(tmp_path: Path) -> None:
-    """`.ci/run` runs with a `make` of ours: the status follows the parts, and all parts run."""
+    """`.ci/run`, with a stand-in for `make`, runs all parts and fails if one of them fails."""
     fake = tmp_path / "make"
     fake.write_text('#!/bin/sh\nfor target; do :; done\necho "closing line of $target"\n[ "$target" != "$BROKEN" ]\n')
     fake.chmod(0o755)
@@ -332,7 +334,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wanted() -> set[str]:
-    """Returns the files that any installation must have."""
+    """Returns the files that every installation must have."""
     files = {
         f"{n}/{p.relative_to(ROOT / n)}" for n in LINKED for p in (ROOT / n).rglob("*") if p.suffix in (".py", ".yaml")
     }
@@ -362,7 +364,7 @@ def test_sdist_can_be_built_into_the_same_wheel(built: Path, tmp_path: Path) -> 
 
 
 def test_wheel_works_without_the_source_tree(built: Path, tmp_path: Path) -> None:
-    """The wheel is unpacked elsewhere: the package imports and Hydra finds its groups."""
+    """From an unpacked wheel the package can be imported, and Hydra finds its config groups."""
     zipfile.ZipFile(next(built.glob("*.whl"))).extractall(tmp_path)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -380,9 +382,7 @@ def test_wheel_works_without_the_source_tree(built: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_wheel_installed_by_pip_works_as_users_run_it(built: Path, tmp_path: Path) -> None:
-    """The wheel is in an environment of its own, which sees this one's packages but not the editable install: no .pth
-    nests.
-    """
+    """A wheel installed by pip into a separate environment, without the editable install, works as users run it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=100)
     binaries, wheel = tmp_path / "venv" / "bin", str(next(built.glob("*.whl")))
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -1,4 +1,4 @@
-"""Writes hyperparameters in words, and reads them back."""
+"""Tests that hyperparameters are written as text and read back unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_is_no_number_comes_back_too() -> None:
 
 @pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.1), np.int64(3)], ids=repr)
 def test_a_number_of_numpy_is_a_number(value: Any) -> None:
-    """A np.float64 is a float whose repr is not one."""
+    """NumPy numbers, whose repr is not that of Python's, are written as plain numbers."""
     assert there_and_back(value) == value
 
 

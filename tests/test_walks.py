@@ -1,4 +1,6 @@
-"""Checks the walks of docs/architecture.md: files that exist, and functions that call each other in the order given."""
+"""Checks the walks through the code in docs/architecture.md: files exist, and functions call each other in that
+order.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ MOST_FILES = {"A gradient": 13, "A byte range": 15, "A control message, and the 
 
 @dataclass(frozen=True)
 class Stop:
-    """Step of a walk.
+    """Step of a walk through the code: one function.
 
     Attributes:
         calls: What the function calls; "" where something else comes between.
@@ -53,7 +55,7 @@ def parsed(file: str) -> ast.Module:
 
 
 def functions(stop: Stop) -> list[ast.AST]:
-    """Returns all functions of this name in this file."""
+    """Returns all functions with the name of this stop in its file."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return [n for n in ast.walk(parsed(stop.file)) if isinstance(n, kinds) and n.name == stop.function]
 
@@ -63,14 +65,14 @@ def name_of(node: ast.AST) -> str:
 
 
 def called(function: ast.AST) -> set[str]:
-    """Returns names that this function calls, or hands to code that calls them (`in_thread(chain.append, ...)`)."""
+    """Returns the names that a function calls, or passes to other calls, as in `in_thread(chain.append, ...)`."""
     calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
     return {name_of(n) for call in calls for n in (call.func, *call.args)}
 
 
 @cache
 def handed() -> frozenset[str]:
-    """Returns names that are arguments of some call in the package, also in a lambda's body."""
+    """Returns all names that are passed as arguments to calls in the package, also within lambdas."""
     return frozenset(
         name
         for path in PACKAGE.rglob("*.py")
@@ -103,7 +105,9 @@ def test_a_walk_goes_through_these_files_in_this_order(title: str) -> None:
 
 @pytest.mark.parametrize(("title", "most"), MOST_FILES.items())
 def test_a_walk_is_short(title: str, most: int) -> None:
-    """A walk that grows may have a stop that only passes a call on: remove that before this number is changed."""
+    """A walk passes through at most as many files as recorded; remove steps that only pass a call on before raising a
+    number.
+    """
     assert len({stop.file for stop in walks()[title]}) <= most
 
 

@@ -1,4 +1,4 @@
-"""Polls for events that send no notice: processes, files, answers of a server."""
+"""Polls for conditions that send no notice, such as files, processes and answers of a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TURN_S = 0.002
 
 
 def until(done: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Looks again and again; lets go of the processor in between, which the awaited event may need."""
+    """Polls until `done()` is true, sleeping briefly in between; fails at the deadline with the text `what`."""
     deadline = time.monotonic() + deadline_s
     while not done():
         assert time.monotonic() < deadline, f"waited {deadline_s:g} s for {what}"

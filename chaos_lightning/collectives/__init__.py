@@ -1,1 +1,1 @@
-"""All-reduce over a plan of trees, chunk by chunk while backward runs, into a second buffer."""
+"""All-reduces gradients along trees, chunk by chunk while backward runs, into a buffer apart from the gradients."""

@@ -1,5 +1,4 @@
-"""Holds the gradients of one optimizer step, an accumulation, on their way from autograd's hooks to the slot that
-commits them.
+"""Manages the gradients of one optimizer step (an accumulation), from autograd's hooks until a slot commits them.
 
 Theory of operation. `arm` opens the accumulation for the coming slot and tells the reducer so; cells that hooks
 complete are passed on at once. A collective that comes between (a metric logged in the training step) takes the slot
@@ -25,7 +24,7 @@ from chaos_lightning.transport.loop import IoLoop
 
 
 class Accumulation:
-    """Gradients of the open step. One object for the life of an engine.
+    """Gradients of the step under way. An engine uses one object for all steps.
 
     Args:
         memory: Where gradients and results lie.
@@ -50,7 +49,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Holds gradients back while the block runs: backward passes inside are accumulated, not sent."""
+        """Context manager in whose block backward passes add up gradients without sending them."""
         self._holds += 1
         try:
             yield
@@ -58,7 +57,7 @@ class Accumulation:
             self._holds -= 1
 
     def arm(self, seq: int, *, coefficient: float, section: int, empty: bool) -> None:
-        """Opens the accumulation for slot `seq`."""
+        """Begins an accumulation whose gradients are for slot `seq`; they are sent in the coming backward pass."""
         self._gradients.arm(section, coefficient)
         if self._holds or empty:
             self._gradients.disarm()
@@ -68,7 +67,9 @@ class Accumulation:
         self._begin()
 
     def open(self, view: ViewId, seq: int, *, section: int = 0) -> None:
-        """Opens an accumulation by parts for one attempt; one that was open before comes to nothing."""
+        """Begins an accumulation for one attempt of a pipeline, whose gradients are sent part by part; discards an
+        earlier one.
+        """
         self._gradients.arm(section, 1.0, by_part=True)
         with self._lock:
             self.section, self.empty, self.seq, self._launched = section, False, seq, []
@@ -76,60 +77,64 @@ class Accumulation:
         self._begin()
 
     def closing(self, parts: Collection[str]) -> None:
-        """Notes that the next backward pass is the last one of these parts."""
+        """Announces that the next backward pass is the last one for these parts, so that it sends their gradients."""
         self._gradients.closing(parts)
 
     def closed(self, parts: Collection[str]) -> None:
-        """Notes that these parts have had their last backward pass."""
+        """Notes that the last backward pass for these parts is over, and sends gradients that no hook reported."""
         self._gradients.closed(parts)
 
     @property
     def sending(self) -> bool:
-        """Whether some of the armed gradients were given away."""
+        """Whether gradients of the accumulation under way have been taken for sending already."""
         return self.seq >= 0 and self._gradients.taken
 
     def move(self, seq: int) -> None:
-        """Moves the accumulation, if one is armed, to slot `seq`, as its slot was taken by something else."""
+        """Moves an accumulation that has begun to slot `seq`, because another collective took the slot that it was
+        meant for.
+        """
         if self.seq >= 0:
             with self._lock:
                 self.seq = seq
             self._begin()
 
     def flush(self, shares: Mapping[str, float] | None = None) -> bytes:
-        """Settles gradients that no hook reported; returns presence bits. Shares are those of `Gradients.flush`."""
+        """Takes the gradients that no hook reported; returns one bit for each parameter, set if it has a gradient.
+        Shares are those of `Gradients.flush`.
+        """
         return b"" if self.empty else self._gradients.flush(shares)
 
     def apply(self, header: Header, totals: Mapping[str, float] | None = None) -> None:
-        """Writes the committed average into `.grad` and closes the accumulation."""
+        """Writes the committed average into `.grad` and ends the accumulation."""
         self.seq = -1
         self._gradients.apply(header, totals=totals)
 
     def lay_out(self, owned: Sequence[Span] | None) -> None:
-        """Makes memory for other bytes of the layout, which this member owns from now on; no accumulation is open."""
+        """Allocates memory for the bytes of the layout that this member owns from now on; no accumulation may be under
+        way.
+        """
         self._gradients.lay_out(owned)
 
     def scope_of(self, header: Header) -> Sequence[Span]:
-        """Returns the bytes that a committed slot reduced; none unless it was a step."""
+        """Returns the byte ranges that a committed slot reduced; empty unless it was a step."""
         return self.layout.scope(section_of(header)) if needs_bytes(header) else ()
 
     def replay(self, header: Header, raw: memoryview) -> None:
-        """Writes the average of a step that others took into `.grad`, as `apply` does for one's own (17)."""
+        """Writes the average of a step that this newcomer replays into `.grad` (protocol.md 17)."""
         self._gradients.arm(section_of(header), 0.0)
         self._gradients.disarm()
         self._gradients.apply(header, raw)
 
     def settle(self) -> None:
-        """Copies the reduced buffers, as the member holds the job's state now: steps without any samples leave them
-        so.
-        """
+        """Saves a copy of the reduced buffers in the job's present state, to which `restore` returns."""
         self._gradients.settle()
 
     def restore(self) -> None:
-        """Undoes what the forward passes of an accumulation that is never committed did to reduced buffers."""
+        """Restores reduced buffers that forward passes changed in an accumulation that was not committed."""
         self._gradients.restore()
 
     def abandon(self) -> None:
-        """Drops the accumulation, as its member is out."""
+        """Drops the accumulation, because this member is out of the job."""
         self.seq = -1
         self._gradients.disarm()
 

@@ -1,4 +1,4 @@
-"""Puts what a run was configured with into words that are equal where the values are: members compare them.
+"""Converts configuration values to canonical texts, by which members compare their settings.
 
 Theory of operation. Mappings, dataclasses and plain objects are taken apart, so that a refusal names the value that
 differs, such as "model.layers.0". Short values are shown as they are, long ones and arrays by a hash. Numbers of any
@@ -65,11 +65,11 @@ _COMPILED = "_orig_mod"
 
 
 class _NoForm(Exception):
-    """Error about a value that has no canonical form."""
+    """Error that a value has no canonical text."""
 
 
 class Words:
-    """Words for some values, each under a kind and a name.
+    """Canonical texts of a collection of values, each with a kind and a name.
 
     Left out are values that are a machine's own: by their name (batch sizes, workers, devices, hosts), because they are
     paths, or because the user says so.
@@ -90,7 +90,7 @@ class Words:
         self.formless: dict[str, str] = {}
 
     def add(self, kind: str, name: str, value: Any) -> None:
-        """Adds the value's words, or those of what it holds."""
+        """Adds the canonical text of a value, or of all values that it contains."""
         try:
             self._add(kind, name, value, frozenset())
         except RecursionError:
@@ -98,7 +98,7 @@ class Words:
 
     @property
     def words(self) -> dict[str, str]:
-        """Words by kind and name; many are folded into one hash."""
+        """Canonical texts by kind and name; those beyond a limit are replaced by one hash."""
         ordered = sorted(self._found.items())
         if len(ordered) <= NAMED:
             return dict(ordered)
@@ -124,7 +124,7 @@ class Words:
 
 
 def digest(text: str | bytes) -> str:
-    """Returns 16 hex digits of a text or bytes."""
+    """Returns a hash of a text or of bytes, 16 hex digits."""
     return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=8).hexdigest()
 
 
@@ -138,7 +138,7 @@ def _is_machines(name: str, value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Returns whether a value is a text or path, or several of these."""
+    """Returns whether a value is a text or path, or a list of such."""
     if isinstance(value, list | tuple):
         return bool(value) and all(map(_is_text, value))
     return isinstance(value, str | PurePath)
@@ -151,9 +151,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _fields(value: Any) -> list[tuple[str, Any]] | None:
-    """Returns the named values that a value holds, in the order of their names; None if it is nothing that is taken
-    apart.
-    """
+    """Returns the named values inside a value, sorted by name; None for a value that is compared as a whole."""
     if isinstance(value, Mapping):
         return sorted(((str(key), _item(value, key)) for key in value), key=lambda item: item[0])
     library = type(value).__module__.partition(".")[0]
@@ -167,8 +165,8 @@ def _fields(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _item(several: Any, key: Any) -> Any:
-    """Returns an item of a mapping or sequence, or a stand-in for a value that it does not give, as a configuration
-    may.
+    """Returns an item of a mapping or sequence, or a stand-in if reading it fails, as in a configuration with missing
+    values.
     """
     try:
         return several[key]
@@ -177,7 +175,7 @@ def _item(several: Any, key: Any) -> Any:
 
 
 class _Text:
-    """Canonical text of one value."""
+    """Converter of one value to its canonical text."""
 
     def __init__(self, of_machines: bool) -> None:
         self._of_machines = of_machines
@@ -239,7 +237,7 @@ class _Text:
         return f"{name}{{{', '.join(f'{k!r}: {self._quoted(v)}' for k, v in mine)}}}"
 
     def _quoted(self, value: Any) -> str:
-        """Returns the text of a value within others, quoted so that a text ends where it ends."""
+        """Returns the canonical text of a nested value; quotes a string, so that it is clear where it ends."""
         text = self.of(value)
         return repr(text) if isinstance(value, str) and text != "a path" else text
 
@@ -278,7 +276,7 @@ def _name_of(value: Any) -> str:
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yields the settings of each submodule that has any: its name, and its type's name with what `extra_repr` tells.
+    """Yields each submodule that has settings: its name, its type and its `extra_repr`.
 
     Layers of torch's that tell nothing there have their plain attributes instead, such as an attention's dropout.
     """
@@ -292,7 +290,7 @@ def layers(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def layer_words(module: nn.Module, own: Collection[str] = ()) -> Words:
-    """Returns the words of all layers; a text that shows an address or a tensor is no setting."""
+    """Returns the settings of all layers as canonical texts, except those that show a memory address or a tensor."""
     words = Words(own, of_machines=False)
     for name, (kind, text) in layers(module):
         name = plain_name(name) or "itself"
@@ -304,12 +302,12 @@ def layer_words(module: nn.Module, own: Collection[str] = ()) -> Words:
 
 
 def plain_name(name: str) -> str:
-    """Returns a parameter's or layer's name without what torch.compile adds to it."""
+    """Removes from a parameter's or layer's name what torch.compile adds to it."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def compiled_words(module: nn.Module) -> dict[str, str]:
-    """Returns words that say which parts of a model are compiled: names of its state are others then."""
+    """Returns a text that names the compiled parts of a model, since compiling changes the names in its state."""
     found = [plain_name(name) or "all of it" for name, child in module.named_modules() if hasattr(child, _COMPILED)]
     return {"compiled": ", ".join(found) or "nothing"}
 
@@ -317,7 +315,7 @@ def compiled_words(module: nn.Module) -> dict[str, str]:
 def run_words(
     model: nn.Module, settings: Mapping[str, Mapping[str, Any]], own: Collection[str] = (), *, warns: bool = True
 ) -> dict[str, str]:
-    """Returns words that tell two runs apart that share script, port and job name, as in a sweep.
+    """Returns texts that distinguish runs with the same script, port and job name, as in a sweep.
 
     Args:
         model: Its layers' settings count, and whether it is compiled.

@@ -1,4 +1,4 @@
-"""Brings gradients from autograd to the reducer: hooks, the accumulation's bookkeeping, and the way back into `.grad`.
+"""Brings gradients from autograd to the reducer by hooks, and averages back into `.grad`.
 
 Theory of operation. A hook on every parameter fires when its gradient of this backward pass is complete; the gradient,
 times the member's coefficient, is copied into own memory (cache-hot), and grid cells whose parameters are all there are
@@ -35,7 +35,7 @@ together.
 
 
 class Gradients:
-    """Gradients of one member for the open step.
+    """Gradients of one member for the step under way.
 
     Args:
         memory: The flat buffers, and cells.
@@ -69,7 +69,8 @@ class Gradients:
         self._lay_out()
 
     def lay_out(self, owned: Sequence[Span] | None) -> None:
-        """Makes memory for other bytes of the layout than before (see `Memory.lay_out`).
+        """Allocates memory for other bytes of the layout than before, which this member owns now (see
+        `Memory.lay_out`).
 
         `.grad` of parameters that were owned must not be used any more.
         """
@@ -104,25 +105,23 @@ class Gradients:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Copies the reduced buffers, which are now as at every member: `restore` goes back to them."""
+        """Saves a copy of the reduced buffers, which are equal at all members now; `restore` returns to it."""
         self._settled = {i: self._layout.slots[i].tensor.clone() for i in self._buffers()}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Sets the reduced buffers to those that were settled last: what forward passes since then did to them is
-        undone.
-        """
+        """Restores the reduced buffers from the saved copy, which undoes what forward passes have changed since."""
         for index, settled in self._settled.items():
             self._layout.slots[index].tensor.copy_(settled)
 
     def _buffers(self) -> list[int]:
-        """Returns the slots of reduced buffers that lie here."""
+        """Returns the layout's slots of those reduced buffers for which this member has memory."""
         return [i for i in self._layout.buffer_slots if i in self._own]
 
     # ------------------------------------------------------------------ an accumulation
 
     def arm(self, section: int, coefficient: float, *, by_part: bool = False) -> None:
-        """Arms the hooks: the next backward pass is the accumulation's last, and its gradients are launched as they
+        """Enables the hooks: the next backward pass is the accumulation's last, and hands its gradients over as they
         come.
 
         Args:
@@ -146,13 +145,13 @@ class Gradients:
         self.enabled = self.overlap
 
     def closing(self, parts: Collection[str]) -> None:
-        """Notes that the next backward pass is the last one of these parts."""
+        """Announces that the next backward pass is the last one for these parts."""
         assert isinstance(self._launching, set), "armed for the whole"
         self._launching |= {i for i in self._scope if self._layout.slots[i].part in parts and i in self._own}
 
     @torch.no_grad()
     def closed(self, parts: Collection[str]) -> None:
-        """Launches gradients of these parts that no hook reported, too: the parts have had their last backward pass."""
+        """Hands over those gradients of these parts that no hook reported; their last backward pass is over."""
         for index in self._scope:
             slot = self._layout.slots[index]
             if slot.part in parts and index in self._own and index not in self._fired:
@@ -160,7 +159,7 @@ class Gradients:
 
     @property
     def taken(self) -> bool:
-        """Whether hooks have seen gradients since `arm`."""
+        """Whether hooks have taken gradients since `arm`."""
         return bool(self._fired)
 
     def disarm(self) -> None:
@@ -178,7 +177,9 @@ class Gradients:
         return hook
 
     def _take(self, index: int, grad: Tensor | None) -> None:
-        """Copies one gradient into own memory and launches the cells that it completes."""
+        """Copies or lends one gradient to the send buffer, and reports the byte ranges of the buffer that it
+        completes.
+        """
         self._fired[index] = (grad, grad._version if grad is not None else 0)
         own = self._own[index]
         if grad is None:
@@ -207,7 +208,7 @@ class Gradients:
                 self._ready(done)
 
     def _completed(self, index: int) -> list[int]:
-        """Returns the cells, by start offset, that lacked this slot alone."""
+        """Returns the byte ranges of the buffer, by start offset, for which this tensor was the last one missing."""
         done = []
         for cell in self._cells[index]:
             self._missing[cell] -= 1
@@ -217,7 +218,8 @@ class Gradients:
 
     @torch.no_grad()
     def flush(self, shares: Mapping[str, float] | None = None) -> bytes:
-        """Copies or zeroes the gradients that no hook reported; returns the presence bits of the section's parameters.
+        """Takes the gradients that no hook reported, zeros if there are none; returns one bit per parameter, set if it
+        has a gradient.
 
         Args:
             shares: Coefficients of reduced buffers, by part; None: the one of gradients.
@@ -329,8 +331,8 @@ class Gradients:
 
 
 class _Stage:
-    """Thread that copies gradients to host memory on a stream beside the one that computes, waits for the copies, and
-    then reports their cells.
+    """Thread that copies gradients from an accelerator to host memory on a separate stream, and reports when copies are
+    complete.
     """
 
     def __init__(self, device: torch.device, ready: Ready) -> None:
@@ -349,16 +351,16 @@ class _Stage:
         self._thread.start()
 
     def put(self, own: Tensor, gradient: Tensor) -> None:
-        """Queues a gradient, to be copied with the next cells that are complete."""
+        """Queues a gradient to be copied by the next call of `after_copies`."""
         self._waiting.append((own, gradient))
 
     def forget(self) -> None:
-        """Drops the queued gradients: that accumulation comes to nothing."""
+        """Drops the queued gradients, because their accumulation was discarded."""
         self._waiting.clear()
 
     def after_copies(self, cells: Sequence[int]) -> None:
-        """Copies the queued gradients, as the device's present stream has computed them; reports `cells` when that is
-        done.
+        """Starts copying the queued gradients after the device's present work; reports `cells` as ready when the copies
+        are complete.
         """
         computed, event = torch.Event(self._device), torch.Event(self._device)
         computed.record()
@@ -374,7 +376,7 @@ class _Stage:
         self._queue.put((event, cells))
 
     def settle(self, deadline_s: float = 60.0) -> None:
-        """Waits until all copies have landed: gradients may be overwritten by the optimizer afterwards."""
+        """Waits until all copies are complete, so that the optimizer may overwrite gradients."""
         with self._idle:
             if not self._idle.wait_for(lambda: self._pending == 0 or self._error is not None, deadline_s):
                 raise ConfigurationError(f"copies from {self._device} did not finish in {deadline_s} s")
@@ -383,12 +385,12 @@ class _Stage:
         self._held.clear()
 
     def taken_over(self) -> None:
-        """Notes that a sum is being copied to the device by its present stream."""
+        """Notes that the device has begun to copy a sum from host memory, in its present stream."""
         self._taken_over = torch.Event(self._device)
         self._taken_over.record()
 
     def await_taken_over(self) -> None:
-        """Waits until that copy is done: the sum's memory may be written to then."""
+        """Waits until the device has copied the sum from host memory, which may be overwritten then."""
         if self._taken_over is not None:
             self._taken_over.synchronize()
             self._taken_over = None

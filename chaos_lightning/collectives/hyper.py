@@ -1,4 +1,4 @@
-"""Puts hyperparameters into words, which members compare with every step, and which replay sets (protocol.md 17,
+"""Converts hyperparameters to texts, which members compare at each step and which replay applies (protocol.md 17,
 23).
 """
 
@@ -26,7 +26,7 @@ _INFINITE = "1e999"
 
 
 def default_words(optimizers: Iterable[Optimizer]) -> dict[str, str]:
-    """Returns the arguments of each optimizer, as {"optimizer 0 lr": "0.1", ...}, for the job's fingerprint.
+    """Returns each optimizer's constructor arguments as {"optimizer 0 lr": "0.1", ...}, for the job's fingerprint.
 
     Schedulers move the groups' values and leave these alone, so a newcomer's are the job's however late it comes.
     Tensors are left out: groups share them, and so schedulers move them, too.
@@ -41,7 +41,8 @@ def default_words(optimizers: Iterable[Optimizer]) -> dict[str, str]:
 
 
 def hyper_words(optimizers: Iterable[Optimizer]) -> str:
-    """Returns numbers, flags, texts and tuples of these of every parameter group, as "opt0.group0.lr=0.1;...".
+    """Returns the parameter groups' numbers, flags and texts, and tuples of these, as one text
+    "opt0.group0.lr=0.1;...".
 
     Callables and tensors with more than one element are left out: they have no short words. `set_hyper` reads this.
 
@@ -65,7 +66,7 @@ def hyper_words(optimizers: Iterable[Optimizer]) -> str:
 
 @torch.no_grad()
 def set_hyper(optimizers: Sequence[Optimizer], words: str) -> None:
-    """Sets in the groups the values that `hyper_words` found in the same groups elsewhere; others stay as they are.
+    """Sets hyperparameters of parameter groups from a text by `hyper_words`; leaves all others as they are.
 
     A tensor stays the tensor that it is, and is filled: schedulers and groups share it.
 
@@ -89,8 +90,8 @@ def set_hyper(optimizers: Sequence[Optimizer], words: str) -> None:
 
 
 def _literal(value: object) -> str:
-    """Returns the value as Python would write it, without ";"; equal words for equal numbers of any kind; "" for no
-    words.
+    """Returns the value as a Python literal without ";", the same for equal numbers of any type; "" for unsupported
+    values.
 
     Lists are written as tuples: which of them a configuration file makes is its own business.
     """
@@ -111,7 +112,7 @@ def _literal(value: object) -> str:
 
 
 def _value(text: str) -> object:
-    """Returns the value that `_literal` wrote as this text. Text that came from elsewhere is never run."""
+    """Parses a literal that `_literal` wrote, without executing anything."""
     value = math.nan if text == "nan" else ast.literal_eval(text)
     if _literal(value) != text:
         raise ValueError(f"{text[:100]!r} is no number, flag, text or tuple of these")
@@ -119,7 +120,7 @@ def _value(text: str) -> object:
 
 
 def _filled(current: object, value: object) -> object:
-    """Returns the replacement for `current`: itself if it is a tensor, which then holds the value."""
+    """Returns the new value for a hyperparameter; if `current` is a tensor, fills that tensor and returns it."""
     if isinstance(current, Tensor):
         if not isinstance(value, int | float) or current.numel() != 1:
             raise ValueError(f"here it is a tensor of {current.numel()} elements")

@@ -1,4 +1,4 @@
-"""Lays out gradients: every gradient (and every reduced buffer) has its place in one byte space.
+"""Lays out gradients and reduced buffers one after another in one range of bytes.
 
 Theory of operation. Sections (one per optimizer, then one for reduced buffers) follow each other; in a section
 parameters stand in reverse order, since backward finishes the last layers first; each parameter is aligned, so a chunk
@@ -32,7 +32,7 @@ _SECTION = re.compile(r"section (\d{1,6})")
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parameters that one optimizer step reduces together."""
+    """Parameters of one optimizer, which one step reduces together."""
 
     name: str
     params: Sequence[tuple[str, Tensor]]
@@ -40,7 +40,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Place of one tensor: bytes [start, stop) of the layout."""
+    """Byte range [start, stop) of one tensor in the layout."""
 
     name: str
     tensor: Tensor
@@ -52,7 +52,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Stretch of one type and part: chunks stay inside it."""
+    """Byte range of one dtype and one part of the state; chunks do not cross its borders."""
 
     start: int
     stop: int
@@ -62,7 +62,7 @@ class Run:
 
 
 class Layout:
-    """Places of all tensors, runs of one type, and the hash of the layout.
+    """Byte ranges of all tensors, grouped in runs of one dtype, and a hash of it all.
 
     Args:
         sections: What each optimizer owns. A parameter may stand in one section only.
@@ -141,7 +141,7 @@ class Layout:
 
     @property
     def device(self) -> torch.device:
-        """Device of all parameters; in a layout by parts, of those that are not on the meta device.
+        """Device of all parameters; in a pipeline, of those that are not on the meta device.
 
         Raises:
             ConfigurationError: On several devices, or there are none.
@@ -154,25 +154,25 @@ class Layout:
         return devices.pop()
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the spans whose borders chunks keep."""
+        """Returns the byte ranges whose borders chunks may not cross."""
         return tuple((run.start, run.stop) for run in self.runs if run.stop > run.start)
 
     def scope(self, section: int) -> tuple[Span, ...]:
-        """Returns the bytes that a step of this section reduces: its own and the reduced buffers."""
+        """Returns the byte ranges that a step of this optimizer reduces: its gradients and the reduced buffers."""
         count = len(self.section_slots)
         return tuple((r.start, r.stop) for r in self.runs if r.section in (section, count) and r.stop > r.start)
 
     def parts(self, section: int | None = None) -> tuple[str, ...]:
-        """Returns the parts that have bytes here, or in one section, in byte order."""
+        """Returns the names of parts that have bytes in the layout, or in one section of it, in byte order."""
         runs = [r for r in self.runs if r.stop > r.start and section in (None, r.section)]
         return tuple(dict.fromkeys(run.part for run in runs))
 
     def spans_of(self, parts: Collection[str]) -> tuple[Span, ...]:
-        """Returns the bytes of these parts, joined where they touch."""
+        """Returns the byte ranges of these parts; joins those that touch."""
         return union((run.start, run.stop) for run in self.runs if run.part in parts)
 
     def owned(self, owners: Mapping[str, Sequence[str]]) -> tuple[OwnedSpans, ...]:
-        """Returns the bytes by owners, for trees of their own.
+        """Returns the byte ranges grouped by the members that own them, each of which groups gets trees of its own.
 
         Args:
             owners: By part: members that own it.
@@ -188,7 +188,7 @@ class Layout:
 
 
 def section_of(header: Header) -> int:
-    """Returns which optimizer a step's header is about, as `Engine.step` names it."""
+    """Returns the number of the optimizer that a step's header names."""
     found = _SECTION.fullmatch(header.name)
     if found is None:
         raise StateError(f"step {header.step} (slot {header.seq}) is named {header.name!r}; expected 'section N'")

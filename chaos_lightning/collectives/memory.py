@@ -1,4 +1,5 @@
-"""Holds the three flat buffers of a member: its own gradients, and two for results that alternate (protocol.md 3).
+"""Manages a member's three flat buffers: one for its own gradients, and two for results of alternating slots
+(protocol.md 3).
 
 Theory of operation. A member's raw contribution is kept until the step is committed, so that it can be reduced again
 over other trees: large gradients where autograd put them (`lend`), small or scaled ones copied into `own`. Results of
@@ -33,7 +34,7 @@ _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def _resident(nbytes: int, pinned: bool) -> Tensor:
-    """Returns zeroed host memory with every page touched: a lazily backed page would fault inside a training step."""
+    """Allocates zeroed host memory and touches every page, so that no page fault happens inside a training step."""
     memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=pinned)
     first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = (memory.data_ptr() + memory.nbytes - first) // mmap.PAGESIZE
@@ -45,18 +46,20 @@ def _resident(nbytes: int, pinned: bool) -> Tensor:
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
-    """Returns a flat uint8 host tensor's own memory."""
+    """Returns a memoryview of a flat uint8 host tensor."""
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def _cells_of(layout: Layout, chunk_nbytes: int) -> tuple[Span, ...]:
-    """Returns the grid at which readiness is reported: the borders that plans of this chunk size use where they can."""
+    """Divides the layout into cells, at the borders that chunks of this size have; gradients are reported ready cell by
+    cell.
+    """
     trees = expand(PlanSpec("chain", chunk_nbytes), ("any",), layout.nbytes, layout.spans())
     return tuple((tree.start, tree.stop) for tree in trees)
 
 
 class Memory:
-    """Host buffers for a layout; pinned when gradients live on an accelerator.
+    """Host buffers for the bytes of a layout; pinned if gradients are on an accelerator.
 
     Args:
         layout: What lies in them.
@@ -77,7 +80,7 @@ class Memory:
         self.lay_out(owned)
 
     def lay_out(self, owned: Sequence[Span] | None) -> None:
-        """Makes memory for these bytes; what lay here before is gone, and no gradient is lent any more.
+        """Allocates memory for these bytes of the layout; discards the former content and all lent gradients.
 
         Raises:
             ConfigurationError: As `Layout.device`, which nobody needs who owns no bytes.
@@ -99,22 +102,24 @@ class Memory:
         self.result_bytes = (_bytes_of(self.results[0]), _bytes_of(self.results[1]))
 
     def holds(self, start: int) -> bool:
-        """Returns whether this byte of the layout lies here."""
+        """Returns whether this member has memory for this byte of the layout."""
         return self.owned is None or any(first <= start < stop for first, stop in self.owned)
 
     def place(self, start: int) -> int:
-        """Returns the place in each buffer of an owned byte of the layout; the owned bytes behind it follow."""
+        """Returns the offset in each buffer of an owned byte of the layout."""
         if self.owned is None:
             return start
         at = bisect.bisect_right(self._span_starts, start) - 1
         return self._places[at] + start - self._span_starts[at]
 
     def lend(self, index: int, gradient: Tensor | None) -> None:
-        """Reads the slot's bytes from this contiguous host tensor instead of `own`, from now on; None ends that."""
+        """Uses the memory of this contiguous host tensor for one gradient, instead of a copy in the buffer `own`; None
+        ends that.
+        """
         self._lent[index] = None if gradient is None else _bytes_of(gradient.detach().reshape(-1).view(torch.uint8))
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Returns the member's own bytes [start, stop), in order, wherever they lie."""
+        """Returns memory views of this member's own gradient bytes [start, stop), in order, lent tensors included."""
         found: list[memoryview] = []
         cursor, ahead = start, self.place(start) - start
         for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._starts)):
@@ -134,14 +139,14 @@ class Memory:
         return found
 
     def view(self, flat: Tensor, index: int) -> Tensor:
-        """Returns the slot's tensor inside a flat buffer, in the slot's type and its tensor's shape."""
+        """Returns the part of a flat buffer that belongs to one tensor, in its dtype and shape."""
         slot = self.layout.slots[index]
         at = self.place(slot.start)
         return flat[at : at + slot.stop - slot.start].view(slot.dtype).view(slot.tensor.shape)
 
 
 class Adder:
-    """Function out = a + b over a byte range of one type, without the GIL and on one thread.
+    """Function out = a + b for byte ranges of one dtype, single-threaded and without the GIL.
 
     numpy for float32 and float64: torch would start an OpenMP team in the I/O thread for large chunks and compete with
     training for the cores. Other types go through torch.

@@ -1,4 +1,4 @@
-"""Computes norms of reduced gradients by part, from which members that own different parts clip alike (protocol.md,
+"""Computes norms of reduced gradients per part, so that members with different parts clip alike (protocol.md,
 pipelines).
 
 Theory of operation. The oldest owner of each part says the squared norm of its reduced sum (pipeline/told.py). All
@@ -18,7 +18,7 @@ from chaos_lightning.collectives.memory import Memory
 
 
 class PartNorm(NamedTuple):
-    """Norm of the reduced sum of one part's gradients.
+    """Norm of the summed gradients of one part.
 
     Attributes:
         squared: Square of its norm, of double precision.
@@ -31,7 +31,7 @@ class PartNorm(NamedTuple):
 
 @torch.no_grad()
 def part_norms(memory: Memory, section: int, seq: int) -> dict[str, PartNorm]:
-    """Returns the norms of the parts that lie here, in the order of the layout.
+    """Returns the norms of the parts that this member owns, in the layout's order.
 
     Args:
         memory: Its result of the slot is whole.
@@ -52,7 +52,7 @@ def part_norms(memory: Memory, section: int, seq: int) -> dict[str, PartNorm]:
 
 
 def whole_norm(norms: Iterable[PartNorm], total: float) -> PartNorm:
-    """Returns the norm of the averaged gradients of all parts; equal at all members.
+    """Combines the parts' norms to the norm of the averaged gradient; bitwise equal at all members.
 
     Args:
         norms: Of each part once, in the order of parts, as its oldest owner said.

@@ -1,5 +1,4 @@
-"""Reduces gradients along trees, the data plane of a step: chunks climb their trees, are summed on the way and come
-back down.
+"""Reduces gradients along trees: chunks go up the trees, are summed on the way, and come back down as results.
 
 Theory of operation. An *attempt* is one (view, slot): bytes of different attempts never meet (protocol.md 1). For each
 chunk a member waits until its own gradient and every child's partial sum are there, adds them in a fixed order (its own
@@ -39,7 +38,7 @@ SendChunk = Callable[[str, FrameType, ViewId, int, int, Sequence[memoryview]], N
 
 @dataclass(slots=True)
 class _Chunk:
-    """Chunk and this member's place in its tree, which do not change while a view rules."""
+    """Chunk with this member's parent and children in its tree, constant within a view."""
 
     index: int
     start: int
@@ -53,7 +52,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Route:
-    """Plan of a view as this member sees it."""
+    """Plan of a view from this member's position: its chunks, and where they begin."""
 
     view: View
     chunks: list[_Chunk]
@@ -75,7 +74,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Own:
-    """Gradient of the member for the open slot; outlives attempts."""
+    """This member's own gradient for the open slot; kept over attempts."""
 
     seq: int = -1
     scope: tuple[Span, ...] = ()
@@ -94,7 +93,7 @@ def _copy(pieces: Sequence[memoryview], target: memoryview) -> None:
 
 
 def _between(pieces: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Returns bytes [start, stop) of pieces that lie one after the other."""
+    """Returns views of bytes [start, stop) of consecutive pieces of memory."""
     if len(pieces) == 1:
         return [pieces[0][start:stop]]
     found, at = [], 0
@@ -111,7 +110,7 @@ def _overlaps(spans: Iterable[Span], start: int, stop: int) -> bool:
 
 
 class Reducer:
-    """Reducer of one member's chunks.
+    """Reducer of one member's chunks, up and down their trees.
 
     Args:
         memory: The flat buffers, and cells.
@@ -138,7 +137,7 @@ class Reducer:
         self._block = memoryview(bytearray(BLOCK_NBYTES))
 
     def restart(self, me: str) -> None:
-        """Forgets all attempts: this member is `me` from now on; "": nobody yet."""
+        """Forgets all attempts; this member's id is `me` from now on ("": none yet)."""
         self.me = me
         self._attempt: _Attempt | None = None
         self._own = _Own()
@@ -150,7 +149,7 @@ class Reducer:
     # ------------------------------------------------------------------ attempts
 
     def open(self, view: View, seq: int) -> None:
-        """Starts the attempt (view, seq); replaces any older attempt."""
+        """Begins an attempt at slot `seq` in this view; replaces any older attempt."""
         route = self._route(view)
         count = len(route.chunks)
         attempt = _Attempt(
@@ -174,18 +173,19 @@ class Reducer:
             self._restart(attempt)
 
     def foresee(self, view: View) -> None:
-        """Lays out the trees of a view that is decided and not in force, so that nobody waits for it then."""
+        """Expands the trees of a view that is decided but not in force yet, to save time later."""
         if view.find(self.me) is not None:
             self._route(view)
 
     def drop(self, view: ViewId) -> None:
-        """Completes nothing of this or an older view any more."""
+        """Ends the attempts of this and older views."""
         self._dropped = max(self._dropped, view)
         if self._attempt is not None and self._attempt.route.view.id <= view:
             self._attempt.finished = True
 
     def held(self, of: tuple[ViewId, int] | None = None) -> tuple[Span, ...] | None:
-        """Returns the byte ranges that are complete here, of the open attempt or of the attempt `of` (view, slot).
+        """Returns the byte ranges that are completely reduced here, in the open attempt or in the attempt `of` (view,
+        slot).
 
         Returns:
             None if there is no such attempt, or nobody has begun a step in it yet. What lies outside the step's scope
@@ -204,13 +204,13 @@ class Reducer:
         return tuple(spans)
 
     def scope_spans(self) -> tuple[Span, ...]:
-        """Returns the bytes that the open step reduces."""
+        """Returns the byte ranges that the open step reduces."""
         return self._own.scope
 
     # ------------------------------------------------------------------ the member's own gradient
 
     def begin(self, seq: int, scope: tuple[Span, ...], *, empty: bool = False, view: ViewId | None = None) -> None:
-        """Begins slot `seq` as a step of the training thread.
+        """Begins to reduce slot `seq`, which the training thread has begun as a step.
 
         Args:
             seq: The slot.
@@ -227,8 +227,8 @@ class Reducer:
         return self._own.view in (None, attempt.route.view.id)
 
     def ready(self, seq: int, cells: Iterable[int], view: ViewId | None = None) -> None:
-        """Notes that the gradient of these grid cells (by start offset) is final in own memory, and sums what is
-        complete; `view` as in `begin`.
+        """Notes that this member's own gradient is final in these cells of the layout, and sums chunks that are
+        complete by that; `view` as in `begin`.
         """
         if (self._own.seq, self._own.view) != (seq, view):
             return
@@ -283,8 +283,8 @@ class Reducer:
     def _sum(
         self, chunk: _Chunk, own: list[memoryview], partials: list[Partial], result: memoryview
     ) -> list[memoryview]:
-        """Adds own gradient and partial sums, in this order; where nothing is to be added, nothing is copied. Returns
-        the sum.
+        """Sums the own gradient and the children's partial sums, in this order; returns the sum, without a copy if
+        there is nothing to add.
         """
         if not partials:
             return own
@@ -320,8 +320,8 @@ class Reducer:
             summands = [into]
 
     def _result(self, attempt: _Attempt, chunk: _Chunk) -> memoryview:
-        """Returns the memory for a chunk's sum. To be called once the gradient is ready: a member that owns other parts
-        since this attempt was opened has laid out its memory by then.
+        """Returns the memory for a chunk's sum. To be called once the own gradient is ready, since memory may be
+        allocated anew before that.
         """
         at = self.memory.place(chunk.start)
         return self.memory.result_bytes[attempt.seq % 2][at : at + chunk.stop - chunk.start]
@@ -346,7 +346,7 @@ class Reducer:
     # ------------------------------------------------------------------ frames
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Returns the memory for a chunk's payload; None diverts it."""
+        """Returns memory for a received chunk's payload; None discards it."""
         if frame.view <= self._dropped:
             return None
         attempt = self._attempt
@@ -374,7 +374,7 @@ class Reducer:
         return self._take(frame.length)
 
     def arrived(self, peer: str, frame: Frame, payload: Partial) -> None:
-        """Takes a chunk that is here and whose checksum holds."""
+        """Handles a received and verified chunk: a child's partial sum, or the parent's result."""
         attempt = self._attempt
         if frame.view <= self._dropped:
             return
@@ -441,7 +441,7 @@ class Reducer:
         return route
 
     def _trees(self, view: View) -> Sequence[Tree]:
-        """Returns the trees that this member is in."""
+        """Returns the trees of a view that concern this member."""
         layout, members = self.memory.layout, view.ids()
         owned = self._owners(view)
         if owned is None:

@@ -1,4 +1,4 @@
-"""Assigns the user's data to the members that are in, every sample in exactly one committed step."""
+"""Divides the user's data among the present members, so that each sample is used in exactly one committed step."""
 
 from chaos_lightning.data.loader import ElasticLoader
 from chaos_lightning.data.source import AssignmentSource, MicroBatch, Stats

@@ -1,4 +1,4 @@
-"""Says which micro-batch comes next: accumulations, the headers they rest on, and what is still uncommitted.
+"""Decides which micro-batch a member trains on next, and keeps track of those that no header has committed yet.
 
 Theory of operation. An *accumulation* is what one optimizer step uses: `view.accumulate` micro-batches. Its assignment
 is fixed when its first micro-batch is asked for, from the last committed header (protocol.md 10), and stays whatever
@@ -38,7 +38,7 @@ Part = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """Header that an accumulation's assignment rests on."""
+    """Facts at the header from which an accumulation's positions are assigned."""
 
     step: int
     member: str
@@ -47,7 +47,7 @@ class _Base:
 
 
 class _Stretch(TypedDict):
-    """Positions of one epoch, as the functions of `planning.assignment` take them."""
+    """Arguments of the functions in `planning.assignment` that describe one epoch's positions."""
 
     epoch: int
     length: int
@@ -56,7 +56,7 @@ class _Stretch(TypedDict):
 
 
 class Accumulations:
-    """Accumulations of one pass over the data, for one member.
+    """Accumulations of one member in one pass over the data.
 
     Attributes:
         length: positions in this epoch of the stream; UNKNOWN_LENGTH until an iterable has run dry.
@@ -101,7 +101,7 @@ class Accumulations:
     # --- the present accumulation ------------------------------------------------------------------------------------
 
     def advance(self) -> MicroBatch | None:
-        """Returns the next micro-batch (its `samples` counts positions), or None when the epoch is over."""
+        """Returns the next micro-batch, whose `samples` are its number of positions, or None when the epoch is over."""
         header, me = self._source.header, self._source.member_id
         if self._base is None or header.step != self._base.step or me != self._base.member:
             ruling = self._ruling()
@@ -124,20 +124,20 @@ class Accumulations:
         return MicroBatch(self.epoch, self.stream, self._number, index, index == 0, last, spans, count(spans))
 
     def failed(self, spans: Part) -> None:
-        """Takes back positions that could not be fetched: they are not spent, the next accumulation assigns them
-        again.
-        """
+        """Marks positions that could not be fetched as unspent, so that a later accumulation assigns them again."""
         self._taken = [span for span in self._taken if span not in spans]
         self._forecast = None
 
     def ran_dry(self, length: int) -> None:
-        """Sets the stream's length, as it has run dry: what was handed out beyond it was nothing."""
+        """Sets the stream's length once its end is known; positions handed out beyond it do not count."""
         self.length = length
         self._taken = [(a, min(b, length)) for a, b in self._taken if a < length]
         self._forecast = None
 
     def pending(self) -> tuple[Spent, ...]:
-        """Returns the positions that a contribution made now spends: those handed out, and in no committed ledger."""
+        """Returns the positions that a contribution made now would spend: those handed out but in no committed
+        ledger.
+        """
         now = self.ledger
         if self._base is None or self._base.member != self._source.member_id:
             return ()
@@ -149,32 +149,34 @@ class Accumulations:
 
     @property
     def ledger(self) -> Ledger:
-        """Spent positions, by the last header and the checkpoint from which the job resumed."""
+        """Spent positions, according to the last header and the checkpoint from which the job resumed."""
         return self._resumed.united(self._source.header)
 
     @property
     def at_safe_point(self) -> bool:
-        """Whether nothing handed out waits for a commit: a joiner may come in here."""
+        """Whether all that was handed out is committed, so that a joiner may enter now."""
         return self._fresh or not self._open
 
     @property
     def uncommitted(self) -> int:
-        """Number of micro-batches handed out that wait for a commit."""
+        """Number of micro-batches that were handed out but are not committed yet."""
         return 0 if self._fresh else self._handed
 
     @property
     def _fresh(self) -> bool:
-        """Whether the base is out of date: the next micro-batch begins an accumulation on a new header."""
+        """Whether a step was committed since the present accumulation was assigned, so that the next micro-batch begins
+        a new one.
+        """
         base = self._base
         return base is None or self._source.header.step != base.step or self._source.member_id != base.member
 
     def over(self) -> bool:
-        """Returns whether the epoch is spent, by the last header."""
+        """Returns whether all of the epoch is spent, according to the last header."""
         return self._over(self.ledger, self._ruling(), 0)
 
     def left(self) -> int:
-        """Returns the micro-batches still to come in this epoch, if every step commits as assigned and the view
-        stays.
+        """Returns the number of micro-batches still to come in this epoch if every step commits and the view stays as
+        it is.
         """
         if self._fresh:
             base = _Base(0, "", self._ruling(), self.ledger)
@@ -183,8 +185,8 @@ class Accumulations:
         return self._size - self._index + self._steps(self._base, self._ahead + 1) * self._accumulate(self._base.ruling)
 
     def future(self) -> Iterator[tuple[int, Part]]:
-        """Yields this member's micro-batches that are not idle, from the one `advance` gave last, if every step commits
-        as assigned.
+        """Yields this member's coming micro-batches with samples, from the one that `advance` gave last, if every step
+        commits.
 
         Ends where the epoch would.
         """
@@ -196,16 +198,16 @@ class Accumulations:
             index = 0
 
     def upcoming(self) -> Iterator[tuple[Part, ...]]:
-        """Returns this member's micro-batches of the present accumulation, and of each later one if every step commits
-        as assigned. Ends where the epoch would.
+        """Yields this member's micro-batches of the present accumulation and of each later one in the epoch, if every
+        step commits.
         """
         return self._upcoming(self._base, self._ahead)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin(self, ahead: int) -> bool:
-        """Fixes the assignment of the accumulation `ahead` of the base; returns False if nothing is left for
-        anybody.
+        """Assigns the accumulation that is number `ahead` after the last header; returns False if no samples are left
+        for any member.
         """
         base = self._base
         assert base is not None
@@ -254,11 +256,11 @@ class Accumulations:
 
     @property
     def _stretch(self) -> _Stretch:
-        """Facts that say which positions are assigned."""
+        """Arguments that describe this epoch's positions to `planning.assignment`."""
         return {"epoch": self.epoch, "length": self.length, "stream": self.stream, "drop_last": self._drop_last}
 
     def _steps(self, base: _Base, done: int) -> int:
-        """Returns the steps to come, `done` of which are under way already."""
+        """Returns the number of steps still to come in the epoch, without the `done` ones that are under way."""
         view = base.ruling or self._source.view or self._alone()
         if self.stream == ledger.SHARED:
             if self._is_too_little(base.ledger, view):
@@ -273,7 +275,7 @@ class Accumulations:
         return max(own - done, others - done, 0)
 
     def _alone(self) -> View:
-        """Returns a view of this member on its own, for the time before there is a view."""
+        """Returns a view with only this member, to be used before there is a real one."""
         member = Member(self._source.member_id, self._source.name, "", "", 0, quota=self._quota)
         return View(NO_VIEW, NO_VIEW, (member,))
 
@@ -293,7 +295,7 @@ class Accumulations:
         return steps is not None and ahead >= steps
 
     def _is_too_little(self, spent: Ledger, ruling: View | None) -> bool:
-        """Returns whether the rest makes no whole micro-batch, and that ends the epoch."""
+        """Returns whether the epoch ends here because the remaining samples do not fill a micro-batch."""
         if not (self.whole and self._drop_last) or ruling is None:
             return False
         left = ledger.remaining(spent, self.stream, self.epoch, self.length)
@@ -301,7 +303,7 @@ class Accumulations:
 
 
 class Resumed:
-    """Ledger of a checkpoint (or of a donor), and the view that ruled when it was made."""
+    """Ledger from a checkpoint or a donor, with the view that ruled when it was saved."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -319,7 +321,7 @@ class Resumed:
         return self._united[1]
 
     def ruling(self, header: Header) -> View | None:
-        """Returns the view that rules after this header, if the state came from somebody who knew it; else None."""
+        """Returns the view that rules after this header if the loaded state names one for it; else None."""
         if self._ruling is not None and self._ruling[0] == header.hash:
             return self._ruling[1]
         return None

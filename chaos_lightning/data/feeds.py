@@ -1,4 +1,4 @@
-"""Fetches batches from the user's own DataLoader, fed with the assignment.
+"""Fetches batches through the user's own DataLoader, which is made to load the assigned samples.
 
 Theory of operation. `MapFeed` clones the user's loader with all its settings (workers, prefetch, pinning,
 collate_fn) but with a sampler of ours. The sampler draws from a *forecast*: the member's coming micro-batches if
@@ -52,7 +52,7 @@ class _Drawn:
 
 
 class _Sampler:
-    """Sampler of the cloned DataLoader; every iterator draws from the feed's one forecast."""
+    """Sampler of the cloned DataLoader; all its iterators draw from one forecast of assigned micro-batches."""
 
     def __init__(self, draw: Callable[[], Any]) -> None:
         self._draw = draw
@@ -73,9 +73,7 @@ class _Draws:
 
 
 def alike(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns arguments of a DataLoader that makes batches as this one does; of which samples is for the caller to
-    say.
-    """
+    """Returns DataLoader arguments that reproduce the given loader, except for the choice of samples."""
     kwargs: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
@@ -91,7 +89,7 @@ def alike(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class MapFeed:
-    """Feed of a map-style data set, whose batches are named by position."""
+    """Feed of batches from a map-style data set, each requested by its positions in the epoch's order."""
 
     def __init__(self, loader: DataLoader[Any], units: Orders | TapeOrders, *, seed: int, stats: Stats) -> None:
         if type(loader).__iter__ is not DataLoader.__iter__:
@@ -119,21 +117,23 @@ class MapFeed:
         self._opened = 0
 
     def open(self, who: str) -> None:
-        """Begins a new pass; iterators are opened when a batch is wanted. `who` keys the workers' randomness."""
+        """Begins a new pass over the data; `who` seeds the workers' randomness."""
         self._forget()
         self._forecast = iter(())
         self._who = who
         self._opened = 0
 
     def close(self) -> None:
-        """Ends the workers, also persistent ones."""
+        """Ends the DataLoader's workers, also persistent ones."""
         self._forget()
         if self._inner._iterator is not None:
             _dismiss(self._inner._iterator)
             self._inner._iterator = None
 
     def resync(self, forecast: Iterator[Tag]) -> None:
-        """Replaces the forecast; batches that were drawn by another one and do not fit this one are stale."""
+        """Replaces the forecast of coming micro-batches; batches already drawn that do not fit it are discarded
+        later.
+        """
         expected = next(forecast, None)
         for drawn in self._queue:
             if not drawn.live:
@@ -145,14 +145,14 @@ class MapFeed:
         self._forecast = _chain(expected, forecast)
 
     def fetch(self, tag: Tag) -> Any:
-        """Returns the batch of this micro-batch, which the forecast must name next."""
+        """Returns the batch of this micro-batch, which must be the next one in the forecast."""
         drawn, data = self._next_live(tag)
         if drawn.tag != tag:
             raise RuntimeError(f"the DataLoader gave positions {drawn.tag}; expected {tag}")
         return data
 
     def _next_live(self, wanted: Tag) -> tuple[_Drawn, Any]:
-        """Returns the next batch that comes out of the DataLoader and is not stale; `wanted` is for messages."""
+        """Returns the next batch from the DataLoader that is not stale; `wanted` is named in error messages."""
         fruitless = 0
         while True:
             if self._iterator is None:
@@ -178,7 +178,7 @@ class MapFeed:
             return drawn, data
 
     def dummy(self, epoch: int) -> Any:
-        """Returns a batch for an idle micro-batch: the epoch's first samples, made once, a fresh copy each time."""
+        """Returns a stand-in batch for an idle micro-batch: a copy of one made of the epoch's first samples."""
         if not self._has_dummy:
             self._dummy = self._make_dummy(epoch)
             self._has_dummy = True
@@ -224,11 +224,11 @@ class MapFeed:
         return self._index(tag)
 
     def _index(self, tag: Tag) -> Any:
-        """Returns the key by which the DataLoader's fetcher gets this micro-batch."""
+        """Returns the index with which the DataLoader's fetcher is to load this micro-batch."""
         return self._flat(self._units.keys(*tag))
 
     def _flat(self, units: list[Any]) -> Any:
-        """Returns the indices of one micro-batch in the form that the DataLoader's fetcher wants."""
+        """Converts the units of a micro-batch to the index that the DataLoader's fetcher expects."""
         if self._units.unit == "item":
             if len(units) != 1:
                 raise ConfigurationError(
@@ -251,9 +251,7 @@ class MapFeed:
 
 
 def _dismiss(iterator: object) -> None:
-    """Ends a DataLoader iterator's workers now: left to the garbage collector, it may be collected in a forked
-    child.
-    """
+    """Ends a DataLoader iterator's workers at once, since the garbage collector might do so in a forked child."""
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
@@ -266,7 +264,7 @@ def _chain(first: Tag | None, rest: Iterator[Tag]) -> Iterator[Tag]:
 
 
 class StepFeed(MapFeed):
-    """Feed of a map-style data set, for a loader that knows its coming steps."""
+    """Feed of batches from a map-style data set, for a loader that knows which micro-batches coming steps need."""
 
     def __init__(self, loader: DataLoader[Any], units: Orders | TapeOrders, *, seed: int, stats: Stats) -> None:
         super().__init__(loader, units, seed=seed, stats=stats)
@@ -274,7 +272,7 @@ class StepFeed(MapFeed):
         """Micro-batches that came out before they were asked for."""
 
     def expect(self, steps: Iterator[tuple[Tag, ...]]) -> None:
-        """Goes by these micro-batches from now on.
+        """Sets the forecast: the micro-batches that this and later steps will ask for.
 
         Args:
             steps: Micro-batches of the present step that are to be asked for, then of each later step. A later step
@@ -298,7 +296,7 @@ class StepFeed(MapFeed):
             self._iterator = self._open()  # they load while other stages compute
 
     def fetch(self, tag: Tag) -> Any:
-        """Returns one of the micro-batches that are expected; those before it are kept until they are asked for."""
+        """Returns one of the expected micro-batches; keeps those that the DataLoader yields before it for later."""
         while tag not in self._early:
             drawn, data = self._next_live(tag)
             self._early[drawn.tag] = data
@@ -319,7 +317,7 @@ class StepFeed(MapFeed):
 
 
 class IterableFeed:
-    """Feed of an iterable, whose batches are named by ordinal number."""
+    """Feed of batches from an iterable, each requested by its number in the pass."""
 
     def __init__(self, loader: Iterable[Any], *, seed: int, stats: Stats) -> None:
         self._loader = loader
@@ -339,7 +337,7 @@ class IterableFeed:
                 self._generator = loader.generator = torch.Generator()
 
     def open(self, who: str) -> None:
-        """Begins a new pass from the iterable's beginning. `who` keys the workers' randomness."""
+        """Begins a new pass from the iterable's beginning; `who` seeds the workers' randomness."""
         self._buffer.clear()
         self._next = 0
         self.length = None
@@ -357,7 +355,7 @@ class IterableFeed:
         self._buffer.clear()
 
     def fetch(self, number: int, committed: int) -> Any:
-        """Returns batch `number`; IndexError if there is none. Everything below `committed` is not wanted any more.
+        """Returns batch `number`, or raises IndexError beyond the end; forgets batches below `committed`.
 
         Afterwards `length` is set if it was the last.
         """
@@ -369,7 +367,7 @@ class IterableFeed:
         return _shell(self._buffer[number])
 
     def dummy(self, epoch: int) -> Any:
-        """Returns a batch for an idle micro-batch: a copy of the first one ever drawn."""
+        """Returns a stand-in batch for an idle micro-batch: a copy of the first batch ever drawn."""
         if not self._has_dummy:
             self._pull(0, self._next)
         if not self._has_dummy:
@@ -397,7 +395,7 @@ class IterableFeed:
 
 
 def _shell(data: Any) -> Any:
-    """Returns the same leaves in new containers, so that a training step may pop or replace entries of its batch."""
+    """Copies the containers of a batch but not its tensors, so that a training step may remove or replace entries."""
     if type(data) is dict:
         return {key: _shell(value) for key, value in data.items()}
     if type(data) in (list, tuple):
@@ -406,7 +404,7 @@ def _shell(data: Any) -> Any:
 
 
 def declared_batch(loader: Any) -> int:
-    """Returns the samples in a batch, as a loader or its batch sampler says; 0: neither does."""
+    """Returns the batch size that a loader or its batch sampler declares; 0 if neither does."""
     for each in (loader, getattr(loader, "batch_sampler", None)):
         size = getattr(each, "batch_size", None)
         if isinstance(size, int) and size > 0:
@@ -415,7 +413,7 @@ def declared_batch(loader: Any) -> int:
 
 
 def batch_length(data: Any) -> int:
-    """Returns the samples in a batch of unknown make: the first tensor's first dimension, a list's length, else 1."""
+    """Guesses the number of samples in a batch: the first tensor's first dimension, a list's length, else 1."""
     if isinstance(data, torch.Tensor):
         return int(data.shape[0]) if data.dim() else 1
     if isinstance(data, dict):

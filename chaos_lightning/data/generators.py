@@ -1,4 +1,4 @@
-"""Seeds the generators of random numbers for a while, after which it is as if nothing had been drawn.
+"""Seeds random number generators temporarily, and restores them as if nothing had been drawn.
 
 The generators are those of the process, so one thread at a time may do that. Keys may lie within keys; numpy then draws
 the second number of a pair of normal ones anew behind an inner one, everywhere alike.
@@ -27,8 +27,8 @@ def seed_generators(key: int, *generators: torch.Generator) -> None:
 
 @contextmanager
 def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
-    """Seeds the CPU generators of torch, numpy and random (and the given ones) with `key` while the block runs, and
-    puts them back.
+    """Seeds the CPU generators of torch, numpy and random (and the given ones) with `key` during the block, and
+    restores them afterwards.
     """
     owned = (torch.default_generator, *generators)
     states, python, numpy = [generator.get_state() for generator in owned], random.getstate(), _NUMPY.enter()
@@ -43,7 +43,7 @@ def keyed_randomness(key: int, *generators: torch.Generator) -> Iterator[None]:
 
 
 class _NumpyGenerators:
-    """Generators that are put in numpy's place, one for each depth of keys within keys.
+    """Generators that replace numpy's global one in `keyed_randomness`, one for each level of nested blocks.
 
     To read a generator's state takes a tenth of a millisecond; to put another generator in its place is quick.
     """
@@ -53,7 +53,9 @@ class _NumpyGenerators:
         self._depth = 0
 
     def enter(self) -> tuple[Any, Any]:
-        """Returns the generator that was in use, and its state if it keeps a number that another one would lose."""
+        """Replaces numpy's global generator; returns the former one, and its state if that has a cached Gaussian
+        number.
+        """
         state = None
         if self._depth == 0:
             found: Any = np.random.get_state(legacy=False)

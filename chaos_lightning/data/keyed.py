@@ -1,4 +1,4 @@
-"""Fetches whole micro-batches, with random numbers by their place in the data.
+"""Fetches whole micro-batches with random augmentation that depends only on a sample's position, not on the process.
 
 Theory of operation. Another member may run a micro-batch when its step runs again, or another stage of it. So random
 augmentation draws by (seed, epoch, position), whichever process fetches (protocol.md 22, P16): before each sample the
@@ -24,7 +24,7 @@ MicroBatchKey = tuple[int, tuple[Span, ...], list[Any]]
 
 
 class KeyedSamples(Dataset[Any]):
-    """Data set of whole micro-batches over the user's own one. Picklable if that one and its collate_fn are.
+    """Data set of whole micro-batches that wraps the user's. Picklable if the user's data set and collate_fn are.
 
     Args:
         dataset: The user's.
@@ -57,8 +57,8 @@ class KeyedSamples(Dataset[Any]):
 
 
 class _OwnDataset:
-    """Function for worker_init_fn that shows the user's data set to `get_worker_info`, then calls the user's own
-    one.
+    """Worker initializer that makes `get_worker_info` show the user's own data set, then calls the user's
+    initializer.
     """
 
     def __init__(self, user: Callable[[int], object] | None) -> None:
@@ -77,5 +77,5 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def keyed_settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns arguments of a DataLoader over `KeyedSamples`, in place of the user's."""
+    """Returns the DataLoader arguments for `KeyedSamples` that replace the user's."""
     return {"collate_fn": _as_it_is, "worker_init_fn": _OwnDataset(loader.worker_init_fn)}

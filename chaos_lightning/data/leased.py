@@ -1,4 +1,5 @@
-"""Feeds the user's DataLoader with positions that a server leases: each cluster trains its own part of the epoch.
+"""Feeds the user's DataLoader with positions leased from a server, so that each cluster trains its own part of the
+epoch.
 
 Theory of operation. Clusters that share a data set claim positions of the epoch's order, a batch's worth at a time, and
 say after an optimizer step which positions it used (docs/outer.md, O11). The order is the same in all clusters
@@ -39,10 +40,10 @@ from chaos_lightning.protocol.spans import count, normalise
 
 
 class LeaseSource(Protocol):
-    """Source of leased positions."""
+    """Source from which positions of the epoch are leased."""
 
     def claim(self, positions: int, *, wait: bool, within: int = -1) -> tuple[Tag, ...]:
-        """Returns the next positions that are this cluster's, at most so many, each of them once.
+        """Leases the next positions for this cluster, at most the given number.
 
         Args:
             positions: How many are wanted.
@@ -56,7 +57,7 @@ class LeaseSource(Protocol):
 
 
 class LeasedLoader:
-    """Batches of one cluster from data that clusters share. It is its own iterator; one pass goes over one epoch.
+    """Loader of one cluster's batches from data that clusters share. It is its own iterator; one pass covers one epoch.
 
     Args:
         loader: The user's own: a torch DataLoader over a map-style data set.
@@ -130,7 +131,7 @@ class LeasedLoader:
     # ------------------------------------------------------------------ a pass
 
     def __iter__(self) -> LeasedLoader:
-        """Begins a pass over the epoch of the next positions."""
+        """Begins a pass over the epoch to which the next leased positions belong."""
         self.begun = False
         self._ahead.extendleft(reversed(self._out))
         self._place -= len(self._out)
@@ -161,11 +162,11 @@ class LeasedLoader:
         return data
 
     def more(self) -> bool:
-        """Returns whether this pass has another batch; waits until that is sure."""
+        """Returns whether this pass has another batch; waits until that is certain."""
         return (bool(self._ahead) or self._claim(wait=True)) and self._is_of_this_pass
 
     def batches(self, accumulate: int = 1) -> Batches:
-        """Returns the numbers of positions that a cluster trains at once with this loader.
+        """Returns the batch sizes, in positions, that a cluster trains at once with this loader.
 
         Args:
             accumulate: Batches of an inner step.
@@ -176,18 +177,18 @@ class LeasedLoader:
 
     @property
     def known(self) -> bool:
-        """Whether this pass is known to have another batch; waits for nothing."""
+        """Whether this pass certainly has another batch; does not wait."""
         return (bool(self._ahead) or self._claim(wait=False)) and self._is_of_this_pass
 
     def __len__(self) -> int:
-        """Returns the batches of an epoch if this cluster were the only one."""
+        """Returns the number of batches in an epoch if no other cluster takes part."""
         whole, rest = divmod(self.length, self._quota)
         return whole + (rest > 0 and not self._units.drop_last)
 
     # ------------------------------------------------------------------ what became of batches
 
     def used(self) -> tuple[int, tuple[Tag, ...]]:
-        """Returns how many samples were handed out since this was asked last, and their positions by epoch."""
+        """Returns the number of samples handed out since the last call, and their positions by epoch."""
         samples = sum(self._feed.samples(self._keyed(tag)) for tag in self._out)
         epochs = sorted({epoch for epoch, _ in self._out})
         covers = tuple((e, normalise(span for epoch, part in self._out if epoch == e for span in part)) for e in epochs)
@@ -195,7 +196,7 @@ class LeasedLoader:
         return samples, covers
 
     def forget(self) -> None:
-        """Drops all that was claimed, which is this cluster's no more."""
+        """Drops all claimed positions, because they are not leased to this cluster any more."""
         self._place += len(self._ahead)
         self._ahead.clear()
         self._out.clear()
@@ -203,24 +204,24 @@ class LeasedLoader:
         self._feed.resync(iter(()))
 
     def inherit(self, other: LeasedLoader) -> None:
-        """Takes over what another loader of the same data, which makes way for this one, has claimed and not used."""
+        """Takes over the unused claimed positions of another loader of the same data, which this one replaces."""
         self._ahead.extend([*other._out, *other._ahead])
         other.forget()
 
     def close(self) -> None:
-        """Ends the workers, persistent ones too."""
+        """Ends the DataLoader's workers, persistent ones too."""
         self._feed.close()
 
     # ------------------------------------------------------------------ agreement
 
     @property
     def length(self) -> int:
-        """Number of positions of an epoch: samples, or batches where the loader has a batch sampler of its own."""
+        """Number of positions in an epoch: samples, or batches if the loader has a custom batch sampler."""
         return self._units.length(0)
 
     @property
     def words(self) -> dict[str, str]:
-        """Words that must be equal in all clusters, by name. The batch size need not be."""
+        """Settings, by name, that must be equal in all clusters; the batch size is not among them."""
         told = self._units.fingerprint()
         return {"data.order_version": str(orders.VERSION)} | {k: v for k, v in told.items() if k != "data.drop_last"}
 
@@ -228,18 +229,18 @@ class LeasedLoader:
 
     @property
     def _is_of_this_pass(self) -> bool:
-        """Whether the next batch belongs to this pass: also of an epoch before it, since a rollback can open one again
-        that was over.
+        """Whether the next batch belongs to this pass: to its epoch, or to an earlier one that a rollback has
+        reopened.
         """
         return not self.begun or self._ahead[0][0] <= self.epoch
 
     def _keyed(self, tag: Tag) -> Tag:
-        """Returns the same positions under the number that keys the order."""
+        """Returns the same positions with the epoch number by which the order of samples is drawn."""
         return (tag[0] + self.first, tag[1])
 
     def _mine(self, tag: Tag) -> Tag:
-        """Returns this rank's part of a batch, keyed. Where there are fewer positions than ranks, some are loaded by
-        two, as with torch's DistributedSampler.
+        """Returns this rank's part of a batch's positions. If there are fewer positions than ranks, some go to two
+        ranks, as in torch's DistributedSampler.
         """
         epoch, spans = self._keyed(tag)
         rank, ranks = self._part
@@ -250,7 +251,7 @@ class LeasedLoader:
         return epoch, Tape(pieces=spans).positions(((start, max(stop, start + 1)),))
 
     def _claim(self, *, wait: bool) -> bool:
-        """Claims a batch, whole if there is enough; returns False if there is nothing."""
+        """Claims the positions of another batch, a full one if possible; returns False if it got none."""
         quota, size = self._quota, 0
         batch: tuple[int, Part] | None = None
         while size < quota:
@@ -271,7 +272,9 @@ class LeasedLoader:
         return batch is not None
 
     def _forecast(self) -> Iterator[Tag]:
-        """Yields the batches from the next one on: the claimed ones, and others that can be claimed by then."""
+        """Yields the coming batches: those claimed, then others for as long as positions can be claimed without
+        waiting.
+        """
         place = self._place
         while place < self._place + len(self._ahead) or self._claim(wait=False):
             yield self._mine(self._ahead[place - self._place])

@@ -1,4 +1,4 @@
-"""Divides the user's DataLoader among the members that are in.
+"""Divides the batches of the user's DataLoader among the present members.
 
 Theory of operation. `ElasticLoader` wraps the loader that the user wrote for one machine and yields this member's
 micro-batches: for each accumulation `view.accumulate` of them, idle ones (a dummy batch, `current.idle`) where nothing
@@ -43,7 +43,7 @@ _VERSION = 1
 
 
 class ElasticLoader:
-    """Micro-batches of one member of the job's data.
+    """Loader of one member's share of the job's data, as micro-batches.
 
     Args:
         loader: the user's own. mode="shared" needs a torch DataLoader over a map-style data set, "local" takes any
@@ -118,12 +118,13 @@ class ElasticLoader:
     # --- iterating ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Begins a pass over one epoch. Nothing happens before its first batch is asked for."""
+        """Begins a pass over one epoch; does nothing until the first batch is requested."""
         self._newest = _Pass(self)
         return self._newest
 
     def __len__(self) -> int:
-        """Returns the micro-batches of this pass: those yielded and those to come if nobody comes or goes.
+        """Returns the number of micro-batches in this pass: those yielded, and those to come if the members stay the
+        same.
 
         Changes with the members, so whoever keeps it must ask again after each header. With mode="local" it is one
         accumulation more than yielded as long as somebody's length is not known.
@@ -134,19 +135,21 @@ class ElasticLoader:
         return self._start_count(epoch) + self._make_accumulations(epoch).left()
 
     def foreseen(self, members: int) -> int:
-        """Returns the length that `len` will have in a job of so many members, as seen before the job."""
+        """Estimates the value of `len` in a job of this many members, before the job is joined."""
         return -(-len(self) // members)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next pass. Without it, the one the ledger stands in, then one more each pass."""
+        """Sets the epoch of the next pass. By default it is the ledger's, then one more after each pass."""
         self._wanted = epoch
 
     def give_up(self) -> None:
-        """Ends the pass where it stands: what was handed out and not committed is not used, the next epoch comes."""
+        """Ends the pass early: uncommitted batches count as unused, and the next pass is over the next epoch."""
         self._accumulations = self._pass = self.current = None
 
     def close(self) -> None:
-        """Ends the workers, persistent ones too. A state saved afterwards stands where the last pass came to."""
+        """Ends the DataLoader's workers, persistent ones too. A state saved afterwards has the position of the last
+        pass.
+        """
         self._feed.close()
         self._loaded = self._stands()
         self._accumulations = self._pass = self._newest = None
@@ -160,53 +163,53 @@ class ElasticLoader:
 
     @property
     def quota(self) -> int:
-        """Number of units that this member takes per micro-batch, for Hello."""
+        """Number of units in a micro-batch of this member, as its Hello states."""
         return self._units.quota if self._units is not None else 1
 
     @property
     def drops(self) -> bool:
-        """Whether the user's loader drops a short batch."""
+        """Whether the user's loader drops a short last batch (drop_last)."""
         units = self._units
         return units.drops if isinstance(units, TapeOrders) else units is not None and units.drop_last
 
     @property
     def batch(self) -> int:
-        """Number of samples of a micro-batch of this member; 0: the loader does not say."""
+        """Number of samples in a micro-batch of this member; 0 if the loader does not declare it."""
         return self._units.batch if self._units is not None else declared_batch(self.loader)
 
     @property
     def stream(self) -> str:
-        """Name that the ledger has for this member's samples: "" if they are shared."""
+        """Name under which the ledger counts this member's samples: "" for data that members share."""
         return self._stream
 
     def length(self, epoch: int) -> int | None:
-        """Returns the samples of this member's stream in an epoch (batches, if it has a batch sampler); None: its end
-        will tell.
+        """Returns the length of this member's stream in an epoch (samples, or batches of a batch sampler); None if only
+        its end will show.
         """
         return self._units.length(epoch) if self._units is not None else None
 
     @property
     def at_safe_point(self) -> bool:
-        """Whether everything yielded is committed: a joiner may come in here."""
+        """Whether all that was yielded is committed, so that a joiner may enter now."""
         return self._accumulations is None or self._accumulations.at_safe_point
 
     @property
     def uncommitted(self) -> int:
-        """Number of micro-batches handed out that wait for a commit."""
+        """Number of micro-batches that were handed out but are not committed yet."""
         return self._accumulations.uncommitted if self._accumulations is not None else 0
 
     @property
     def ledger(self) -> Ledger:
-        """Spent positions, by the last header and by the checkpoint from which the job resumed."""
+        """Spent positions, according to the last header and the checkpoint from which the job resumed."""
         return self._resumed.united(self._source.header)
 
     def epoch_spent(self) -> bool:
-        """Returns whether this epoch is over, by the last header."""
+        """Returns whether the present epoch is over, according to the last header."""
         accumulations = self._accumulations or self._make_accumulations(self._next_epoch())
         return accumulations.over()
 
     def spent(self) -> tuple[Spent, ...]:
-        """Returns the positions that a contribution made now spends: samples yielded, and in no committed header yet.
+        """Returns the positions that a contribution made now would spend: those yielded but in no committed header.
 
         The same until a step commits, empty after it; so a second optimizer's step on the same batch spends nothing.
         """
@@ -225,7 +228,7 @@ class ElasticLoader:
 
     @property
     def order(self) -> str:
-        """Words about the order that the present epoch's samples have; equal on all members that share the data."""
+        """Text that identifies the present epoch's order of samples; equal on all members that share the data."""
         if self._mode == "local" or self._units is None or self._accumulations is None:
             return ""
         epoch = self._accumulations.epoch
@@ -235,40 +238,38 @@ class ElasticLoader:
 
     @property
     def feed(self) -> StepFeed:
-        """Feed that fetches what this loader has assigned (`unfetched`)."""
+        """Feed that fetches what this loader assigns, for a caller that fetches by itself (`unfetched`)."""
         assert isinstance(self._feed, StepFeed)
         return self._feed
 
     @property
     def units(self) -> Orders:
-        """Orders of the epochs (`unfetched`)."""
+        """Orders of the epochs, for a caller that fetches by itself (`unfetched`)."""
         assert isinstance(self._units, Orders)
         return self._units
 
     def steps(self) -> Iterator[tuple[Part, ...]]:
-        """Returns this member's micro-batches in the present step, and in each later one if all commit as assigned."""
+        """Yields this member's micro-batches in the present step, and in each later one if every step commits."""
         assert self._accumulations is not None
         return self._accumulations.upcoming()
 
     @property
     def as_forecast(self) -> bool:
-        """Whether the present step is what `steps` has foreseen before."""
+        """Whether the present step has the micro-batches that `steps` yielded for it before."""
         return self._accumulations is not None and self._accumulations.as_forecast
 
     # --- agreement and resume ----------------------------------------------------------------------------------
 
     @property
     def order_fingerprint(self) -> dict[str, str]:
-        """Words that must be equal on all members, by name, for the job's fingerprint."""
+        """Settings of the data, by name, that must be equal on all members; part of the job's fingerprint."""
         words = {"data.mode": self._mode, "data.order_version": orders.VERSION}
         if self._mode == "shared" and self._units is not None:
             return words | self._units.fingerprint()
         return words | {"data.seed": str(self._seed)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the data by the last header, for checkpoints (protocol.md 27) and joiners: plain
-        values.
-        """
+        """Returns the data's state at the last header as plain values, for checkpoints (protocol.md 27) and joiners."""
         ruling = self._source.ruling_view or self._resumed.ruling(self._source.header)
         stands = self._stands()
         return {
@@ -290,7 +291,7 @@ class ElasticLoader:
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Checks that this loader can go on from a saved state.
+        """Checks that this loader can resume from a saved state.
 
         Raises:
             ConfigurationError: the state is of another version, mode or order: its positions mean other samples.
@@ -303,7 +304,7 @@ class ElasticLoader:
                 )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state that `state_dict` gave, with any number of members.
+        """Restores a state from `state_dict`, whatever the number of members.
 
         The next pass is what was left of that one, be it nothing, or the next epoch's if that one had come to its end.
         An iterator that exists already goes on with it.
@@ -330,14 +331,14 @@ class ElasticLoader:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _order_within(self, epoch: int) -> str:
-        """Returns the hash of the order that an epoch has which a sampler gave; "" if it can be no other."""
+        """Returns the hash of an epoch's order if the user's sampler drew it; "" if it follows from seed and epoch."""
         if self._order_there[0] == epoch and self._order_there[1]:
             return self._order_there[1]  # no pass has begun here since
         return self._units.drawn_hash(epoch) if isinstance(self._units, Orders) else ""
 
     def _begin_order(self, epoch: int) -> None:
-        """Begins the order of an epoch; in the midst of one, whose positions mean other samples in another order,
-        checks that the sampler gives the same.
+        """Fixes the order of an epoch; if the epoch is resumed in its middle, checks that the sampler gives the same
+        order again.
         """
         if not isinstance(self._units, Orders):
             return
@@ -358,7 +359,7 @@ class ElasticLoader:
         return "/".join(self.order_fingerprint.values())
 
     def _stands(self) -> tuple[int, int, bool]:
-        """Returns the epoch, its micro-batches that are committed, and whether it is finished."""
+        """Returns the present epoch, its number of committed micro-batches, and whether it is finished."""
         if self._accumulations is not None and self._epoch is not None:
             return (self._epoch, self.yielded - self._accumulations.uncommitted, self._finished)
         return self._loaded or (self._next_epoch(), 0, False)

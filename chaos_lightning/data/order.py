@@ -1,4 +1,4 @@
-"""Makes the order of each epoch from a user's DataLoader.
+"""Computes the order of samples in each epoch from the user's DataLoader.
 
 Theory of operation. The unit that is assigned is what the user's loader would draw: a sample (`batch_size=n`), a batch
 (a custom `batch_sampler`) or an item (`batch_size=None`). The order of an epoch is the list of these units:
@@ -49,7 +49,7 @@ _KEPT = 2
 
 
 def fast_permutation(length: int, seed: int, epoch: int, stream: str = "") -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Returns `planning.orders.permutation` by numpy: a million samples in a tenth of a second."""
+    """Computes `planning.orders.permutation` with numpy; a million samples take a tenth of a second."""
     start = np.uint64(orders.order_key(seed, epoch, stream))
     with np.errstate(over="ignore"):
         value = np.arange(1, length + 1, dtype=np.uint64)
@@ -64,7 +64,7 @@ def fast_permutation(length: int, seed: int, epoch: int, stream: str = "") -> np
 
 
 def _chain(sampler: Any) -> list[Any]:
-    """Returns a sampler and those that it draws from."""
+    """Returns a sampler and, in turn, the samplers that it draws from."""
     chain = [sampler]
     while (inner := getattr(chain[-1], "sampler", None)) is not None and len(chain) < 8:
         chain.append(inner)
@@ -72,7 +72,7 @@ def _chain(sampler: Any) -> list[Any]:
 
 
 class Orders:
-    """Orders of one loader's epochs.
+    """Orders of samples in the epochs of one loader.
 
     Args:
         loader: The user's.
@@ -126,18 +126,20 @@ class Orders:
             )
 
     def begin(self, epoch: int) -> None:
-        """Begins the first pass over an epoch: what the script has told its sampler until now counts."""
+        """Begins the first pass over an epoch; its order is drawn with what the script has set on its sampler by
+        now.
+        """
         if epoch != self._begun and self._kind == "drawn":
             self._orders.pop(epoch, None)
             self._hashes.pop(epoch, None)
         self._begun = epoch
 
     def length(self, epoch: int) -> int:
-        """Returns the units in this epoch."""
+        """Returns the number of units (samples, batches or items) in this epoch."""
         return len(self._order(epoch)) if self._kind == "drawn" else len(self._sampler)
 
     def keys(self, epoch: int, spans: Iterable[Span]) -> list[Any]:
-        """Returns the units at these positions: what the sampler would have yielded there."""
+        """Returns the units at these positions, as the user's sampler would have yielded them."""
         order = self._order(epoch)
         out: list[Any] = []
         for start, stop in spans:
@@ -146,7 +148,7 @@ class Orders:
         return out
 
     def warn_where_shared(self) -> None:
-        """Warns where clusters share the data without a shuffle: each trains on a part of its own then."""
+        """Warns that clusters share the data without a shuffle, so that each would train on a contiguous part of it."""
         if self._kind == "identity":
             warnings.warn(
                 "shuffle=False where clusters share the data: what a cluster is leased are neighbouring samples, so "
@@ -156,15 +158,15 @@ class Orders:
 
     @property
     def batch(self) -> int:
-        """Number of samples of a micro-batch: of the first one, where batches may have any size."""
+        """Number of samples in a micro-batch; with a custom batch sampler, in the first one."""
         return self.samples(self.keys(0, ((0, 1),))) if self.unit == "batch" else self.quota
 
     def samples(self, keys: Sequence[Any]) -> int:
-        """Returns how many samples these units are."""
+        """Returns the number of samples in these units."""
         return sum(len(key) for key in keys) if self.unit == "batch" else len(keys)
 
     def order_hash(self, epoch: int) -> str:
-        """Returns 16 hex digits that are equal if and only if (but for chance) the orders are."""
+        """Returns a hash of an epoch's order, 16 hex digits."""
         if self._kind == "drawn":
             order = self._order(epoch)
             if epoch not in self._hashes:
@@ -174,11 +176,15 @@ class Orders:
         return hashlib.blake2b(repr(words).encode(), digest_size=8).hexdigest()
 
     def drawn_hash(self, epoch: int) -> str:
-        """Returns the `order_hash` of an order that the user's sampler gives; "" if the seed and the epoch give it."""
+        """Returns the `order_hash` of an order that the user's sampler drew; "" if the order follows from seed and
+        epoch.
+        """
         return self.order_hash(epoch) if self._kind == "drawn" else ""
 
     def fingerprint(self) -> dict[str, str]:
-        """Returns words that must be equal on members that share the order, by name, for the job's fingerprint."""
+        """Returns settings, by name, that must be equal on members that share the data; part of the job's
+        fingerprint.
+        """
         if self._words is None:  # a sampler may not give its first order again
             self._words = {
                 "data.seed": str(self._seed),

@@ -1,4 +1,4 @@
-"""Tells which part of which data a data set is."""
+"""Describes which part of the data a data set is, so that members with different parts are noticed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from chaos_lightning.collectives.canonical import digest
 
 
 def part_of(dataset: Any) -> str:
-    """Returns which part of which data this is, as far as it can be told cheaply: members that were given different
-    parts (cut by rank, say) would each lose what the others have. Only for data sets whose samples are what they keep.
+    """Describes which part of which data a data set is, as far as that is cheap to tell (Subset, TensorDataset):
+    members with different parts, such as those cut by rank, would each miss the others' samples.
     """
     if isinstance(dataset, Subset):
         inner = part_of(dataset.dataset)

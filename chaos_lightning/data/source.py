@@ -1,4 +1,4 @@
-"""Names the facts that the elastic loader needs of the job, and those that it tells about each batch."""
+"""Declares what the elastic loader needs to know about the job, and what it states about each batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chaos_lightning.protocol.types import Header, Span, View
 
 
 class AssignmentSource(Protocol):
-    """Job as the data see it; the engine (or a test) provides it.
+    """Facts about the job by which data are assigned; the engine (or a test) provides them.
 
     The loader asks at the first micro-batch of an accumulation, when the member has committed everything it contributed
     to, so `header` cannot move while it computes.
@@ -17,15 +17,15 @@ class AssignmentSource(Protocol):
 
     @property
     def header(self) -> Header:
-        """Last header committed here."""
+        """Last header that this member has committed."""
 
     @property
     def view(self) -> View | None:
-        """Present view; None before the member is in any."""
+        """Present view; None before this member is in one."""
 
     @property
     def ruling_view(self) -> View | None:
-        """View that rules the assignment after `header` (`planning.assignment.ruling_view`).
+        """View by which data are assigned after `header` (`planning.assignment.ruling_view`).
 
         None if this member does not know it, which means that it is not in it: nothing is assigned to it until the next
         header.
@@ -33,15 +33,15 @@ class AssignmentSource(Protocol):
 
     @property
     def member_id(self) -> str:
-        """Id of this member; a new one (after a rejoin) makes the loader assign anew."""
+        """Id of this member; when it changes (after a rejoin), the loader assigns anew."""
 
     @property
     def name(self) -> str:
-        """Name of this member, which stays over incarnations: its own stream's name with mode="local"."""
+        """Name of this member, the same in all its incarnations; with mode="local" also its stream's name."""
 
 
 class BatchFacts(Protocol):
-    """Facts about a batch that a loader has handed out, as training loops read them."""
+    """Facts about a batch that training loops read."""
 
     @property
     def epoch(self) -> int: ...
@@ -56,19 +56,19 @@ class BatchFacts(Protocol):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Positions of the epoch's order."""
+        """Positions of the batch's samples in the epoch's order."""
 
     @property
     def samples(self) -> int: ...
 
     @property
     def idle(self) -> bool:
-        """Whether the batch has no samples of this member's."""
+        """Whether the batch has no samples, so that it is only a stand-in."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Facts of the loader about the batch that it just yielded."""
+    """Facts about the micro-batch that a loader yielded last."""
 
     epoch: int
     stream: str
@@ -86,7 +86,7 @@ class MicroBatch:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing was assigned: the batch is a dummy whose gradient must weigh nothing."""
+        """Whether no samples were assigned: the batch is a stand-in, whose gradient must have weight 0."""
         return self.samples == 0
 
 

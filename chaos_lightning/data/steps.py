@@ -1,4 +1,4 @@
-"""Gives a job with pipelines one optimizer step's numbered micro-batches at a time (protocol.md P2).
+"""Loads data for a job with pipelines: the numbered micro-batches of one optimizer step at a time (protocol.md P2).
 
 Theory of operation. Members of such a job share a step's micro-batches by layers. Header s alone says which positions
 the M micro-batches of step s+1 have: those that one process of plain Lightning would take with
@@ -41,7 +41,7 @@ MARK = "micro_batches"
 
 
 class StepBatch:
-    """Micro-batches of one optimizer step, which have numbers from 0.
+    """Micro-batches of one optimizer step, numbered from 0.
 
     It is no dataclass and no collection, so Lightning passes it on as it is.
 
@@ -74,23 +74,22 @@ class StepBatch:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Positions of all micro-batches."""
+        """Positions of all of the step's micro-batches."""
         return tuple(chain.from_iterable(self.positions))
 
     def weight(self, j: int) -> float:
-        """Returns the samples of a micro-batch."""
+        """Returns the number of samples in micro-batch `j`."""
         return float(self._weights[self._known(j)])
 
     def spent(self, j: int) -> tuple[Spent, ...]:
-        """Returns the positions that the member that runs the first layers of micro-batch `j` names as spent in its
-        contribution.
-        """
+        """Returns the positions to be named as spent by the member that runs the first layers of micro-batch `j`."""
         last = max(set(range(self.micro_batches)) - self.empty, default=-1)
         spans = normalise((*self.positions[self._known(j)], *(self._dropped if j == last else ())))
         return (Spent(self._stream, self.epoch, spans),) if spans else ()
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Prefetches micro-batches with the user's workers, for this step and by the same numbers for later ones.
+        """Announces which micro-batches this member will ask for in this and later steps, so that the user's workers
+        prefetch them.
 
         Args:
             numbers: Micro-batches that this member will ask for, in the order in which it needs them. Empty ones, and
@@ -99,7 +98,7 @@ class StepBatch:
         self._loader._expect(self, tuple(dict.fromkeys(map(self._known, numbers))))
 
     def batch(self, j: int) -> Any:
-        """Returns a micro-batch as it was fetched, however often it is asked for, until the step is over.
+        """Returns micro-batch `j` as it was fetched; may be called repeatedly until the step is over.
 
         Each call gives an object of its own, so a training step may change its batch: a stage that runs later, or again
         after a recovery, gets what was fetched. A batch that cannot be copied is fetched again.
@@ -124,7 +123,7 @@ class StepBatch:
 
 
 class _OneOfAll:
-    """Job as one process would see it that trains all micro-batches of each step by itself."""
+    """Facts about the job as if one process trained all micro-batches of each step."""
 
     def __init__(self, source: AssignmentSource, loader: StepLoader) -> None:
         self._source, self._loader = source, loader
@@ -165,7 +164,7 @@ class _StepPass:
 
 
 class StepLoader:
-    """Optimizer steps of a job with pipelines (see the module).
+    """Loader that yields one optimizer step at a time, for a job with pipelines.
 
     Iterating yields one `StepBatch` for each step. The next one is asked for when the header of the step is there.
 
@@ -218,19 +217,19 @@ class StepLoader:
         self._resync = True
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Begins a pass over one epoch. Nothing happens before its first step is asked for."""
+        """Begins a pass over one epoch; does nothing until the first step is requested."""
         return _StepPass(self._next, iter(self._assigning))
 
     def __len__(self) -> int:
-        """Returns the steps of this pass: those yielded and those to come, whoever comes or goes."""
+        """Returns the number of steps in this pass, yielded and to come; it does not depend on the members."""
         return len(self._assigning) // self.micro_batches
 
     def foreseen(self, members: int) -> int:
-        """Returns the length, which does not depend on the members."""
+        """Returns the number of steps in a pass, before the job is joined; it does not depend on the members."""
         return len(self)
 
     def sample(self, j: int = 0) -> Any:
-        """Returns a micro-batch by which to look at the model: the `j`-th one of the present epoch's first step.
+        """Returns micro-batch `j` of the present epoch's first step, as an example for inspecting the model.
 
         It is fetched as later ones are, in the user's workers if there are any. Nothing advances, and no generator of
         this process moves.
@@ -264,33 +263,39 @@ class StepLoader:
 
     @property
     def uncommitted(self) -> int:
-        """Number of steps that wait for their commit: 1 while the present one does, else 0."""
+        """Number of steps that were handed out but are not committed yet: 0 or 1."""
         return self._assigning.uncommitted // self.micro_batches
 
     @property
     def order_fingerprint(self) -> dict[str, str]:
-        """Words for the job's fingerprint, by name: they must be equal on all members."""
+        """Settings of the data, by name, that must be equal on all members; part of the job's fingerprint."""
         own = {"data.micro_batches": str(self.micro_batches), "data.batch_size": str(self.quota)}
         return self._assigning.order_fingerprint | own
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as `ElasticLoader` does; a step counts as all its micro-batches."""
+        """Returns the data's state in the form of `ElasticLoader.state_dict`, in which a step counts as all its
+        micro-batches.
+        """
         return self._assigning.state_dict() | {MARK: self.micro_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state as `ElasticLoader` does. Steps are counted on, however many micro-batches they had."""
+        """Restores a state as `ElasticLoader` does. The count of steps continues, even if steps had another number of
+        micro-batches.
+        """
         ruling = state.get("ruling")
         steps = -(-state.get("yielded", 0) // (ruling["accumulate"] if ruling is not None else 1))
         self._assigning.load_state_dict(state | {"yielded": steps * self.micro_batches})
         self.current = None
 
     def give_up(self) -> None:
-        """Ends the pass where it stands: a step that is not committed is not used, the next epoch comes."""
+        """Ends the pass early: an uncommitted step counts as unused, and the next pass is over the next epoch."""
         self._assigning.give_up()
         self.current = None
 
     def close(self) -> None:
-        """Lets the workers go, persistent ones too. A state saved afterwards stands where the last pass came to."""
+        """Ends the DataLoader's workers, persistent ones too. A state saved afterwards has the position of the last
+        pass.
+        """
         self._assigning.close()
         self.current = None
 
@@ -363,7 +368,7 @@ class StepLoader:
         return step
 
     def _expect(self, step: StepBatch, numbers: tuple[int, ...], *, anew: bool = False) -> None:
-        """Sets the numbers by which the feed goes, unless it does already."""
+        """Makes the feed prefetch micro-batches of these numbers, unless it does so already."""
         if step is not self.current:
             raise StateError(f"step {step.index} of epoch {step.epoch} is over; its micro-batches are not kept")
         if numbers == self._numbers and not self._resync and not anew:
@@ -391,7 +396,9 @@ class StepLoader:
 
 
 def _positioned(loader: Any, mode: str) -> DataLoader[Any]:
-    """Returns the loader; UnsupportedError if its data have no positions that all stages could share."""
+    """Returns the loader unchanged; raises UnsupportedError if its samples have no positions that all stages could
+    share.
+    """
     if mode != "shared":
         raise UnsupportedError(
             f"data={mode!r} does not go with pipelines: stages on several members run the same micro-batch, so all "

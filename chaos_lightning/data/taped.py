@@ -1,4 +1,6 @@
-"""Orders of a tape: the ranks of an elastic cluster share out places, and each stands for a position of an epoch."""
+"""Orders samples by tapes: an elastic cluster's ranks divide the places on a tape, the sequence of positions that it
+was leased.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from chaos_lightning.protocol.types import Span
 
 
 class TapeOrders:
-    """Orders of tapes, as `Orders` has them, whose numbers stand where epochs do. Nothing is dropped: a tape's end is
-    no epoch's.
+    """Orders of samples on tapes, with the interface of `Orders`: a tape's number stands for the epoch's, and nothing
+    is dropped at a tape's end.
 
     Args:
         orders: Of the whole data.
@@ -34,11 +36,11 @@ class TapeOrders:
 
     @property
     def drops(self) -> bool:
-        """Whether the user's loader drops its last batch if that is short."""
+        """Whether the user's loader drops a short last batch (drop_last)."""
         return self._orders.drop_last
 
     def length(self, epoch: int) -> int:
-        """Returns the places on this tape so far; before there is one, positions of an epoch."""
+        """Returns the number of places on this tape so far; without a tape, the number of positions in an epoch."""
         tape = self._tape()
         if tape is None:
             return self._orders.length(0)
@@ -46,11 +48,11 @@ class TapeOrders:
 
     @property
     def positions(self) -> int:
-        """Number of positions of an epoch."""
+        """Number of positions in an epoch."""
         return self._orders.length(0)
 
     def keys(self, epoch: int, spans: Iterable[Span]) -> list[Any]:
-        """Returns the units at these places."""
+        """Returns the units (samples, batches or items) at these places of the tape."""
         tape = self._tape()
         assert tape is not None
         assert tape.number == epoch, f"places of tape {epoch} are asked for, and tape {tape.number} is in"
@@ -58,19 +60,21 @@ class TapeOrders:
 
     @property
     def batch(self) -> int:
-        """Number of samples of a micro-batch."""
+        """Number of samples in a micro-batch."""
         return self._orders.batch
 
     def samples(self, keys: Sequence[Any]) -> int:
-        """Returns how many samples these units are."""
+        """Returns the number of samples in these units."""
         return self._orders.samples(keys)
 
     def order_hash(self, epoch: int) -> str:
-        """Returns a hash that is equal if and only if the orders are that this tape's places are taken of."""
+        """Returns a hash of the order of the epoch to which the tape's places belong."""
         tape = self._tape()
         assert tape is not None
         return self._orders.order_hash(tape.epoch)
 
     def fingerprint(self) -> dict[str, str]:
-        """Returns words that must be equal at all ranks, and in all clusters, by name. The batch size need not be."""
+        """Returns settings, by name, that must be equal at all ranks and in all clusters; the batch size is not among
+        them.
+        """
         return {name: word for name, word in self._orders.fingerprint().items() if name != "data.drop_last"}

@@ -1,4 +1,4 @@
-"""Ties the workers of a DataLoader to the process that trains: they end with it, by its word, and by nothing else.
+"""Ties a DataLoader's workers to the training process: they end with it or on its order, and ignore other signals.
 
 Theory of operation. A worker is a fork of the training process. Three things follow.
 
@@ -33,7 +33,7 @@ from chaos_lightning.machine.signals import POLITE
 
 
 class WorkerInit:
-    """Function for worker_init_fn that ties the worker to its parent and then calls the user's own. Picklable if that
+    """Worker initializer that ties the worker to its parent process, then calls the user's own. Picklable if the user's
     is.
     """
 
@@ -43,7 +43,7 @@ class WorkerInit:
         self.tied = False
 
     def arm(self) -> None:
-        """Notes the training process as the parent, just before it makes workers."""
+        """Records the present process as the parent, just before it makes workers."""
         self.parent = os.getpid()
         # The kernel means the parent's *thread*: a worker made by a short-lived one would die with it.
         self.tied = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
@@ -63,7 +63,9 @@ class WorkerInit:
 
 
 def tie_workers(loader: Any) -> Any:
-    """Ties all workers that this DataLoader will make; returns it. Other loaders are left alone. Idempotent."""
+    """Ties all workers that this DataLoader will make to this process; returns the loader. Does nothing for other
+    objects. Idempotent.
+    """
     if isinstance(loader, DataLoader) and loader.num_workers and "_get_iterator" not in vars(loader):
         if not isinstance(loader.worker_init_fn, WorkerInit):
             loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
@@ -83,7 +85,7 @@ def _get_iterator(self: DataLoader[Any]) -> Any:
 
 
 class _Kill:
-    """Function that ends one worker, in place of SIGTERM, which it lets pass."""
+    """Function that ends one worker by SIGKILL, since workers ignore SIGTERM."""
 
     def __init__(self, iterator: Any, popen: Any) -> None:
         self._iterator = weakref.ref(iterator)
@@ -99,7 +101,7 @@ class _Kill:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
-    """Holds signals back while the block makes workers; in these they wait until the workers let them pass."""
+    """Blocks signals while workers are made; in the workers they stay blocked until they are set to be ignored."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, POLITE)
     try:
         yield
@@ -117,4 +119,4 @@ def _let_signals_pass() -> None:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Ignores a signal: the training process was sent it, too, and acts on it."""
+    """Ignores a signal in a worker, because the training process gets the same signal and acts on it."""

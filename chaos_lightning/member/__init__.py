@@ -1,1 +1,1 @@
-"""Parts of one member of a job."""
+"""Implements one member of a job, in parts that the engine puts together."""

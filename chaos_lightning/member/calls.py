@@ -1,4 +1,4 @@
-"""Names the line of the user's code that asked for a slot, for members that meet in different ones.
+"""Finds the line of user code that asked for a slot, for the error when members ask for different ones.
 
 Theory of operation. A slot is asked for from deep inside: a callback calls `trainer.save_checkpoint`, which asks the
 strategy, which asks the engine. The line that helps is the innermost one of the stack that belongs to neither of the
@@ -15,8 +15,9 @@ _LIBRARIES = ("chaos_lightning", "lightning", "torch", "torchmetrics", "contextl
 
 
 def users_line() -> str:
-    """Returns `save() at train.py:31`, or `at train.py:31` for a call without a name of its own; "" if the loop of fit
-    asked."""
+    """Returns `save() at train.py:31`, or `at train.py:31` if the called function has no public name; "" for slots that
+    the loop within `fit` asks for.
+    """
     called, frame = "", sys._getframe(1)
     while str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES:
         called = frame.f_code.co_name

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints of plain loops, from which a job goes on.
+"""Writes and reads checkpoints of plain training loops, from which a job can resume.
 
 Theory of operation. The file is a dictionary by `torch.save` that `torch.load(path, weights_only=True)` reads: "model"
 and "optimizer" are their `state_dict()`, "extra" the same of what newcomers receive beside them, and "chaos_lightning"
@@ -29,7 +29,8 @@ _PARTS = {KEY, "model", "optimizer", "extra"}
 
 
 class Start:
-    """Start of a job. It stays the same as long as the job runs, but for the checkpoints that are saved.
+    """Start of a job: the checkpoint, if any, from which it began; constant as long as the job runs, except for the
+    list of saved checkpoints.
 
     Attributes:
         step: Step of the checkpoint; 0 if the job began from none.
@@ -51,7 +52,7 @@ class Start:
 
 
 def content(state: ModuleState, loader: ElasticLoader, job: str, step: int, head: str) -> dict[str, Any]:
-    """Returns a checkpoint of the state as it is now.
+    """Returns the content of a checkpoint of the present state.
 
     Args:
         state: State of a loop, between two steps.
@@ -88,7 +89,7 @@ def write(checkpoint: Mapping[str, Any], path: str) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads what `write` wrote.
+    """Reads a checkpoint that `write` wrote.
 
     Raises:
         ConfigurationError: There is no such file, or `write` has not written it, or a version did that this one cannot
@@ -121,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def restore(checkpoint: Mapping[str, Any], path: Path, state: ModuleState, loader: ElasticLoader) -> LoadedCheckpoint:
-    """Puts a checkpoint in the place of this state; what does not fit is refused before anything is changed.
+    """Replaces the state by a checkpoint's, after checking that all of it fits.
 
     Args:
         checkpoint: Result of `read`.
@@ -181,7 +182,7 @@ def _groups(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(what: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    """Returns the first name whose values differ, with both values; "" if there is none."""
+    """Describes the first name whose values differ between file and process, with both values; "" if there is none."""
     for name in [*theirs, *mine]:
         values = [values.get(name, "absent") for values in (theirs, mine)]
         if values[0] != values[1]:

@@ -1,4 +1,4 @@
-"""Chooses the ways by which a member asks its donors (membership/donors.py) for bytes, and its transfer policy.
+"""Chooses the transfer policy of a member, and the routes over which it asks its donors for bytes.
 
 Theory of operation. Where every pair of members has a link, all are neighbours. In a sparse graph (View.links) this
 member asks those that it has a link to, as Chaos, section II, does: all hold the same state, so a way over several hops
@@ -33,7 +33,7 @@ class TransferChoice:
 
     @classmethod
     def of(cls, config: EngineConfig) -> TransferChoice:
-        """Returns the choice of the settings.
+        """Returns the transfer policy that the settings choose.
 
         Raises:
             ConfigurationError: There is no such policy.
@@ -42,7 +42,7 @@ class TransferChoice:
 
 
 def endpoint(source: Member, view: View, near: Collection[str]) -> Endpoint:
-    """Returns the way to one source.
+    """Returns the address at which to reach a source, with a route over other members if there is no direct link.
 
     Args:
         source: Who holds something.
@@ -60,13 +60,15 @@ def endpoint(source: Member, view: View, near: Collection[str]) -> Endpoint:
 
 
 def endpoints(sources: Sequence[Member], view: View, near: Collection[str]) -> list[Endpoint]:
-    """Returns the ways to those sources that are to be asked: neighbours, or all if none of them is a neighbour."""
+    """Returns the addresses of the sources to ask: those with a direct link, or all if there is none."""
     beside = [s for s in sources if s.id in near] if view.links else []
     return [endpoint(s, view, near) for s in beside or sources]
 
 
 def _route(to: str, view: View, near: Collection[str]) -> tuple[str, ...]:
-    """Returns the hops from a neighbour to `to`, both included; empty if the links do not lead there."""
+    """Returns the shortest path over the view's links, from a neighbour to `to`, both included; empty if there is
+    none.
+    """
     graph = neighbours(view.ids(), [(link.a, link.b) for link in view.links])
     ways = breadth_first("", {**graph, "": [m for m in view.ids() if m in near]}, "")
     route: list[str] = []

@@ -1,4 +1,4 @@
-"""Keeps bulk connections that are made before they are needed: connecting takes as long as moving a small state.
+"""Keeps bulk connections that are made in advance, since connecting takes as long as moving a small state.
 
 Theory of operation. A newcomer knows whom it will get its state from as soon as its links stand, a step or more before
 it is told at which header. Connections that were made then, or that a transfer has left in good order, wait here; who
@@ -21,7 +21,7 @@ links with."""
 
 
 class ConnectionPool:
-    """Bulk connections that wait for a user. Methods may be called by any thread.
+    """Open bulk connections that are not in use. Methods may be called by any thread.
 
     Args:
         dial: Opens an authenticated bulk socket.
@@ -35,8 +35,8 @@ class ConnectionPool:
         self._open = True
 
     def prepare(self, endpoint: Endpoint, count: int) -> None:
-        """Makes `count` connections to a member, in a thread of their own; none to further members than
-        `MOST_MEMBERS`.
+        """Opens `count` connections to a member, in a separate thread; does nothing for more than `MOST_MEMBERS`
+        members.
         """
         self._prepared.add(endpoint.member)
         if len(self._prepared) > MOST_MEMBERS:
@@ -50,7 +50,7 @@ class ConnectionPool:
         threading.Thread(target=work, name=f"chaos-pool-{endpoint.member}", daemon=True).start()
 
     def put(self, endpoint: Endpoint, sock: socket.socket) -> None:
-        """Keeps a connection on which nothing is under way."""
+        """Puts an idle connection into the pool."""
         sock.settimeout(None)
         with self._lock:
             if self._open:
@@ -59,7 +59,7 @@ class ConnectionPool:
         sock.close()
 
     def take(self, endpoint: Endpoint) -> socket.socket | None:
-        """Returns a connection to this endpoint that still stands; None if there is none."""
+        """Removes an open connection to this endpoint from the pool and returns it; None if there is none."""
         while True:
             with self._lock:
                 waiting = self._waiting.get((endpoint.address, endpoint.port))
@@ -69,7 +69,7 @@ class ConnectionPool:
             sock.close()
 
     def close(self) -> None:
-        """Closes all connections, and those that are put here later."""
+        """Closes all connections in the pool, and all that are put into it later."""
         with self._lock:
             self._open = False
             socks = [sock for waiting in self._waiting.values() for sock in waiting]

@@ -1,4 +1,4 @@
-"""Holds one member's control stream, in both directions, for as long as its process runs.
+"""Keeps a member's control stream to the scheduler open as long as its process runs.
 
 Theory of operation. An `Agent` holds one conversation from hello to goodbye; who begins anew has another one, and the
 stream stays the same to all who speak over it. Before it is opened, and between two agents, what is sent is dropped, as
@@ -25,7 +25,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class ControlStream:
-    """Control stream of one member.
+    """Control stream between one member and the scheduler.
 
     Args:
         config: Where schedulers are, and how long to look for one.
@@ -43,7 +43,7 @@ class ControlStream:
         self._unheeded: list[str] = []
 
     def open(self, shell: Shell, hello: Callable[[], Hello]) -> None:
-        """Says hello, if the stream is not open.
+        """Opens the stream and says hello, unless it is open already.
 
         Args:
             shell: Takes what the scheduler says.
@@ -64,13 +64,13 @@ class ControlStream:
         self._agent.start()
 
     def send(self, message: FromMember) -> None:
-        """Sends `message` soon, if the stream stands; any thread."""
+        """Sends `message` soon, if the stream is connected; any thread."""
         agent = self._agent
         if agent is not None:
             agent.send(message)
 
     def close(self) -> None:
-        """Says goodbye. Idempotent; `open` says hello anew."""
+        """Says goodbye and closes the stream, which `open` can open again. Idempotent."""
         if self._agent is not None:
             self._agent.close()
             self._agent = None

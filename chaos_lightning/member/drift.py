@@ -1,4 +1,4 @@
-"""Compares members' replicated states, and names the tensors in which one has drifted (protocol.md 24).
+"""Compares members' replicated states, and names the tensors in which one of them has drifted (protocol.md 24).
 
 Theory of operation. Every so many steps each member hashes its state at a safe point, and says the hash with the coming
 step. If that step's header names members that have drifted, all members make a collective. The drifted ones and the
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class StateComparison:
-    """Part of this process in the comparison of members' states, every so many steps.
+    """This process's side of the comparison of members' states, made every so many steps.
 
     Args:
         engine: Of this member.
@@ -42,11 +42,11 @@ class StateComparison:
 
     @property
     def hash(self) -> str:
-        """Hash of the state for the coming step's contribution; "" if none is due."""
+        """Hash of the state, to be sent with the coming step's contribution; "" if no comparison is due."""
         return "" if self._table is None else self._table.state_hash
 
     def take(self, state: StateAccess) -> None:
-        """Hashes the state every so many steps. Call it at a safe point, before a forward pass changes buffers.
+        """Hashes the state if a comparison is due. To be called at a safe point, before a forward pass changes buffers.
 
         Args:
             state: What all members hold alike.
@@ -59,7 +59,8 @@ class StateComparison:
         engine.events.emit("state_hash", seq=header.seq, step=header.step, head=header.hash, hash=self.hash)
 
     def settle(self, header: Header) -> None:
-        """Deals with drifted members, if this step's header names any. All members call it with each step's header.
+        """Makes drifted members join again, if this step's header names any. All members call it with each step's
+        header.
 
         Raises:
             FencedError: This member has drifted, or was put out meanwhile.
@@ -101,12 +102,12 @@ class StateComparison:
 
 
 def _digests(table: StateTable | None) -> bytes:
-    """Returns 8 bytes for each replicated tensor, in order."""
+    """Returns 8 bytes of each replicated tensor's digest, in order."""
     return b"" if table is None else b"".join(table.digests(_NBYTES).values())
 
 
 def _differing(table: StateTable | None, others: bytes) -> list[str]:
-    """Returns the names of tensors whose digests the other member does not have; none if it said nothing."""
+    """Returns the names of tensors whose digests are not among the other member's; none if that member sent none."""
     if table is None or not others:
         return []
     known = {others[at : at + _NBYTES] for at in range(0, len(others), _NBYTES)}

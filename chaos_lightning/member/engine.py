@@ -1,4 +1,5 @@
-"""Implements the engine, which a strategy or a plain training loop calls: one object, used by one training thread.
+"""Implements the engine, which represents one member of a job to a strategy or a plain training loop; one training
+thread uses it.
 
 Theory of operation. `prepare` lays out gradients and installs hooks; `join` says hello, waits for a view and, for a
 newcomer, fetches the state. Then every optimizer step is `arm` (before the accumulation's last backward pass) and
@@ -101,7 +102,7 @@ LOG_PATIENCE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Objects that `prepare` makes."""
+    """Objects that `Engine.prepare` makes."""
 
     shell: Shell
     accumulation: Accumulation
@@ -109,7 +110,7 @@ class _Made:
 
 
 class Engine:
-    """Member of a job. See the module for the order of calls.
+    """Member of a job, as a strategy or a training loop calls it.
 
     Attributes:
         view: The view that rules the coming slot.
@@ -187,7 +188,7 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """Place in the view: 0 is the oldest member, -1 says that this member is in no view yet."""
+        """Rank in the view: 0 is the oldest member; -1: this member is in no view yet."""
         ids = self.view.ids() if self.view is not None else ()
         return ids.index(self.member_id) if self.member_id in ids else -1
 
@@ -231,17 +232,17 @@ class Engine:
 
     @property
     def accumulation(self) -> Accumulation:
-        """Gradients of the step that is open, for the units of a step."""
+        """Accumulation of gradients for the present step, which units of micro-batches add to."""
         return self._prepared().accumulation
 
     def send_border(
         self, peer: str, kind: FrameType, view: ViewId, seq: int, start: int, payload: Sequence[memoryview]
     ) -> None:
-        """Sends a frame with border tensors, which must not change before it has left. Any thread."""
+        """Sends border tensors to another member; they must not change until they are sent. Any thread."""
         self._loop.call(lambda: self._links.chunk(peer, kind, view, seq, start, payload))
 
     def attach(self, units: UnitStep, held: HeldParts) -> None:
-        """Makes steps run as units of micro-batches. Call it after `prepare` and before `join`.
+        """Makes steps run as units of micro-batches. To be called after `prepare` and before `join`.
 
         Args:
             units: This member's part of such steps.
@@ -273,7 +274,7 @@ class Engine:
         loaded: LoadedCheckpoint | None = None,
         pipelines: str = "",
     ) -> Header:
-        """Enters the job: hello, links, view, and the state if others already have it.
+        """Joins the job: says hello, gets links and a view, and the state if other members have it.
 
         Args:
             fingerprint: What must equal the job's, by name; a mismatch is refused with both values.
@@ -359,8 +360,8 @@ class Engine:
         return header
 
     def _come_late(self, state: StateAccess, deadline: float, end: FinishedJobError) -> Header:
-        """Goes on with the final state of a job that is finished; raises FinishedJobError if that state is not on this
-        machine.
+        """Continues with the final state of a job that is already finished; raises FinishedJobError if that state is
+        not on this machine.
         """
         over, mail = self._mail.job_over, self._mail
         assert over is not None
@@ -379,7 +380,7 @@ class Engine:
         return header
 
     def _tell_of_loss(self, founded: View | None) -> None:
-        """Tells on this member's terminal that the job begins anew although it was further once."""
+        """Warns on the terminal if the job begins again from the start although it had got further before."""
         if self.header == GENESIS and founded is not None and founded.predecessor != NO_VIEW:
             self.events.emit("notice", text=founded.reason, waiting=False)
             _log.warning("%s: the job begins anew, from what it was started with: %s", self.member_id, founded.reason)
@@ -403,7 +404,7 @@ class Engine:
         return replace(said, kept=kept)
 
     def _admission(self, made: _Made, state: StateAccess, deadline: float) -> Header:
-        """Waits until this member stands in a view; a joiner gets the state on the way."""
+        """Waits until this member is in a view; a joiner fetches the state first."""
         place = made.entrance.enter(state, self._replay, deadline)
         if place is None:
             self.leaving = True  # if it was not by `leave`, then the operator has drained it
@@ -421,7 +422,7 @@ class Engine:
         return self.header
 
     def publish(self, header: Header, state: StateAccess) -> None:
-        """Makes the state at `header` servable to newcomers until the next slot commits."""
+        """Begins to serve the state at `header` to newcomers, until the next slot commits."""
         self._refuse_unstepped("a state that others get")
         if self._moves is not None:
             if self.view is not None:
@@ -432,11 +433,11 @@ class Engine:
     # ------------------------------------------------------------------ a step
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which backward passes are accumulated, and not sent."""
+        """Returns a context in which backward passes accumulate gradients without sending them."""
         return self._prepared().accumulation.hold()
 
     def arm(self, *, coefficient: float, section: int = 0, empty: bool = False) -> None:
-        """Announces the accumulation's last backward pass; call before it (or `step` does, after it).
+        """Announces that the accumulation's last backward pass comes next, so that gradients are sent as they come.
 
         Args:
             coefficient: What this member's gradient is multiplied with before summing.
@@ -448,7 +449,9 @@ class Engine:
 
     @property
     def sending(self) -> bool:
-        """Whether gradients of the armed accumulation are on their way; it cannot be made empty any more."""
+        """Whether gradients of the announced last backward pass are being sent already, so that it cannot be declared
+        empty any more.
+        """
         return self._prepared().accumulation.sending
 
     def step(
@@ -464,7 +467,7 @@ class Engine:
         yields: bool = False,
         payload: bytes = b"",
     ) -> Header:
-        """Contributes this accumulation's gradients and waits for the step's commit.
+        """Contributes the accumulated gradients and waits for the step's commit.
 
         Afterwards `.grad` of the section's parameters holds sum(coefficient * gradient) / sum(weight) over all
         contributors (None where nobody had one), and reduced buffers their mean.
@@ -510,7 +513,7 @@ class Engine:
         return header
 
     def step_by_units(self, attempt: Attempt, *, section: int = 0, hyper: str = "", order: str = "") -> Header:
-        """Runs a step as units of micro-batches, anew after each recovery, and waits for its commit.
+        """Runs a step as units of micro-batches, again after each recovery, and waits for its commit.
 
         Afterwards `.grad` of the parameters that this member owns holds the average, and reduced buffers their mean.
         The optimizer must step, and `stepped` be called, before the next slot of any kind: parts are given to others in
@@ -549,8 +552,8 @@ class Engine:
         return header
 
     def gather_by_units(self, name: str, attempt: Attempt, *, order: str = "") -> Header:
-        """Makes a collective whose payloads are made by units of micro-batches, anew after each recovery (protocol.md
-        P17).
+        """Runs a collective whose payloads are computed by units of micro-batches, again after each recovery
+        (protocol.md P17).
 
         Args:
             name: Which one; equal at all members.
@@ -571,7 +574,9 @@ class Engine:
     def _by_units(
         self, kind: Kind, attempt: Attempt, fields: Callable[[View], Mapping[str, object]]
     ) -> tuple[UnitStep, Header]:
-        """Takes the next slot with the results that units make in a view, and these fields for it."""
+        """Runs units in the present view, contributes their results with these fields to the next slot, and waits for
+        its commit.
+        """
         made = self._prepared()
         units = made.shell.units
         if units is None or self._moves is None:
@@ -605,8 +610,8 @@ class Engine:
             raise
 
     def stepped(self) -> None:
-        """Notes that the optimizer has stepped on the average that `step_by_units` gave: parts are as at the last
-        header.
+        """Notes that the optimizer has applied the average from `step_by_units`, so that parts match the last header
+        again.
         """
         self._unstepped = False
 
@@ -620,7 +625,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
-        """Notes, if the block raises DepartedError, that a view has let this member go that no header carries."""
+        """Context manager that marks this member as out if the block raises DepartedError because a view left it
+        out.
+        """
         try:
             yield
         except DepartedError:
@@ -630,7 +637,7 @@ class Engine:
     def gather(
         self, name: str, payload: bytes, *, yields: bool = False, lets_go: bool = False, line: str = ""
     ) -> list[tuple[str, bytes]]:
-        """Makes a numbered collective: returns every member's payload, in rank order (protocol.md 28).
+        """Runs a numbered collective: returns every member's payload, in rank order (protocol.md 28).
 
         Args:
             name: Which one; equal at all members.
@@ -652,7 +659,7 @@ class Engine:
         return list(zip(self.contributors, header.answers, strict=True))
 
     def share_parts(self) -> PartReader:
-        """Serves all parts that are here until the next slot commits; to be called between slots, at all members.
+        """Serves all parts that this member has until the next slot commits. All members call it, between slots.
 
         Returns:
             A reader of the parts that others hold at this header.
@@ -664,11 +671,11 @@ class Engine:
 
     @property
     def server(self) -> StateServer:
-        """Server of this member's states to others; further states can be held there under names of their own."""
+        """Server of this member's states to other members; further named states can be served, too."""
         return self._transfer.server
 
     def ways(self, members: Collection[str]) -> list[Endpoint]:
-        """Returns the ways to those of these members that are in the view, for bulk connections. Any thread."""
+        """Returns the addresses for bulk connections to those of the given members that are in the view. Any thread."""
         view = self.view
         return self._transfer.ways([m for m in view.members if m.id in members], view) if view is not None else []
 
@@ -677,21 +684,21 @@ class Engine:
         return self._transfer.dial(donor)
 
     def boundary(self, state: StateAccess) -> Header:
-        """Takes part in a safe point between two accumulations: newcomers enter here, and the state is published for
+        """Takes part in a boundary between two accumulations, at which newcomers enter, and serves the state to
         them.
         """
         self.admit(header := self._slot(Kind.BOUNDARY, name="boundary"), state)
         return header
 
     def admit(self, header: Header, state: StateAccess) -> None:
-        """Publishes the state for newcomers that a boundary's header lets in."""
+        """Serves the state to newcomers, if the boundary's header admits any."""
         if header.view_change is not None and header.view_change.joiners and not self.out:
             self.publish(header, state)
         self.events.emit("boundary", seq=header.seq)
 
     def serve(self, state: StateAccess) -> None:
-        """Keeps the state for newcomers that replay, if the last headers name any. To be called between two
-        accumulations, when the optimizer has stepped. Costs nothing otherwise.
+        """Makes a snapshot for newcomers that replay, if the last header names any. To be called between two
+        accumulations, after the optimizer's step. Cheap otherwise.
         """
         header, self._unserved = self._unserved, None
         if header is not None and not self.out:
@@ -734,7 +741,7 @@ class Engine:
         )
 
     def _take(self, commit: Committed) -> Header:
-        """Makes this member stand on a slot's header from now on."""
+        """Makes a committed header the present one; raises DisagreementError if it carries an error."""
         header, view, shell = commit.header, commit.view, self._prepared().shell
         with self._mail.changed:
             self.view, self._closed_under = self._mail.view, self._mail.closed_under
@@ -754,8 +761,9 @@ class Engine:
     # ------------------------------------------------------------------ going
 
     def leave(self, reason: str) -> None:
-        """Asks to leave; callable from any thread and from signal handlers' followers. Training goes on until a
-        header lets this member go. A member that is in no view yet stops waiting."""
+        """Requests to leave the job; any thread may call it. Training continues until a header lets this member go; a
+        member in no view yet stops waiting.
+        """
         if not self.leaving:
             self.leaving = True
             if self._made is not None:
@@ -764,8 +772,7 @@ class Engine:
             self._mail.post(giving_up=not self.role)
 
     def may_go(self) -> bool:
-        """Returns whether this member, which leaves and is alone in its view, is let go, or nobody is there who could
-        say so.
+        """Returns whether this leaving member, the only one in its view, was released or has lost its scheduler.
 
         Newcomers may be about to come in: then it is needed, for they get its state.
         """
@@ -785,9 +792,9 @@ class Engine:
         counted: int | None = None,
         stuck: bool = False,
     ) -> None:
-        """Keeps the training state in a file, from which the job can be founded again, as this member goes (protocol.md
-        14c). No header lets it go: others that hold the state may be gone, too. Where each member holds parts of it,
-        one view lets all of them go, and each keeps its parts (P13).
+        """Writes the training state to a file from which the job can be founded again, as this member goes (protocol.md
+        14c). No header lets it go, since others that have the state may be gone, too. If members hold parts of it, one
+        view lets all of them go, and each writes its parts (P13).
 
         Args:
             state: It stands on `header`; what forward passes since then did to reduced buffers is undone here.
@@ -815,8 +822,8 @@ class Engine:
             self._control.send(kept)
 
     def _parts_to_keep(self) -> tuple[ViewId, tuple[Span, ...]] | None:
-        """Returns the parts of the state that are here, with a view that all members name; None if the job has no
-        pipelines.
+        """Returns the parts of the state that this member has, with the view in which the last header was closed; None
+        if the job has no pipelines.
         """
         if self._moves is None:
             self._prepared().accumulation.restore()
@@ -828,19 +835,19 @@ class Engine:
 
     @property
     def saved_by(self) -> str:
-        """Words on who saves the state that this member, which has left the job, does not save."""
+        """Describes in words who saves the state instead of this member, which has left the job."""
         gone = self._view_without()
         if gone is not None and gone.members:
             return OTHERS_SAVE
         return self._mail.left or "all members leave"
 
     def _view_without(self) -> View | None:
-        """Returns the view that lets this member go; None if none does."""
+        """Returns the view that leaves this member out; None if none does."""
         decided = self._mail.let_go
         return decided if decided is not None or not self.out else self.header.view_change
 
     def saved(self, step: int, path: str) -> None:
-        """Tells the scheduler of a checkpoint, which it names if the job ends since its pipelines cannot go on.
+        """Reports a checkpoint to the scheduler, which names it if the job ends because its pipelines cannot continue.
 
         Args:
             step: Number of optimizer steps in its state.
@@ -852,7 +859,7 @@ class Engine:
     def finish(
         self, state: StateAccess | None = None, meanwhile: contextlib.AbstractContextManager[None] | None = None
     ) -> None:
-        """Takes part in the job's last slot; waits until all members have it (or the linger deadline).
+        """Takes part in the job's last slot; waits until all members have it, or for at most the linger time.
 
         Args:
             state: At the end. If others have been in the job, one member of each machine keeps it for those who come
@@ -879,7 +886,7 @@ class Engine:
         self.wait_released()
 
     def wait_released(self, timeout_s: float = 10.0) -> None:
-        """Waits, after leaving or finishing, until nobody needs this member any more.
+        """Waits, after leaving or finishing, until no other member needs this one any more.
 
         Args:
             timeout_s: So long at most. One whose parts others may lack waits on as long as a scheduler serves it (P9).
@@ -898,7 +905,8 @@ class Engine:
                         raise
 
     def rejoin(self, state: StateAccess) -> Header:
-        """Forgets everything after FencedError, and joins again in this process (protocol.md 11).
+        """Discards this member's place in the job after FencedError, and joins again in the same process (protocol.md
+        11).
 
         Raises:
             DepartedError: It was asked to leave: it has nothing to come back for.
@@ -914,7 +922,7 @@ class Engine:
         return self.join(**whose, state=state, **more)  # type: ignore[arg-type]
 
     def _forget(self) -> None:
-        """Goes back to before the hello: a fresh machine, no view, no published state (protocol.md 11)."""
+        """Returns to the condition before the hello: a fresh machine, no view, no published state (protocol.md 11)."""
         self._control.close()  # first: what the scheduler said to who this member was does not concern the next
         made = self._prepared()
         if not self._loop.call_and_wait(made.shell.reset, 10.0):

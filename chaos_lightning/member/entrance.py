@@ -1,4 +1,4 @@
-"""Brings a member from its hello into a view: waiting, observing, pulling; always in the training thread.
+"""Brings a member from its hello into a view, by waiting, observing and pulling; runs in the training thread.
 
 Theory of operation. The I/O thread leaves in the mailbox what was decided about this newcomer: a view it founds, a
 header to observe from, or a header at which it is let in and pulls the state. These come in any order and any number
@@ -32,7 +32,7 @@ from chaos_lightning.settings import EngineConfig
 
 
 def no_replay(config: EngineConfig, replay: Replay | None) -> str:
-    """Returns why this member cannot come in by replay; "" if it can.
+    """Returns the reason why this member cannot join by replay; "" if it can.
 
     Raises:
         ConfigurationError: It was told to, and cannot.
@@ -48,7 +48,7 @@ def no_replay(config: EngineConfig, replay: Replay | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Place at which a member came in."""
+    """Result of entering: the role, the header and the view with which a member joined."""
 
     role: str
     header: Header
@@ -57,7 +57,7 @@ class Arrival:
 
 @dataclass(eq=False)
 class Entrance:
-    """Way of one member into a view.
+    """Procedure by which one member enters a view.
 
     Attributes:
         shell: Hears that the state is here.
@@ -76,7 +76,7 @@ class Entrance:
     moves: MovesParts | None = None
 
     def enter(self, state: StateAccess, replay: Replay | None, deadline: float) -> Arrival | None:
-        """Waits until this member stands in a view; None if it is to give up (it was told to leave).
+        """Waits until this member is in a view, and fetches the state if need be; returns None if it was told to leave.
 
         Raises:
             FencedError, RefusedError, DepartedError, DeadlineError, StateError: See errors.py.
@@ -152,7 +152,7 @@ class Entrance:
                 return Arrival("founder", base, view)
 
     def _joined(self, pull: fx.PullState, view: View, state: StateAccess) -> Arrival:
-        """Takes in that this newcomer has all that it lacked at the header."""
+        """Completes the entrance of a newcomer that now has all the state at the header."""
         self.transfer.mixed = ""
         self.transfer.arrived()
         if self.moves is None:

@@ -1,4 +1,4 @@
-"""Makes the hello of a member: what it says of itself when it comes in."""
+"""Makes the hello of a member: the facts that it states about itself when it joins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chaos_lightning.settings import EngineConfig
 
 
 def package_version() -> str:
-    """Returns the version of the installed package; members of different versions never meet."""
+    """Returns the version of the installed package; a job admits only members of one version."""
     try:
         return version("chaos-lightning")
     except PackageNotFoundError:
@@ -30,7 +30,7 @@ _ADVICE = "set bind to an address of this machine that other members reach"
 
 
 def listening_address(config: EngineConfig) -> str:
-    """Returns the address at which this member listens: `bind`, or the one that faces the scheduler.
+    """Returns the address at which this member listens: `bind`, or the one of the interface towards the scheduler.
 
     Raises:
         ConfigurationError: No route leads there.
@@ -39,7 +39,8 @@ def listening_address(config: EngineConfig) -> str:
 
 
 def reachable_at(config: EngineConfig, port: int) -> tuple[str, int]:
-    """Returns the address that other members dial: `announce`, else `bind`; else the one that faces the scheduler.
+    """Returns the address that other members dial: `announce`, else `bind`, else the one of the interface towards the
+    scheduler.
 
     Args:
         config: Of this member.
@@ -66,8 +67,8 @@ def _facing_all(config: EngineConfig) -> str:
 
 
 def unheeded(config: EngineConfig, welcome: Welcome) -> list[str]:
-    """Returns a line for each setting of this member that the job does not go by: its scheduler was started with
-    another.
+    """Returns a message for each setting of this member that has no effect because the job's scheduler was started with
+    another value.
 
     A setting that equals the default counts as not set, but for a min_nodes for which a founder has to wait.
     """
@@ -96,7 +97,7 @@ def _default(setting: str) -> object:
 
 
 def _workers() -> int:
-    """Returns the number of workers that this node's agent has started."""
+    """Returns the number of workers that torchrun started on this node (LOCAL_WORLD_SIZE)."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(text)) if text.isdecimal() else 1
 
@@ -112,7 +113,8 @@ def hello(
     no_replay: str = "",
     pipelines: str = "",
 ) -> Hello:
-    """Makes a first Hello. Each parameter's type and shape is part of the fingerprint, so that a refusal can name it.
+    """Makes a first Hello; its fingerprint has each parameter's type and shape, so that a refusal can name the one that
+    differs.
 
     Raises:
         ConfigurationError: Something in it is beyond its limit, and no scheduler would listen to it.

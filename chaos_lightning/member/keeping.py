@@ -1,4 +1,5 @@
-"""Handles, at one member, a state that the last one keeps in a file: where, when, whether it fits (protocol.md 14c).
+"""Decides, at one member, where and when the last member keeps the state in a file, and whether it fits a new start
+(protocol.md 14c).
 
 Theory of operation. The folder is the job's on this machine: beside the chain's file, or where `on_last_exit` says.
 Each keeper has a folder of its own in there, so that two that go at once do not write over each other. Views compare
@@ -55,7 +56,7 @@ MAX_CHECKPOINTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """Checkpoint that the script has loaded before it joins.
+    """Checkpoint that the user's script loaded before it joined.
 
     Attributes:
         step: Its step.
@@ -67,12 +68,12 @@ class LoadedCheckpoint:
 
 
 def remembered(checkpoints: Sequence[str], head: str) -> list[str]:
-    """Returns header hashes of checkpoints that were saved so far, with one that is saved now."""
+    """Returns the header hashes of the checkpoints saved so far, with one that is being saved now."""
     return [*(h for h in checkpoints if h != head), head][-MAX_CHECKPOINTS:]
 
 
 class SavedCheckpoints:
-    """Checkpoints that the present state goes on from.
+    """Checkpoints from which the present state descends.
 
     Attributes:
         heads: Hashes of their headers.
@@ -84,17 +85,19 @@ class SavedCheckpoints:
         self.loaded: LoadedCheckpoint | None = None
 
     def load(self, said: Mapping[str, Any]) -> None:
-        """Notes that the script loads a checkpoint that says this of itself."""
+        """Notes that the script loads a checkpoint; `said` is what its file states about itself."""
         self.loaded = LoadedCheckpoint(int(said.get("step", 0)), str(said.get("head", "")))
         self.heads = list(said.get("checkpoints", ()))
 
     def at(self, head: str) -> list[str]:
-        """Returns these hashes with that of the present header, at which a checkpoint may be saved, too."""
+        """Returns the checkpoints' header hashes and the present header's hash, since a checkpoint may be saved at that
+        header too.
+        """
         return remembered(self.heads, head)
 
 
 def folder_of(config: EngineConfig) -> Path | None:
-    """Returns the folder in which this job's last state is kept on this machine; None if it is not."""
+    """Returns the folder in which this job's last state is kept on this machine; None if none is to be kept."""
     if config.on_last_exit == "none":
         return None
     if config.on_last_exit not in ON_LAST_EXIT:
@@ -103,7 +106,7 @@ def folder_of(config: EngineConfig) -> Path | None:
 
 
 class Keeping:
-    """States that one member's machine keeps in files."""
+    """Kept states on one member's machine: offers, loads, writes and removes them."""
 
     def __init__(self, config: EngineConfig, events: EventLog) -> None:
         self._job = config.job
@@ -123,7 +126,7 @@ class Keeping:
     # ------------------------------------------------------------------ coming
 
     def offer(self, hello: Hello, loaded: LoadedCheckpoint | None = None) -> Kept | None:
-        """Returns the newest state on this machine that fits what this process would train.
+        """Returns the newest kept state on this machine from which this process may resume.
 
         Args:
             hello: Tells what that is.
@@ -163,8 +166,8 @@ class Keeping:
         return kept
 
     def _claimed(self, found: Sequence[tuple[Kept, files.StateOnDisk]]) -> tuple[Kept, files.StateOnDisk] | None:
-        """Returns the first of these states that no other process on this machine offers, its own first; None if all
-        are offered.
+        """Locks and returns the first of these states that no other process on this machine offers, this member's own
+        first; None if all are locked.
         """
         if self._claim is not None:
             if mine := [f for f in found if f[1].folder == self._claim[0]]:
@@ -179,14 +182,14 @@ class Keeping:
         return None
 
     def close(self) -> None:
-        """Lets other processes offer the file with parts that this one has offered. Idempotent."""
+        """Unlocks the file of parts that this process offered, so that other processes can offer it. Idempotent."""
         if self._claim is not None:
             self._claim[1].close()
             self._claim = None
 
     def _goes_on_from(self, loaded: LoadedCheckpoint, record: files.StateOnDisk) -> bool:
-        """Returns whether this state counts: the checkpoint is its ancestor, and the user does not go back on
-        purpose.
+        """Returns whether a kept state takes precedence over the loaded checkpoint: it descends from that checkpoint,
+        and the user does not want to go back.
         """
         if record.folder.name == FINAL:
             return True  # nothing is left to train
@@ -205,7 +208,7 @@ class Keeping:
         )
 
     def load(self, header: Header, state: StateAccess) -> None:
-        """Loads the state that this member offered, from which it founds the job.
+        """Loads the kept state that this member offered, from which it founds the job.
 
         Raises:
             StateError: It is not there any more, or damaged; the message says what to do.
@@ -252,7 +255,7 @@ class Keeping:
         counted: int | None = None,
         divided: tuple[ViewId, Sequence[Span]] | None = None,
     ) -> Kept | None:
-        """Writes the state at header `last` down, with the header hashes of the checkpoints that it goes on from.
+        """Writes the state at header `last` to a file, with the header hashes of the checkpoints that it descends from.
 
         Args:
             last: The state stands on it.
@@ -311,7 +314,7 @@ class Keeping:
         return Kept(header, member, view.chain, tuple(held))
 
     def clear(self, chain: str) -> None:
-        """Removes states of this chain, whose job is finished: nothing of it is to be gone on from."""
+        """Removes the kept states of a chain whose job is finished, from which nothing may resume."""
         for record in self._records():
             if (record.said.get("job"), record.said.get("chain")) == (self._job, chain):
                 files.remove(record.folder)
@@ -319,7 +322,7 @@ class Keeping:
     # ------------------------------------------------------------------ the end
 
     def final_lock(self) -> FileLock | None:
-        """Takes the lock on the final state, which a member that closes the job holds until that state is written.
+        """Takes the lock on the final state; the member that closes the job holds it until that state is written.
 
         Returns:
             None if another member of this machine has it, or no final state is to be kept.
@@ -333,7 +336,7 @@ class Keeping:
         return None
 
     def lacks_final(self, step: int, saved: Saved | None, member: str) -> None:
-        """Says that latecomers do not get a final state that members hold in parts.
+        """Warns that latecomers cannot get the final state of a pipeline, which no member has as a whole.
 
         Args:
             step: Its step.
@@ -347,7 +350,7 @@ class Keeping:
         _log.warning("%s: %s; who comes late does not get it", member, reason)
 
     def keep_final(self, header: Header, view: View, member: str, hello: Hello, state: StateAccess) -> None:
-        """Writes the state at the job's end down, for latecomers."""
+        """Writes the state at the job's end to a file, for latecomers."""
         assert self._folder is not None
         said = {
             "job": self._job,
@@ -366,7 +369,7 @@ class Keeping:
             _log.warning("%s: who comes late to the finished job does not get its final state: %s", member, error)
 
     def load_final(self, chain: str, hello: Hello, state: StateAccess, deadline: float) -> Header | None:
-        """Loads the final state of a job that is finished, if it lies on this machine.
+        """Loads the final state of a finished job, if it is on this machine.
 
         Args:
             chain: The job's.
@@ -396,7 +399,7 @@ class Keeping:
         return kept.header
 
     def _forget_final(self) -> None:
-        """Removes the final state once newcomers are told of the end no more."""
+        """Removes the final state once the time for latecomers (`finished_s`) is over."""
         if self._folder is None or not (self._folder / FINAL / files.RECORD).exists():
             return
         with contextlib.suppress(StateError):
@@ -407,19 +410,19 @@ class Keeping:
     # ------------------------------------------------------------------ inside
 
     def _named(self, view: View, held: Sequence[Span]) -> dict[str, int]:
-        """Returns the numbers of these parts by name; none where there are no pipelines."""
+        """Returns the numbers of these parts by name; an empty dict if the job has no pipelines."""
         names = division(view).names if view.pipelines else ()
         return {names[part]: part for part in numbers(held)} if names else {}
 
     def _states(self, names: Mapping[str, int]) -> dict[str, PartAccess]:
-        """Returns those of these parts that have tensors, without the rest."""
+        """Returns access to those of these parts that have tensors, except the part `rest`."""
         if not names:
             return {}
         assert self.held is not None, "a member of a pipeline without parts"
         return {state.part: state for state in self.held.states([name for name in names if name != REST])}
 
     def _load_parts(self, record: files.StateOnDisk) -> dict[str, PartAccess]:
-        """Loads the parts that this record has into this process's parts of the state, and returns them.
+        """Loads the parts in this record into this process's state, and returns access to them.
 
         Raises:
             StateError: They do not fit.
@@ -436,14 +439,14 @@ class Keeping:
         return states
 
     def _remove_older(self, header: Header, chain: str, but: Path) -> None:
-        """Removes states of the chain from before this header."""
+        """Removes kept states of the chain that are older than this header."""
         for other in self._records():
             whose = (other.said.get("job"), other.said.get("chain"))
             if other.folder != but and whose == (self._job, chain) and _older(other, header):
                 files.remove(other.folder)
 
     def _say_hashes(self, header: Header, hashes: Mapping[str, str]) -> None:
-        """Logs hashes of a kept state, by which the audit compares it with the state that the job goes on from.
+        """Logs the hashes of a kept state, which the audit compares with the state from which the job resumes.
 
         Args:
             header: What is founded on it.
@@ -465,7 +468,7 @@ class Keeping:
         return found
 
     def _checked(self, record: files.StateOnDisk, hello: Hello) -> Kept:
-        """Returns the state that this record offers, if this process may go on from it.
+        """Checks that this process may resume from the state in this record, and returns its description.
 
         Raises:
             ChaosError: It may not; says why.
@@ -503,7 +506,7 @@ class Keeping:
 
 
 def _spans(what: str, parts: object) -> tuple[Span, ...]:
-    """Returns the parts that a record names with their numbers."""
+    """Returns the numbers of the parts that a record names, as spans."""
     if parts is None:
         return WHOLE
     found = list(parts.values()) if isinstance(parts, dict) else [-1]
@@ -513,7 +516,9 @@ def _spans(what: str, parts: object) -> tuple[Span, ...]:
 
 
 def _words_of_parts(view: View, hello: Hello, held: Sequence[Span]) -> tuple[str, str]:
-    """Returns in words which layers a file has, and which others a start needs; "" if it has all."""
+    """Describes in words which layers a file has, and which other files a start needs; two empty texts if the file has
+    all layers.
+    """
     parts, layers = division(view), read_request(hello.pipelines).layer_names if hello.pipelines else ()
     whole = ((0, parts.layer_count),)
     missing = subtract(whole, held) if view.pipelines else ()
@@ -524,7 +529,7 @@ def _words_of_parts(view: View, hello: Hello, held: Sequence[Span]) -> tuple[str
 
 
 def _step_of(said: Mapping[str, Any]) -> str:
-    """Returns the step as the script counts it; a job that began from a checkpoint counts its own from 0."""
+    """Describes the step as the script counts it, and as the job does if that differs."""
     step, counted = said.get("step"), said.get("counted", said.get("step"))
     return f"step {step}" if counted == step else f"step {counted} (step {step} of this job)"
 
@@ -534,13 +539,13 @@ def _words_of_run(run: str) -> str:
 
 
 def _terms(hello: Hello) -> dict[str, Any]:
-    """Returns the terms that must be equal, as JSON has them."""
+    """Returns the facts that a kept state and a process must have in common, as plain JSON values."""
     return {"package": hello.package, "accumulate": hello.accumulate, "fingerprint": dict(hello.fingerprint)}
 
 
 def _older(record: files.StateOnDisk, header: Header) -> bool:
-    """Returns whether a record is of before this header. One that another keeper writes at the same moment is not: each
-    would remove the other's.
+    """Returns whether a record is older than this header; False for one written at the same moment by another member,
+    or each would remove the other's.
     """
     try:
         its = decode(Header, bytes.fromhex(str(record.said.get("header"))))

@@ -1,4 +1,4 @@
-"""Keeps the member's part of protected links: the job's rule, and the keys that it shares with others.
+"""Keeps what a member needs for protected links: the job's rule, and the keys that it shares with other members.
 
 Theory of operation. The scheduler tells rule and keys over the control channel (control/link_keys.py), right after its
 welcome and before it names a link. Handshakes run in threads of their own; one that comes a moment before its key is
@@ -50,7 +50,7 @@ class Keyring:
             require_library()
 
     def hear(self, message: LinkKeys) -> None:
-        """Takes rule and keys from the scheduler; a member that cannot take part is put out with the reason."""
+        """Takes rule and keys from the scheduler; ejects this member, with the reason, if it cannot follow the rule."""
         if reason := self._objection(message) or self._weakened(message):
             self._mail.post(ejected=(reason, False))
             return
@@ -79,8 +79,8 @@ class Keyring:
         return ""
 
     def _weakened(self, message: LinkKeys) -> str:
-        """Returns words if a scheduler protects links less than the one before; it may protect them more, but never
-        less.
+        """Describes in words by how much a new scheduler protects links less than the one before, which is refused; ""
+        if it does not.
         """
         with self._changed:
             before = self._said
@@ -95,13 +95,13 @@ class Keyring:
         )
 
     def reset(self) -> None:
-        """Forgets rule and keys as this member begins anew, under another id: none of its keys fits any more."""
+        """Forgets rule and keys, because this member joins again under another id, for which none of them is valid."""
         with self._changed:
             self._said = None
             self._keys.clear()
 
     def level(self, *, local: bool) -> Level:
-        """Returns the least protection of a connection within this machine, or to another one.
+        """Returns the least protection required of a connection, within this machine (`local`) or to another one.
 
         Raises:
             RefusedError: The scheduler has not said.
@@ -113,8 +113,8 @@ class Keyring:
         return level
 
     def known(self, peer: str) -> Sequence[tuple[str, bytes]]:
-        """Returns (name, key) of all keys that this member shares with that one, newest first; (("", b""),) where links
-        have no keys.
+        """Returns (name, key) of all keys shared with this peer, newest first; a pair of empty values if links have no
+        keys.
 
         Raises:
             RefusedError: There is none.
@@ -127,7 +127,7 @@ class Keyring:
         return kept
 
     def find(self, peer: str, names: Sequence[str]) -> tuple[str, bytes] | None:
-        """Returns the first of these keys that is known here."""
+        """Returns the first of the named keys that this member has, as (name, key)."""
         if not self._rule().keyed:
             return ("", b"")
         return self._keys.find(peer, names, PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Logs the loss of a step now and then, for boards and reports.
+"""Logs the training loss now and then, for boards and reports.
 
 Theory of operation. To read a loss waits for the device, so it is read once in `EVERY_S`, after a step's commit, where
 the device has just been waited for; and once in `EVERY_STEPS` at most, so that of what slow steps log it is a small
@@ -32,14 +32,14 @@ class Losses:
         self._parts: list[tuple[Tensor, float]] = []
 
     def add(self, loss: object, weight: float) -> None:
-        """Adds the mean loss of another micro-batch, of `weight` samples; a loss that is no number is left out."""
+        """Adds the mean loss of another micro-batch of `weight` samples; ignores a loss that is no single number."""
         due = not self._rest and time.monotonic() >= self._due
         if due and weight and isinstance(loss, Tensor) and loss.numel() == 1:
             self._parts.append((loss.detach(), weight))
 
     def tell(self, step: int) -> None:
-        """Logs the loss of a step, if it is time and the step was committed, and drops it if the step came to nothing
-        (0).
+        """Logs the loss of a committed step, if one is due; step 0 stands for an accumulation that came to nothing,
+        whose loss is dropped.
         """
         parts, self._parts = self._parts, []
         if step:

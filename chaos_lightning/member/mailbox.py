@@ -1,4 +1,4 @@
-"""Mailbox from the I/O thread to the training thread: one condition, a few fields, and waits that always end."""
+"""Passes news from the I/O thread to the training thread: fields guarded by one condition, and waits with deadlines."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Mailbox:
             self.changed.notify_all()
 
     def reset(self) -> None:
-        """Forgets everything, for a member that joins again."""
+        """Clears all fields, for a member that joins again."""
         with self.changed:
             self.commits.clear()
             self.view = self.member = self.pull = self.observe = self.ejected = self.crash = None
@@ -100,11 +100,11 @@ class Mailbox:
 
     @property
     def over(self) -> bool:
-        """Whether this member is out of the job, or is to go."""
+        """Whether this member is out of the job, or is to leave."""
         return self.ejected is not None or self.crash is not None or self.giving_up or bool(self.left)
 
     def check(self) -> None:
-        """Raises what ended this member, if anything did."""
+        """Raises the error that ended this member's part in the job, if there is one."""
         if self.crash is not None:
             raise ChaosError(f"{self.who()}: the I/O thread failed: {self.crash!r}") from self.crash
         if self.ejected is not None:
@@ -122,7 +122,7 @@ class Mailbox:
     def wait(
         self, ready: Callable[[], bool], what: str, deadline: float, advice: str = "", *, tells: bool = True
     ) -> None:
-        """Waits until `ready()`; the caller holds `changed`, once.
+        """Waits until `ready()` is true; the caller holds `changed`, not recursively.
 
         Args:
             ready: What is waited for.
@@ -156,7 +156,7 @@ class Mailbox:
             self.changed.wait(min(left, 1.0))
 
     def pause(self, seconds: float) -> None:
-        """Waits for some seconds, or until this member is to give up."""
+        """Waits for some seconds, or until this member is to leave."""
         with self.changed:
             self.changed.wait_for(lambda: self.giving_up, seconds)
 

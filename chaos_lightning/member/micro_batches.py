@@ -1,4 +1,4 @@
-"""Accumulates micro-batches of a plain loop into one step: weights, backward passes, and the mistakes of loops.
+"""Accumulates micro-batches of a plain loop into one step, with their weights, and detects mistakes of such loops.
 
 Theory of operation. A batch weighs what its samples are of the members' common unit, an idle one nothing. With its last
 micro-batch an accumulation is *closed*: all weights are known then, before that one's forward pass, so its backward
@@ -33,7 +33,7 @@ Held = tuple[Tensor, Tensor | None, int]
 
 
 class MicroBatches:
-    """Accumulations of micro-batches, one after the other.
+    """Sequence of accumulations of micro-batches, for one training loop.
 
     Args:
         named: The trained parameters.
@@ -74,11 +74,11 @@ class MicroBatches:
 
     @property
     def total(self) -> float:
-        """Weight of the accumulation so far."""
+        """Sum of the weights of this accumulation's micro-batches so far."""
         return self._weighing.total
 
     def begin(self, weight: float, *, last: bool) -> None:
-        """Begins the next micro-batch; `last`: it closes the accumulation."""
+        """Begins the next micro-batch; `last` means that it is the accumulation's last one."""
         self._weighing.add(weight)
         self.weight, self._passed = weight, False
         self._reached.clear()
@@ -89,7 +89,9 @@ class MicroBatches:
             self._note()  # these gradients may have been written to
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Runs the backward pass of the present micro-batch's mean loss; none if the micro-batch weighs nothing."""
+        """Runs the backward pass of the present micro-batch's mean loss; does nothing if the micro-batch weighs
+        nothing.
+        """
         self._passed = True
         if not self.weight:
             return
@@ -104,7 +106,7 @@ class MicroBatches:
         self._note()
 
     def end(self, *, last: bool) -> bool:
-        """Ends the present micro-batch, and refuses what it lacks.
+        """Ends the present micro-batch; raises an error for mistakes such as lost gradients.
 
         Returns:
             Whether it was skipped: it had samples and no backward pass, and weighs nothing.
@@ -128,16 +130,16 @@ class MicroBatches:
         return skipped
 
     def stepped(self) -> None:
-        """Notes that the optimizer has stepped with the average that `.grad` holds."""
+        """Notes that the optimizer has stepped, so that the present gradients count as left over from that step."""
         self._left = self._held()
 
     def forget(self) -> None:
-        """Forgets the accumulation, which was stepped with, or comes to nothing."""
+        """Forgets the accumulation, after the optimizer's step or when it came to nothing."""
         self._weighing.forget()
         self._any_passed, self._kept = False, []
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -154,8 +156,8 @@ class MicroBatches:
             self._kept = [held for held in self._held() if held[1] is not None]
 
     def _passed_otherwise(self) -> bool:
-        """Returns whether the present micro-batch has gradients although `backward` was not called; refuses what cannot
-        be.
+        """Returns whether the present micro-batch got gradients without `trainer.backward`; raises an error where that
+        is not supported.
         """
         before = self._kept or self._left
         assigned = any(param.grad is not None and param.grad is not grad for param, grad, _ in before)
@@ -174,7 +176,7 @@ class MicroBatches:
         return bool(self._reached) or assigned
 
     def _refuse_added(self) -> None:
-        """Refuses a gradient that only backward passes have written to since the last step, so that it was not
+        """Raises UnsupportedError if the user's backward pass has added to a gradient of the last step, which was not
         zeroed.
         """
         for (name, _), (param, grad, version) in zip(self._named, self._left, strict=True):
@@ -186,8 +188,8 @@ class MicroBatches:
                 )
 
     def _refuse_unclear(self) -> None:
-        """Refuses a gradient that was written to in place, without a backward pass: it may be this batch's or the last
-        step's.
+        """Raises ConfigurationError if a gradient was changed in place without a backward pass: it may belong to this
+        batch or to the last step.
         """
         for (name, _), (param, grad, version) in zip(self._named, self._left, strict=True):
             if grad is not None and param.grad is grad and grad._version != version and grad.any():

@@ -1,5 +1,5 @@
-"""Lets a newcomer observe: it pulls a state that stands still while others train on, and replays what they commit
-since.
+"""Lets a newcomer observe: it pulls the state at one header while others train on, and replays the steps that they
+commit since.
 
 Theory of operation (protocol.md 15-19). In the training thread, before the first view: (1) the snapshot at the first
 header that names this newcomer is read out of the memory of a member on this machine, if one lends it, or else pulled
@@ -30,7 +30,7 @@ from chaos_lightning.replication.replay import Replay
 
 
 class Observation:
-    """Attempt to come in by replay.
+    """Attempt of a newcomer to join by replay.
 
     Args:
         transfer: Pulls.
@@ -63,7 +63,7 @@ class Observation:
         self._attempt = 1
 
     def run(self, header: Header, view: View, state: StateAccess, deadline: float) -> None:
-        """Observes from `header` on; returns when something else was decided, or when observing came to nothing."""
+        """Observes from `header` on, until something else is decided about this newcomer or observing fails."""
         sources = [m for m in view.members if m.id not in view.joiners]
         self._attempt = header.learners.count(self._me)
         self._events.emit("observing", seq=header.seq, head=header.hash, sources=[m.id for m in sources])
@@ -95,8 +95,8 @@ class Observation:
     # ------------------------------------------------------------------ the log
 
     def _follow(self, reader: LogReader, at: Header, *, quick: bool) -> Header:
-        """Applies logged steps until something else was decided, or there is no hope; returns the last header. `quick`:
-        the snapshot was here within about a step, so that there may be nothing to apply yet.
+        """Applies logged steps until something else is decided or catching up is hopeless; returns the last header.
+        `quick`: the snapshot took about one step, so that there may be nothing to apply yet.
         """
         catching_up, told = self._catching_up, time.monotonic()
         while not self._called():
@@ -123,8 +123,8 @@ class Observation:
         return self._finish(reader, at)
 
     def _finish(self, reader: LogReader, at: Header) -> Header:
-        """Applies the log up to the header at which this newcomer is let in. What cannot be had in time is pulled with
-        that header.
+        """Applies the log up to the header that admits this newcomer; what does not come in time is pulled at that
+        header instead.
         """
         mail = self._mail
         with mail.changed:
@@ -148,7 +148,7 @@ class Observation:
     # ------------------------------------------------------------------ ends
 
     def _called(self) -> bool:
-        """Returns whether something was decided about this newcomer, or it was welcomed anew under another id."""
+        """Returns whether the scheduler has decided something about this newcomer, or has given it another id."""
         mail = self._mail
         return (
             mail.who() != self._me

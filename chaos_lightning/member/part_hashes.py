@@ -1,4 +1,4 @@
-"""Compares parts of the training state among their owners (protocol.md P12, 24).
+"""Compares parts of a pipeline's training state among the members that own them (protocol.md P12, 24).
 
 Theory of operation. Every so many steps each member hashes the parts that it owns, before it runs units, and says the
 hashes with the coming step. If that step's header names parts that have drifted, their members pull them at that header
@@ -22,7 +22,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class PartHashes:
-    """One member's part in the comparison of parts; in the training thread.
+    """One member's side of the comparison of parts; in the training thread.
 
     Args:
         states: Returns the parts of these names that have tensors, as they are.
@@ -39,7 +39,8 @@ class PartHashes:
         """Parts that have drifted here so far."""
 
     def at(self, header: Header, view: View, me: str) -> tuple[str, ...]:
-        """Returns the hashes of the parts that this member owns in a view, in their order; none if none are due.
+        """Returns the hashes of the parts that this member owns in a view, in order; an empty tuple if no comparison is
+        due.
 
         Each part is hashed once at a header.
 
@@ -63,7 +64,7 @@ class PartHashes:
         return tuple(self._found[name] for name in names)
 
     def settle(self, header: Header, view: View, me: str) -> None:
-        """Tells of parts that have drifted, if a step's header names any.
+        """Warns of parts that have drifted, if a step's header names any.
 
         Args:
             header: The step's.

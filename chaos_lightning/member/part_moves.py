@@ -1,4 +1,5 @@
-"""Moves parts of the training state that change hands: served, pulled, and let go (protocol.md P8, P12, P14).
+"""Moves parts of the training state between members: serves them, pulls them, and frees those given away (protocol.md
+P8, P12, P14).
 
 Theory of operation. Each member serves the parts that it holds whenever it begins to stand in a view, or a header names
 parts that have drifted: somebody may lack them then. It does so until the next header is committed, before which the
@@ -45,20 +46,20 @@ RETRY_S = 0.2
 
 
 class HeldParts(Protocol):
-    """Parts of the model in this process: all but the rest."""
+    """Parts of the model that this process holds; the part `rest` is not among them."""
 
     def states(self, names: Collection[str]) -> Sequence[PartState]:
-        """Returns these parts as they are, without those that have no tensors of their own."""
+        """Returns access to those of these parts that have tensors of their own."""
 
     def room(self, names: Collection[str]) -> None:
-        """Makes memory for these parts, which are pulled next."""
+        """Allocates memory for these parts, which are pulled next."""
 
     def forget(self, names: Collection[str]) -> None:
-        """Lets go of these parts: others own them."""
+        """Frees the memory of these parts, which other members own from now on."""
 
 
 class PartReader:
-    """Reader, at one header, of the parts that others hold, until a deadline.
+    """Reader of parts that other members hold, at one header and with a deadline.
 
     Args:
         moves: This member's.
@@ -70,18 +71,18 @@ class PartReader:
         self._moves, self._header, self._deadline = moves, header, deadline
 
     def manifest(self, part: str) -> Mapping[str, Any]:
-        """Returns everything of a part but its tensors: `PartState.manifest` of an owner."""
+        """Returns a part's manifest, which is all of it except tensors."""
         return self._moves.read(self._header, part, None, self._deadline)
 
     def tensors(self, part: str) -> list[tuple[str, Tensor]]:
-        """Returns the tensors of a part, by the names of `PartState.tensors`, in the host's memory."""
+        """Returns the tensors of a part, by name, in host memory."""
         copy = PartCopy(part)
         self._moves.read(self._header, part, copy, self._deadline)
         return copy.tensors()
 
 
 class PartMoves:
-    """Moves of parts at one member; in the training thread.
+    """Moves of parts to and from one member; in the training thread.
 
     Args:
         held: The parts here.
@@ -113,7 +114,7 @@ class PartMoves:
         """Division of the view that closed the header on which this member stands."""
 
     def states(self, names: Collection[str]) -> list[PartAccess]:
-        """Returns these parts as they are, without those that have no tensors of their own."""
+        """Returns access to those of these parts that have tensors of their own, `rest` included."""
         found: list[PartAccess] = [*self._held.states([n for n in names if n != REST])]
         if REST in names:
             assert self.rest is not None, "no training state was given to join()"
@@ -121,7 +122,7 @@ class PartMoves:
         return found
 
     def committed(self, view: View | None) -> None:
-        """Ends serving as a header was committed that was closed under this view: what was served may be written to
+        """Stops serving parts, because a header was committed after which they may change; frees parts that others own
         now.
         """
         self._server.drop()
@@ -135,12 +136,12 @@ class PartMoves:
             self._held.forget([names[part] for part in numbers(gone)])
 
     def restart(self) -> None:
-        """Forgets headers and serves nothing, as this member joins again."""
+        """Stops serving and forgets headers, because this member joins again."""
         self._server.drop()
         self._served = self._before = None
 
     def serve(self, header: Header, view: View) -> None:
-        """Serves the parts that are held at the header, if a member of this view may lack them."""
+        """Serves the parts that this member holds at the header, if another member of the view may lack them."""
         key = (view.id, header.hash)
         seen, self._served = self._served, key
         if seen is not None and seen[0] == view.id and not header.drifted:
@@ -154,12 +155,12 @@ class PartMoves:
         self._server.hold(header, self.states(here), view.id if first else None, lacking=lacking)
 
     def serve_all(self, header: Header) -> None:
-        """Serves all parts that are held at the header, for a member that reads the whole state."""
+        """Serves all parts that this member holds at the header, for a member that reads the whole state."""
         names = division(self._view()).names
         self._server.hold(header, self.states([names[part] for part in numbers(self._holds())]))
 
     def read(self, header: Header, part: str, copy: PartCopy | None, deadline: float) -> Mapping[str, Any]:
-        """Reads a part from those that hold it at the header: its owners, or if that fails, whoever else has it.
+        """Reads a part from its owners at the header or, if that fails, from any other member that has it.
 
         Args:
             header: The one that this member stands on.
@@ -198,7 +199,7 @@ class PartMoves:
         return found
 
     def _view(self) -> View:
-        """Returns the view in which this member stands."""
+        """Returns the view that this member is in."""
         with self._mail.changed:
             opened, view = self._mail.attempt, self._mail.view
         found = opened[0] if opened is not None else view
@@ -206,7 +207,8 @@ class PartMoves:
         return found
 
     def pull(self, wanted: fx.PullParts, deadline: float) -> bool:
-        """Pulls the parts, and tells of each; False if something else is wanted meanwhile.
+        """Pulls the parts and reports each to the state machine; returns False if the order was superseded before all
+        had come.
 
         Raises:
             StateError, DeadlineError: Nobody gives a part until the deadline (by `time.monotonic()`).
@@ -265,7 +267,7 @@ class PartMoves:
         over: Callable[[], bool],
         deadline: float,
     ) -> T | None:
-        """Asks those that may have a part, again and again until the deadline; None if it is over meanwhile."""
+        """Asks members for a part repeatedly until the deadline; returns None if the part is not needed any more."""
         while True:
             try:
                 return ask(*donors(), PullConfig(deadline_s=max(0.1, deadline - time.monotonic())))
@@ -277,7 +279,9 @@ class PartMoves:
                 self._mail.pause(RETRY_S)
 
     def _donors(self, view: View, part: int, *, first: bool) -> tuple[list[Endpoint], frozenset[str]]:
-        """Returns the ways to those that may have the part, likely ones first, and the names of the others."""
+        """Returns the addresses of members that may have the part, likely ones first, and the names of the unlikely
+        ones.
+        """
         me, there = self._mail.who(), {m.id: m for m in (*view.members, *view.leaving)}
         now = division(view).owners[part]
         if first:

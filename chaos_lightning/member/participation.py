@@ -1,4 +1,4 @@
-"""Keeps one member's footing in its job, from its loop's first batch to the last, and changes it.
+"""Keeps track of a member's footing in its job (in, out, fenced, left), and changes it.
 
 Theory of operation. A loop, Lightning's or the user's own, hosts a `Participation`, and takes its slots within `slot`.
 The engine raises an exception if this member was put out, or if it may go. `slot` catches it, changes the footing, and
@@ -21,7 +21,7 @@ _log = logging.getLogger("chaos_lightning")
 
 
 class Footing(enum.Enum):
-    """Footing of a member in its job."""
+    """Relation of a member to its job."""
 
     ALONE = "not in yet, or the loop is over, or runs hooks of its own: collectives give a member its own value"
     IN = "in the job"
@@ -31,7 +31,7 @@ class Footing(enum.Enum):
 
 
 class Participation:
-    """Footing of one member in its job, and what changes it; see the module.
+    """Footing of one member in its job, and the actions that change it.
 
     Args:
         put_out: Function that is called when this member was fenced: it gets the loop to its next safe point without
@@ -59,7 +59,7 @@ class Participation:
 
     @property
     def in_job(self) -> bool:
-        """Whether collectives reach the others."""
+        """Whether this member's collectives include the other members."""
         return self.footing is Footing.IN
 
     @property
@@ -68,29 +68,31 @@ class Participation:
 
     @property
     def out(self) -> bool:
-        """Whether this member was put out, or has left."""
+        """Whether this member was excluded, or has left."""
         return self.departed or self.footing is Footing.VOID
 
     @property
     def is_last(self) -> bool:
-        """Whether no other member is in the view."""
+        """Whether this member is the only one in its view."""
         engine = self.engine
         return bool(engine.role) and engine.view is not None and engine.view.ids() == (engine.member_id,)
 
     def may_go(self) -> bool:
-        """Returns whether a header has let this member go, or it leaves, is alone, and no newcomer is about to come
-        in."""
+        """Returns whether this member may end: a header let it go, or it leaves as the only member and no newcomer is
+        coming.
+        """
         engine = self.engine
         return engine.out or (engine.leaving and engine.world_size == 1 and engine.may_go())
 
     def go(self, footing: Footing) -> None:
-        """Changes the footing; a member that has left stays so."""
+        """Sets the footing; one that is GONE or LAST must not be changed."""
         assert not self.departed, f"{footing.name} after {self.footing.name}"
         self.footing = footing
 
     def come_in(self, enter: Callable[[], object]) -> DepartedError | None:
-        """Enters the job, or joins it again. A member that was asked to leave meanwhile waits for nothing and is in no
-        view: it has left then, and the error is returned."""
+        """Enters the job, or joins it again; if this member was asked to leave before it was in a view, marks it as
+        departed and returns the error.
+        """
         try:
             enter()
         except DepartedError as error:
@@ -102,7 +104,9 @@ class Participation:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """Lets the block take slots. If this member is put out or let go there, the rest of the block is left out."""
+        """Context manager for a block that takes slots; skips the rest of the block if this member is fenced or let go
+        in it.
+        """
         try:
             yield
         except FencedError as error:
@@ -111,22 +115,24 @@ class Participation:
             self.depart()
 
     def fenced(self, error: FencedError) -> None:
-        """Makes this member void, unless it is already: its state counts no more, and the host is called."""
+        """Marks this member's state as void, unless it already is, and has the host act on that."""
         if self.footing is not Footing.VOID:
             _log.warning("%s; this process joins again by itself", error)
             self.go(Footing.VOID)
             self._put_out()
 
     def depart(self, *, stepped: bool = False) -> None:
-        """Makes this member one that has left: the others go on without it, or nobody does. It may not even have seen
-        the header that let it go."""
+        """Marks this member as one that has left, and has the host act on that. It may not even have seen the header
+        that let it go.
+        """
         if not self.departed:
             self.go(Footing.LAST if self.is_last else Footing.GONE)
             self._left(stepped)
 
     def let_others_in(self, state: StateAccess) -> bool:
-        """Serves newcomers that replay, at a safe point, and takes part in letting newcomers in if the last header asks
-        for that; returns whether it did."""
+        """Serves newcomers at a safe point, and takes part in a boundary if the last header asks for one; returns
+        whether it did.
+        """
         with self.slot():
             self.engine.serve(state)
             if self.engine.header.boundary and not self.engine.out:  # headers ask until it is done
@@ -136,7 +142,7 @@ class Participation:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Makes collectives in the block answer with this member's own values."""
+        """Context manager in whose block collectives return this member's own values only."""
         kept = self.footing
         self.end()
         try:
@@ -145,15 +151,16 @@ class Participation:
             self.footing = kept
 
     def end(self) -> None:
-        """Takes a member that is in the job out of its collectives, as its loop is over or it may not call the others
-        any more."""
+        """Takes a member out of the job's collectives, because its loop is over or may not call the other members any
+        more.
+        """
         if self.in_job:
             self.go(Footing.ALONE)
 
     def keep(self, state: StateAccess, *, counted: int, stuck: bool = False) -> None:
-        """Keeps the state if this was the last member, or none can go on; see `Engine.keep`."""
+        """Keeps the state in a file if this was the last member, or no member can continue."""
         self.engine.keep(state, self.checkpoints.at(self.stepped[1]), counted=counted, stuck=stuck)
 
     def saved(self) -> None:
-        """Notes that the job has a checkpoint of the present state."""
+        """Notes that a checkpoint of the present state was saved."""
         self.checkpoints.heads = self.checkpoints.at(self.stepped[1])

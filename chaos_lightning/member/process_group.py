@@ -1,4 +1,5 @@
-"""Warns user code that asks torch.distributed who it is: a job has no process group, so each member seems to be alone.
+"""Warns user code that asks torch.distributed for its rank: members form no process group, so each would take itself
+for rank 0.
 
 Theory of operation. `torch.distributed.is_initialized()` is the first half of the usual test for rank zero; the second
 half raises where there is no group. So that function is replaced while a member trains, and says the same as before. Of
@@ -20,8 +21,8 @@ _OURS = ("chaos_lightning", "torch")
 
 
 def warn_who_asks(members: Callable[[], int], instead: str) -> Callable[[], None]:
-    """Warns from now on, once for each line of the user's code, if it calls `is_initialized` while others are in the
-    job.
+    """Warns user code that calls `torch.distributed.is_initialized` while other members are in the job, once for each
+    line.
 
     Args:
         members: How many are in the job, as far as this one knows.
@@ -57,7 +58,7 @@ def warn_who_asks(members: Callable[[], int], instead: str) -> Callable[[], None
 
 
 def _line_of(frame: FrameType) -> str:
-    """Returns file and line of the user's code; "" for a library's."""
+    """Returns file and line of a frame of user code; "" for a library's frame."""
     path = frame.f_code.co_filename
     room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     if room in _OURS or any(part in path for part in _INSTALLED):

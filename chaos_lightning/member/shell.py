@@ -1,4 +1,4 @@
-"""Runs the member machine, in the I/O thread: events in, effects out.
+"""Runs a member's state machine in the I/O thread: feeds it events and carries out its effects.
 
 Theory of operation. `Shell` owns the loop, the links, the reducer, the state server and the only reference to the
 `MemberMachine`. Whatever happens - a frame, a control message, a contribution of the training thread - becomes an
@@ -66,7 +66,7 @@ VIEW_PATIENCE_S = 2.0
 
 
 class Shell:
-    """Shell of one member's machine. Methods belong to the loop's thread unless said otherwise.
+    """Shell around one member's state machine. Methods belong to the I/O loop's thread unless noted otherwise.
 
     Args:
         loop: Serves everything here.
@@ -121,7 +121,7 @@ class Shell:
     # ------------------------------------------------------------------ set-up
 
     def listen(self, bind: str, ports: Sequence[int]) -> None:
-        """Listens, so that others can make links with this member. Any thread, before the loop runs.
+        """Listens for connections from other members. Any thread, before the loop runs.
 
         Raises:
             ConfigurationError: `bind` is no address of this machine, or none of these ports is free.
@@ -131,11 +131,11 @@ class Shell:
         self.loop.call(self.beat)
 
     def offered(self, kept: Kept | None) -> None:
-        """Notes that the hello that is said now offers this state in a file."""
+        """Notes the kept state in a file that this member's coming hello offers; None: it offers none."""
         self.machine.parts.kept = kept
 
     def reset(self) -> None:
-        """Replaces the machine by a fresh one: the member joins again with nothing (protocol.md 11)."""
+        """Replaces the state machine by a fresh one, because the member joins again with nothing (protocol.md 11)."""
         self.machine = self.machine.anew()
         self._shown = None
         self.reducer.restart("")
@@ -147,7 +147,7 @@ class Shell:
             self.links.generation.set(NO_VIEW, 0)  # what lay in the result buffers is overwritten from now on
 
     def beat(self) -> None:
-        """Pings idle links and ticks the machine; re-arms itself."""
+        """Pings idle links and sends the machine a tick, now and in regular intervals from now on."""
         self._beat_at = time.monotonic()
         self.links.ping()
         self._log_links()
@@ -164,7 +164,7 @@ class Shell:
             self.events.emit("links", **facts)
 
     def heartbeat(self) -> Heartbeat:
-        """Returns the heartbeat, for the agent's thread: values may be one slot old."""
+        """Returns the heartbeat, for the agent's thread; its values may be one slot old."""
         heartbeat, units = self.machine.heartbeat(), self.units
         if units is None:
             return replace(heartbeat, step_time_s=self.server.pace.usual_s)
@@ -174,12 +174,12 @@ class Shell:
     # ------------------------------------------------------------------ events
 
     def contribute(self, contribution: Contribution) -> None:
-        """Takes the training thread's part of the next slot."""
+        """Takes the training thread's contribution to the next slot."""
         self._contribution, self._contributed_at = contribution, time.monotonic()
         self.feed(fx.Contribute(contribution))
 
     def control(self, message: ToMember) -> None:
-        """Handles a message of the scheduler."""
+        """Handles a message from the scheduler."""
         held: tuple[Span, ...] = ()
         if isinstance(message, Welcome):
             self._welcome(message)
@@ -224,15 +224,15 @@ class Shell:
         self.events.emit("welcomed", id=me, role=message.role, reason=message.reason, chain=message.chain)
 
     def _offer_partial(self, base: Header) -> None:
-        """Offers the ranges of the handed-on slot that this member holds in part, which others may need (protocol.md
-        9).
+        """Serves the byte ranges of the handed-on slot that this member has reduced, for members that lack them
+        (protocol.md 9).
         """
         held = self.reducer.held((base.view, base.seq))
         if held and needs_bytes(base):
             self.server.publish_result(base.seq, base.hash, self.memory.result_bytes[base.seq % 2], held)
 
     def _probe(self, probe: Probe) -> None:
-        """Answers a probe, as a newcomer in no view, too."""
+        """Reports to the scheduler whether a suspected member is alive, as seen from here."""
         suspect, now = probe.suspect, time.monotonic()
         silence_s = self.links.silence_s(suspect, now)
         # A member that was frozen itself has heard nothing; its peers were not silent (protocol.md 12).
@@ -278,7 +278,7 @@ class Shell:
     # ------------------------------------------------------------------ effects
 
     def feed(self, event: fx.MemberEvent) -> None:
-        """Feeds one event to the machine, and carries its effects out in order."""
+        """Feeds one event to the state machine, and carries out its effects in order."""
         for effect in self.machine.on(time.monotonic(), event):
             self._apply(effect)
 
@@ -324,7 +324,7 @@ class Shell:
                 self.events.emit(name, **dict(fields))
 
     def _ask(self, effect: fx.PullParts | fx.DropParts | fx.Observe) -> None:
-        """Posts an effect that the training thread is to carry out."""
+        """Passes an effect on to the training thread, which carries it out."""
         match effect:
             case fx.PullParts():
                 self.mailbox.post(parts=effect)
@@ -345,7 +345,7 @@ class Shell:
             self.mailbox.post(attempt=(view, seq))
 
     def end_units(self, view: ViewId | None = None) -> None:
-        """Lets go of units that wait: of this and older views, or of the attempt that is open."""
+        """Ends waiting units of micro-batches: those of this view and older ones, or of the present attempt."""
         attempt = self.mailbox.attempt
         if self.units is not None and (view is not None or attempt is not None):
             self.units.end(view or attempt[0].id)  # type: ignore[index]
@@ -405,7 +405,9 @@ class Shell:
             self._viewed(commit.view, carried=True)
 
     def _log(self, header: Header) -> None:
-        """Keeps slots after the first header that names a learner, for that learner (protocol.md 18)."""
+        """Keeps this slot in the log, if headers name learners (protocol.md 18); releases the log when they name none
+        any more.
+        """
         if self._observed:
             machine, reduced = self.machine, needs_bytes(header)
             self.server.keep(
@@ -428,7 +430,8 @@ class Shell:
         self._observed = self.machine.serving.keeps and not self._abandoned
 
     def dial(self, member_id: str) -> socket.socket:
-        """Returns a bulk connection to a member that this one may know, for others (replication/forward.py).
+        """Dials a member of the present view on behalf of another member (replication/forward.py); returns the bulk
+        connection.
 
         In a thread of the state server. Who asks may have entered the view in which both are a moment earlier.
 

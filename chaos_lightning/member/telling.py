@@ -1,4 +1,4 @@
-"""Makes console lines of a member about its job: who joins, dies and leaves, its rank, and how far a newcomer is.
+"""Composes a member's console lines about its job: who joins, dies and leaves, its rank, and a newcomer's progress.
 
 `lines` compares two views; `Teller` (machine/console.py) says what it gives.
 """
@@ -20,7 +20,7 @@ _batches_told = False
 
 
 def lines(before: View | None, after: View, me: str, *, carried: bool, replays: Collection[str] = ()) -> list[str]:
-    """Returns the lines about a change of views; none if the same members are in, in the same order.
+    """Returns console lines about a change of views; none if the same members are in it, in the same order.
 
     Args:
         before: The view that this member stood in; None: it has just come in.
@@ -48,7 +48,7 @@ def lines(before: View | None, after: View, me: str, *, carried: bool, replays: 
 
 
 def global_batch(view: View) -> int:
-    """Returns the samples of a full step of all members of a view.
+    """Returns the number of samples in a full step of all members of a view.
 
     With pipelines a step has a number of micro-batches of its own, whoever the members are.
     """
@@ -59,7 +59,7 @@ def global_batch(view: View) -> int:
 
 
 def batch_line(before: View | None, after: View) -> str:
-    """Returns words on batch and learning rate if this change of views changes the batch; "" if not.
+    """Returns a line on batch and learning rate if this change of views changes the global batch; else "".
 
     Each member takes batches of the size that its loader has (protocol.md 10, 25), so that a step has all of theirs.
     """
@@ -77,13 +77,13 @@ def batch_line(before: View | None, after: View) -> str:
 
 
 def _lost(member: str, reason: str) -> str:
-    """Returns what became of a member that a recovery left out, by the reason of the view."""
+    """Describes what became of a member that a recovery left out, as the view's reason states it."""
     told = re.search(rf"(?:^|; ){re.escape(member)}(?:: | is put out: )([^;]*)", reason)
     return f"is out ({told[1]})" if told else "is out"
 
 
 def progress_line(now: Progress) -> str:
-    """Returns the line about how far a newcomer is with the state."""
+    """Returns the line about a newcomer's progress in fetching or replaying the state."""
     if now.phase == "replay":
         return f"replaying what the others train: {now.lag} step{'s' if now.lag != 1 else ''} behind"
     sources = ", ".join(s.member for s in now.sources)
@@ -94,7 +94,7 @@ def progress_line(now: Progress) -> str:
 
 
 def fetched_line(by_source: Mapping[str, int], skipped: int, seconds: float) -> str:
-    """Returns the line about the state that a newcomer has got."""
+    """Returns the line about a state that a newcomer has fetched."""
     here = f", {amount(skipped)} were here" if skipped else ""
     sources = ", ".join(source for source, nbytes in by_source.items() if nbytes)
     came = f"{amount(sum(by_source.values()))}{' from ' + sources if sources else ''}"
@@ -102,7 +102,7 @@ def fetched_line(by_source: Mapping[str, int], skipped: int, seconds: float) -> 
 
 
 def batch_once(before: View | None, after: View) -> list[str]:
-    """Returns `batch_line` for the first change of views that this process sees, and nothing for later ones."""
+    """Returns `batch_line` for the first change of the batch in this process, and nothing for later ones."""
     global _batches_told
     if _batches_told or not (line := batch_line(before, after)):
         return []
@@ -111,13 +111,13 @@ def batch_once(before: View | None, after: View) -> list[str]:
 
 
 class ProgressLines:
-    """Lines about a newcomer's transfer, one every few seconds."""
+    """Lines about a newcomer's progress, at most one every few seconds."""
 
     def __init__(self) -> None:
         self._told_at = 0.0
 
     def due(self, now: Progress) -> list[str]:
-        """Returns the line of this progress if it is time for one."""
+        """Returns the line about this progress, or nothing if the last one was too recent."""
         if time.monotonic() - self._told_at < PROGRESS_EVERY_S:
             return []
         self._told_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Does the work of a training loop around the engine, be it Lightning's or the user's own.
+"""Provides what training loops need around the engine, both Lightning's loop and the user's own.
 
 Theory of operation. The engine knows of gradients, slots and state. What surrounds it is the same for every loop that
 trains a torch model: which buffers a step averages, which modules and optimizers no step can serve, how averaged
@@ -22,7 +22,7 @@ from chaos_lightning.replication.access import unique
 
 
 def reduced_buffers(module: nn.Module, names: Iterable[str] = (), *, named_by: str = "") -> list[tuple[str, Tensor]]:
-    """Returns buffers that forward passes change and that are averaged with each step (protocol.md 21).
+    """Returns the buffers that are averaged with each step because forward passes change them (protocol.md 21).
 
     Args:
         module: The model; running statistics of its normalisation layers are among these buffers.
@@ -46,13 +46,15 @@ def reduced_buffers(module: nn.Module, names: Iterable[str] = (), *, named_by: s
 
 
 def least_batch(module: nn.Module) -> int:
-    """Returns the fewest samples that the model can train on at once: BatchNorm has no variance of a single one."""
+    """Returns the smallest batch that the model can train on: 2 with BatchNorm, which has no variance for one sample;
+    else 1.
+    """
     return 2 if any(isinstance(child, nn.modules.batchnorm._BatchNorm) for child in module.modules()) else 1
 
 
 @dataclass(frozen=True)
 class Unserved:
-    """Kind of module that no step of a job can serve.
+    """Kind of module that is unsupported because no step of a job can synchronize it.
 
     Attributes:
         what: The kind, as a user would name it.
@@ -87,13 +89,14 @@ SHARDED = "every member holds the whole state, so that any of them may die; use 
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
-    """Returns whether the optimizer's state is spread over processes, which no member's death may tear apart."""
+    """Returns whether the optimizer's state is sharded over processes, which would be lost with a member."""
     return hasattr(optimizer, "consolidate_state_dict")
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """Rule by which averaged gradients are clipped before the optimizer steps; called with the optimizer.
+    """Rule by which averaged gradients are clipped before the optimizer's step; calling it with the optimizer clips
+    them.
 
     Attributes:
         norm: Bound for the norm of all gradients together, as of `clip_grad_norm_`; None: it is not looked at.
@@ -124,7 +127,7 @@ class Clipping:
 
 
 def tell_epoch(engine: Engine, loader: JobLoader, epoch: int) -> None:
-    """Logs, as an epoch begins, how long it is, so that a report sees whether all of it was used.
+    """Logs the length of an epoch at its beginning, so that a report can check that all of it was used.
 
     Args:
         engine: In the job.
@@ -142,7 +145,7 @@ _trainings, _interval_before_s = 0, 0.0
 
 
 def switch_quickly() -> Callable[[], None]:
-    """Makes threads give the interpreter away after 0.5 ms while a process trains (`sys.setswitchinterval`).
+    """Makes Python switch threads after 0.5 ms while a process trains (`sys.setswitchinterval`).
 
     The I/O thread needs it for microseconds, often; with Python's default it would wait 5 ms each time.
 

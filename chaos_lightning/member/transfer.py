@@ -1,4 +1,4 @@
-"""Moves state and raw results between members, as the engine uses replication/: over authenticated bulk connections."""
+"""Moves state and reduced bytes between members over authenticated bulk connections, for the engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ POOLED_CONNECTIONS = 2
 
 
 class _Watched:
-    """Training state that behaves as the one in it, and tells when a pull begins to change that."""
+    """Wrapper of a training state that calls a function when a pull begins to overwrite it."""
 
     def __init__(self, state: StateAccess, begun: Callable[[], None]) -> None:
         self._state = state
@@ -117,24 +117,26 @@ class Transfer:
         self._events = events
 
     def ways(self, sources: Sequence[Member], view: View) -> list[Endpoint]:
-        """Returns the ways to those of these members that are to be asked for something (see choice.py)."""
+        """Chooses which of the given members to ask for bytes, and returns their addresses, with routes (see
+        choice.py).
+        """
         return endpoints(sources, view, self._links.near())
 
     def dial(self, donor: Endpoint) -> socket.socket:
-        """Returns an authenticated bulk connection; one that was made before, if there is any."""
+        """Returns an authenticated bulk connection, taken from the pool if possible."""
         return self._pool.take(donor) or self._connect(donor)
 
     def expect(self, donor: Member) -> None:
-        """Makes connections beforehand to a member that this new one may soon ask for its state."""
+        """Opens connections in advance to a member that this newcomer may soon ask for its state."""
         self._pool.prepare(Endpoint(donor.id, donor.address, donor.port), POOLED_CONNECTIONS)
 
     def arrived(self) -> None:
-        """Closes connections that were made in advance, as this member is in, or another one by now."""
+        """Closes connections that were opened in advance, because this member is in the job or has another id now."""
         before, self._pool = self._pool, ConnectionPool(self._connect)
         before.close()
 
     def forget(self) -> None:
-        """Forgets keys and states as this member begins anew, as another one."""
+        """Forgets keys and withdrawn slots, because this member joins again under another id."""
         self._keys.reset()
         self.server.forget()
 
@@ -145,7 +147,7 @@ class Transfer:
         self.teller.close()
 
     def tell_progress(self, now: Progress) -> None:
-        """Says on the console how far the transfer of the state is, every few seconds."""
+        """Shows on the console how far the transfer of the state is, every few seconds."""
         self.teller.tell(*self._progress_lines.due(now))
 
     def _connect(self, donor: Endpoint) -> socket.socket:
@@ -153,7 +155,7 @@ class Transfer:
         return dial(donor.address, donor.port, greeting, token=self._secret.tokens(), keys=self._keys)
 
     def publish(self, header: Header, state: StateAccess, layout: Layout) -> None:
-        """Makes the state at `header` servable until the next slot commits (protocol.md 15).
+        """Begins to serve the state at `header`, until the next slot commits (protocol.md 15).
 
         Nothing is copied but the buffers that the next forward pass changes: all else is still until that commit.
         """
@@ -164,7 +166,7 @@ class Transfer:
         self._events.emit("published", seq=header.seq, head=header.hash)
 
     def snapshot(self, header: Header, view: View | None, state: StateAccess, layout: Layout) -> None:
-        """Keeps a copy of the state at `header` for learners, made while training goes on (protocol.md 15).
+        """Begins a copy of the state at `header` for learners, made while training continues (protocol.md 15).
 
         Args:
             header: A committed one; the optimizer has stepped on it, and not on a later one.
@@ -192,7 +194,7 @@ class Transfer:
         self._events.emit("snapshot", seq=header.seq, head=header.hash, nbytes=self._copying.nbytes)
 
     def settle(self) -> None:
-        """Waits for the rest of a snapshot that is being copied, before the optimizer writes."""
+        """Waits for a snapshot that is still being copied, before the optimizer writes to the state."""
         if self._copying is not None:
             self._copying.settle()
             self._copying = None
@@ -205,7 +207,7 @@ class Transfer:
         deadline: float,
         superseded: Callable[[], bool] | None = None,
     ) -> bool:
-        """Pulls the state at `header`; False if the scheduler has meanwhile told us to do something else.
+        """Pulls the state at `header`; returns False if the scheduler has decided something else before it is complete.
 
         Args:
             header: A committed one.
@@ -251,7 +253,7 @@ class Transfer:
         *,
         proves: bool,
     ) -> PullReport:
-        """Makes one attempt of `fetch`, with these sources."""
+        """Pulls the state once, for `fetch`, from these sources."""
         near, watched = self._links.near(), self._watched(header, state)
         donors, joiners = endpoints(sources, view, near), frozenset(view.joiners)
         config = PullConfig(deadline_s=max(0.1, deadline - time.monotonic()), by_reference=True)
@@ -283,14 +285,14 @@ class Transfer:
         )
 
     def _await_estimates(self, sources: set[str], deadline: float, given_up: Callable[[], bool]) -> None:
-        """Waits for estimates of a newcomer's links, which are just made: a plan that is not corrected is only as good
-        as they are.
+        """Waits until a newcomer's new links to these sources are measured, for a policy that does not correct its plan
+        later.
         """
         timeout_s = min(deadline - time.monotonic(), ESTIMATES_TIMEOUT_S)
         self._await(lambda: given_up() or not sources & self._links.unmeasured(), timeout_s)
 
     def _await(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until the I/O thread has learnt something; returns whether it has."""
+        """Waits until the condition holds, at most `timeout_s`; returns whether it does."""
         until = time.monotonic() + timeout_s
         with self._mail.changed:
             while not condition() and time.monotonic() < until:
@@ -305,7 +307,9 @@ class Transfer:
         config: PullConfig,
         superseded: Callable[[], bool],
     ) -> PullReport | None:
-        """Takes a snapshot out of the memory of a member on this machine; None if nobody lends it."""
+        """Reads a snapshot out of the memory of a member on this machine; returns None if no member lends its
+        memory.
+        """
         ways, pool = {e.member: e for e in donors}, self._pool
 
         def keep(member: str, channel: BulkSocket) -> None:
@@ -354,7 +358,7 @@ class Transfer:
         )
 
     def _progress(self, phase: str) -> Callable[[Progress], None]:
-        """Tells log and scheduler about once a second how far the pull is."""
+        """Returns a function that reports a pull's progress to log and scheduler, about once a second."""
         told = time.monotonic()
 
         def tell(now: Progress) -> None:
@@ -377,7 +381,7 @@ class Transfer:
         return tell
 
     def _superseded(self) -> bool:
-        """Returns whether a newer decision (or this member's end) has made the present pull pointless."""
+        """Returns whether a newer decision, or this member's end, has made the present pull pointless."""
         return self._mail.pull is not None or self._mail.over
 
     def hand_on(
@@ -389,7 +393,7 @@ class Transfer:
         memory: Memory,
         done: Callable[[], None],
     ) -> None:
-        """Fetches a handed-on slot's raw bytes in an own thread, then calls `done` (protocol.md 9).
+        """Fetches a handed-on slot's reduced bytes in a separate thread, then calls `done` (protocol.md 9).
 
         Args:
             header: The slot's header.

@@ -1,4 +1,4 @@
-"""Runs slots as units of micro-batches: what the I/O thread tells of attempts, and the loop over them.
+"""Runs slots as units of micro-batches: the interface to such units, and the loop that runs them until a commit.
 
 Theory of operation (protocol.md P4, P7). A unit waits for tensors of other members, so a recovery ends an attempt in
 its middle, and the step runs again under the recovery's view. The I/O thread posts each attempt that it opens. It ends
@@ -25,7 +25,7 @@ from chaos_lightning.transport.link import Chunks
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step at one member; 0: not known.
+    """Seconds that a step takes at one member, as medians; 0 if unknown.
 
     Attributes:
         step_s: From its first unit to that of the next step.
@@ -41,37 +41,37 @@ class UnitStep(Protocol):
 
     @property
     def borders(self) -> Chunks:
-        """Receiver of frames with border tensors; in the loop's thread."""
+        """Receiver of frames with border tensors; called in the I/O loop's thread."""
 
     @property
     def speed(self) -> float:
-        """Speed at which this member computes, as `Heartbeat.speed`; any thread."""
+        """Relative speed at which this member computes, as in `Heartbeat.speed`; any thread."""
 
     def step_time(self, view: ViewId) -> StepTime:
-        """Returns medians of the latest steps by the plan of this view; any thread."""
+        """Returns the median times of the latest steps under this view's plan; any thread."""
 
     def reduced(self, view: ViewId, seq: int) -> None:
-        """Notes that all that this member owns is reduced; in the loop's thread."""
+        """Notes that all parts that this member owns are reduced; in the I/O loop's thread."""
 
     def end(self, view: ViewId) -> None:
-        """Ends attempts of this and older views; in the loop's thread."""
+        """Ends attempts in this view and older ones; in the I/O loop's thread."""
 
     def remember_base(self) -> None:
-        """Notes that the model is now as the last header has committed it."""
+        """Notes that the model now has the state of the last committed header."""
 
     def drop(self) -> None:
-        """Undoes what an attempt has done here."""
+        """Undoes what an attempt has changed at this member."""
 
     def commit(self, header: Header) -> None:
-        """Puts averages of a committed step into `.grad`."""
+        """Writes the averages of a committed step into `.grad`."""
 
     def restart(self) -> None:
-        """Forgets all attempts, as this member joins again, maybe another chain; in the loop's thread."""
+        """Forgets all attempts, because this member joins again, perhaps another chain; in the I/O loop's thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitsDone:
-    """Results of an attempt at this member, all of whose parts are reduced here.
+    """Results of an attempt at this member, all of whose own parts are reduced.
 
     Attributes:
         weight: Sum of the weights of micro-batches whose last layers ran here.
@@ -97,8 +97,8 @@ meanwhile.
 
 
 def owned_spans(layout: Layout, view: View) -> Sequence[OwnedSpans] | None:
-    """Returns who owns which bytes of the layout in a view; None if it has no pipelines, so that all own all of
-    them.
+    """Returns which members own which bytes of the layout in a view; None if the view has no pipelines and all own
+    everything.
     """
     if not view.pipelines:
         return None
@@ -107,14 +107,14 @@ def owned_spans(layout: Layout, view: View) -> Sequence[OwnedSpans] | None:
 
 
 class MovesParts(Protocol):
-    """Interface of what moves parts of the state between members (member/part_moves.py)."""
+    """Interface of an object that moves parts of the state between members (member/part_moves.py)."""
 
     def serve(self, header: Header, view: View) -> None:
-        """Serves the parts that are held at the header, if a member of this view may lack them."""
+        """Serves the parts that this member holds at the header, if another member of the view may lack them."""
 
     def pull(self, wanted: PullParts, deadline: float) -> bool:
-        """Pulls missing parts until the deadline, by `time.monotonic()`; returns False if something else is wanted
-        meanwhile.
+        """Pulls missing parts until the deadline (`time.monotonic()`); returns False if the order was superseded before
+        all had come.
         """
 
 
@@ -128,7 +128,7 @@ def run_attempts(
     deadline_s: Callable[[], float],
     kind: Kind = Kind.STEP,
 ) -> Committed:
-    """Runs attempts at the slot after a header until it is committed.
+    """Runs attempts at the slot that follows a header, until it is committed.
 
     Args:
         step: Runs units.
@@ -176,7 +176,7 @@ def run_attempts(
 
 
 def await_commit(moves: MovesParts, mail: Mailbox, header: Header, what: str, deadline: float) -> Committed:
-    """Waits for the slot after a header, which runs no units; parts move meanwhile as they do in a step.
+    """Waits for the commit of a slot that runs no units; moves parts meanwhile, as a step would.
 
     Args:
         moves: Gives and takes parts in each view that is entered.
@@ -208,7 +208,7 @@ def await_commit(moves: MovesParts, mail: Mailbox, header: Header, what: str, de
 def _next(
     mail: Mailbox, header: Header, entered: ViewId | None, what: str, deadline_s: Callable[[], float]
 ) -> Committed | PullParts | View:
-    """Waits for the commit of the slot after a header, for parts to pull, or for a view after this one.
+    """Waits for the commit of the slot that follows a header, for an order to pull parts, or for a newer view.
 
     That view has this member run the slot anew, or lets it go. Then it serves its parts as long as a scheduler is there
     to release it, and may be taken back (P9).
@@ -235,6 +235,6 @@ def _next(
 
 
 def _depart(mail: Mailbox, view: View) -> None:
-    """Ends the slot if this view lets all members go, each of which writes its parts down then (P13)."""
+    """Raises DepartedError if this view lets all members go, each of which then writes its parts to a file (P13)."""
     if not view.members:
         raise DepartedError(f"{mail.who()} was let go with all other members by view {view.id}: {view.reason}")

@@ -1,4 +1,4 @@
-"""Tells on the terminal what a member waits for, and how it gives up waiting.
+"""Tells the user on the terminal what a member waits for, and ends a wait that the user gives up.
 
 Theory of operation. The scheduler tells whoever waits what for, in Notices, and in refusals of a member that may knock
 again. Each text is shown once, by the logger "chaos_lightning" at WARNING, which is shown unless the user turned it
@@ -40,7 +40,7 @@ ADVICE = "start the members that are missing, with this endpoint, or set min_nod
 
 
 class Waiting:
-    """Words about one member's waits.
+    """Messages to the user about one member's waits.
 
     Args:
         mail: Where the training thread waits.
@@ -60,7 +60,7 @@ class Waiting:
         """Time (s of a wait) at which a newcomer that no scheduler has answered said so last; None: one has."""
 
     def hear(self, message: ToMember) -> None:
-        """Takes a message of the scheduler (agent's thread)."""
+        """Handles a message from the scheduler (agent's thread)."""
         match message:
             case Welcome(_, _, role, reason):
                 self._mail.post(greeting=f"{role}: {reason}")
@@ -78,7 +78,7 @@ class Waiting:
                     self._told(Notice(reason, waiting=True))
 
     def stream(self, state: str) -> None:
-        """Takes a state of the control stream (agent's thread; states as in control/agent.py)."""
+        """Handles a new state of the control stream (agent's thread; states as in control/agent.py)."""
         self._events.emit("scheduler", state=state)
         if state == "connected":
             self._told_severed = self._told_slow = False
@@ -92,7 +92,7 @@ class Waiting:
             self._mail.post(lost=state.removeprefix("waits: "))
 
     def _lost(self, what: str, waited_s: float, left_s: float) -> None:
-        """Tells that the training thread waits and no scheduler serves this member."""
+        """Tells the user, if it lasts, that the training thread waits while no scheduler serves this member."""
         if self._unheard_at is not None:
             self._unheard(what, waited_s, left_s, self._unheard_at)
             return
@@ -110,7 +110,7 @@ class Waiting:
         self._say(f"{text}; it goes on, or joins again, when the scheduler is back, and gives up in {left_s:.0f} s")
 
     def _unheard(self, what: str, waited_s: float, left_s: float, before: float) -> None:
-        """Says that nobody has answered this newcomer so far, and again every few seconds."""
+        """Tells the user that no scheduler has answered this newcomer so far; repeated every few seconds."""
         first, starts = before < 0, waited_s < STARTS_S
         if waited_s < SEVERED_S or waited_s - before < UNHEARD_S or (starts and not first):
             return
@@ -124,7 +124,7 @@ class Waiting:
         )
 
     def _say(self, text: str) -> None:
-        """Shows and logs this member's own words on why it waits."""
+        """Logs this text, in which the member itself says why it waits, and shows it to the user."""
         self._events.emit("notice", text=text, waiting=True)
         self._shown.add(text)
         _log.warning("%s: %s", self._mail.who(), text)
@@ -140,14 +140,16 @@ class Waiting:
             _log.warning("%s: %s", self._mail.who(), printable(text))
 
     def over(self, words: str) -> None:
-        """Tells that waiting is over, as training begins, or goes on."""
+        """Tells the user that waiting is over, because training begins or continues."""
         self._told_severed = False
         if self._shown:
             self._shown = set()
             _log.warning("%s: waiting is over, %s", self._mail.who(), words)
 
     def give_up(self, close: Callable[[], None]) -> DepartedError:
-        """Ends (`close`) the control stream of a member that is in no view, or has no state yet."""
+        """Closes the control stream of a member that is to leave before it is in the job; returns the error to
+        raise.
+        """
         mail = self._mail
         if mail.member is not None and mail.view is None and mail.pull is None:
             with mail.changed, contextlib.suppress(ChaosError, RestartError):

@@ -1,4 +1,4 @@
-"""Finds tensors of a model that user code changes where not all members run it, and so not alike.
+"""Detects tensors of a model that user code changes in hooks that not all members run, so that members would differ.
 
 Theory of operation. A training step sees this member's batch, and a member without samples runs none. So a parameter
 or buffer that it changes differs between members from then on, unless the next step averages it (protocol.md 21).
@@ -36,7 +36,7 @@ _Look = tuple[list[Tensor], list[int], list[int]]
 
 @dataclass(frozen=True)
 class _Place:
-    """Name of the model under which a tensor stands.
+    """Name in the model at which a tensor is registered.
 
     Attributes:
         name: Dotted, as in `named_parameters`.
@@ -54,7 +54,7 @@ class _Place:
 
 
 class Watch:
-    """Tensors of one model, looked at before and after user code.
+    """Watch on the tensors of one model, compared before and after user code.
 
     Args:
         module: The model.
@@ -90,14 +90,14 @@ class Watch:
         self._begun = 0
 
     def begin(self) -> None:
-        """Looks at all tensors before user code sees a batch."""
+        """Records all tensors before user code sees a batch."""
         self._begun += 1
         self.closely = self._begun & (self._begun - 1) == 0
         self._before = self._look()
         self._digested = self._digests() if self.closely else None
 
     def check(self, where: str) -> None:
-        """Checks, after the code ran, that it changed no tensor that no step averages.
+        """Raises UnsupportedError if the user code that just ran changed a tensor that no step averages.
 
         Args:
             where: Name of the code, for the message.
@@ -123,8 +123,8 @@ class Watch:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Puts averaged buffers back where user code has assigned new ones, and gives them the new values, once
-        backward passes are over.
+        """Restores averaged buffers that user code replaced by new tensors, with the new values; to be called after
+        backward passes.
         """
         for averaged, holder, key in self._averaged:
             now = holder.get(key)
@@ -133,7 +133,7 @@ class Watch:
                 holder[key] = averaged
 
     def words(self, names: Sequence[str], where: str) -> str:
-        """Says what changed, why members differ then, and what to do."""
+        """Composes an error text: what changed, why members differ by that, and what to do."""
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return (
             f"{', '.join(names[:_SHOWN])}{more} changed within {where}; members see different batches (or none), so "
@@ -143,9 +143,7 @@ class Watch:
         )
 
     def _is_served(self, place: _Place, tensor: Tensor, now: Tensor) -> bool:
-        """Returns whether members stay equal although `now` stands where `tensor` stood, or is another version of
-        it.
-        """
+        """Returns whether members stay equal although the tensor at a name was replaced or written to."""
         if now is tensor:
             return place.averaged is not None
         if place.trained or tensor is _NOTHING or now is _NOTHING:
@@ -155,13 +153,13 @@ class Watch:
         return place.averaged is not None or torch.equal(now, tensor)
 
     def _look(self) -> _Look:
-        """Looks at all tensors; thousands of them, before and after each training step, so by loops that C runs."""
+        """Records all tensors, their versions and addresses, by fast built-in loops, since models have thousands."""
         tensors = [_NOTHING if (t := holder.get(key)) is None else t for holder, key in self._slots]
         return tensors, list(map(_version, tensors)), list(map(_address, tensors))
 
     def _moved(self) -> Iterator[tuple[_Place, Tensor, Tensor]]:
-        """Yields places where another tensor stands than before, or the same with another version or memory, with both
-        tensors.
+        """Yields the names at which the tensor, its version or its memory changed since `begin`, with old and new
+        tensor.
         """
         before, now = self._before, self._look()
         if not before[0] or (before[1:] == now[1:] and all(map(operator.is_, before[0], now[0]))):
@@ -172,9 +170,7 @@ class Watch:
 
     @torch.no_grad()
     def _digests(self) -> list[object]:
-        """Returns digests that tell whether bits have changed: a hash of each tensor in host memory, a sum of bits
-        on a device.
-        """
+        """Returns a digest for each tensor: a hash for those in host memory, a sum of bits for those on a device."""
         found: list[object] = [b""] * len(self._places)
         sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for number, place in enumerate(self._places):

@@ -1,4 +1,4 @@
-"""Weighs the micro-batches of an accumulation, as far as their weights are known (protocol.md 6).
+"""Computes the factors of the micro-batches in an accumulation while not all their weights are known (protocol.md 6).
 
 Theory of operation. The average of a step is the sum of n_m times the gradient of micro-batch m's mean loss, over the
 sum of n_m, and the members' coefficients are these sums. While an accumulation runs, the sum is not known yet. So each
@@ -17,7 +17,7 @@ from chaos_lightning.errors import UnsupportedError
 
 
 class Weighing:
-    """Weights of one accumulation after the other.
+    """Weights of the micro-batches in an accumulation, for one accumulation after another.
 
     Args:
         parts: Micro-batches per step: each loss counts as divided by it.
@@ -36,16 +36,17 @@ class Weighing:
         return sum(self._weights)
 
     def add(self, weight: float) -> None:
-        """Adds the weight of another micro-batch, in samples."""
+        """Adds the weight of the next micro-batch, in samples."""
         self._weights.append(weight)
         self._unit = self._unit or weight
 
     def factor(self) -> float:
-        """Returns the factor of the newest micro-batch's loss, if others follow."""
+        """Returns the factor for the latest micro-batch's loss, if it is not the accumulation's last one."""
         return self._weights[-1] / self._unit if self._unit else 1.0
 
     def close(self, params: Iterable[Tensor]) -> float:
-        """Gives earlier gradients, before the last backward pass, the factor that was not known when they were made.
+        """Rescales the gradients of earlier micro-batches, now that all weights are known; to be called before the last
+        backward pass.
 
         Args:
             params: Whose gradients these are.
@@ -63,7 +64,7 @@ class Weighing:
         return self._parts * self._weights[-1] / total if total else 1.0
 
     def skip(self, params: Iterable[Tensor], *, closed: bool) -> None:
-        """Gives the newest micro-batch the weight 0, as it has no gradient.
+        """Sets the weight of the latest micro-batch to 0, because it has no gradient.
 
         Args:
             params: Whose gradients these are.
@@ -77,13 +78,13 @@ class Weighing:
                         param.grad.mul_(before / self.total)
 
     def forget(self) -> None:
-        """Forgets the weights: the next micro-batch begins a new accumulation."""
+        """Clears the weights; the next micro-batch begins a new accumulation."""
         self._weights, self._unit = [], 0.0
 
 
 def refuse_kept(named: Iterable[tuple[str, Tensor]], what_to_do: str) -> None:
-    """Refuses gradients of the last step, before an accumulation's first pass, that were neither put away nor zeroed. A
-    newcomer would not have them, so the others' part of the coming average would shrink.
+    """Raises UnsupportedError if gradients of the last step were neither removed nor zeroed before an accumulation's
+    first pass. A newcomer would lack them.
 
     Args:
         named: The trained parameters.

@@ -1,1 +1,1 @@
-"""Types, messages and their encoding: all that two machines must agree on."""
+"""Defines the types and messages that machines exchange, and their encoding."""

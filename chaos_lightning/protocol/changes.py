@@ -1,4 +1,5 @@
-"""Tells a view by what it changes of the view before it: members and links that go and come, another plan or pipelines.
+"""Encodes a view as a change of the view before it: members and links that go and come, another plan or other
+pipelines.
 
 Theory of operation. A change is made only where it leads back to the very view: members that stay keep their order and
 those that come follow them, links are in rank order. It names the view that it changes by number and digest, and is
@@ -16,7 +17,7 @@ from chaos_lightning.protocol.types import LinkSpec, PlanSpec, View
 
 
 def change_to(before: View, view: View, digest: str) -> PackedChange | None:
-    """Returns the change that leads from `before` to `view`; None if that cannot be told as a change.
+    """Returns the change that leads from `before` to `view`; None if no change can express the difference.
 
     Args:
         before: The view that `view` follows.
@@ -45,7 +46,7 @@ def change_to(before: View, view: View, digest: str) -> PackedChange | None:
 
 
 def changed(before: View, change: PackedChange, digest: str) -> View:
-    """Returns the view that this change makes of `before`, for whose content `digest` stands.
+    """Applies a change to the view `before`, whose content has the digest `digest`; returns the new view.
 
     Raises:
         WireError: The change is none, or one of another view.

@@ -1,5 +1,4 @@
-"""Converts dataclasses to bytes and back, by a proto file: the job's own (protocol/types.py), and those of other
-services.
+"""Converts dataclasses to protobuf messages and back: the job's own (protocol/types.py) and those of other services.
 
 Theory of operation. A `Vocabulary` is a set of dataclasses with a proto file that has a message of the same name for
 each. For each dataclass a *plan* is made once, from its type hints and from the descriptor of the proto
@@ -41,7 +40,9 @@ _INT64 = 1 << 63
 
 @dataclasses.dataclass(slots=True)
 class _Field:
-    """Codec of one field. `present` fields are messages that must be there; `optional` ones may be None."""
+    """Codec of one field of a dataclass; an `optional` field may be None, any other field that is a message must be
+    set.
+    """
 
     name: str
     put: Callable[[Any], Any]
@@ -51,7 +52,7 @@ class _Field:
 
 
 class _Plan:
-    """Encoder and decoder of one dataclass."""
+    """Encoder and decoder of one dataclass, field by field."""
 
     def __init__(self, cls: type, message: Any) -> None:
         self.cls = cls
@@ -104,7 +105,7 @@ class _Plan:
 
 
 class _Packed:
-    """Encoder and decoder of a dataclass that travels in the form of another one."""
+    """Encoder and decoder of a dataclass that is sent as another dataclass, its packed form."""
 
     def __init__(self, cls: type, form: _Plan, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
         self.cls = cls
@@ -172,7 +173,7 @@ def _pair(message: Any) -> Codec:
 
 
 def _limited(message: str, name: str, hint: Any, get: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns `get` for a field of this type, with its limits (protocol/limits.py) before it."""
+    """Wraps the decoder of a field, so that it checks the field's limits (protocol/limits.py) first."""
     where, many = f"{message}.{name}", typing.get_args(hint)[-1:] == (Ellipsis,)
     inner = typing.get_args(hint)[0] if many else hint
     most_items, most_nbytes = limits.LISTS.get(name), limits.most_nbytes(message, name)
@@ -227,7 +228,7 @@ _SCALARS: dict[type, tuple[tuple[str, ...], Codec]] = {
 
 
 def _single(vocabulary: Vocabulary, hint: Any, descriptor: Any) -> tuple[Codec, bool]:
-    """Returns the codec of one value of this type, and whether it is a message."""
+    """Returns the codec of a single value of this type, and whether it is encoded as a message."""
     if hint in _SCALARS:
         fitting, codec = _SCALARS[hint]
         if descriptor.type not in [getattr(descriptor, name) for name in fitting]:
@@ -274,8 +275,8 @@ def _all(put: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _put_integers(value: Any) -> Any:
-    """Returns a tuple of integers as `_all` does, quickly: a view has thousands. Protobuf refuses those of more than 64
-    bits.
+    """Checks that the value is a tuple of integers and returns it; quicker than `_all`, since a view has thousands.
+    Protobuf rejects those of more than 64 bits.
     """
     if type(value) is not tuple or not {int}.issuperset(map(type, value)):
         raise TypeError("expected a tuple of int")
@@ -289,12 +290,12 @@ def _every(get: Callable[[Any], Any], convert: bool) -> Callable[[Any], Any]:
 
 
 def snake(name: str) -> str:
-    """Returns the name of a message's field in its envelope: LinkEvent -> link_event."""
+    """Converts a class's name to the name of its field in an envelope: LinkEvent -> link_event."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class Vocabulary:
-    """Messages of one service: dataclasses, each with a message of its name in a proto file.
+    """Messages of one service: dataclasses, each with a protobuf message of the same name.
 
     Args:
         classes: Dataclasses, and anything else, which is left out as are dataclasses that have no message.
@@ -342,15 +343,15 @@ class Vocabulary:
 
     @property
     def classes(self) -> frozenset[type]:
-        """Dataclasses that can be said."""
+        """Dataclasses that have a message."""
         return frozenset(self._plans)
 
     def stub(self, cls: type) -> Any:
-        """Returns the message of the proto file that this dataclass becomes."""
+        """Returns the protobuf class for this dataclass."""
         return self._plans[cls].message
 
     def message(self, hint: Any) -> tuple[str, Codec]:
-        """Returns the name of the message that a value of this type becomes, and the codec.
+        """Returns the message's name and the codec for values of this type.
 
         Raises:
             TypeError: There is none.
@@ -363,7 +364,7 @@ class Vocabulary:
         return plan.message.DESCRIPTOR.name, (plan.encode, plan.decode)
 
     def encode(self, value: object, limit: int = MAX_CONTROL_NBYTES) -> bytes:
-        """Returns the bytes of one of these dataclasses (stores keep views and headers this way).
+        """Encodes one of these dataclasses as bytes, as stores keep views and headers.
 
         Raises:
             TypeError: It has no message, or a field of another type.
@@ -375,7 +376,7 @@ class Vocabulary:
         return _serialize(plan.encode(value), limit)
 
     def decode(self, cls: type[T], data: bytes | bytearray | memoryview, limit: int = MAX_CONTROL_NBYTES) -> T:
-        """Returns the dataclass `cls` of which `encode` made these bytes.
+        """Decodes bytes from `encode` to the dataclass `cls`.
 
         Raises:
             WireError: These bytes are no such message.
@@ -385,7 +386,7 @@ class Vocabulary:
         return result
 
     def envelope(self, union: Any, message: Any, limit: int = MAX_CONTROL_NBYTES) -> Envelope:
-        """Returns an envelope for one of several of these dataclasses.
+        """Makes an envelope for a union of these dataclasses; checks that it matches the proto file.
 
         Args:
             union: All of them.
@@ -408,7 +409,7 @@ class Vocabulary:
 
 
 class Envelope:
-    """Message that holds one of several messages; `Vocabulary.envelope` makes it."""
+    """Codec of a message that contains one of several messages; made by `Vocabulary.envelope`."""
 
     def __init__(self, message: Any, limit: int, plans: dict[type, tuple[str, _Plan | _Packed]]) -> None:
         self.message = message
@@ -418,25 +419,25 @@ class Envelope:
         self._by_field = dict(plans.values())
 
     def wrap(self, value: Any) -> Any:
-        """Returns the proto message around this one."""
+        """Puts a message into a protobuf envelope."""
         field, plan = self._plans.get(type(value), ("", None))
         if plan is None:
             raise TypeError(f"{type(value).__name__} is no message of {self.message.DESCRIPTOR.name}")
         return self.message(**{field: plan.encode(value)})
 
     def unwrap(self, envelope: Any) -> Any:
-        """Returns the message that `wrap` was given; WireError on anything odd."""
+        """Returns the message in a protobuf envelope; raises WireError if it is malformed."""
         field = envelope.WhichOneof("message")
         if field is None:
             raise WireError(f"{self.message.DESCRIPTOR.name} without a known message")
         return self._by_field[field].decode(getattr(envelope, field))
 
     def encode(self, value: Any) -> bytes:
-        """Returns the bytes of `wrap`."""
+        """Encodes a message in its envelope as bytes."""
         return _serialize(self.wrap(value), self._limit)
 
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
-        """Returns the message of which `encode` made these bytes; WireError on anything odd."""
+        """Decodes bytes from `encode` to the message in the envelope; raises WireError if they are malformed."""
         return self.unwrap(_parse(self.message, data, self._limit))
 
 
@@ -474,18 +475,18 @@ encode, decode = JOB.encode, JOB.decode
 
 
 def encode_peer(message: PeerMessage) -> bytes:
-    """Returns the bytes of a Contribution or Header for another member."""
+    """Encodes a Contribution or Header as bytes, for another member."""
     return PEER.encode(message)
 
 
 def decode_peer(data: bytes | bytearray | memoryview) -> PeerMessage:
-    """Returns the message of which `encode_peer` made these bytes; WireError on anything odd."""
+    """Decodes bytes from `encode_peer`; raises WireError if they are malformed."""
     message: PeerMessage = PEER.decode(data)
     return message
 
 
 def wrap_from_member(message: FromMember) -> Any:
-    """Returns the FromMemberEnvelope around this message."""
+    """Puts a member's message to the scheduler into a FromMemberEnvelope."""
     return FROM_MEMBER.wrap(message)
 
 
@@ -495,12 +496,12 @@ def unwrap_from_member(envelope: Any) -> FromMember:
 
 
 def wrap_to_member(message: ToMember) -> Any:
-    """Returns the ToMemberEnvelope around this message."""
+    """Puts a scheduler's message to a member into a ToMemberEnvelope."""
     return TO_MEMBER.wrap(message)
 
 
 def encode_to_member(message: ToMember) -> bytes:
-    """Returns the bytes of `wrap_to_member`, to be sent to many."""
+    """Encodes a scheduler's message as bytes once, to be sent to many members."""
     return TO_MEMBER.encode(message)
 
 

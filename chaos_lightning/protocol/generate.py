@@ -1,4 +1,4 @@
-"""Writes the stubs of all .proto files beside them: `python -m chaos_lightning.protocol.generate`.
+"""Generates Python stubs from all .proto files, beside them: `python -m chaos_lightning.protocol.generate`.
 
 Needs grpcio-tools (in the `dev` extra); the committed results need only grpcio and protobuf. The stubs demand at least
 the versions of grpcio and protobuf they were generated with, so regenerate with the oldest grpcio-tools that
@@ -22,7 +22,7 @@ PROTOS = {
 
 
 def generate(out: Path = ROOT) -> None:
-    """Writes the stubs under `out`, in the same folders."""
+    """Generates the stubs of all .proto files below `out`, in the same subfolders."""
     try:
         protoc = importlib.import_module("grpc_tools.protoc")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Limits of what others may say: of texts in bytes of UTF-8, of lists in items, of numbers by range.
+"""Defines limits on received messages: of texts in bytes of UTF-8, of lists in items, and ranges of numbers.
 
 Theory of operation. The codec looks at each field as it makes a dataclass of a message (protocol/codec.py). So whatever
 is beyond its limit is refused by name before any machine sees it, on control streams, on links and at the leader of
@@ -82,27 +82,27 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
 
 
 def nbytes(text: str) -> int:
-    """Returns the bytes of a text."""
+    """Returns the size of a text in bytes of UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 def most_nbytes(message: str, field: str) -> int:
-    """Returns the limit of a text."""
+    """Returns the largest size in bytes that a text field of a message may have."""
     return TEXTS.get(f"{message}.{field}") or TEXTS.get(field, TEXT_NBYTES)
 
 
 def range_of(message: str, field: str) -> tuple[float, float] | None:
-    """Returns the least and the greatest value of a number; None if it has no limit."""
+    """Returns the least and the greatest value that a number field of a message may have; None if it has no limit."""
     return NUMBERS.get(f"{message}.{field}") or NUMBERS.get(field)
 
 
 def bounded(reason: str) -> str:
-    """Returns a reason, cut off where it is so long that it would swell a record or be refused."""
+    """Returns a reason's text, cut off if it is too long for a record or message."""
     most = REASON_NBYTES // 4
     cut = reason.encode()[:most].decode(errors="ignore")
     return reason if nbytes(reason) <= most else f"{cut} ... (cut off)"
 
 
 def at_most(most: int) -> Callable[[str], str]:
-    """Returns the check of a setting whose text may have so many bytes."""
+    """Returns a check for a setting, by which its text may have at most this many bytes."""
     return lambda text: "" if (size := nbytes(text)) <= most else f"it has {size} bytes; expected {most} at most"

@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def count(members: Iterable[Member]) -> int:
-    """Returns how many nodes these members are workers of."""
+    """Returns the number of nodes to which these members belong."""
     return len({m.place for m in members})
 
 
 def within(candidates: Sequence[Member], inside: Iterable[Member], limit: int) -> list[Member]:
-    """Returns the candidates that fit, in their order, if at most `limit` nodes may be inside."""
+    """Returns the candidates that may be admitted, in order, so that at most `limit` nodes are inside."""
     places = {m.place for m in inside}
     fitting = []
     for member in candidates:
@@ -29,7 +29,7 @@ def within(candidates: Sequence[Member], inside: Iterable[Member], limit: int) -
 
 
 def in_words(members: Sequence[Member]) -> str:
-    """Returns the number of nodes in words: "2 nodes with 4 workers", or "2 nodes" where each has one."""
+    """Returns the number of nodes in words: "2 nodes with 4 workers", or "2 nodes" if each has one worker."""
     number = count(members)
     words = f"{number} node{'' if number == 1 else 's'}"
     return words if number == len(members) else f"{words} with {len(members)} workers"

@@ -1,5 +1,4 @@
-"""Sets how often members say that they live: the more there are, the more seldom, so that the scheduler is not kept
-busy.
+"""Computes how often members send heartbeats: less often the more members there are, to spare the scheduler.
 
 The interval changes only when the number of members passes a power of two, since all members must be told.
 """
@@ -17,20 +16,21 @@ LEAST_HEARTBEATS = 4
 
 
 def heartbeat_interval_s(settings: Settings, count: int) -> float:
-    """Returns the seconds between two heartbeats of each of `count` members; never less than the setting."""
+    """Returns the heartbeat interval (s) for each of `count` members; never shorter than the setting."""
     power = 1 << max(0, count - 1).bit_length()
     longest = max(settings.heartbeat_interval_s, settings.silence_timeout_s / LEAST_HEARTBEATS)
     return min(max(settings.heartbeat_interval_s, power * HEARTBEAT_COST_S / HEARTBEAT_SHARE), longest)
 
 
 def heartbeat_timeout_s(settings: Settings, count: int) -> float:
-    """Returns the silence (s) after which one of `count` members is suspected: always two intervals or more."""
+    """Returns the silence (s) after which one of `count` members is suspected, at least two heartbeat intervals."""
     longer = heartbeat_interval_s(settings, count) - settings.heartbeat_interval_s
     return settings.heartbeat_timeout_s + 2 * longer
 
 
 class Pacing:
-    """Interval and timeout of heartbeats that hold now. Slower at once, timeout first; faster later, interval first.
+    """Present interval and timeout of heartbeats. When they grow, the timeout is changed first; when they shrink, the
+    interval.
 
     Args:
         settings: The job's rules.
@@ -48,7 +48,9 @@ class Pacing:
         self._fewer_since: float | None = None
 
     def follow(self, now: float, count: int) -> bool:
-        """Adapts to `count` members; returns True if these must be told of another interval."""
+        """Adapts interval and timeout to `count` members; returns whether the interval has changed, so that members
+        must be told.
+        """
         interval_s, timeout_s = heartbeat_interval_s(self._settings, count), heartbeat_timeout_s(self._settings, count)
         before = self.interval_s
         if interval_s >= self.interval_s:

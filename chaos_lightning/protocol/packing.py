@@ -1,4 +1,4 @@
-"""Packs a view for the wire and for stores: each member is named once, and links and trees refer to it by number.
+"""Packs a view compactly for messages and stores: names each member once, and refers to it by number elsewhere.
 
 Theory of operation. A view's names form one table: "" is number 0, the members follow in rank order, then the few words
 that are no member's id (a user's plan may go by names), in the order in which joiners, links and trees first use them.
@@ -23,7 +23,7 @@ _TEXTS, _NUMBERS = 5, 4
 
 @dataclass(frozen=True, slots=True)
 class PackedMembers:
-    """Packed form of members, by columns.
+    """Packed form of members, with all their names together, then all ids, and so on.
 
     Attributes:
         texts: All texts, each without the beginning that it shares with the text before it (an id: with the member's
@@ -39,7 +39,7 @@ class PackedMembers:
 
 @dataclass(frozen=True, slots=True)
 class PackedTree:
-    """Packed form of a TreeSpec. If `whole`, it has all members in rank order, and `members` is empty."""
+    """Packed form of a TreeSpec; a `whole` tree has all members in rank order, and leaves `members` empty."""
 
     start: int
     stop: int
@@ -51,8 +51,8 @@ class PackedTree:
 
 @dataclass(frozen=True, slots=True)
 class PackedView:
-    """Packed form of a View. `links` has each link's first end less the one before it, then each second end less its
-    first end.
+    """Packed form of a View. `links` has the difference of each link's first end to that of the link before, then of
+    each second end to its first.
     """
 
     id: ViewId
@@ -74,7 +74,7 @@ class PackedView:
 
 @dataclass(frozen=True, slots=True)
 class PackedChange:
-    """Changes of a view to the one before it (protocol/changes.py).
+    """Packed form of the change from a view to the next one (protocol/changes.py).
 
     Attributes:
         before: Digest for the content of the view that it changes.
@@ -94,7 +94,7 @@ class PackedChange:
 
 
 class _Table(dict[str, int]):
-    """Numbers of names. A new name gets the next number."""
+    """Table of numbers by name; a new name gets the next number."""
 
     def __missing__(self, name: str) -> int:
         number = self[name] = len(self)
@@ -105,7 +105,7 @@ class _Table(dict[str, int]):
 
 
 def pack_view(view: View) -> PackedView:
-    """Returns the one packed form of this view.
+    """Packs a view; equal views have equal packed forms.
 
     Raises:
         WireError: A member's text is too long, or two members have the same id.
@@ -115,7 +115,7 @@ def pack_view(view: View) -> PackedView:
 
 
 def pack_with(view: View, members: Sequence[Member]) -> PackedView:
-    """Returns the packed form as `pack_view` does, but with only these of the members; the reader knows the others."""
+    """Packs a view as `pack_view` does, but with only these of its members, because the reader knows the others."""
     ids = view.ids()
     table = _Table({"": 0})
     joiners, links, trees = _numbered(view, table, ids)
@@ -155,7 +155,7 @@ def _numbered(
 
 
 def unpack_view(packed: PackedView) -> View:
-    """Returns the view that `pack_view` packed.
+    """Unpacks a view that `pack_view` packed.
 
     Raises:
         WireError: It is no view's packed form.
@@ -164,7 +164,7 @@ def unpack_view(packed: PackedView) -> View:
 
 
 def unpack_with(packed: PackedView, members: tuple[Member, ...]) -> View:
-    """Returns the view that `pack_with` packed; `members` are all of the view's."""
+    """Unpacks a view that `pack_with` packed; `members` are all members of the view."""
     ids = tuple(m.id for m in members)
     names = ("", *ids, *packed.words)
     if len(frozenset(names)) < len(names):
@@ -223,7 +223,9 @@ def _namer(names: Sequence[str]) -> Callable[[Sequence[int]], tuple[str, ...]]:
 
 
 def _check_words(packed: PackedView, first: Sequence[int], second: Sequence[int], members: int) -> None:
-    """Refuses words that nothing uses, and words in another order than that of their first use."""
+    """Raises WireError if a packed view lists names that it does not use, or in another order than that of first
+    use.
+    """
     if not packed.words:
         return
     used = [*packed.joiners, *(end for ends in zip(first, second, strict=True) for end in ends)]
@@ -234,7 +236,7 @@ def _check_words(packed: PackedView, first: Sequence[int], second: Sequence[int]
 
 
 def pack_members(members: Sequence[Member]) -> PackedMembers:
-    """Returns these members by columns; see `pack_view` for errors."""
+    """Packs members, field by field; raises the errors of `pack_view`."""
     names = [m.name for m in members]
     columns = [[m.host for m in members], [m.address for m in members], [m.node for m in members]]
     pairs = [*_with_before(names), *zip([m.id for m in members], names, strict=True)]
@@ -250,7 +252,7 @@ def pack_members(members: Sequence[Member]) -> PackedMembers:
 
 
 def unpack_members(packed: PackedMembers) -> tuple[Member, ...]:
-    """Returns the members that `pack_members` packed; WireError if it is no packed form."""
+    """Unpacks members that `pack_members` packed; raises WireError for anything else."""
     count, rest = divmod(len(packed.lengths), 2 * _TEXTS)
     if rest or count > MAX_MEMBERS or len(packed.differences) != _NUMBERS * count or min(packed.lengths, default=0) < 0:
         raise WireError(f"View whose members have no whole columns, or that has more than {MAX_MEMBERS}")
@@ -274,7 +276,7 @@ def _with_before(column: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _shared(text: str, other: str) -> int:
-    """Returns the number of characters that both texts begin with."""
+    """Returns the length of the longest common prefix of two texts."""
     if text.startswith(other):
         return len(other)
     for n, (a, b) in enumerate(zip(text, other, strict=False)):
@@ -305,5 +307,5 @@ def _differences(column: Sequence[int]) -> list[int]:
 
 
 def _wrapped(number: int) -> int:
-    """Returns the signed integer of 64 bits that the number is congruent to."""
+    """Wraps a number around to a signed 64-bit integer."""
     return (number + _HALF) % _WHOLE - _HALF

@@ -1,4 +1,4 @@
-"""Arithmetic on half-open intervals [start, stop).
+"""Computes with half-open intervals [start, stop), called spans.
 
 Spans are *normal* if they are sorted, disjoint, and neither empty nor touching. What judges the engine has an
 arithmetic of its own (observe/spans.py).
@@ -12,7 +12,7 @@ from chaos_lightning.protocol.types import Span
 
 
 def union(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Returns normal spans that cover the same positions, however often these name them."""
+    """Returns the union of spans, which may overlap, as sorted, disjoint spans."""
     merged: list[Span] = []
     for start, stop in sorted(s for s in spans if s[1] > s[0]):
         if merged and start <= merged[-1][1]:
@@ -23,7 +23,7 @@ def union(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def normalise(spans: Iterable[Span], *, what: str = "spans") -> tuple[Span, ...]:
-    """Returns the spans sorted, coalesced, without empty ones.
+    """Sorts disjoint spans, joins those that touch, and drops empty ones.
 
     Raises:
         ValueError: a span is reversed or negative, or two spans overlap; `what` names their owner.
@@ -41,12 +41,12 @@ def normalise(spans: Iterable[Span], *, what: str = "spans") -> tuple[Span, ...]
 
 
 def count(spans: Iterable[Span]) -> int:
-    """Returns the number of positions in normal spans."""
+    """Returns the number of positions in sorted, disjoint spans."""
     return sum(stop - start for start, stop in spans)
 
 
 def first_positions(spans: Iterable[Span], positions: int) -> tuple[Span, ...]:
-    """Returns at most so many positions from the front."""
+    """Returns the first `positions` positions of the spans, or all if there are fewer."""
     found: list[Span] = []
     for start, stop in spans:
         if positions <= 0:
@@ -58,7 +58,7 @@ def first_positions(spans: Iterable[Span], positions: int) -> tuple[Span, ...]:
 
 
 def subtract(spans: Iterable[Span], gone: Sequence[Span]) -> tuple[Span, ...]:
-    """Returns the parts of `spans` that are not in `gone` (both normal), in time linear in their lengths."""
+    """Returns the spans' positions that are not in `gone` (both sorted and disjoint), in linear time."""
     out: list[Span] = []
     i = 0
     for start, stop in spans:

@@ -1,4 +1,4 @@
-"""The words of the protocol: members, views, contributions, headers, and the messages that carry them.
+"""Defines the protocol's types: members, views, contributions, headers, and the messages that contain them.
 
 Theory of operation. Training is a chain of *committed slots*. A slot is either an optimizer step (gradients are
 reduced) or one of Lightning's small collectives (a payload per member is gathered); both are numbered by one counter,
@@ -32,7 +32,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class ViewId:
-    """Number of a view; a higher term outranks every lower one (protocol.md 7)."""
+    """Id of a view, (term, number); a higher term outranks every lower one (protocol.md 7)."""
 
     term: int = 0
     number: int = 0
@@ -88,7 +88,7 @@ class Member:
 
     @property
     def place(self) -> str:
-        """Node that the member counts for."""
+        """Name of the node to which the member belongs."""
         return self.node or self.name
 
 
@@ -106,7 +106,7 @@ class TreeSpec:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """Link between two members that the view may use; `a` is the older one."""
+    """Link between two members in a view; `a` is the older member."""
 
     a: str
     b: str
@@ -114,7 +114,9 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """Plan by which gradients travel: a kind that every member expands alike, or explicit trees (kind "user")."""
+    """Plan along which gradients are reduced: a kind that every member expands to the same trees, or explicit trees
+    (kind "user").
+    """
 
     kind: str = "rotating"
     chunk_nbytes: int = 0
@@ -124,7 +126,9 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class View:
-    """Members in rank order (oldest first), and how they reduce. Joiners must get the state first."""
+    """Members of a job in rank order (oldest first), and how they reduce gradients. Joiners must get the state
+    first.
+    """
 
     id: ViewId
     predecessor: ViewId
@@ -170,7 +174,9 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Positions used of one sample stream in one epoch. Stream "" is the shared order; "name" a node's own data."""
+    """Positions of one sample stream used in one epoch. Stream "" is the order that members share; any other name is a
+    node's own data.
+    """
 
     stream: str
     epoch: int
@@ -179,14 +185,16 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Committed samples of the current epoch, per stream (protocol.md 25, 27); arithmetic is in planning/ledger.py."""
+    """Positions of the current epoch that committed steps have used, by stream (protocol.md 25, 27); planning/ledger.py
+    computes with it.
+    """
 
     streams: tuple[Spent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayersCovered:
-    """Micro-batches, as normal spans, whose gradients a raw sum holds in each of the layers [first, end)."""
+    """Micro-batches whose gradients a member's sum includes, for each of the layers [first, end)."""
 
     first: int
     end: int
@@ -206,7 +214,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Part of one member in one slot. Weight 0 with no gradient is valid."""
+    """Contribution of one member to one slot. Weight 0 without a gradient is valid."""
 
     member: str
     view: ViewId
@@ -253,7 +261,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class DriftedPart:
-    """Part of the training state that is another at one of its owners than at most others (protocol.md 24, P12)."""
+    """Part of the training state that at one of its owners differs from the majority's (protocol.md 24, P12)."""
 
     member: str
     part: int
@@ -261,7 +269,7 @@ class DriftedPart:
 
 @dataclass(frozen=True, slots=True)
 class EqualShares:
-    """Equal shares of `count` members that follow each other in rank order."""
+    """Equal weights and coefficients of `count` members that follow each other in rank order."""
 
     count: int
     weight: float
@@ -269,13 +277,13 @@ class EqualShares:
 
 
 def equal_shares(shares: Iterable[tuple[float, float]]) -> tuple[EqualShares, ...]:
-    """Returns (weight, coefficient) of each contributor in the one form that counts: in runs as long as can be."""
+    """Compresses the contributors' (weight, coefficient) pairs to runs of equal pairs, each as long as possible."""
     return tuple(EqualShares(len(list(run)), *share) for share, run in itertools.groupby(shares))
 
 
 @dataclass(frozen=True)
 class Header:
-    """Commit of a slot. Each header names its predecessor's hash (protocol.md 4a)."""
+    """Header that commits a slot; it has the hash of the header before it (protocol.md 4a)."""
 
     seq: int
     kind: Kind
@@ -315,9 +323,7 @@ class Header:
 
     @cached_property
     def hash(self) -> str:
-        """Hash of 16 hex digits over everything in the header; fields that older headers lack count only if they are
-        set.
-        """
+        """Hash of the header's content, 16 hex digits; fields added in later releases count only if they are set."""
 
         def plain(value: object) -> object:
             if isinstance(value, bytes):
@@ -341,14 +347,14 @@ class Header:
 
     @property
     def total_weight(self) -> float:
-        """Divisor of the sum of `coefficient * gradient` by which every sample weighs the same.
+        """Sum of all weights, by which the sum of `coefficient * gradient` is divided to get the average.
 
         It is rounded once, so it depends neither on the order of the members nor on Python's own `sum`.
         """
         return math.fsum(self.weights())
 
     def flaw(self) -> str:
-        """Returns what keeps these bytes from being the one form that is hashed, or ""."""
+        """Returns the reason why the header's shares are not in the only valid form; "" if they are."""
         if odd := [s.count for s in self.shares if not 1 <= s.count <= MAX_MEMBERS]:
             return f"shares of {odd[0]} members; expected 1 to {MAX_MEMBERS}"
         same = any((a.weight, a.coefficient) == (b.weight, b.coefficient) for a, b in itertools.pairwise(self.shares))
@@ -362,7 +368,7 @@ GENESIS = Header(seq=0, kind=Kind.BOUNDARY, step=0, view=NO_VIEW, prev_hash="", 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Training state that lies in a file since the last member that held it went (protocol.md 14c).
+    """Training state in a file that the last member wrote as it left (protocol.md 14c).
 
     `header` is what a job stands on that is founded from it: as GENESIS, it names no next view.
     """
@@ -376,12 +382,12 @@ class Kept:
     """Parts that lie in the file, as normal spans."""
 
     def flaw(self) -> str:
-        """Returns what is wrong with the parts, or ""."""
+        """Returns the reason why the list of parts is invalid; "" if it is valid."""
         return _odd_parts(self.parts)
 
 
 def _odd_parts(spans: tuple[Span, ...]) -> str:
-    """Returns what keeps these spans from being parts of a training state, or ""."""
+    """Returns the reason why these spans are no valid list of parts; "" if they are."""
     apart = all(a[1] < b[0] for a, b in itertools.pairwise(spans))
     if apart and all(0 <= start < stop <= MAX_PARTS for start, stop in spans):
         return ""
@@ -389,7 +395,7 @@ def _odd_parts(spans: tuple[Span, ...]) -> str:
 
 
 def kept_header(last: Header, view: ViewId) -> Header:
-    """Returns the header on which a state is founded that a member in `view` kept at header `last`.
+    """Returns the header from which a job is founded on a state that a member in `view` kept at header `last`.
 
     Steps, slots and the ledger go on; the assignment is the founding view's, since those that `last` named are gone.
     """
@@ -456,7 +462,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """News that the member has written a checkpoint, from which the job can begin again."""
+    """Message that the member has written a checkpoint, from which the job can begin again."""
 
     step: int
     """Number of optimizer steps in its state."""
@@ -468,7 +474,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """News that the newcomer has built its model and its links stand."""
+    """Message that the newcomer has built its model and its links are up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,7 +497,9 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Answer to Prepare; its sender has promised to ignore everything older than `number` (protocol.md 8, 9)."""
+    """Answer to Prepare, with what the member has; it promises to ignore all views older than `number` (protocol.md 8,
+    9).
+    """
 
     number: ViewId
     entered: ViewId
@@ -518,17 +526,17 @@ class Report:
 
     @property
     def loaded(self) -> bool:
-        """Whether the member holds any part."""
+        """Whether the member has any part of the state."""
         return bool(self.parts)
 
     def flaw(self) -> str:
-        """Returns what is wrong with the parts, or ""."""
+        """Returns the reason why the lists of parts are invalid; "" if they are valid."""
         return _odd_parts(self.parts) or _odd_parts(self.owns)
 
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """News that the member stands in `view` at slot `seq` (committed)."""
+    """Message that the member is in `view` and has committed slot `seq`."""
 
     view: ViewId
     seq: int
@@ -541,17 +549,17 @@ class Entered:
 
     @property
     def loaded(self) -> bool:
-        """Whether the member holds any part."""
+        """Whether the member has any part of the state."""
         return bool(self.parts)
 
     def flaw(self) -> str:
-        """Returns what is wrong with the parts, or ""."""
+        """Returns the reason why the list of parts is invalid; "" if it is valid."""
         return _odd_parts(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class RebuildReport:
-    """Answer to Recall: the view that the member stands in, and one that it was told of and no header carried yet."""
+    """Answer to Recall: the view that the member is in, and a decided view that no header has carried yet."""
 
     view: View | None = None
     waiting: View | None = None
@@ -560,7 +568,7 @@ class RebuildReport:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """News of how far a learner is (protocol.md 17, 18)."""
+    """Message on how far a learner has caught up (protocol.md 17, 18)."""
 
     seq: int
     """Last slot that is applied to its state."""
@@ -580,7 +588,7 @@ class SourceProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of a newcomer's transfer, told about once a second."""
+    """Message on a newcomer's progress in transferring the state, sent about once a second."""
 
     phase: str
     """Phase of the transfer: "pull", "replay" or "prove"."""
@@ -595,14 +603,14 @@ class Progress:
 
     @property
     def remaining_s(self) -> float:
-        """Remaining seconds at the present rate; infinite if no rate is known yet."""
+        """Estimated seconds left at the present rate; infinite if no rate is known."""
         left = max(0, self.total_nbytes - self.done_nbytes)
         return 8 * left / self.rate_bps if self.rate_bps > 0 else (math.inf if left else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """Measurement of a member's link to `peer`; rate 0: the link carries nothing."""
+    """Measurement of a member's link to `peer`; rate 0 means that nothing gets through."""
 
     peer: str
     latency_s: float
@@ -615,7 +623,9 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class LinkRequest:
-    """Request of a member for the primitive connect-link or disconnect-link (Chaos, Fig. 4c and 4d)."""
+    """Request of a member to make or remove a link (primitives connect-link and disconnect-link of the Chaos paper,
+    Fig. 4c and 4d).
+    """
 
     peer: str
     add: bool
@@ -650,7 +660,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """Word of the commit root that a contribution to the open slot differs from the others' (protocol.md 6b).
+    """Message of the commit root that a member's contribution to the open slot differs from the others' (protocol.md
+    6b).
 
     Attributes:
         member: Whose contribution it is.
@@ -670,7 +681,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """News that the job's closing header is committed here."""
+    """Message that the sender has committed the job's closing header."""
 
     seq: int
     step: int
@@ -706,8 +717,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class OpenLinks:
-    """Order to make sure that a link to each of these members stands (the later member dials), and to answer Ready when
-    all do.
+    """Order to make links to these members (the later member dials), and to answer Ready when all are up.
 
     It replaces what was told before, unless it says what has changed of that.
     """
@@ -721,8 +731,8 @@ class OpenLinks:
 
 @dataclass(frozen=True, slots=True)
 class NextView:
-    """News of a view that is decided and stored; the commit root carries it in a header (joiners: in a BOUNDARY
-    header).
+    """Message that a view is decided and stored; the commit root is to carry it in a header (a BOUNDARY header if it
+    has joiners).
     """
 
     view: View
@@ -730,9 +740,9 @@ class NextView:
 
 @dataclass(frozen=True, slots=True)
 class ServeLearners:
-    """Order to serve these newcomers from the next STEP header on; replaces the list before. Told to members, whose
-    commit root writes it into headers, and to the newcomers themselves, who learn from `view` whom to ask. In a large
-    job `view` names only the donors that concern the receiver: a newcomer's own, or a member itself if it is one.
+    """Order to serve these learners from the next STEP header on, instead of those named before. Sent to members, whose
+    commit root names learners in headers, and to the learners, who find their donors in `view`. In a large job `view`
+    has only the members that concern the receiver.
     """
 
     ids: tuple[str, ...]
@@ -749,7 +759,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Member from which reduced bytes of the handed-on slot can be pulled."""
+    """Member from which reduced bytes of a handed-on slot can be pulled."""
 
     member: str
     spans: tuple[Span, ...]
@@ -757,7 +767,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """View that is decided after a failure, or the first one (protocol.md 9).
+    """Message with the view decided after a failure, or with the first view (protocol.md 9).
 
     `base` is the header everybody in the view stands on before going on: hand-on if some member has yet to commit it
     (then `sources` hold its raw bytes), redo of slot base.seq+1 otherwise.
@@ -772,8 +782,8 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Request to say whether this member is alive: link silence, and the process table if it is on the receiver's
-    machine.
+    """Request to report whether a member is alive, by its link's silence or, on the same machine, by the process
+    table.
     """
 
     suspect: str
@@ -793,7 +803,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Words for the user: waiting below min_nodes, standby, paused."""
+    """Text for the user, such as that the job waits for members or is paused."""
 
     text: str
     waiting: bool = False
@@ -801,7 +811,9 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Sign that the scheduler lives; said often where others stand by, so that a frozen one is left soon."""
+    """Sign of life of the scheduler; frequent if standby schedulers exist, so that members soon leave one that is
+    frozen.
+    """
 
     timeout_s: float
     """Silence (s) after which a member leaves this scheduler."""
@@ -809,21 +821,19 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPace:
-    """Order to use another interval of heartbeats than the Welcome's: the number of members has changed."""
+    """Order to use another heartbeat interval, because the number of members has changed."""
 
     heartbeat_interval_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Request to tell what the member knows: the chain is lost, and this scheduler is to rebuild it from what members
-    know.
-    """
+    """Request to report what the member knows of the chain, which this scheduler lost and is to rebuild."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Word that a member may go; no other member needs it any more."""
+    """Message that a member may end, because no other member needs it any more."""
 
     reason: str
     asked: bool = False
@@ -836,7 +846,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class ToldEnd:
-    """Word to a newcomer that the job is finished: nothing is left to train."""
+    """Message to a newcomer that the job is finished, so that nothing is left to train."""
 
     reason: str
     chain: str
@@ -846,7 +856,7 @@ class ToldEnd:
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """Key that two members share. `name` is no secret, and the same at both."""
+    """Key that two members share. `name` is not secret, and the same at both."""
 
     peer: str
     """Member id of the other end."""
@@ -856,7 +866,8 @@ class LinkKey:
 
 @dataclass(frozen=True, slots=True)
 class LinkKeys:
-    """Protection of links in this job, and new keys of the receiver's own links; older ones hold until void.
+    """Protection of links in this job, and new keys for the receiver's links; older keys stay valid until they are
+    declared void.
 
     The state machines never see them (control/link_keys.py, member/keyring.py).
     """
@@ -901,19 +912,19 @@ PeerMessage = Contribution | Header
 
 
 def other_version(version: int) -> str:
-    """Returns what is wrong with the version that another process speaks, or ""."""
+    """Returns an error text if another process speaks another protocol version; else ""."""
     spoken = f"version {version}" if version else "a version before 4"
     advice = "install the same package on all machines"
     return "" if version == VERSION else f"speaks {spoken} of the protocol, and this side {VERSION}: {advice}"
 
 
 def is_name(value: str) -> str:
-    """Returns what is wrong with the name of a job or a node; "": nothing."""
+    """Returns an error text if this is no valid name of a job or node; else ""."""
     return "" if NAME.fullmatch(value) else "expected 1 to 64 letters, digits, dots, dashes and underscores"
 
 
 def check_nodes(min_nodes: int, max_nodes: int) -> None:
-    """Refuses numbers of nodes by which no job can run."""
+    """Raises ConfigurationError unless 1 <= min_nodes <= max_nodes."""
     if not 1 <= min_nodes <= max_nodes:
         raise ConfigurationError(f"min_nodes={min_nodes}, max_nodes={max_nodes}: expected 1 <= min_nodes <= max_nodes")
 
@@ -987,8 +998,8 @@ class Settings:
     )
 
     def check(self) -> None:
-        """Checks that the rules can work together, or raises ConfigurationError; `plan` and `links` are checked where
-        they are understood.
+        """Checks that the rules are consistent, or raises ConfigurationError; `plan` and `links` are checked where they
+        are parsed.
         """
         check_each(self)
         check_nodes(self.min_nodes, self.max_nodes)

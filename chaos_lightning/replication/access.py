@@ -31,21 +31,21 @@ class StateAccess(Protocol):
     """Access to the replicated state of one training process (protocol.md 21)."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Returns parameters, buffers and optimizer tensors: live references, in an order that is equal on all
-        members.
-        """
+        """Returns parameters, buffers and optimizer tensors as live references, in the same order on all members."""
         ...
 
     def manifest(self) -> dict[str, object]:
-        """Returns everything else, as values that `manifest.encode_manifest` takes."""
+        """Returns all state that is not tensors, as values that `manifest.encode_manifest` can encode."""
         ...
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        """Makes `tensors()` match the donor's table; tensors within the manifest are not filled yet."""
+        """Makes the tensors of this member match the donor's table in names, types and shapes, before their bytes
+        arrive.
+        """
         ...
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """Takes over the manifest's other values, once all bytes have arrived."""
+        """Takes over the donor's state that is not tensors, once all tensors' bytes have arrived."""
         ...
 
 
@@ -61,14 +61,14 @@ class Stateful(Protocol):
 
 
 def module_tensors(module: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
-    """Returns parameters, then buffers (persistent or not), each memory once, as `param.NAME` and `buffer.NAME`."""
+    """Returns a module's parameters, then its buffers, as `param.NAME` and `buffer.NAME`; tied tensors appear once."""
     named: list[tuple[str, Tensor]] = [(f"{prefix}param.{n}", p) for n, p in module.named_parameters()]
     named += [(f"{prefix}buffer.{n}", b) for n, b in module.named_buffers()]
     return named
 
 
 def module_extra(module: nn.Module) -> dict[str, Any]:
-    """Returns the extra state that submodules keep beside tensors (`get_extra_state`), by name."""
+    """Returns the extra state (`get_extra_state`) of a module's submodules, by submodule name."""
     return {
         name: child.get_extra_state()
         for name, child in module.named_modules()
@@ -104,7 +104,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _slots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yields (key, state value) in fixed order: by parameter position, then values that are kept under other keys."""
+    """Yields the entries of an optimizer's state as (key, value): by parameter position, then those under other keys,
+    sorted.
+    """
     positions = {id(p): i for i, p in enumerate(_parameters(optimizer))}
     by_position = {positions[id(k)]: v for k, v in optimizer.state.items() if id(k) in positions}
     for position in sorted(by_position):
@@ -114,7 +116,7 @@ def _slots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def optimizer_tensors(optimizer: Optimizer, prefix: str = "optim0", *, rest: bool = False) -> list[tuple[str, Tensor]]:
-    """Returns state tensors (moments, step counters), then hyperparameters that are tensors, in fixed order.
+    """Returns an optimizer's state tensors (moments, step counters), then its tensor hyperparameters, in fixed order.
 
     Args:
         optimizer: Any.
@@ -130,7 +132,7 @@ def optimizer_tensors(optimizer: Optimizer, prefix: str = "optim0", *, rest: boo
 
 
 def _describe(value: Any, beside: Tensor | None) -> dict[str, Any]:
-    """Returns a description of a state value: each tensor is replaced by the facts that are needed to make it."""
+    """Describes a value of an optimizer's state: replaces each tensor by its type, its shape and where it lies."""
     if isinstance(value, Tensor):
         # Step counters stay on the host although a donor's parameters may lie there, too: the joiner's may not.
         counter = value.device.type == "cpu" and value.dim() == 0
@@ -152,7 +154,7 @@ lies beside its parameter; else it lies on the host.
 
 
 def rebuild(tree: Mapping[str, Any], current: Any, path: str, make: Make) -> Any:
-    """Returns a state value as a manifest describes it.
+    """Rebuilds a value of an optimizer's state from its description in a manifest.
 
     Args:
         tree: From `parameter_manifest` or `optimizer_manifest`.
@@ -179,8 +181,8 @@ def rebuild(tree: Mapping[str, Any], current: Any, path: str, make: Make) -> Any
 
 
 def _rebuild(tree: Mapping[str, Any], current: Any, beside: Tensor | None, path: str) -> Any:
-    """Returns the value that `_describe` saw; tensors of `current` that fit are kept, so that references to them stay
-    good.
+    """Rebuilds an optimizer's state value from what `_describe` returned; keeps tensors of `current` that fit, so that
+    references to them stay valid.
     """
 
     def make(_: str, current: Any, dtype: torch.dtype, shape: tuple[int, ...], is_beside: bool) -> Tensor:
@@ -195,8 +197,8 @@ def _rebuild(tree: Mapping[str, Any], current: Any, beside: Tensor | None, path:
 
 
 def optimizer_manifest(optimizer: Optimizer, *, rest: bool = False) -> dict[str, Any]:
-    """Returns groups and state of an optimizer without its tensors' bytes; with `rest`, without the state of
-    parameters.
+    """Returns an optimizer's groups and state, with tensors described instead of copied; with `rest`, without the state
+    of its parameters.
     """
     params = _parameters(optimizer)
     groups = []
@@ -248,7 +250,7 @@ def restore_optimizer(
 def restore_optimizers(
     optimizers: Sequence[Optimizer], given: Sequence[Mapping[str, Any]], *, rest: bool = False
 ) -> None:
-    """Calls `restore_optimizer` for all optimizers of a member, which are named optim0, optim1, ..."""
+    """Calls `restore_optimizer` for all optimizers of a member, named optim0, optim1, ..., each with its manifest."""
     _check_count(optimizers, given)
     for number, (optimizer, manifest) in enumerate(zip(optimizers, given, strict=True)):
         restore_optimizer(optimizer, manifest, prefix=f"optim{number}", rest=rest)
@@ -258,7 +260,7 @@ def restore_optimizers(
 
 
 def _kept_for(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Returns those of the parameters that the optimizer steps."""
+    """Returns those of the given parameters that the optimizer updates."""
     mine = {id(p) for p in _parameters(optimizer)}
     return [(name, p) for name, p in parameters if id(p) in mine]
 
@@ -266,8 +268,8 @@ def _kept_for(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) ->
 def parameter_tensors(
     optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]]
 ) -> list[tuple[str, Tensor]]:
-    """Returns the state tensors of these parameters, as `optim0.NAME.exp_avg`, in the order in which the parameters are
-    given.
+    """Returns the optimizers' state tensors of these parameters, as `optim0.NAME.exp_avg`, in the order of the
+    parameters.
     """
     return [
         leaf
@@ -281,7 +283,7 @@ def parameter_tensors(
 def parameter_manifest(
     optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]]
 ) -> list[dict[str, Any]]:
-    """Returns by optimizer its state of these parameters, without the tensors' bytes."""
+    """Returns, for each optimizer, its state of these parameters, with tensors described instead of copied."""
     return [
         {
             "kind": type(o).__qualname__,
@@ -294,7 +296,7 @@ def parameter_manifest(
 def restore_parameters(
     optimizers: Sequence[Optimizer], parameters: Sequence[tuple[str, Tensor]], given: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Makes the optimizers' state of these parameters match manifests; that of other parameters stays.
+    """Makes the optimizers' state of these parameters match manifests; the state of other parameters stays as it is.
 
     Args:
         optimizers: Of the same kinds.
@@ -347,8 +349,8 @@ def _check_groups(optimizer: Optimizer, manifest: Mapping[str, Any], prefix: str
 def state_tensors(
     module: nn.Module, copies: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
 ) -> list[tuple[str, Tensor]]:
-    """Returns the tensors of a model, of averaged copies of it (by their names), and of optimizers; each memory
-    once.
+    """Returns the tensors of a model, of its averaged copies (names prefixed by the copy's), and of optimizers; tied
+    tensors once.
     """
     named = module_tensors(module)
     for name, copy in copies.items():
@@ -361,7 +363,8 @@ def state_tensors(
 def rest_tensors(
     module: nn.Module, buffers: Collection[str], optimizers: Sequence[Optimizer]
 ) -> list[tuple[str, Tensor]]:
-    """Returns the tensors of the rest of the state, where members own parts of the model (part_state.py).
+    """Returns the tensors that no part of the model has: buffers common to all members, and optimizer state of no
+    single parameter.
 
     Args:
         module: The model.
@@ -418,7 +421,7 @@ class ModuleState:
         return rest_tensors(self.module, self._rest, self.optimizers)
 
     def volatile(self) -> list[str]:
-        """Returns the names of tensors that a forward pass may write: a donor that goes on has to publish copies of
+        """Returns the names of tensors that a forward pass may write: a donor that trains on must publish copies of
         these.
         """
         modules = {"": self.module, **{f"{name}.": copy for name, copy in self._copies().items()}}
@@ -454,7 +457,7 @@ class ModuleState:
 
 
 def unique(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Drops tensors that were named before, so that tied memory travels once."""
+    """Returns the named tensors without repetitions, so that tied tensors are sent once."""
     seen: set[int] = set()
     kept = []
     for name, tensor in named:

@@ -1,4 +1,5 @@
-"""Sends and receives frames on a bulk socket, with which state ranges and reduced bytes are asked for and answered.
+"""Sends and receives frames on a bulk socket, which carries requests for state ranges and reduced bytes, and the
+replies.
 
 Theory of operation. A bulk socket is a connected, already authenticated, blocking TCP socket. The asking side sends
 requests, headers without payload (but for ROUTE); the serving side answers each in order, so they can be pipelined and
@@ -48,7 +49,7 @@ _IOV = min(512, os.sysconf("SC_IOV_MAX"))
 
 
 class Type(enum.IntEnum):
-    """Types of frames: requests are below 16, replies above; 13 and 29 stood for other frames once."""
+    """Types of frames: requests are below 16, replies above; 13 and 29 belonged to frames that no longer exist."""
 
     GET_DIGEST = 1
     GET_TABLE = 2
@@ -135,7 +136,7 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class BulkFrame:
-    """Header of one request or reply."""
+    """Header of one request or reply on a bulk socket."""
 
     type: Type
     head: str
@@ -147,7 +148,7 @@ class BulkFrame:
     checksum: int = 0
 
     def encode(self) -> bytes:
-        """Returns the header's bytes, with the checksum of the header."""
+        """Returns this frame header as bytes, followed by a checksum of them."""
         fields = _FIELDS.pack(
             MAGIC,
             VERSION,
@@ -163,19 +164,21 @@ class BulkFrame:
 
 
 def head_bytes(head: str) -> bytes:
-    """Returns the 8 bytes of a head's 16 hex digits; raises ValueError for anything else."""
+    """Converts a header hash of 16 hex digits to 8 bytes; raises ValueError for anything else."""
     if len(head) != 16 or head != head.lower():
         raise ValueError(f"a head is 16 lower-case hex digits (Header.hash), got {head!r}")
     return bytes.fromhex(head)
 
 
 def named_head(name: str) -> str:
-    """Returns the head that stands for a state of this name, which no header of a job has but by chance (2**-64)."""
+    """Returns a made-up header hash under which a state of this name is served; a real header has it with probability
+    2**-64.
+    """
     return hashlib.blake2b(f"state:{name}".encode(), digest_size=8).hexdigest()
 
 
 def decode(data: bytes | bytearray | memoryview) -> BulkFrame:
-    """Reads a header; everything in it is checked here, before anything is allocated for its payload."""
+    """Decodes a frame header and checks all of its fields, so that no memory is allocated for a false length."""
     if len(data) != HEADER_NBYTES:
         raise WireError(f"a bulk frame header has {HEADER_NBYTES} bytes, got {len(data)}")
     fields, checksum = bytes(data[: _FIELDS.size]), bytes(data[_FIELDS.size :])
@@ -200,7 +203,7 @@ def decode(data: bytes | bytearray | memoryview) -> BulkFrame:
 
 
 def checksum_of(parts: Sequence[memoryview | bytes]) -> int:
-    """Returns the xxh3-64 checksum of the concatenation of the parts."""
+    """Returns the xxh3-64 checksum of these byte strings joined."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -208,12 +211,12 @@ def checksum_of(parts: Sequence[memoryview | bytes]) -> int:
 
 
 class BulkSocket:
-    """Blocking socket with the waits of a bulk transfer: a stall timeout that starts anew with each progress, and a
-    deadline.
+    """Blocking socket for bulk transfers, with a deadline and a stall timeout, which starts anew whenever bytes
+    move.
     """
 
     def __init__(self, sock: socket.socket, *, stall_timeout_s: float, deadline: float = float("inf")) -> None:
-        """Takes over `sock`; `deadline` is a `time.monotonic()` value that no wait passes."""
+        """Takes ownership of `sock`; no wait lasts beyond `deadline`, a `time.monotonic()` value."""
         self.sock = sock
         self.stall_timeout_s = stall_timeout_s
         self.deadline = deadline
@@ -229,7 +232,7 @@ class BulkSocket:
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send(self, frame: BulkFrame, payload: Sequence[memoryview | bytes] = ()) -> None:
-        """Sends header and payload straight from the memory given, without joining or copying it."""
+        """Sends a frame's header and payload straight from the given memory, without joining or copying it."""
         parts = [memoryview(p) for p in payload if len(p)]
         if self._stream is not None:  # the payload has records of its own, which open straight at its place
             self._send([memoryview(frame.encode())])
@@ -238,7 +241,7 @@ class BulkSocket:
             self._send([memoryview(frame.encode()), *parts])
 
     def send_bytes(self, part: memoryview) -> None:
-        """Sends a part of a payload whose header has gone ahead."""
+        """Sends a part of a payload whose header was sent before."""
         self._send([part])
 
     def _send(self, parts: list[memoryview]) -> None:
@@ -264,7 +267,7 @@ class BulkSocket:
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def receive_header(self, *, patience_s: float | None = None) -> BulkFrame | None:
-        """Returns the next header; None at a clean end of the stream.
+        """Receives the next frame header; returns None if the stream ended between frames.
 
         Args:
             patience_s: How long to wait for the first byte; the stall timeout if None.
@@ -285,9 +288,7 @@ class BulkSocket:
         return decode(data)
 
     def receive_into(self, buffers: Sequence[memoryview], on_bytes: Callable[[int], None] | None = None) -> None:
-        """Fills the buffers, in order, with the arriving bytes; raises ConnectionError if the stream ends before they
-        are full.
-        """
+        """Fills these buffers, in order, with received bytes; raises ConnectionError if the stream ends too early."""
         parts = [b for b in buffers if len(b)]
         index = 0
         while index < len(parts):
@@ -305,7 +306,7 @@ class BulkSocket:
     def _receive(
         self, parts: list[memoryview], patience_s: float, on_bytes: Callable[[int], None] | None = None
     ) -> int:
-        """Fills the front of `parts`; returns the number of bytes, 0 at the end of the stream."""
+        """Receives bytes into the beginning of `parts`; returns how many came, 0 at the end of the stream."""
 
         def receive(views: list[memoryview]) -> int:
             nonlocal patience_s
@@ -323,7 +324,8 @@ class BulkSocket:
     def reply_to(
         self, request: BulkFrame, answer: Type, heard: Callable[[BulkFrame], None] = lambda frame: None
     ) -> BulkFrame:
-        """Returns the header of the answer to a request that was sent before; the donor may say first that it lives.
+        """Waits for the answer to a request that was sent before, and returns its header; skips the donor's PENDING
+        frames.
 
         Args:
             request: What was asked.
@@ -357,9 +359,7 @@ class BulkSocket:
         return self.receive_payload(self.reply_to(request, answer, heard))
 
     def receive_payload(self, frame: BulkFrame) -> bytes:
-        """Returns a control payload. Memory grows with the bytes that have arrived, never with the length that a header
-        claims.
-        """
+        """Receives a control payload; allocates memory as bytes arrive, not by the length that the header claims."""
         data = bytearray()
         while len(data) < frame.length:
             step = bytearray(min(_GROW_NBYTES, frame.length - len(data)))
@@ -376,5 +376,5 @@ def check_payload(frame: BulkFrame, parts: Sequence[memoryview]) -> None:
 
 
 def reply(type_: Type, head: str, seq: int, payload: bytes, offset: int = 0) -> tuple[BulkFrame, tuple[bytes, ...]]:
-    """Returns a control reply with its checksum."""
+    """Returns header and payload of a control reply, with the payload's checksum in the header."""
     return BulkFrame(type_, head, seq, offset, len(payload), 0, checksum_of([payload])), (payload,)

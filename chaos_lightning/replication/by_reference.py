@@ -1,4 +1,4 @@
-"""Reads state and reduced bytes between members of one machine out of the donor's memory, instead of sending them.
+"""Reads state and reduced bytes straight out of a donor's memory where donor and newcomer share a machine.
 
 Theory of operation. As with gradients (transport/reference.py) one copy by the kernel takes the place of two and of the
 network stack, and it is the newcomer that makes it: donors, who train meanwhile, only say where their bytes lie. They
@@ -35,7 +35,8 @@ Readable = Callable[[str], bool]
 
 
 class MemoryExport:
-    """Places of this process's bytes in memory, told to members of this machine. Any thread.
+    """Offer of this process's memory to members of the same machine: tells them at which addresses its bytes lie. Any
+    thread.
 
     Args:
         readable: Asked with a member id.
@@ -49,7 +50,7 @@ class MemoryExport:
         self._results = tuple(results)
 
     def places(self, item: Published, *, manifest: bool) -> bytes:
-        """Returns the places of a state in memory, as `Places` reads them.
+        """Returns the memory addresses of a state's tensors, encoded for `Places`.
 
         Args:
             item: The state, or what stands for it.
@@ -70,20 +71,22 @@ class MemoryExport:
         return _LENGTH.pack(len(head)) + head + (item.manifest if manifest else b"")
 
     def buffers(self) -> bytes:
-        """Returns the places of reduced bytes in memory, as `Buffers` reads them."""
+        """Returns the memory addresses of the buffers of reduced bytes, encoded for `Buffers`."""
         at = [(address_of(b), b.nbytes) for b in self._results]
         return json.dumps({"offer": self._generation.offer().hex(), "results": at}).encode()
 
 
 def refuse_unless(export: MemoryExport | None, peer: str) -> MemoryExport:
-    """Returns the export; raises RefusalError if the peer may not read this process's memory."""
+    """Returns the given memory export; raises RefusalError if there is none, or the peer may not read this process's
+    memory.
+    """
     if export is None or not export.readable(peer):
         raise RefusalError("this member's memory is not read from there")
     return export
 
 
 class Places:
-    """Places of a donor's state in its memory.
+    """Memory addresses of a state's tensors in a donor's process.
 
     Args:
         data: Bytes from `MemoryExport.places`.
@@ -124,7 +127,7 @@ class Places:
         return all(address or not e.nbytes for e, address in zip(self.table.entries, self._addresses, strict=True))
 
     def _pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Returns (address, length) in the donor's memory of the address range [start, stop)."""
+        """Returns the donor's memory blocks (address, length) that contain the bytes [start, stop) of the state."""
         found = []
         at = max(0, bisect_right(self._starts, start) - 1)
         while start < stop:
@@ -139,8 +142,8 @@ class Places:
         return found
 
     def read(self, start: int, into: Sequence[memoryview]) -> bool:
-        """Fills these buffers, each within one tensor, from address `start` on; returns whether the bytes were still
-        unchanged.
+        """Copies the donor's bytes from offset `start` on into these buffers, each within one tensor; returns whether
+        the donor changed nothing during the copy.
 
         Raises:
             OSError: The donor is gone, or what it pointed at.
@@ -158,7 +161,7 @@ class Places:
 
 
 class Buffers:
-    """Places of a donor's reduced bytes in its memory.
+    """Memory addresses of the reduced bytes in a donor's process.
 
     Args:
         data: Bytes from `MemoryExport.buffers`.
@@ -178,8 +181,8 @@ class Buffers:
         self._neighbour = NeighbourMemory(offer)
 
     def read(self, seq: int, raw: memoryview, spans: Sequence[Span]) -> bool:
-        """Fills these ranges of `raw` with the sums of slot `seq`; returns False if they are overwritten at the donor
-        by now.
+        """Copies the donor's sums of slot `seq` into these ranges of `raw`; returns False if the donor has overwritten
+        them by now.
 
         Raises:
             OSError: The donor is gone.
@@ -198,8 +201,8 @@ class Buffers:
 
 
 def deliver(donor: Donor, work_queue: WorkQueue, sink: Sink) -> None:
-    """Receives a donor's jobs (client.Deliver): reads them out of its memory where that is possible, else asks by
-    requests.
+    """Receives the jobs of a donor: reads the bytes out of its memory if possible, else requests them over the
+    connection.
 
     What was read counts after the sink has verified it.
     """

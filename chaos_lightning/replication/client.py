@@ -1,4 +1,4 @@
-"""Runs the joiner's side of one donor: a connection, and the thread that uses it.
+"""Runs the joiner's side of the exchange with one donor: a connection, and the thread that uses it.
 
 Theory of operation. A `Donor` is dialled by its own thread and only that thread touches its connection, so a donor that
 hangs holds up nobody else; `close()` from outside cuts the connection and thereby ends any wait. Requests go out up
@@ -36,7 +36,7 @@ _REDIAL_MOST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """Hashes and size of the state that a donor says it has."""
+    """Hashes and size of the state that a donor announces."""
 
     state: str
     attached: str
@@ -46,7 +46,7 @@ class StateDigest:
 
 @dataclass(frozen=True, kw_only=True)
 class PullConfig:
-    """Waits and sizes of the joiner's side."""
+    """Timeouts and sizes of the joiner's side of a pull."""
 
     deadline_s: float = 120.0
     """Most seconds for the whole pull."""
@@ -94,30 +94,30 @@ class PullConfig:
 
 
 class Sink(Protocol):
-    """Destination of received ranges."""
+    """Destination of the byte ranges that a pull receives."""
 
     request: Type
     flags: int
     """Flags that DATA frames for this sink must have."""
 
     def land(self, job: Job) -> list[memoryview]:
-        """Returns memory for the job's bytes, in order, at their place if possible."""
+        """Returns memory to receive the job's bytes into, in order; if possible the bytes' final place."""
         ...
 
     def landed(self, job: Job, buffers: list[memoryview], frame: BulkFrame, *, in_place: bool) -> list[Piece] | None:
-        """Verifies the bytes that arrived; returns the corrupted pieces, or None if all bytes are corrupted.
+        """Verifies the bytes that arrived for a job; returns the corrupted pieces, or None if all are corrupted.
 
         With `in_place` the buffers came from `land`, and what is verified is brought to its place.
         """
         ...
 
     def place(self, job: Job, buffers: list[memoryview]) -> None:
-        """Copies verified bytes that were received elsewhere to their place."""
+        """Copies verified bytes of a job, which were received into other memory, to their final place."""
         ...
 
 
 class Donor:
-    """Donor, its connection, and the thread that uses it."""
+    """Donor of a pull, with its connection and the thread that uses it."""
 
     def __init__(self, endpoint: Endpoint, dial: Dial, *, head: str, seq: int, config: PullConfig, deadline: float):
         self.member = endpoint.member
@@ -143,7 +143,7 @@ class Donor:
     # --- from any thread ------------------------------------------------------------------------------------------
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Hands this work to the donor's thread, which does it after all earlier work; returns its future."""
+        """Queues work for the donor's thread, which does it after all earlier work; returns its future."""
         future: Future[T] = Future()
         self._work.put((work, future))
         return future
@@ -154,7 +154,7 @@ class Donor:
         self._work.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Waits, after `close`, until the donor's thread writes nowhere any more."""
+        """Waits, after `close`, until the donor's thread has ended and so writes nowhere any more."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -177,7 +177,7 @@ class Donor:
         return channel
 
     def _survives(self, error: Exception) -> bool:
-        """Returns whether to dial this donor again after a failure."""
+        """Counts a failure of this donor; returns whether to dial it again."""
         self.source.disconnect()
         self._failures += 1
         self.broken = reason_of(error)
@@ -185,7 +185,9 @@ class Donor:
         return not silent and not self.source.closed and self._failures < self._config.max_failures
 
     def _wants_redial(self, work_queue: WorkQueue, error: Exception) -> bool:
-        """Waits a little after a failure in mid-transfer if nothing answers there; returns whether to dial again."""
+        """Returns whether to dial the donor again after a failure in mid-transfer; if it cannot be dialled, waits a
+        little first.
+        """
         dialling, self.source.dialling = self.source.dialling, False
         if not dialling or isinstance(error, ConnectionRefusedError):  # refused: nobody listens there any more
             return self._survives(error)
@@ -196,7 +198,7 @@ class Donor:
         return work_queue.pause(min(_REDIAL_MOST_S, max(_REDIAL_S, silent / 2)), self.deadline)
 
     def ask(self, type_: Type, answer: Type) -> bytes:
-        """Sends one control request and returns the answer; dials again if the connection breaks."""
+        """Sends one control request to the donor and returns the answer; dials again if the connection breaks."""
         while True:
             try:
                 payload = self._connect().ask(BulkFrame(type_, self.head, self.seq), answer, self._heard)
@@ -207,7 +209,7 @@ class Donor:
                     raise
 
     def digest(self) -> StateDigest:
-        """Asks this donor for the hashes of the state that it has at the head."""
+        """Asks this donor for the hashes of its state at the pull's header."""
         data = self.ask(Type.GET_DIGEST, Type.DIGEST)
         try:
             document = json.loads(data)
@@ -220,8 +222,8 @@ class Donor:
         return digest
 
     def deliver(self, work_queue: WorkQueue, sink: Sink, how: Deliver | None = None) -> None:
-        """Takes jobs and has the donor send them until none are left. Raises the error that ended it early; the work
-        queue knows already.
+        """Takes jobs from the queue and receives their bytes from this donor until no job is left; raises the error
+        that ended it early, which the work queue knows by then.
 
         Args:
             work_queue: Gives the jobs.
@@ -252,7 +254,7 @@ class Donor:
             raise
 
     def stream(self, work_queue: WorkQueue, sink: Sink) -> None:
-        """Receives jobs by requests on this connection, until none are left."""
+        """Requests the bytes of jobs over this connection and receives them, until no job is left."""
         under_way: deque[Request] = deque()
         self._connect()
         while True:
@@ -284,7 +286,7 @@ class Donor:
     def judge(
         self, request: Request, work_queue: WorkQueue, sink: Sink, buffers: list[memoryview], frame: BulkFrame
     ) -> None:
-        """Verifies all of a request's bytes, which are here, and tells the work queue.
+        """Verifies the received bytes of a request, and tells the work queue whether they are right.
 
         Raises:
             StateError: Too many were wrong, one after the other.
@@ -311,7 +313,7 @@ def _fulfil(work: Callable[[], Any], future: Future[Any]) -> None:
 
 
 def elsewhere(job: Job) -> list[memoryview]:
-    """Returns memory for a job that another donor may be receiving in place."""
+    """Returns memory apart from a job's final place, into which another donor may be receiving the same job."""
     sizes = [piece.nbytes for piece in job.pieces] or [job.nbytes]
     whole = memoryview(bytearray(job.nbytes))
     views, at = [], 0

@@ -1,4 +1,4 @@
-"""A member in the middle: requests for state that go on to somebody else, hop by hop.
+"""Forwards requests for state to another member, and its replies back, for a joiner that has no link to that member.
 
 Theory of operation. A joiner may want bytes from a member that it has no link to. It connects to a neighbour and
 begins with a ROUTE request that names the hops still to go. The neighbour dials the first of them, hands on the rest
@@ -31,12 +31,12 @@ PART_NBYTES = 256 << 10
 
 
 def encode_route(route: Sequence[str]) -> bytes:
-    """Returns the payload of a ROUTE request: the members to which it still has to go, in order."""
+    """Returns the payload of a ROUTE request: the members through which the connection is still to go, in order."""
     return json.dumps(list(route), separators=(",", ":")).encode()
 
 
 def decode_route(data: bytes) -> tuple[str, ...]:
-    """Returns the members that a ROUTE request names; WireError on all but a short list of distinct names."""
+    """Returns the members that a ROUTE request names; raises WireError unless they are few and distinct."""
     try:
         hops = json.loads(data)
         json.dumps(hops, ensure_ascii=False).encode()  # a lone surrogate is valid JSON, and no text
@@ -50,7 +50,7 @@ def decode_route(data: bytes) -> tuple[str, ...]:
 
 
 def send_route(channel: BulkSocket, head: str, seq: int, route: Sequence[str]) -> None:
-    """Asks the other end of this connection to pass everything on along a route; returns when the path stands.
+    """Asks the peer of this connection to forward everything along a route; returns once all hops are connected.
 
     Raises:
         RefusedError: Somebody on the way does not, and says why.
@@ -63,7 +63,7 @@ def send_route(channel: BulkSocket, head: str, seq: int, route: Sequence[str]) -
 
 @dataclass
 class Forwarder:
-    """Relays of this member's server: what it passes on between others."""
+    """Relays of a member's server: connections on which it forwards requests and replies between two other members."""
 
     me: str
     dial: Callable[[str], socket.socket]
@@ -79,7 +79,7 @@ class Forwarder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def relay(self, near: BulkSocket, request: BulkFrame) -> str:
-        """Carries out a ROUTE request and passes on what follows, until one side ends.
+        """Carries out a ROUTE request: dials the next hop and forwards requests and replies, until one side ends.
 
         Returns:
             Reason why it ended, in words.
@@ -135,7 +135,7 @@ class Forwarder:
         return far
 
     def _requests(self, near: BulkSocket, far: BulkSocket) -> None:
-        """Passes requests on from the near side to the far one, in the serving thread."""
+        """Forwards requests from the joiner's side (`near`) to the donor's side (`far`), in the serving thread."""
         onwards = self._sender(far)
         try:
             while (frame := near.receive_header(patience_s=self.idle_timeout_s)) is not None:
@@ -146,7 +146,7 @@ class Forwarder:
             onwards.sock.close()
 
     def _replies(self, far: BulkSocket, near: BulkSocket) -> None:
-        """Passes replies back from the far side, in a thread of its own.
+        """Forwards replies from the donor's side (`far`) to the joiner's (`near`), in a thread of its own.
 
         When it ends it ends the connection: the joiner sees that and asks elsewhere.
         """
@@ -169,5 +169,7 @@ class Forwarder:
                 channel.sock.shutdown(socket.SHUT_RDWR)
 
     def _sender(self, channel: BulkSocket) -> BulkSocket:
-        """Returns the same connection with timeouts of its own: another thread receives on it meanwhile."""
+        """Duplicates a connection, so that one thread can send on it with its own timeouts while another one
+        receives.
+        """
         return BulkSocket(channel.sock.dup(), stall_timeout_s=self.stall_timeout_s)

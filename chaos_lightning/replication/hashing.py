@@ -1,4 +1,4 @@
-"""Hashes the state that lies here already while donors are still hashing theirs (protocol.md 16, 19).
+"""Hashes the newcomer's own state while donors are still hashing theirs (protocol.md 16, 19).
 
 Theory of operation. Hashing a state takes as long at a newcomer as at a donor, and neither needs the other for it. So
 `Own` begins as soon as a pull does, in threads of its own, on several cores. What it found counts for a tensor as long
@@ -59,7 +59,7 @@ def _mark(tensor: Tensor) -> Mark:
 
 
 class Own:
-    """Hashes of this member's tensors; see the module.
+    """Hashes of this member's own tensors, computed in the background.
 
     Args:
         named: Tensors in host memory are hashed, from now on, in the background.
@@ -79,7 +79,8 @@ class Own:
         return dict(zip(self._marks, found, strict=True))
 
     def of(self, tensors: Sequence[tuple[str, Tensor]], regions: Sequence[Region]) -> list[Hashes]:
-        """Returns the hashes of these tensors as they lie there now; waits for those that are under way.
+        """Returns the hashes of these tensors' present bytes; waits for the background hashing, and hashes again what
+        was written since.
 
         Args:
             tensors: Any, named.

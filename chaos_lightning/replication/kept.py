@@ -1,4 +1,5 @@
-"""Keeps a training state in a file, which the last member leaves behind and a founder goes on from (protocol.md 14c).
+"""Keeps a training state in a file: the last member of a job leaves it behind, and the next founder resumes from it
+(protocol.md 14c).
 
 Theory of operation. The bytes go into a file beside, all tensors end to end, which is flushed to the disk and renamed
 into place. Beside it, and after it, comes a *record*: one JSON document with the table of tensors and piece hashes, the
@@ -67,7 +68,7 @@ class StateOnDisk:
 
     @property
     def state_hash(self) -> str:
-        """Hash of the tensors, as their keeper had them."""
+        """Hash of the tensors at the time when they were written."""
         return decode_table(self.table.encode()).state_hash
 
 
@@ -79,7 +80,7 @@ def write(
     said: Mapping[str, Any],
     parts: Mapping[str, StateAccess] | None = None,
 ) -> StateOnDisk:
-    """Keeps the state, which must not change meanwhile, in this folder.
+    """Writes the state, which must not change during this, to files in this folder.
 
     Args:
         folder: Holds one state; made if it is not there.
@@ -137,7 +138,7 @@ def _write(
 
 
 def write_bytes(folder: Path, source: Published) -> Path:
-    """Writes all tensors of a state, end to end, into one file of this folder, and returns it.
+    """Writes all tensors of a state, end to end, into one file of this folder; returns the file's path.
 
     Raises:
         StateError: It cannot be written; nothing is left behind.
@@ -162,8 +163,8 @@ def write_bytes(folder: Path, source: Published) -> Path:
 
 
 def read(folder: Path) -> StateOnDisk:
-    """Returns the record in this folder, if the files of its bytes are there with their lengths, and those of all its
-    parts.
+    """Reads the record in this folder; returns it if all files of the state and of its parts exist with the recorded
+    sizes.
 
     Raises:
         StateError: There is none that can be used; the message says why.
@@ -203,7 +204,7 @@ def _read_part(folder: Path, part: str, head: str) -> StateOnDisk:
 
 
 def load(record: StateOnDisk, state: StateAccess) -> None:
-    """Loads the kept state in place of this one.
+    """Loads the state on disk into this member's training state.
 
     Raises:
         StateError: The file is not what was written, or does not fit what is trained here.
@@ -231,7 +232,7 @@ def _fill(record: StateOnDisk, table: StateTable, sink: StateSink) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes all that is kept in this folder; the record goes first."""
+    """Removes the kept state from this folder, the record before the files that it names."""
     with contextlib.suppress(OSError):
         (folder / RECORD).unlink(missing_ok=True)
     _remove_parts(folder, but=set())
@@ -258,7 +259,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def forget(folder: Path, job: str, chain: str) -> list[Path]:
-    """Removes all that members of this chain kept in the folder; returns the folders that had been there."""
+    """Removes all states that members of this chain kept below the folder; returns the folders that had one."""
     found = []
     for path in sorted(folder.glob(f"*/{RECORD}")):
         with contextlib.suppress(StateError):  # what cannot be read is nobody's, and is named when a member comes

@@ -1,5 +1,5 @@
-"""Lets a state take the place of another one: makes memory for its bytes before they come, and finishes when all are
-there.
+"""Replaces a member's state by a donor's: allocates memory for the bytes first, and takes over the rest when all have
+arrived.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from chaos_lightning.replication.table import StateTable, check_layout, make_att
 
 
 class Landing:
-    """Memory for all tensors of a table, the replicated ones those of `state`.
+    """Memory for all tensors of a donor's table: the replicated ones are received into the member's own tensors.
 
     Args:
         state: Its `prepare` is called at once.
@@ -39,7 +39,7 @@ class Landing:
         """Regions aligned with the table's entries, as `named` is."""
 
     def finish(self) -> None:
-        """Takes over the rest of the state, once all bytes are there."""
+        """Takes over the part of the state that is not tensors, once all bytes have arrived."""
         for item in self.regions:
             item.finish()
         values = decode_values(self._manifest, dict(self.named))

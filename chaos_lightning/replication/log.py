@@ -1,5 +1,4 @@
-"""Keeps the log: headers and raw reduced bytes of the last slots, kept by members for newcomers that replay
-(protocol.md 18).
+"""Keeps the log: headers and reduced bytes of the latest slots, for newcomers that replay them (protocol.md 18).
 
 Theory of operation. From the header that first names a learner on, the I/O thread hands every committed slot to
 `SlotLog.keep`. Reduced bytes lie in a buffer that the slot after next will use again, so they are copied at once, by a
@@ -58,7 +57,7 @@ class LoggedSlot:
     spans: tuple[Span, ...]
 
     def packed(self, inline_nbytes: int) -> bytes:
-        """Returns the entry as it travels: with the reduced bytes, if they are at most `inline_nbytes`."""
+        """Encodes the entry for sending: the header, and the reduced bytes if they are at most `inline_nbytes`."""
         parts = [_LENGTH.pack(len(self.encoded)), self.encoded]
         if self.raw is not None and sum(stop - start for start, stop in self.spans) <= inline_nbytes:
             parts += [bytes(self.raw[start:stop]) for start, stop in self.spans]
@@ -82,7 +81,7 @@ class _Order:
 
 
 class SlotLog:
-    """Log of the last slots (see the module). `changed` guards everything and is notified about every entry.
+    """Log of the latest slots. The condition `changed` guards all its data and is notified about every entry.
 
     Args:
         changed: A condition that readers wait on.
@@ -159,7 +158,8 @@ class SlotLog:
         self._orders.put(order)
 
     def settle(self, timeout_s: float) -> None:
-        """Returns when all slots so far are copied, or all learners that want them have them; in the training thread.
+        """Waits until the bytes of all slots so far are copied, or all learners that want them have read them; called
+        by the training thread.
 
         Who reads in place has `GRACE_S` left to do so.
         """
@@ -174,7 +174,7 @@ class SlotLog:
             self._hasty = False
 
     def end(self) -> None:
-        """Forgets everything, as no learner observes any more."""
+        """Empties the log, which nobody needs once no learner observes any more."""
         with self._changed:
             self._generation += 1
             self.gone = max(self.gone, self.newest)
@@ -192,24 +192,26 @@ class SlotLog:
     # ------------------------------------------------------------------ the serving threads' side (holding `changed`)
 
     def after(self, head: str, seq: int) -> LoggedSlot | None:
-        """Returns the entry of slot `seq`, if it stands on `head`; else None."""
+        """Returns the entry of slot `seq` if its header follows the header `head`; else None."""
         entry = self._entries.get(seq)
         return entry if entry is not None and entry.prev == head else None
 
     def at(self, head: str, seq: int) -> LoggedSlot | None:
-        """Returns the entry of slot `seq` with the header `head`; else None."""
+        """Returns the entry of slot `seq` if its header is `head`; else None."""
         entry = self._entries.get(seq)
         return entry if entry is not None and entry.head == head else None
 
     def taken(self, reader: str, seq: int) -> None:
-        """Notes that this learner has the bytes of a slot, which this member may have yet to commit."""
+        """Notes that this learner has the bytes of a slot, which may not be committed at this member yet."""
         self._taken.setdefault(seq, set()).add(reader)
         while len(self._taken) > _REMEMBERED:
             del self._taken[min(self._taken)]
         self._changed.notify_all()
 
     def attend(self, reader: str, *, until: bool = False) -> None:
-        """Notes that this learner begins to read bytes in place; with `until`, that it will read no more."""
+        """Notes that this learner begins to read bytes out of this process's memory; with `until`, that it has
+        stopped.
+        """
         if until:
             self._sated.add(reader)
             self._changed.notify_all()
@@ -217,11 +219,13 @@ class SlotLog:
             self._sated.discard(reader)
 
     def lacks(self, seq: int) -> bool:
-        """Returns whether the slot was committed and its entry will never be here."""
+        """Returns whether the slot was committed but its entry is missing for good: left out, evicted, or of an ended
+        log.
+        """
         return seq in self._left or seq <= max(self.newest, self.gone)
 
     def why_not(self, seq: int) -> str:
-        """Returns in words why an entry is lacking."""
+        """Returns in words why the entry of this slot is missing."""
         if seq in self._left:
             return "its bytes were used again before they were copied"
         if not self._entries:
@@ -230,7 +234,7 @@ class SlotLog:
 
     @property
     def newest(self) -> int:
-        """Last slot that was kept; -1 if none is."""
+        """Number of the latest slot in the log; -1 if the log is empty."""
         return self._newest if self._entries else -1
 
     # ------------------------------------------------------------------ the log's own thread
@@ -256,11 +260,13 @@ class SlotLog:
                 self._store(entry)
 
     def _held(self, order: _Order) -> bool:
-        """Returns whether all learners that read in place have these bytes."""
+        """Returns whether all learners that read out of this process's memory have this slot's bytes."""
         return bool(order.readers) and order.readers <= self._taken.get(order.entry.seq, set()) | self._sated
 
     def _all_take(self, order: _Order) -> bool:
-        """Waits for the readers; returns whether there is nothing to copy."""
+        """Waits until all readers have the slot's bytes, or time is up; returns whether the bytes need not be
+        copied.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._hasty or order.generation != self._generation or self._held(order),
@@ -269,7 +275,9 @@ class SlotLog:
             return order.generation != self._generation or self._held(order)
 
     def _left_out(self, order: _Order) -> None:
-        """Leaves an entry out whose bytes are gone; learners that want it still find it at other members."""
+        """Leaves out an entry whose bytes were overwritten before they were copied; learners get it from other
+        members.
+        """
         if self._held(order):
             return
         self.late += 1
@@ -293,7 +301,7 @@ class SlotLog:
 
 
 def unpacked(payload: bytes) -> tuple[bytes, memoryview]:
-    """Returns an encoded header, and the reduced bytes that came with it; raises WireError for other bytes."""
+    """Splits a log entry as sent into the encoded header and the reduced bytes; raises WireError if it is malformed."""
     if len(payload) < _LENGTH.size:
         raise WireError(f"a log entry has at least {_LENGTH.size} bytes, got {len(payload)}")
     (length,) = _LENGTH.unpack_from(payload)
@@ -304,7 +312,7 @@ def unpacked(payload: bytes) -> tuple[bytes, memoryview]:
 
 
 def _copy(source: memoryview, spans: Sequence[Span]) -> memoryview:
-    """Copies these ranges of a buffer into one of the same size."""
+    """Returns a buffer of the same size into which only these ranges are copied."""
     copy = np.empty(source.nbytes, np.uint8)
     for start, stop in spans:
         np.copyto(copy[start:stop], np.frombuffer(source[start:stop], np.uint8))

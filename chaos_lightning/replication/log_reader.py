@@ -1,4 +1,4 @@
-"""Reads the log for a learner: entries in order, their bytes from all donors at once.
+"""Reads the log for a learner: entries in order, and the bytes of each from several members at once.
 
 Theory of operation. One thread walks the chain: it asks a member for the header that stands on the last one, checks
 that it does, and has the slot's reduced bytes fetched, in stripes: each source a part that is as large as the source
@@ -43,7 +43,7 @@ class LogEntry:
 
 
 class _Keeper:
-    """Member that keeps the log."""
+    """Member from which a learner reads the log."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -56,17 +56,17 @@ class _Keeper:
 
     @property
     def rate(self) -> float:
-        """Bytes per second so far; 0: not known."""
+        """Bytes per second that the member has sent so far; 0 if it has sent none."""
         return self._nbytes / self._busy_s if self._busy_s else 0.0
 
     def sent(self, nbytes: int, seconds: float) -> None:
-        """Notes that so many bytes came of this member in so many seconds."""
+        """Notes that this member sent so many bytes in so many seconds."""
         self._nbytes += nbytes
         self._busy_s += seconds
 
 
 class LogReader:
-    """Reader of the log for one learner (see the module).
+    """Reader of other members' logs for one learner.
 
     Args:
         sources: Members that keep the log.
@@ -122,24 +122,24 @@ class LogReader:
                 self._pool.submit(self._greet, keeper)
 
     def take(self, timeout_s: float) -> LogEntry | None:
-        """Returns the next entry, or None if there is none within the timeout."""
+        """Returns the next log entry; None if none comes within the timeout."""
         try:
             return self._ready.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def give_back(self, entry: LogEntry) -> None:
-        """Notes that the entry's bytes are not needed any more."""
+        """Returns the entry's buffer to the reader once its bytes are not needed any more."""
         if entry.raw is not None:
             self._spare.put(entry.raw)
 
     @property
     def waiting(self) -> bool:
-        """Whether the reader waits for entries: none that was fetched waits to be applied."""
+        """Whether the reader waits for entries, since all that it fetched have been taken."""
         return self._ready.empty()
 
     def behind(self, seq: int) -> float:
-        """Returns the number of slots by which members probably are beyond `seq` by now, at the pace they had so far.
+        """Estimates how many slots the members are ahead of slot `seq` by now, from their pace so far.
 
         What was told about them grows old while an entry is applied, or while no buffer is free to ask for another.
         """
@@ -148,7 +148,7 @@ class LogReader:
         return self.newest - seq + pace * (time.monotonic() - self._told_at)
 
     def close(self) -> None:
-        """Ends all threads and connections; no thread writes into buffers any more when this returns."""
+        """Ends all threads and connections; once this returns, no thread writes into buffers any more."""
         self._closed = True
         self._spare.put(None)
         for keeper in self._keepers:
@@ -184,8 +184,8 @@ class LogReader:
                 self._ready.put(None)
 
     def _next(self, at: Header) -> tuple[Header, int, memoryview]:
-        """Returns the header that stands on `at`, from the first source that can tell; with its bytes, if they are
-        few.
+        """Asks members in turn for the header that follows `at`; returns it, the newest slot, and the reduced bytes if
+        they are few.
         """
         while living := [k for k in self._keepers if not k.failed]:
             keeper = living[0]
@@ -207,7 +207,9 @@ class LogReader:
     # ------------------------------------------------------------------ bytes
 
     def _look(self, header: Header, raw: memoryview, spans: Sequence[Span]) -> bool:
-        """Reads the slot's bytes out of a source's memory; returns False if no source has them there (any more)."""
+        """Reads the slot's bytes out of another process's memory; returns False if no member has them there any
+        more.
+        """
         for keeper in self._keepers:
             lent = keeper.lent if not keeper.failed else None
             if lent is None:
@@ -224,7 +226,9 @@ class LogReader:
         return False
 
     def _tell(self, header: Header) -> None:
-        """Tells the sources that lend their memory that these bytes are here, so that they need not keep them."""
+        """Tells the members that lend their memory that this learner has the slot's bytes, so that they need not keep
+        them.
+        """
         for keeper in self._keepers:
             channel = keeper.source.channel
             if channel is not None and keeper.lent is not None and not keeper.failed:
@@ -257,7 +261,7 @@ class LogReader:
         self._tell(header)
 
     def _place(self, header: Header, raw: memoryview, spans: Sequence[Span], inline: memoryview) -> None:
-        """Takes the bytes that came with the header into `raw`."""
+        """Copies reduced bytes that came together with their header into the buffer `raw`."""
         if inline.nbytes != sum(stop - start for start, stop in spans):
             raise WireError(f"slot {header.seq} came with {inline.nbytes} bytes; it reduced {list(spans)}")
         at = 0
@@ -314,7 +318,7 @@ class LogReader:
 
 
 def _shares(spans: Sequence[Span], rates: Sequence[float]) -> list[list[Span]]:
-    """Returns the ranges dealt to sources in proportion to their rates (equal shares while none is known)."""
+    """Divides byte ranges among members in proportion to their rates; members of unknown rate get an average share."""
     known = [r for r in rates if r > 0]
     usual = sum(known) / len(known) if known else 1.0
     weights = [r or usual for r in rates]

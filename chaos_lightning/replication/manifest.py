@@ -1,4 +1,4 @@
-"""Encodes everything of a training state that is no big tensor, by a typed codec on JSON.
+"""Encodes all parts of a training state other than large tensors: typed values as JSON.
 
 Theory of operation. Counters, hyperparameters, scheduler and callback states are plain Python values. JSON carries
 most of them as they are; what it cannot say is an object with the key "$" naming the kind: `{"$": "tuple", "v":
@@ -58,7 +58,7 @@ class Encoded:
 
 
 def encode_manifest(value: object, known: Named = ()) -> Encoded:
-    """Encodes `value`; raises StateError naming the path of the first thing that cannot travel.
+    """Encodes a manifest; raises StateError that names the first value which cannot be encoded.
 
     Args:
         value: Usually a dict of state dicts.
@@ -362,7 +362,7 @@ class _Decoder:
 
 
 def decode_values(text: bytes, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
-    """Reads a manifest as states make it: values by name.
+    """Decodes the manifest of a state, a mapping of values by name; raises WireError for anything else.
 
     Raises:
         WireError: It cannot be decoded, or is something else.
@@ -375,8 +375,8 @@ def decode_values(text: bytes, tensors: Mapping[str, Tensor]) -> Mapping[str, An
 
 @contextmanager
 def fitting() -> Iterator[None]:
-    """Turns errors in the use of a manifest into StateError while the block runs: a manifest that opens can still be
-    another program's, and lack a key or a type anywhere.
+    """Context manager that turns errors in reading a decoded manifest (missing keys, wrong types) into StateError,
+    since another program may have made it.
 
     Raises:
         StateError: Something was looked for in vain.

@@ -1,4 +1,4 @@
-"""Gives access to tensor memory as bytes, wherever it lies.
+"""Gives access to a tensor's memory as bytes, whether it lies on the host or on an accelerator.
 
 Theory of operation. On the wire a tensor is the bytes of its elements in logical (row-major) order, whatever its
 strides or device. A `Region` gives access to them: contiguous host memory is read and received in place, without a
@@ -28,24 +28,24 @@ class Region(Protocol):
     """Address of the bytes in this process, in the form in which they travel; 0 if they do not lie in host memory."""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Returns the bytes, in host memory; to be used before the tensor changes."""
+        """Returns the bytes in host memory; they are valid until the tensor changes."""
         ...
 
     def land(self, start: int, stop: int) -> memoryview:
-        """Returns host memory to receive these bytes into."""
+        """Returns host memory into which these bytes are to be received."""
         ...
 
     def landed(self, start: int, stop: int, landing: memoryview) -> None:
-        """Copies the verified bytes in `landing` to where they belong."""
+        """Copies the verified bytes from the host memory `landing` into the tensor."""
         ...
 
     def finish(self) -> None:
-        """Writes back any copy, once all bytes are there."""
+        """Writes a stand-in copy, if one was used, back into the tensor once all bytes have arrived."""
         ...
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
-    """Raises StateError for tensors that are no plain run of bytes."""
+    """Raises StateError for a tensor whose memory is not one plain run of bytes."""
     problem = ""
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         problem = "its shape is not known yet (lazy module): run one forward pass before training starts"
@@ -73,7 +73,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def in_place(tensor: Tensor) -> bool:
-    """Returns whether a tensor's bytes lie in host memory as they travel."""
+    """Returns whether a tensor's bytes lie in host memory in the order in which they are sent."""
     try:
         check_tensor("", tensor)
     except StateError:
@@ -107,7 +107,7 @@ class HostRegion:
 
 
 class StridedRegion(HostRegion):
-    """Region of a host tensor with other strides than row-major: a contiguous copy stands in for it."""
+    """Region of a host tensor that is not row-major; a contiguous copy is read and written in its stead."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -120,7 +120,7 @@ class StridedRegion(HostRegion):
 
 
 class DeviceRegion:
-    """Region of a tensor on an accelerator: bytes are staged through pinned host memory, a range at a time."""
+    """Region of a tensor on an accelerator: its bytes are copied through pinned host memory, one range at a time."""
 
     address = 0
 
@@ -161,7 +161,7 @@ def _can_pin() -> bool:
 
 
 def staging(nbytes: int) -> Tensor:
-    """Returns a host buffer that an accelerator copies to and from quickly."""
+    """Returns a host buffer (pinned if possible) for copies to and from an accelerator."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_can_pin() and nbytes > 0)
 
 
@@ -177,6 +177,6 @@ def region(name: str, tensor: Tensor) -> Region:
 
 
 def synchronize(tensors: Iterable[Tensor]) -> None:
-    """Waits until no accelerator still computes values of these tensors: other threads read them next."""
+    """Waits until no accelerator still computes these tensors, since other threads are about to read them."""
     if any(t.device.type not in ("cpu", "meta") for t in tensors) and torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""Sets the rate at which a donor sends a snapshot while it trains: as fast as its own steps bear.
+"""Limits the rate at which a donor sends a snapshot while it trains, so that its own steps hardly slow down.
 
 Theory of operation. Serving costs the donor's links and, on few cores, its compute. Neither can be told ahead, but both
 show in one number, the time of its steps. While nothing is sent, the median of the last steps is the *usual* one. While
@@ -40,7 +40,7 @@ class Pace:
 
     @property
     def usual_s(self) -> float:
-        """Median seconds of the last steps while nothing was sent; 0: not known yet."""
+        """Median seconds of the latest steps during which nothing was sent; 0 if unknown yet."""
         with self._lock:
             return statistics.median(self._usual) if len(self._usual) >= 5 else 0.0
 
@@ -57,7 +57,9 @@ class Pace:
             self.rate_nbytes_s = 0.0
 
     def step(self, seconds: float, now: float) -> None:
-        """Takes the seconds of a donor's step, from the commit before to its own, and adapts the rate."""
+        """Adapts the rate to the duration of the donor's latest step, in seconds from the commit before it to its
+        own.
+        """
         with self._lock:
             sending = self.rate_nbytes_s > 0 and now - self._sent_at < seconds + BURST_S
             if not sending:
@@ -72,7 +74,7 @@ class Pace:
                 self.rate_nbytes_s *= RAISE
 
     def delay_s(self, nbytes: int, now: float) -> float:
-        """Books so many bytes; returns the seconds to wait before they are sent."""
+        """Counts these bytes as sent; returns the seconds to wait before really sending them."""
         with self._lock:
             self._sent_at = now
             if self.rate_nbytes_s <= 0:
@@ -81,7 +83,7 @@ class Pace:
             return max(0.0, self._free_at - nbytes / self.rate_nbytes_s - now)
 
     def spend(self, nbytes: int) -> None:
-        """Books so many bytes and waits until they may be sent."""
+        """Counts these bytes as sent, and waits until the rate permits sending them."""
         delay = self.delay_s(nbytes, time.monotonic())
         if delay > 0:
             time.sleep(delay)

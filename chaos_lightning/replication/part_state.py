@@ -1,5 +1,5 @@
-"""Gives access to the training state by parts, which a member of a pipeline holds, serves to others, pulls, hashes and
-keeps.
+"""Gives access to the parts of a pipeline's training state, so that a member can serve, pull, hash and keep each part
+by itself.
 
 Theory of operation. A *part* is a layer, a parameter that several layers share, or the rest (protocol.md, pipelines).
 `PartState` is the access to one: its parameters and buffers, and what optimizers keep for these parameters, by name and
@@ -50,16 +50,16 @@ class PartAccess(Protocol):
         """Returns the part's tensors, as `StateAccess.tensors` does."""
 
     def volatile(self) -> list[str]:
-        """Returns names of tensors that a forward pass may write."""
+        """Returns names of the part's tensors that a forward pass may write."""
 
     def manifest(self) -> dict[str, object]:
         """Returns the part's manifest, as `StateAccess.manifest` does."""
 
     def prepare(self, manifest: Mapping[str, Any], table: StateTable) -> None:
-        """Makes the part's tensors match a table, as `StateAccess.prepare` does."""
+        """Makes the part's tensors match a donor's table, as `StateAccess.prepare` does."""
 
     def adopt(self, manifest: Mapping[str, Any]) -> None:
-        """Takes over a manifest's values, as `StateAccess.adopt` does."""
+        """Takes over a manifest's values for this part, as `StateAccess.adopt` does."""
 
 
 class PartState:
@@ -77,7 +77,7 @@ class PartState:
         self._module, self._names, self._optimizers = module, frozenset(names), tuple(optimizers)
 
     def _parameters(self) -> list[tuple[str, Tensor]]:
-        """Returns the part's parameters, each once, under its first name in the model, whichever of its names were
+        """Returns the part's parameters, each once, by its first name in the model even if another of its names was
         given.
         """
         given = {id(p) for n, p in self._module.named_parameters(remove_duplicate=False) if n in self._names}
@@ -93,7 +93,7 @@ class PartState:
         return named + parameter_tensors(self._optimizers, parameters)
 
     def volatile(self) -> list[str]:
-        """Returns the names of tensors that a forward pass may write: a donor that goes on has to serve copies of
+        """Returns the names of tensors that a forward pass may write: a donor that trains on must serve copies of
         these.
         """
         return [f"buffer.{n}" for n, _ in self._buffers()]
@@ -116,7 +116,7 @@ class PartState:
 
 
 class RestState:
-    """Access (`PartAccess`) to the rest, which no forward pass changes.
+    """Access (`PartAccess`) to the part `rest`: all state that belongs to no single layer; no forward pass changes it.
 
     Args:
         state: The same without a name.
@@ -144,7 +144,7 @@ class RestState:
 
 
 class PartCopy:
-    """Access (`StateAccess`) to a part as an owner gives it: in the host's memory, without a model.
+    """Access (`StateAccess`) to a copy of a part that was pulled into host memory, without a model.
 
     It may be pulled again after a pull that failed: what has arrived is not sent once more.
 
@@ -196,7 +196,7 @@ def part_name(header: Header, part: str, view: ViewId | None = None) -> str:
 
 
 class PartServer:
-    """Server of this member's parts at one header, until their owners go on.
+    """Server of this member's parts at one header, until the parts change again.
 
     Args:
         server: Serves this member's states.
@@ -214,7 +214,8 @@ class PartServer:
         *,
         lacking: Iterable[str] = (),
     ) -> None:
-        """Serves these parts, whose buffers are those of the header, in place of all others.
+        """Serves these parts instead of all that it served before; their buffers are copied, as they are at this
+        header.
 
         They must be still until `drop`, but for buffers, which are copied.
 
@@ -233,7 +234,7 @@ class PartServer:
             self._held.append(name)
 
     def drop(self) -> None:
-        """Serves the parts no more, so that the optimizer may write to them."""
+        """Stops serving the parts, so that the optimizer may write to them."""
         for name in self._held:
             self._server.drop(name)
         self._held.clear()
@@ -250,7 +251,7 @@ def pull_part(
     abandoned: Callable[[], bool] | None = None,
     loading: frozenset[str] = frozenset(),
 ) -> PullReport:
-    """Pulls a part of the state at a header, and proves it by its hash; other parts stay as they are.
+    """Pulls one part of the state at a header, and verifies it by its hash; other parts stay as they are.
 
     Args:
         donors: Members that hold it, the oldest first.
@@ -280,7 +281,7 @@ def part_manifest(
     config: PullConfig | None = None,
     abandoned: Callable[[], bool] | None = None,
 ) -> Mapping[str, Any]:
-    """Asks for the manifest of a part at a header, which is not GENESIS; returns that of the first donor that answers.
+    """Returns the manifest of a part at a header other than GENESIS, from the first donor that answers.
 
     Args:
         donors: Members that may hold the part.
@@ -307,9 +308,7 @@ def part_manifest(
 
 
 def part_hashes(parts: Iterable[PartAccess]) -> dict[str, str]:
-    """Returns the hash of each part's tensors, by the part's name: equal exactly where the tensors are (protocol.md
-    24).
-    """
+    """Returns the hash of each part's tensors, by the part's name; equal hashes mean equal tensors (protocol.md 24)."""
     return {state.part: state_hash(state.tensors()) for state in parts}
 
 

@@ -1,4 +1,4 @@
-"""Names files that are being written beside their place by their writer, and removes those that dead writers left.
+"""Names temporary files (`.part`) by the process that writes them, and removes those that dead processes left behind.
 
 Theory of operation. A part's name says of which machine and process its writer is. Who writes next into the same folder
 removes what no living process of this machine writes any more. Of a writer on another machine (or where there is no
@@ -21,13 +21,13 @@ _PART = re.compile(r"\..+\.(?P<host>[0-9a-f]{16})-(?P<pid>[0-9]{1,10})-(?P<start
 
 
 def part_of(path: Path) -> Path:
-    """Returns the file in which this process writes the later content of `path`; another name each time."""
+    """Returns a new temporary file beside `path`, named after this process, which writes the content there first."""
     pid = os.getpid()
     return path.with_name(f".{path.name}.{_here()}-{pid}-{start_time(pid)}-{os.urandom(4).hex()}.part")
 
 
 def sweep(folder: Path) -> None:
-    """Removes the part files in this folder whose writers are gone; never one of a writer that lives or may live."""
+    """Removes temporary files in this folder whose writers have ended; keeps those whose writer lives or may live."""
     with contextlib.suppress(OSError):
         for path in folder.glob(".*.part"):
             named = _PART.fullmatch(path.name)

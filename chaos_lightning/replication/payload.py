@@ -1,4 +1,4 @@
-"""Encodes values of small collectives as bytes, and decodes them: typed, nothing is pickled.
+"""Encodes the values of small collectives as bytes, and decodes them, by type and without pickle.
 
 Layout: 4 bytes length of the text, the text (replication/manifest.py), then for each attached tensor, in order: 2 bytes
 length of its description `name|dtype|d0,d1,...`, the description, and its raw bytes.
@@ -20,7 +20,7 @@ from chaos_lightning.replication.table import DTYPES, dtype_name
 
 
 def encode_payload(value: Any) -> bytes:
-    """Encodes a value of plain types, containers and tensors; raises StateError naming a value that cannot travel."""
+    """Encodes a value of plain types, containers and tensors; raises StateError that names a value of another type."""
     encoded = encode_manifest(value)
     parts = [struct.pack("<I", len(encoded.data)), encoded.data]
     for name, tensor in encoded.tensors:

@@ -1,4 +1,4 @@
-"""Holds the parts of policies with a plan: estimates of links, and shares cut into jobs.
+"""Plans which source sends how much in a pull: estimates of links, and shares cut into jobs.
 
 Theory of operation. A fixed share is a run of jobs in address order. The slower a source, the less may its share be
 rounded up: shares are cut from the slowest to the fastest source, each rounded down to whole jobs, and the fastest
@@ -21,7 +21,7 @@ Planner = Callable[[int, Sequence[Neighbour]], SharePlan]
 
 
 class LinkEstimates:
-    """Estimates of a newcomer's links before a pull, and the shares that follow from them.
+    """Estimates of a newcomer's links before a pull, and the shares of the work computed from them.
 
     Args:
         estimates: By member.
@@ -40,12 +40,14 @@ class LinkEstimates:
                 )
 
     def prior(self, source: str) -> tuple[float, float] | None:
-        """Returns the estimate of the link to this member, if that link carries anything; as `TransferPolicy.prior`."""
+        """Returns the estimated latency and rate of the link to this member; None without an estimate, or at rate 0."""
         known = self.by_member.get(source)
         return known if known is not None and known[1] else None
 
     def neighbours(self, sources: Sequence[str]) -> tuple[list[Neighbour], str]:
-        """Returns the sources as the planner wants them; a source without an estimate is taken for an average one."""
+        """Converts sources to the planner's `Neighbour`s; a source without an estimate gets the median of the
+        others.
+        """
         known = {m: e for m, e in self.by_member.items() if e[1]}
         rates = [known[m][1] for m in sources if m in known]
         latencies = [known[m][0] for m in sources if m in known]
@@ -57,7 +59,7 @@ class LinkEstimates:
         return found, f"; no estimate of {', '.join(guessed)}, taken as usual" if guessed else ""
 
     def shares(self, jobs: Sequence[Job], sources: Sequence[str], planner: Planner) -> Shares:
-        """Returns the jobs that this planner gives each source."""
+        """Returns the jobs that this planner assigns to each source."""
         found, note = self.neighbours(sources)
         plan = planner(sum(job.nbytes for job in jobs), found)
         speeds = {n.member: 1 / n.s_per_byte for n in found}
@@ -65,14 +67,12 @@ class LinkEstimates:
 
 
 def planned_grain_nbytes(nbytes: int, sources: int, request_nbytes: int) -> int:
-    """Returns the bytes of a job at which planned shares come out to a sixteenth of the smallest; see
-    `TransferPolicy.grain_nbytes`.
-    """
+    """Returns a job size so small that planned shares are met to within a sixteenth of the smallest share."""
     return min(PIECE_NBYTES, max(MIN_REQUEST_NBYTES, nbytes // (16 * max(1, sources))), request_nbytes)
 
 
 def cut_runs(jobs: Sequence[Job], shares: Mapping[str, int], speeds: Mapping[str, float]) -> dict[str, list[Job]]:
-    """Cuts jobs into runs of about these sizes; `speeds` says which source may better take the bytes that rounding
+    """Divides jobs into runs of about these sizes, one for each source; the source of highest speed gets what rounding
     leaves.
     """
     order = sorted(shares, key=lambda m: speeds.get(m, 0.0))

@@ -1,4 +1,4 @@
-"""Makes transfer policies by name, which say how a newcomer shares the work among its sources. All are really executed.
+"""Makes transfer policies by name; a policy decides how a newcomer divides a pull among its sources.
 
     adaptive      closed-form shares from estimates, then corrected by what is measured: who is idle takes from the
                   tail of whoever would end last, in proportion to both rates, and asks again for what is under way
@@ -44,7 +44,7 @@ _MOST_COPIES = 2
 
 
 class Adaptive(TransferPolicy):
-    """Policy that plans first, and corrects by measured rates."""
+    """Policy that plans by estimates first, and corrects the plan by measured rates."""
 
     name = "adaptive"
     recheck_s = 0.02
@@ -119,7 +119,7 @@ class Adaptive(TransferPolicy):
 
 
 def policy_class(name: str) -> type[TransferPolicy]:
-    """Returns the class of a transfer policy, whose objects carry out one pull each.
+    """Returns the class of a transfer policy; each object of it serves for one pull.
 
     Args:
         name: One of `POLICIES`, or MODULE:CLASS: a TransferPolicy made of estimates and PolicyOptions.
@@ -149,7 +149,7 @@ def policy_class(name: str) -> type[TransferPolicy]:
 def make_policy(
     name: str = "adaptive", estimates: Estimates | None = None, options: PolicyOptions | None = None
 ) -> TransferPolicy:
-    """Returns a transfer policy by name; make a new one for each pull.
+    """Makes a transfer policy by name; each pull needs a new one.
 
     Args:
         name: As for `policy_class`.

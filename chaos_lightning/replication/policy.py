@@ -1,4 +1,4 @@
-"""Declares the decisions of a transfer policy, and the facts for them.
+"""Declares the decisions that a transfer policy makes, and the facts that it makes them by.
 
 Theory of operation. What is missing is cut into *jobs*. A policy gives some of them to sources at the start
 (`assign`); what it gives to nobody is *spare* and goes to whoever has room. Whenever a source has room the work queue
@@ -39,7 +39,7 @@ Estimates = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
-    """Facts that a policy may plan by, beside estimates of the newcomer's links."""
+    """Facts that a transfer policy may plan by, besides estimates of the newcomer's links."""
 
     ingress_bps: float = 0.0
     """Rate of the newcomer's own access link, in bits per second; 0: no limit of its own."""
@@ -65,7 +65,7 @@ class PolicyOptions:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Bytes [start, stop) of the address space, asked for in one request."""
+    """Bytes [start, stop) of a state that are requested at once."""
 
     start: int
     stop: int
@@ -83,7 +83,7 @@ class Job:
         return self.stop - self.start
 
     def with_next(self, other: Job) -> Job:
-        """Returns both jobs in one; `other` begins where this one ends."""
+        """Joins this job with the one that follows it directly."""
         return replace(self, stop=other.stop, pieces=(*self.pieces, *other.pieces))
 
 
@@ -143,19 +143,19 @@ class SourceStats:
     _at: float = 0.0
 
     def expect(self, latency_s: float, rate_bps: float) -> None:
-        """Begins with an estimate of the link."""
+        """Sets the source's latency and rate to estimates, until they are measured."""
         self.latency_s, self._told = latency_s, True
         self._bytes, self._seconds = rate_bps / 8 * _PRIOR_S, _PRIOR_S
 
     def asked(self, nbytes: int, now: float) -> None:
-        """Notes that so many more bytes are requested of the source."""
+        """Notes that these additional bytes were requested from the source."""
         if not self.under_way:
             self._at = now
             self._answered = False
         self.under_way += nbytes
 
     def arrived(self, nbytes: int, now: float) -> None:
-        """Notes that so many requested bytes have come from the source."""
+        """Notes that these requested bytes have come from the source."""
         if not self._answered:  # the first bytes after a pause: there and back
             self._answered = True
             self._round_s = min(self._round_s, now - self._at)
@@ -169,15 +169,15 @@ class SourceStats:
         self.busy_s += span
 
     def rate(self, now: float) -> float:
-        """Returns the bytes per second of late, silence included; 0 if nothing is known."""
+        """Returns the source's recent rate in bytes per second, its present silence included; 0 if unknown."""
         return self._bytes / max(self._seconds + self.silent_s(now), _LEAST_S) if self._bytes else 0.0
 
     def silent_s(self, now: float) -> float:
-        """Returns the seconds for which nothing has come of the requested bytes."""
+        """Returns the seconds since the last requested bytes came from the source; 0 if none are outstanding."""
         return max(0.0, now - self._at) if self.under_way > 0 else 0.0
 
     def needs_s(self, nbytes: int, now: float) -> float:
-        """Returns the seconds until the source has delivered so many bytes; infinity if nothing is known.
+        """Estimates the seconds until the source has delivered these bytes; infinity if its rate is unknown.
 
         A silence is expected to last as long again as it has lasted, however little is still to come.
         """
@@ -189,7 +189,7 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Jobs that a source has been given and not yet been asked for."""
+    """Jobs that are assigned to a source but not yet requested from it."""
 
     nbytes: int
     tail_nbytes: int
@@ -198,14 +198,16 @@ class Queue:
 
 @dataclass(frozen=True)
 class Shares:
-    """Jobs by source, with the reason in words."""
+    """Jobs assigned to each source, and the reason in words."""
 
     jobs: Mapping[str, Sequence[Job]] = field(default_factory=dict)
     reason: str = ""
 
 
 class TransferPolicy:
-    """Policy that serves first come, first served, in address order: fast sources simply come more often."""
+    """Policy that gives out jobs in address order, first come, first served: fast sources take more because they ask
+    more often.
+    """
 
     name = "shared"
     patient = False
@@ -216,60 +218,60 @@ class TransferPolicy:
     """Seconds that an idle source waits before it is considered again, if nothing changes meanwhile."""
 
     def __init__(self, estimates: Estimates | None = None, options: PolicyOptions | None = None) -> None:
-        """Makes the policy of one pull from what is known before the pull; this one needs nothing."""
+        """Makes the policy for one pull, from estimates and options; this class uses neither."""
 
     def sources(self, donors: Sequence[Endpoint]) -> list[Endpoint]:
-        """Returns the sources to ask, given the donors that can be dialled."""
+        """Chooses the sources to pull from, among the donors that can be dialled."""
         return list(donors)
 
     def way(self) -> Callable[..., None] | None:
-        """Returns the function that gets a donor's bytes here (client.Deliver), if the policy has another way than the
-        usual one.
+        """Returns the function that fetches a donor's bytes (client.Deliver), or None for requests over the
+        connection.
         """
         return None
 
     def prior(self, source: str) -> tuple[float, float] | None:
-        """Returns (latency in seconds, rate in bits per second) as estimated before the transfer; None if unknown."""
+        """Returns latency (seconds) and rate (bits per second) of the link as estimated before the transfer; None if
+        unknown.
+        """
         return None
 
     def grain_nbytes(self, nbytes: int, sources: int, request_nbytes: int) -> int:
-        """Returns the bytes of a job: a small state is cut so that every donor gets some of it, and the fast ones
-        more.
-        """
+        """Returns the size of a job in bytes, small enough for every donor to get several."""
         return min(request_nbytes, max(MIN_REQUEST_NBYTES, nbytes // (REQUESTS_PER_DONOR * max(1, sources))))
 
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
-        """Returns the jobs of each source at first; jobs left out are spare. Sources are in the order of the donors."""
+        """Returns the jobs that each source gets at first; jobs left out are spare and go to any source that has
+        room.
+        """
         return Shares(reason="whoever has room takes the next bytes")
 
     def may_take(self, source: str, stats: Mapping[str, SourceStats]) -> bool:
-        """Returns whether this source may have spare jobs now. If all are kept idle, a source that asks gets one all
-        the same.
-        """
+        """Returns whether this source may have spare jobs now; overruled if all sources would be idle."""
         return True
 
     def request_nbytes(self, stats: SourceStats, now: float, limit: int) -> int:
-        """Returns the bytes up to which adjacent jobs are asked for together; 0: one by one."""
+        """Returns the most bytes for which adjacent jobs are joined in one request; 0: jobs are requested one by
+        one.
+        """
         return 0
 
     def window_nbytes(self, stats: SourceStats, now: float) -> int:
-        """Returns the bytes that are kept under way, even if that takes more requests than configured."""
+        """Returns the bytes to keep requested from a source, even if that takes more requests than configured."""
         return 0
 
     def steal(
         self, thief: str, queues: Mapping[str, Queue], stats: Mapping[str, SourceStats], now: float
     ) -> tuple[str, int] | None:
-        """Returns the source from whose tail this one takes work, and how many bytes; no queue is empty, and none is
-        the thief's.
+        """Chooses another source from the end of whose queue an idle source (`thief`) takes jobs, and how many bytes;
+        None: it steals nothing.
         """
         return None
 
     def duplicate(
         self, source: str, requests: Sequence[Request], stats: Mapping[str, SourceStats], now: float
     ) -> Request | None:
-        """Returns the request of another source that an idle source is to make as well. `requests` are those that it
-        may.
-        """
+        """Chooses a request of another source that an idle source is to make as well; None: it stays idle."""
         return None
 
 
@@ -277,7 +279,8 @@ SharedQueue = TransferPolicy
 
 
 def cut_jobs(table: StateTable, pieces: Sequence[Piece], request_nbytes: int, *, attached: frozenset[str]) -> list[Job]:
-    """Joins adjacent missing pieces to jobs of at most `request_nbytes` (a piece alone may be larger).
+    """Joins adjacent missing pieces into jobs of at most `request_nbytes`; a piece larger than that is a job of its
+    own.
 
     Args:
         table: Where the pieces lie.

@@ -1,4 +1,4 @@
-"""Holds the publication of a donor at one header: a state, or one slot's reduced bytes, in one address space."""
+"""Represents what a donor publishes at one header: a state, or a slot's reduced bytes, in one address space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chaos_lightning.replication.table import PIECE_NBYTES, StateTable, build_ta
 
 
 class RefusalError(Exception):
-    """Error that becomes a REFUSED frame."""
+    """Error whose text is sent to the peer in a REFUSED frame."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Published:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def build(self, tick: Callable[[], None]) -> StateTable:
-        """Returns the table of hashes; the first caller hashes, others wait for it and tick."""
+        """Returns the table of hashes; the first caller computes it, others wait and call `tick` meanwhile."""
         while not self.lock.acquire(timeout=0.05):
             tick()
         try:
@@ -68,7 +68,7 @@ class Published:
             self.lock.release()
 
     def read(self, start: int, stop: int) -> list[memoryview]:
-        """Returns the memory of address range [start, stop), in order."""
+        """Returns memory views of the bytes [start, stop) of the address space, in order."""
         if not 0 <= start < stop <= self.nbytes:
             raise RefusalError(f"bytes [{start}, {stop}) are outside the {self.nbytes} bytes of this state")
         low = bisect_right(self.starts, start) - 1  # the last region that starts at or before `start`
@@ -84,7 +84,7 @@ class Published:
 
 
 def lay_out(head: str, seq: int, regions: list[Region]) -> Published:
-    """Lays these regions end to end in one address space."""
+    """Makes a publication of these regions, laid end to end in one address space."""
     starts, offset = [], 0
     for item in regions:
         starts.append(offset)

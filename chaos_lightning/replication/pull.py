@@ -52,13 +52,13 @@ EARLY_S = 1.0
 
 
 class StateSink:
-    """Sink that takes received pieces into the joiner's tensors."""
+    """Sink that writes received pieces into the joiner's tensors."""
 
     request = Type.GET_STATE
     flags = bulk.UNSUMMED
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        """Takes `regions`, which are aligned with the table's entries."""
+        """Takes the memory regions of the joiner's tensors, in the order of the table's entries."""
         self._regions = regions
 
     def land(self, job: Job) -> list[memoryview]:
@@ -81,7 +81,7 @@ class StateSink:
 
 
 class ResultSink:
-    """Sink that takes received reduced bytes into one flat buffer."""
+    """Sink that writes received reduced bytes into one flat buffer."""
 
     request = Type.GET_RESULT
     flags = 0
@@ -106,7 +106,7 @@ class ResultSink:
 
 
 class _Survey:
-    """Survey of the donors and their states."""
+    """Survey of the donors: which state each of them has."""
 
     def __init__(self, session: PullSession, patient: bool) -> None:
         self.session = session
@@ -120,14 +120,14 @@ class _Survey:
             self.session.start("digest", member, donor.digest)
 
     def run(self) -> None:
-        """Waits until the vote is decided, or no other donor is about to answer."""
+        """Waits until a majority of donors agree on a state, or no further donor is about to answer."""
         while not self._decided():
             for kind, member, digest in self.session.collect(0.1):
                 if kind == "digest":
                     self.heard(member, digest)
 
     def heard(self, member: str, digest: StateDigest) -> None:
-        """Notes that this donor has answered."""
+        """Notes the hashes with which this donor has answered."""
         self.digests[member] = digest
         self._first_at = min(self._first_at, time.monotonic())
 
@@ -153,8 +153,8 @@ class _Survey:
         return [m for m in self.session.order if m in self.digests and m not in self.session.failed]
 
     def choose(self) -> str | None:
-        """Returns the lead: among the donors with the most frequent state, and of these with the most frequent attached
-        tensors, the oldest member; None if no donor is left.
+        """Chooses the donor that gives table and manifest: the oldest of those with the most frequent state and, among
+        these, the most frequent attached tensors; None if no donor is left.
         """
         living = self.living()
         for field in ("state", "attached"):
@@ -233,13 +233,13 @@ class _StatePull:
     # ------------------------------------------------------------------ nothing is expected to be missing
 
     def _ask_early(self) -> Future[bytes]:
-        """Asks the oldest donor to send its manifest before it hashes."""
+        """Asks the oldest donor for its manifest before donors hash their states; returns a future."""
         first = self.session.donors[self.session.order[0]]
         return first.submit(lambda: first.ask(Type.GET_MANIFEST, Type.MANIFEST))
 
     def _adopt_early(self, asked: Future[bytes]) -> tuple[StateTable, str] | None:
-        """Adopts the manifest that was asked for early, while donors hash, then hashes the state that lies here;
-        returns the table, and the manifest's own hash.
+        """Adopts the oldest donor's manifest while donors still hash, then hashes the joiner's own state; returns its
+        table and the manifest's hash.
 
         If all of it is what the donors have, this is the proof (protocol.md 19). None: not without their table.
         """
@@ -265,7 +265,7 @@ class _StatePull:
     # ------------------------------------------------------------------ rounds
 
     def _ask(self, lead: str) -> tuple[StateTable, bytes] | None:
-        """Returns manifest and table of the lead; None if the lead failed."""
+        """Asks the chosen donor for its table and manifest; returns None if the donor failed."""
         donor = self.session.donors[lead]
         size = self._piece_nbytes
         self.session.start("control", lead, lambda: _control(donor, size))
@@ -285,7 +285,7 @@ class _StatePull:
         return found
 
     def _round(self, lead: str, table: StateTable, landing: Landing) -> WorkQueue | None:
-        """Delivers missing pieces and adopts the state; returns the work queue if donors ran out before everything
+        """Fetches the missing pieces and adopts the state; returns the work queue if donors ran out before all pieces
         arrived.
         """
         regions = landing.regions
@@ -302,7 +302,9 @@ class _StatePull:
         return None
 
     def _missing(self, table: StateTable, landing: Landing, regions: Sequence[Region]) -> list[Piece]:
-        """Returns the pieces to fetch. In a second round other bytes are here than at the beginning."""
+        """Returns the pieces to fetch; hashes the joiner's tensors anew in a second round, since the first one changed
+        them.
+        """
         own, blank = self._own, self.session.config.blank and self.skipped is None
         self._own = None
         if blank:
@@ -333,7 +335,9 @@ class _StatePull:
         )
 
     def _prove(self, table: StateTable) -> None:
-        """Checks that the state as it now lies in the joiner has the donors' hash (protocol.md 19)."""
+        """Checks that the joiner's adopted state has the donors' hash (protocol.md 19); raises StateError that names
+        what differs.
+        """
         tensors = self.state.tensors()
         theirs = [e for e in table.entries if not e.attached]
         same = [(e.name, e.dtype, e.shape) for e in theirs] == [
@@ -363,13 +367,15 @@ class _StatePull:
 
 
 def _control(donor: Donor, piece_nbytes: int) -> tuple[StateTable, bytes]:
-    """Returns table and manifest, asked for in the donor's thread."""
+    """Asks a donor for its table and manifest and returns them; runs in the donor's thread."""
     text = donor.ask(Type.GET_MANIFEST, Type.MANIFEST)
     return decode_table(donor.ask(Type.GET_TABLE, Type.TABLE), piece_nbytes), text
 
 
 def _missing(table: StateTable, hashes: Sequence[Hashes]) -> list[Piece]:
-    """Returns the pieces that differ from those that lie here (protocol.md 16)."""
+    """Returns the pieces of the donors' table whose hashes differ from those of the joiner's own bytes (protocol.md
+    16).
+    """
     mine = (digest for here in hashes for digest in here)
     return [piece for piece, digest in zip(table.pieces(), mine, strict=True) if piece.digest != digest]
 
@@ -389,7 +395,7 @@ def pull_state(
     loading: frozenset[str] = frozenset(),
     grew: Callable[[float], None] = lambda idle_s: None,
 ) -> PullReport:
-    """Makes this member's state that of the donors at a header.
+    """Makes this member's state equal to the donors' at a header.
 
     Args:
         donors: Who may have it, oldest member first.
@@ -429,7 +435,7 @@ def pull_result(
     wanted: Sequence[Span] | None = None,
     config: PullConfig | None = None,
 ) -> PullReport:
-    """Pulls raw reduced bytes of a slot (a hand-on, protocol.md 9).
+    """Pulls the reduced bytes of a slot from members that have them (a hand-on, protocol.md 9).
 
     Args:
         donors: Who holds some of them.
@@ -466,7 +472,9 @@ def pull_result(
 
 
 def _result_jobs(needed: Sequence[Span], held: Mapping[str, Sequence[Span]], request_nbytes: int) -> list[Job]:
-    """Cuts the needed ranges where the set of their holders changes; raises StateError if some bytes have no holder."""
+    """Divides byte ranges into jobs, each of whose bytes have the same holders; raises StateError if some bytes have no
+    holder.
+    """
     borders = sorted({b for spans in held.values() for span in spans for b in span})
     jobs = []
     for start, stop in needed:

@@ -1,4 +1,4 @@
-"""Replays committed steps: a newcomer does again with their averages what training did (protocol.md 17).
+"""Replays committed steps: a newcomer takes the optimizer steps again with the logged averages (protocol.md 17).
 
 Theory of operation. A newcomer that holds the state at header s and gets the raw sums of s+1, s+2, ... reaches the
 members' state without a forward pass, because what an optimizer does is a pure function of its state, the averaged
@@ -63,19 +63,19 @@ VOUCH = "chaos_replay"
 
 @runtime_checkable
 class Replay(Protocol):
-    """Replayer that takes committed steps again, outside of training."""
+    """Replayer, which takes committed optimizer steps again outside of training."""
 
     def replayable(self) -> str:
-        """Returns the reason why this process cannot come in by replay; "" if it can."""
+        """Returns the reason why this process cannot join by replay; "" if it can."""
         ...
 
     def replay(self, header: Header) -> None:
-        """Steps again as training did, with the average of this header's step in `.grad`; then clears `.grad`."""
+        """Takes the header's optimizer step again, with the step's average in `.grad`; then clears `.grad`."""
         ...
 
 
 class OptimizerReplay:
-    """Steps of torch optimizers; section n of the layout is optimizer n.
+    """Replays the steps of torch optimizers; section n of the gradient layout belongs to optimizer n.
 
     Args:
         optimizers: In the order of the layout's sections.
@@ -130,7 +130,7 @@ class OptimizerReplay:
                 param.grad = None
 
     def _clipped(self, stepping: Optimizer) -> float:
-        """Clips the gradients; returns 0.0, a loss as far as a closure's answer matters here."""
+        """Clips the gradients of the stepping optimizer; returns 0.0 as the loss that a closure must return."""
         if self._clip is not None:
             self._clip(stepping)
         return 0.0
@@ -162,14 +162,12 @@ def impurity(given: Optimizer, *, vouched: bool = False) -> str:
 
 
 def _only_looks(hook: Callable[..., Any]) -> bool:
-    """Returns whether a hook says that it changes nothing, as the profile's does, which stays in its process for
-    good.
-    """
+    """Returns whether an optimizer hook declares (`only_looks`) that it changes nothing, as the profiler's does."""
     return bool(getattr(hook, "only_looks", False))
 
 
 class ModuleReplay:
-    """Replay for a plain loop that at most clips between an average and `optimizer.step()`.
+    """Replay for a plain training loop that does nothing between averaging and `optimizer.step()` except clipping.
 
     Args:
         state: Its training state. A model among the extra state is a copy that the loop averages by itself: no replay.
@@ -198,6 +196,6 @@ class ModuleReplay:
 
 
 def vouched_by(module: nn.Module) -> bool | None:
-    """Returns the module's word about replay: True, False, or None."""
+    """Returns the module's attribute `chaos_replay`: True, False, or None if it has none."""
     said = getattr(module, VOUCH, None)
     return said if said is None else bool(said)

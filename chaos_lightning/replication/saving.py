@@ -1,4 +1,4 @@
-"""Writes checkpoint files by one member for all.
+"""Saves checkpoints: one member writes the file, all learn whether that succeeded.
 
 Theory of operation. A local file is written beside its place under a name with the hash of its step's header and then
 moved, so that a reader never sees half a file and two writers (one of them fenced, without knowing it yet) never write
@@ -28,7 +28,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def put_in_place(path: Path, mark: str, write: Callable[[str], None]) -> None:
-    """Writes a file beside its place and moves it there.
+    """Writes a file under a temporary name and then moves it to `path`.
 
     Args:
         path: Its place.
@@ -56,7 +56,7 @@ def save_for_all(
     stays_unsaved: Callable[[], bool],
     writes_here: bool = True,
 ) -> None:
-    """Lets the writer write a checkpoint of a step that is stable, and tells all members whether that succeeded.
+    """Has one member write the checkpoint, and tells all members whether that succeeded.
 
     Args:
         path: Of the checkpoint.
@@ -118,7 +118,7 @@ class _Counter:
 
 
 def _explained(error: Exception, nbytes: Callable[[], int], path: str) -> Exception:
-    """Returns the error itself, or one that says more if there is no room for the file."""
+    """Returns the error itself, or one that states the space needed and free if the disk is full."""
     if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
         return error
     folder = os.path.dirname(os.path.abspath(path))

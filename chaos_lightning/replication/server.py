@@ -1,4 +1,4 @@
-"""Serves a donor's state of committed headers, the raw reduced bytes of the last slots, and the log.
+"""Serves a donor's state at committed headers, the reduced bytes of the latest slots, and the log.
 
 Theory of operation. The training thread *publishes*: it hands over live references to the tensors of the state after
 header h and promises not to change them until it withdraws them. (Donors rest at h until the joiner contributes to
@@ -65,7 +65,7 @@ _MOST_IDLE_MS = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class StateServerConfig:
-    """Seconds of waits, and limits, of the serving side."""
+    """Timeouts in seconds, and limits, of the serving side."""
 
     publish_timeout_s: float = 30.0
     """Most seconds that a request waits for a header that this member has yet to commit, or for a state that it is
@@ -101,7 +101,7 @@ class StateServerConfig:
 
 
 class StateServer:
-    """Server of published states and slots to any number of peers, with one calling thread each."""
+    """Server of published states and slots to any number of peers, each in a thread of its own."""
 
     def __init__(self, config: StateServerConfig | None = None) -> None:
         self.config = config or StateServerConfig()
@@ -146,7 +146,7 @@ class StateServer:
         *,
         copies: Collection[str] = (),
     ) -> None:
-        """Makes the state after this header servable; replaces what was published before.
+        """Begins to serve the state after this header, instead of the one published before.
 
         Args:
             head: Hash of the committed header.
@@ -172,7 +172,7 @@ class StateServer:
         hashes: Sequence[tuple[bytes, ...]] | None = None,
         piece_nbytes: int = PIECE_NBYTES,
     ) -> None:
-        """Makes a version of another state than the member's own servable until `drop`, beside all others.
+        """Begins to serve a version of a named state other than the training state, beside all others, until `drop`.
 
         Who pulls it asks for the head `bulk.named_head(name)` and the slot `version`; who asks for a version that is
         still ahead waits for it, as for a header's state.
@@ -198,7 +198,7 @@ class StateServer:
             self._changed.notify_all()
 
     def drop(self, name: str, before: int | None = None) -> None:
-        """Stops serving versions of this state below `before` (all if None). After this their memory may change.
+        """Stops serving versions of this named state below `before` (all if None); afterwards their memory may change.
 
         Of a state of which nothing is left, nothing is waited for either, until something of it is held again.
         """
@@ -215,8 +215,8 @@ class StateServer:
             self._changed.notify_all()
 
     def asked_at(self, name: str, version: int) -> float:
-        """Returns the moment at which a peer last asked for something of this version, or was sent it; by
-        `time.monotonic()`; 0.0: never.
+        """Returns when a peer last requested, or was sent, something of this version (`time.monotonic()`); 0.0 if
+        never.
         """
         with self._changed:
             item = self._versions.get(bulk.named_head(name), {}).get(version)
@@ -262,7 +262,7 @@ class StateServer:
         sharers: int = 1,
         learners: Collection[str] = (),
     ) -> Snapshot:
-        """Keeps a copy of the state after this header servable until `release`; replaces the one before.
+        """Begins to serve a copy of the state after this header, until `release`; replaces the previous snapshot.
 
         Args:
             head: Hash of the committed header.
@@ -335,12 +335,12 @@ class StateServer:
         self.log.keep(header, encoded, raw, spans, still, readers=readers, hold_s=HOLD * self.pace.usual_s)
 
     def _readers(self, learners: Collection[str]) -> Collection[str]:
-        """Returns these learners, if all of them read this process's memory; else none."""
+        """Returns these learners if all of them can read this process's memory; else none."""
         export = self.memory_export
         return learners if export is not None and all(export.readable(o) for o in learners) else ()
 
     def release(self) -> None:
-        """Forgets snapshot and log, as no learner observes any more."""
+        """Gives up snapshot and log once no learner observes any more."""
         with self._changed:
             if self._snapshot is not None:
                 self._gone["state"] = max(self._gone["state"], self._snapshot.seq)
@@ -355,7 +355,7 @@ class StateServer:
             lent.snapshot.forget()
 
     def expire(self, now: float) -> bool:
-        """Releases a snapshot whose lease is over; returns whether it was."""
+        """Gives up a snapshot for which nobody has asked during its lease; returns whether it did."""
         with self._changed:
             held = self._snapshot or self._lent
             over = held is not None and now - self._leased_at > self.config.lease_s
@@ -364,7 +364,7 @@ class StateServer:
         return over
 
     def publish_result(self, seq: int, head: str, memory: Tensor | memoryview, spans: Sequence[Span]) -> None:
-        """Makes raw reduced bytes of a slot servable for a hand-on (protocol.md 9).
+        """Begins to serve the reduced bytes of a slot for a hand-on (protocol.md 9).
 
         Args:
             seq: The slot.
@@ -387,7 +387,9 @@ class StateServer:
             self._changed.notify_all()
 
     def withdraw(self, before: int | None = None) -> None:
-        """Stops serving slots below `before` (all if None). After this the memory may change."""
+        """Stops serving the state and reduced slots below `before` (all if None); afterwards their memory may
+        change.
+        """
         with self._changed:
             if self._state is not None and (before is None or self._state.seq < before):
                 self._gone["state"] = max(self._gone["state"], self._state.seq)
@@ -397,8 +399,8 @@ class StateServer:
             self._results = [r for r in self._results if before is not None and r.seq >= before]
 
     def grew(self, idle_s: float = 0.0) -> None:
-        """Notes that something came of the state that this member is getting, so that peers that wait for it here may
-        go on waiting.
+        """Notes that this member, still fetching its state, got more of it, so that peers waiting for that state wait
+        on.
 
         Args:
             idle_s: So many seconds ago, and perhaps not here but at a member that this one waits for.
@@ -406,13 +408,13 @@ class StateServer:
         self._grew_at = max(self._grew_at, time.monotonic() - idle_s)
 
     def forget(self) -> None:
-        """Forgets which slots were withdrawn: this member begins anew, and they say nothing of what it will publish."""
+        """Forgets which slots were withdrawn, because this member joins anew and may publish the same slots again."""
         self.withdraw()
         with self._changed:
             self._gone = {"state": -1, "result": -1}
 
     def close(self) -> None:
-        """Refuses everything from now on; threads in `serve` return soon."""
+        """Refuses all requests from now on; threads in `serve` return soon."""
         with self._changed:
             self._closed = True
             self._state = self._snapshot = self._copying = None
@@ -431,7 +433,7 @@ class StateServer:
     # --- the serving threads' side --------------------------------------------------------------------------------
 
     def serve(self, sock: socket.socket, peer: str) -> str:
-        """Answers requests on this socket until it ends, and closes it.
+        """Answers requests on this socket until its stream ends, then closes it.
 
         Args:
             sock: Connected, authenticated, blocking.
@@ -524,7 +526,7 @@ class StateServer:
     def _send_range(
         self, channel: BulkSocket, request: BulkFrame, peer: str, item: Published, tick: Callable[[], None]
     ) -> None:
-        """Sends bytes of a state, or of a slot's result."""
+        """Sends a range of bytes of a state, or of a slot's reduced bytes."""
         start, stop = request.offset, request.offset + request.length
         result = request.type is Type.GET_RESULT
         if result and not any(a <= start and stop <= b for a, b in item.spans):
@@ -547,7 +549,9 @@ class StateServer:
                 self._turns.done(channel.sock, item.asked_at)
 
     def _wait_for_turn(self, sock: socket.socket, nbytes: int, tick: Callable[[], None]) -> None:
-        """Waits while others are sent the state; meanwhile this peer hears that its donor lives."""
+        """Waits while the state is sent to other peers; reports to the waiting peer now and then that this donor
+        lives.
+        """
         while True:
             with self._changed:
                 if self._closed or self._turns.take(sock, nbytes, self.config.pulls, time.monotonic()):
@@ -556,7 +560,7 @@ class StateServer:
             tick()
 
     def _answer_beside(self, channel: BulkSocket, request: BulkFrame, peer: str, tick: Callable[[float], None]) -> None:
-        """Answers a peer that reads this process's memory."""
+        """Answers a peer on the same machine, which reads this process's memory."""
         head, seq = request.head, request.seq
         if request.type is Type.HAVE_STATE:
             with self._changed:
@@ -577,7 +581,9 @@ class StateServer:
             channel.send(*bulk.reply(Type.PLACES, head, seq, places))
 
     def _find(self, request: BulkFrame, tick: Callable[[float], None]) -> Published:
-        """Returns the publication for this header; waits, ticking, while its slot is still ahead."""
+        """Returns the publication for the requested header; if its slot is still to come, waits and calls `tick`
+        meanwhile.
+        """
         what = "result" if request.type is Type.GET_RESULT else "state"
         asked_at = time.monotonic()
         while True:
@@ -614,7 +620,7 @@ class StateServer:
         return [item]
 
     def _entry(self, request: BulkFrame, tick: Callable[[], None]) -> tuple[LoggedSlot, int]:
-        """Returns the logged header that stands on the request's, and the last slot in the log."""
+        """Returns the log's entry that follows the requested header, and the number of the latest slot in the log."""
         give_up = time.monotonic() + self.config.publish_timeout_s
         while True:
             with self._changed:

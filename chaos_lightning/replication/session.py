@@ -1,4 +1,4 @@
-"""Runs one pull: its donors, their answers and failures, and the accounting.
+"""Runs one pull: keeps account of its donors, their answers and failures, and the bytes they sent.
 
 Theory of operation. All waiting happens in `collect`, in the calling thread: it takes whatever donor threads have
 finished, books a failure against its donor, and hands results to the phase that asked. A phase is therefore a loop
@@ -37,7 +37,7 @@ Tell = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """Report on one source of a pull."""
+    """Totals of one source of a pull."""
 
     nbytes: int = 0
     """Bytes that were verified and used."""
@@ -56,11 +56,11 @@ class SourceReport:
 
     @property
     def rate_bps(self) -> float:
-        """Bits per second while something was asked of the source; duplicates included."""
+        """Bits per second while requests to the source were under way, duplicates included."""
         return 8 * (self.nbytes + self.duplicated) / self.busy_s if self.busy_s else 0.0
 
     def plus(self, other: SourceReport) -> SourceReport:
-        """Returns the sum of two rounds of a pull."""
+        """Returns the sum of two reports on the same source, from two rounds of a pull."""
         return SourceReport(
             self.nbytes + other.nbytes,
             self.busy_s + other.busy_s,
@@ -73,7 +73,7 @@ class SourceReport:
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """Report on a pull of a state, or of a slot's reduced bytes."""
+    """Report on a finished pull of a state, or of a slot's reduced bytes."""
 
     head: str
     seq: int
@@ -113,7 +113,7 @@ class PullSession:
     def __init__(
         self, endpoints: Sequence[Endpoint], dial: Dial, *, what: str, head: str, seq: int, config: PullConfig | None
     ) -> None:
-        """Starts a thread per donor; use as a context manager.
+        """Starts a thread per donor; the session is to be used as a context manager, which ends them.
 
         Args:
             endpoints: The donors, oldest member first.
@@ -168,13 +168,11 @@ class PullSession:
         self._pending[self.donors[member].submit(work)] = (kind, member)
 
     def pending(self, kind: str) -> list[str]:
-        """Returns the donors that are still working on an order of this kind."""
+        """Returns the donors that are still doing work of this kind."""
         return [member for k, member in self._pending.values() if k == kind]
 
     def collect(self, patience_s: float = _PATIENCE_S) -> list[tuple[str, str, Any]]:
-        """Waits a little for donor threads; returns the results that they have finished. A donor that failed is out
-        from then on.
-        """
+        """Waits briefly for donor threads and returns their finished results; drops donors that failed."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise self._overdue()
@@ -207,7 +205,7 @@ class PullSession:
         )
 
     def drop(self, member: str, reason: str) -> None:
-        """Drops this donor from the pull."""
+        """Excludes this donor from the pull, and notes the reason."""
         self.failed.setdefault(member, reason)
         self.donors[member].close()
         if self._work_queue is not None:
@@ -227,7 +225,7 @@ class PullSession:
         on_bytes: Callable[[int, Mapping[str, SourceStats]], None],
         recruit: Callable[[str, str, Any], bool] | None = None,
     ) -> WorkQueue:
-        """Lets the donors send these jobs; returns when all arrived or no donor is left that could send the rest.
+        """Has these donors send the jobs; returns when all have arrived, or no donor is left that could send the rest.
 
         Args:
             jobs: What is missing.
@@ -291,7 +289,7 @@ class PullSession:
         return work_queue
 
     def _let_go(self, work_queue: WorkQueue) -> None:
-        """Waits until no thread writes any more; donors that only dial, or wait, are not waited for."""
+        """Waits until no donor's thread receives any more; does not wait for threads that only dial."""
         if not work_queue.left_nbytes or work_queue.error is not None:
             for member in work_queue.busy():
                 self.donors[member].close()
@@ -305,7 +303,7 @@ class PullSession:
     def exhausted(
         self, work_queue: WorkQueue | None, names: Callable[[Job], str] | None = None
     ) -> StateError | DeadlineError:
-        """Returns the error for a pull that has no source left for the rest."""
+        """Returns the error for a pull whose donors have all failed before everything arrived."""
         if time.monotonic() >= self.deadline:  # what ended the donors' waits, too
             return self._overdue()
         missing = "nothing has arrived"
@@ -321,7 +319,7 @@ class PullSession:
         return NoDonorError(words, refused=self.refused)
 
     def report(self, head: str, seq: int, nbytes: int, skipped: int, **more: Any) -> PullReport:
-        """Returns the account of a pull that succeeded."""
+        """Returns the report on a pull that succeeded."""
         return PullReport(
             head=head,
             seq=seq,
@@ -343,7 +341,7 @@ class PullSession:
 
 
 class PullMeter:
-    """Meter that turns verified bytes into `Progress`."""
+    """Meter that reports verified bytes to a callback as `Progress`."""
 
     def __init__(self, total_nbytes: int, here_nbytes: int, tell: Tell | None) -> None:
         self._total, self._here, self._tell = total_nbytes, here_nbytes, tell

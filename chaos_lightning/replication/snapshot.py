@@ -1,4 +1,4 @@
-"""Copies the training state at one header while training goes on (protocol.md 15).
+"""Copies the training state at one header while training continues (protocol.md 15).
 
 Theory of operation. Between the optimizer's step and its next one the state is still, except for what a forward pass
 writes. So the training thread copies only that, and a thread of the snapshot's own copies the rest during forward and
@@ -39,8 +39,8 @@ LIVE, COPIED, GONE = 1, 2, 3
 
 
 def available_nbytes() -> int:
-    """Returns the bytes of memory that this machine, and the control groups of this process, can give without
-    swapping.
+    """Returns the bytes of memory that this process can still use without swapping, within the machine and its control
+    groups.
     """
     left = [1 << 62]
     with open("/proc/meminfo") as lines:
@@ -51,7 +51,7 @@ def available_nbytes() -> int:
 
 
 def left_in_groups(membership: str, root: Path) -> list[int]:
-    """Returns the bytes that the limits of control groups leave, as those of containers and batch systems do.
+    """Returns the bytes that each memory limit of the process's control groups (container, batch system) still leaves.
 
     Args:
         membership: Names the group of a process, as /proc/self/cgroup does.
@@ -72,7 +72,7 @@ def left_in_groups(membership: str, root: Path) -> list[int]:
 
 
 class Snapshot:
-    """Copy of the training state at one header, made while training goes on (see the module).
+    """Copy of the training state at one header, made while training continues.
 
     Args:
         tensors: Live, in their fixed order.
@@ -144,11 +144,11 @@ class Snapshot:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the state was copied: readers took nothing in time."""
+        """Whether all of the state was copied, because no reader took any of it before."""
         return self.complete and self._error is None and self._copied_from == 0
 
     def wait(self, timeout_s: float = 60.0) -> None:
-        """Waits until copying has ended, without hurrying it.
+        """Waits until the copy is finished, without hastening it.
 
         Raises:
             DeadlineError: It was not within the timeout.
@@ -160,7 +160,8 @@ class Snapshot:
             raise StateError(f"the training state could not be copied: {self._error}") from self._error
 
     def settle(self, timeout_s: float = 60.0) -> None:
-        """Waits until everything is copied that a reader lacks: the optimizer may write afterwards.
+        """Hastens the copy and waits until all bytes that a reader still lacks are copied; afterwards the optimizer may
+        write.
 
         Raises:
             DeadlineError: It was not within the timeout.
@@ -175,7 +176,7 @@ class Snapshot:
     # ------------------------------------------------------------------ for readers of this process's memory
 
     def take(self, reader: str, nbytes: int) -> None:
-        """Notes that this reader holds the first `nbytes` bytes of the state."""
+        """Notes that this reader has the first `nbytes` bytes of the state."""
         with self._lock:
             if reader in self._taken:
                 self._taken[reader] = max(self._taken[reader], nbytes)
@@ -183,8 +184,8 @@ class Snapshot:
             self._go.set()
 
     def places(self) -> tuple[int, list[int]]:
-        """Returns the value that `generation` must have after reading, and the address of each tensor; 0: not held any
-        more.
+        """Returns the generation, which must be the same after reading, and the address of each tensor in memory (0:
+        gone).
         """
         with self._lock:
             if self._state == LIVE:
@@ -197,14 +198,16 @@ class Snapshot:
             ]
 
     def forget(self) -> None:
-        """Drops all readers."""
+        """Frees readers' claims on the snapshot: nobody reads it any more."""
         with self._lock:
             self._taken = dict.fromkeys(self._taken, self.nbytes)
         self._turn(GONE)
         self._go.set()
 
     def _turn(self, state: int) -> None:
-        """Sets `generation` for readers from here on; called before anything is written or freed."""
+        """Announces through `generation` that readers must not use the former memory any more; called before it is
+        written or freed.
+        """
         with self._lock:
             self._state = max(self._state, state)
             self.generation.set(NO_VIEW, self._state)
@@ -248,7 +251,9 @@ class Snapshot:
 
 
 def _advise(memory: Tensor) -> None:
-    """Asks for huge pages: touching the others for the first time takes longer than copying into them."""
+    """Asks the system for huge pages, since touching small pages for the first time takes longer than copying into
+    them.
+    """
     first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = (memory.data_ptr() + memory.nbytes - first) // mmap.PAGESIZE
     advise = getattr(ctypes.CDLL(None), "madvise", None)

@@ -1,4 +1,4 @@
-"""Reaches a source of bytes: a member, the way to it, and the connection.
+"""Connects to a source of bytes: a member, reached directly or through others.
 
 Theory of operation. A `ByteSource` is dialled when it is first needed, by whichever thread asks. One without a link is
 reached through its neighbours: the way is made first (forward.py). What a source on this machine lends can be read out
@@ -37,7 +37,7 @@ Dial = Callable[[Endpoint], socket.socket]
 
 
 class ByteSource:
-    """Source of bytes: a member and the connection to it (see the module).
+    """Source of bytes: a member, and the connection to it once it is made.
 
     Args:
         endpoint: The member, and the way to it.
@@ -76,11 +76,11 @@ class ByteSource:
 
     @property
     def channel(self) -> BulkSocket | None:
-        """Connection to the source, if there is one."""
+        """Connection to the source; None if there is none."""
         return self._channel
 
     def connect(self) -> BulkSocket:
-        """Returns the connection, made if need be.
+        """Returns the connection to the source; dials if there is none.
 
         Raises:
             ChaosError, OSError: There is none.
@@ -111,7 +111,7 @@ class ByteSource:
         return channel
 
     def beside(self) -> bool:
-        """Returns whether the source is on this machine, as far as addresses tell; connects if need be."""
+        """Returns whether the source runs on this machine, judged by addresses; connects if need be."""
         return not self.endpoint.route and on_this_machine(self.connect().sock)
 
     def disconnect(self) -> None:
@@ -122,13 +122,13 @@ class ByteSource:
             channel.sock.close()
 
     def release(self) -> BulkSocket | None:
-        """Gives the connection away, if there is one."""
+        """Returns the connection, if there is one, and leaves it to the caller."""
         with self._lock:
             channel, self._channel = self._channel, None
         return channel
 
     def cut(self) -> None:
-        """Ends all waits for this source, from any thread, and dials it no more."""
+        """Ends all waits for this source, from any thread, and prevents further dialling."""
         with self._lock:
             self._closed = True
             channel = self._channel
@@ -138,7 +138,7 @@ class ByteSource:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns a source's failure in words."""
+    """Describes in words why a source failed."""
     if isinstance(error, TimeoutError):
         return "it sent nothing for too long"
     if isinstance(error, ChaosError):

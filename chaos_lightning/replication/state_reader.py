@@ -1,4 +1,4 @@
-"""Reads the state at a header for a learner out of the memory of a member of its machine (by_reference.py).
+"""Reads the state at a header out of the memory of members on the same machine, for a learner (by_reference.py).
 
 Theory of operation. The state itself is read while it is still, from the front to the back. Every block is followed by
 a look at the donor's generation; once the donor's optimizer is about to write, the rest is read from the copy that it
@@ -34,7 +34,7 @@ Keep = Callable[[str, BulkSocket], None]
 
 
 class StateReader:
-    """Reader of the state out of donors' memory for one learner (see the module).
+    """Reader of the state out of donors' memory, for one learner.
 
     Args:
         endpoints: The donors, in the order in which they are to be asked.
@@ -74,8 +74,8 @@ class StateReader:
         self._at = 0
 
     def run(self) -> PullReport | None:
-        """Reads the state; returns None if no donor lends its memory, or none could give all of it; then the tensors
-        may hold a part.
+        """Reads the state; returns None if no donor on this machine could give all of it, which may leave tensors
+        partly filled.
 
         Raises:
             StateError: The state does not fit here, or reading it was abandoned.
@@ -114,7 +114,7 @@ class StateReader:
         channel.send(BulkFrame(Type.HAVE_STATE, self._head, self._seq, self._at))
 
     def _tell_others(self) -> None:
-        """Tells the other donors that keep the state how much of it is here."""
+        """Tells the donors that are not being read from how many bytes of the state have been read."""
         for connecting in self._others.values():
             channel = connecting.result() if connecting.done() else None
             if channel is not None:
@@ -122,7 +122,7 @@ class StateReader:
                     self._tell(channel)
 
     def _part(self, member: str, connecting: Future[BulkSocket | None]) -> None:
-        """Tells a donor that was not read from, and keeps its connection."""
+        """Tells a donor that was not read from how much was read, and hands its connection on for later use."""
         channel = connecting.result()
         if channel is None:
             return
@@ -136,7 +136,7 @@ class StateReader:
     # ------------------------------------------------------------------ bytes
 
     def _read_from(self, member: str, channel: BulkSocket) -> Places | None:
-        """Reads on where the last donor ended; returns None if this one cannot give the rest."""
+        """Continues to read from this donor where the last one ended; returns None if it cannot give the rest."""
         try:
             while True:
                 request = BulkFrame(Type.GET_PLACES, self._head, self._seq, 0, 1)
@@ -160,7 +160,9 @@ class StateReader:
         return None
 
     def _read(self, places: Places, regions: Sequence[Region], member: str, channel: BulkSocket) -> bool:
-        """Reads block by block; returns False if the state did not stay unchanged: copies of it lie elsewhere."""
+        """Reads the state block by block; returns False if the donor changed it during that and copies lie
+        elsewhere.
+        """
         total = places.table.nbytes
         while self._at < total:
             self._go_on()
@@ -204,7 +206,9 @@ class StateReader:
 def _parts(
     table: StateTable, regions: Sequence[Region], low: int, high: int
 ) -> Iterator[tuple[Region, int, int, memoryview]]:
-    """Yields region, range within it, and memory for the bytes in [low, high)."""
+    """Divides the bytes [low, high) of a state among its tensors; yields region, range within it, and memory to receive
+    into.
+    """
     for entry, target in zip(table.entries, regions, strict=True):
         start, stop = max(low, entry.offset) - entry.offset, min(high, entry.stop) - entry.offset
         if start < stop:

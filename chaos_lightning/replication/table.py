@@ -1,4 +1,4 @@
-"""Describes the training state as byte ranges: names, shapes, and a hash for each piece.
+"""Describes the training state as byte ranges: names, shapes, and a hash for each piece of bytes.
 
 Theory of operation. The state is an ordered list of named tensors, laid end to end in one address space of bytes. The
 first ones are *replicated* (protocol.md 21): equal on all members. After them come *attached* ones, tensors that a
@@ -43,13 +43,13 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a type, such as "float32" for torch.float32."""
+    """Returns the name of a dtype, such as "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """Row of the table: one tensor of the state."""
+    """Entry of a state's table: one tensor."""
 
     name: str
     dtype: str
@@ -67,13 +67,13 @@ class TableEntry:
         return self.offset + self.nbytes
 
     def words(self) -> str:
-        """Returns name, type and shape for messages."""
+        """Describes the tensor by name, type and shape, for error messages."""
         return f"{self.name!r} {self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Unit that is hashed, compared and verified: bytes [start, stop) of tensor number `entry`."""
+    """Piece of a state that is hashed and verified as one: bytes [start, stop) of tensor number `entry`."""
 
     entry: int
     start: int
@@ -87,7 +87,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StateTable:
-    """Tensors of a state, in order; replicated ones first, each in pieces of at most `piece_nbytes`."""
+    """Table of a state's tensors, replicated ones first; each tensor is hashed in pieces of at most `piece_nbytes`."""
 
     entries: tuple[TableEntry, ...]
     piece_nbytes: int = PIECE_NBYTES
@@ -107,7 +107,7 @@ class StateTable:
         return _fold(e for e in self.entries if e.attached)
 
     def digests(self, nbytes: int) -> dict[str, bytes]:
-        """Returns the digest of each replicated tensor's name, type, shape and bytes, cut to so many bytes."""
+        """Returns the digest of each replicated tensor (name, type, shape and bytes), shortened to `nbytes` bytes."""
         return {e.name: bytes.fromhex(_fold([e]))[:nbytes] for e in self.entries if not e.attached}
 
     def pieces(self) -> Iterator[Piece]:
@@ -134,13 +134,13 @@ def _fold(entries: Iterable[TableEntry]) -> str:
 
 
 def cuts(nbytes: int, piece_nbytes: int = PIECE_NBYTES) -> Iterator[tuple[int, int]]:
-    """Yields the beginning and end of each piece of a tensor of this size."""
+    """Yields begin and end of each piece of a tensor of this size in bytes."""
     return ((start, min(start + piece_nbytes, nbytes)) for start in range(0, nbytes, piece_nbytes))
 
 
 def decode_table(data: bytes, piece_nbytes: int = PIECE_NBYTES) -> StateTable:
-    """Reads a table that `StateTable.encode()` wrote; raises WireError for anything that is not a consistent table with
-    pieces of this size.
+    """Decodes a table from `StateTable.encode()`; raises WireError unless it is consistent and has pieces of this
+    size.
     """
     try:
         document = json.loads(data)
@@ -230,13 +230,13 @@ def build_table(
 
 
 def state_hash(tensors: Named) -> str:
-    """Returns a hash of 32 hex digits, equal exactly where names, types, shapes and bytes are (protocol.md 19, 24)."""
+    """Returns a hash of 32 hex digits over tensors' names, types, shapes and bytes (protocol.md 19, 24)."""
     return build_table(tensors).state_hash
 
 
 def layout_hash(tensors: Named, groups: Iterable[Iterable[str]] = ()) -> str:
-    """Returns a hash of 16 hex digits over names, shapes and types in order, and the groups of names (protocol.md
-    20).
+    """Returns a hash of 16 hex digits over tensors' names, shapes and types in order, and how names are grouped
+    (protocol.md 20).
     """
     rows = []
     for name, tensor in tensors:
@@ -247,7 +247,7 @@ def layout_hash(tensors: Named, groups: Iterable[Iterable[str]] = ()) -> str:
 
 
 def check_layout(table: StateTable, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises StateError naming the first tensor in which a donor's replicated state and this member's differ."""
+    """Raises StateError that names the first tensor in which the donor's replicated state and this member's differ."""
     theirs = [e for e in table.entries if not e.attached]
     for entry, (name, tensor) in zip(theirs, tensors, strict=False):
         mine = f"{name!r} {dtype_name(tensor.dtype)}{list(tensor.shape)}"
@@ -269,12 +269,12 @@ def check_layout(table: StateTable, tensors: Sequence[tuple[str, Tensor]]) -> No
 
 
 def placeholder(entry: TableEntry) -> Tensor:
-    """Returns a stand-in for a tensor that is yet to be made: a shape without memory."""
+    """Returns a tensor without memory that stands for one still to be made."""
     return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
 
 
 def make_attached(table: StateTable, limit_nbytes: int) -> dict[str, Tensor]:
-    """Makes memory for the tensors that only the manifest refers to, on the kind of device they have at the donor.
+    """Allocates the tensors that only the manifest refers to, on the same kind of device as at the donor.
 
     Raises:
         StateError: They need more than the limit.

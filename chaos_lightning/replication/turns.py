@@ -1,4 +1,4 @@
-"""Limits how many peers a member sends its state to at a time (protocol.md 15).
+"""Limits to how many peers a member sends its state at the same time (protocol.md 15).
 
 Theory of operation. A peer has a turn from its first request for bytes on, as long as it goes on asking. One that is
 done, or waits for bytes from elsewhere, loses it soon, so that no two members wait for each other. A peer without a
@@ -31,7 +31,7 @@ _REMEMBERED = 16
 
 
 class Turns:
-    """Turns of connections in which a member sends its state (see the module)."""
+    """Turns of connections: only a connection that has a turn is sent the state."""
 
     def __init__(self) -> None:
         self._until: dict[socket.socket, float] = {}
@@ -47,7 +47,7 @@ class Turns:
         """Seconds per byte of the last answers."""
 
     def take(self, sock: socket.socket, nbytes: int, most: int, now: float) -> bool:
-        """Returns whether this connection has a turn from now on, until `done`.
+        """Gives this connection a turn if one is free; returns whether it has one, which lasts until `done`.
 
         Args:
             sock: The connection.
@@ -68,8 +68,8 @@ class Turns:
         return True
 
     def _pass_over(self, sock: socket.socket, now: float, beside: Set[socket.socket]) -> None:
-        """Takes the turn from a connection whose answer is slow; the bound doubles with each slow one of those beside
-        it.
+        """Takes the turn away from a connection that receives its answer slowly; the time allowed doubles for each
+        other slow one.
         """
         since, nbytes = self._answers[sock]
         usual_s = statistics.median(self._usual) * nbytes if self._usual else 0.0
@@ -79,7 +79,7 @@ class Turns:
             self._until.pop(sock, None)
 
     def done(self, sock: socket.socket, now: float) -> None:
-        """Notes that an answer to this connection was sent."""
+        """Notes that an answer on this connection was sent."""
         if sock not in self._answers:
             return
         since, nbytes = self._answers[sock]
@@ -94,7 +94,7 @@ class Turns:
             self._until[sock] = now + IDLE_S
 
     def leave(self, sock: socket.socket) -> None:
-        """Forgets this connection, which has ended."""
+        """Forgets this connection, which was closed."""
         for known in (self._until, self._answers, self._ended):
             known.pop(sock, None)
         self._slow.discard(sock)

@@ -1,4 +1,4 @@
-"""Decides which donor sends which bytes next: the shared work of one pull.
+"""Decides which donor sends which bytes next: the work queue that a pull's donors share.
 
 Theory of operation. The work queue is the only thing that the donors' threads share. A task has at most one request
 that receives in place, its owner. A duplicate receives into memory of its own; if it is verified first, the task is
@@ -31,7 +31,7 @@ Place = Callable[[Job, list[memoryview]], None]
 
 @dataclass
 class WorkQueue:
-    """Tasks waiting and under way, shared by the donor threads of one round."""
+    """Queue of jobs, waiting and requested, that the donors' threads of one round of a pull share."""
 
     jobs: Sequence[Job]
     policy: TransferPolicy
@@ -65,7 +65,7 @@ class WorkQueue:
     # --- from the pull's own thread -------------------------------------------------------------------------------
 
     def assign(self, sources: Sequence[str]) -> None:
-        """Lets the policy give spare jobs to these sources, which may join later."""
+        """Has the policy assign waiting jobs to these sources, some of which may join later."""
         with self._changed:
             tasks = {id(task.job): task for task in self._spare}
             given = self.policy.assign([task.job for task in self._spare], sources)
@@ -80,7 +80,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     def join(self, source: str) -> None:
-        """Notes that this donor delivers from now on."""
+        """Notes that this donor takes part in delivering."""
         with self._changed:
             if source not in self.stats:
                 stats = self.stats[source] = self.gone.pop(source, SourceStats())
@@ -90,7 +90,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     def dismiss(self, source: str) -> None:
-        """Notes that this donor is gone; jobs that it had, or was to have, go back."""
+        """Notes that this donor is gone, and puts its unfinished jobs back into the queue."""
         with self._changed:
             self._return_all(source)
             self.requests.pop(source, None)
@@ -101,29 +101,31 @@ class WorkQueue:
             self._changed.notify_all()
 
     def release(self, source: str) -> None:
-        """Notes that this donor's connection broke, but will be dialled again: jobs under way go back."""
+        """Notes that this donor's connection broke but will be dialled again, and puts the jobs under way there back
+        into the queue.
+        """
         with self._changed:
             self._return_all(source)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Hands out no more jobs."""
+        """Ends the handing out of jobs."""
         with self._changed:
             self.stopped = True
             self._changed.notify_all()
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing to do any more."""
+        """Whether no work is left: all arrived, an error, or stopped."""
         return self.stopped or self.error is not None or not self.left_nbytes
 
     def busy(self) -> list[str]:
-        """Returns the donors that may still be receiving."""
+        """Returns the donors that may still be receiving a job."""
         with self._changed:
             return [source for source, requests in self.requests.items() if requests]
 
     def pause(self, seconds: float, deadline: float) -> bool:
-        """Waits so many seconds; returns False if the wait became pointless."""
+        """Waits for this long; returns False if no work is left or the deadline has passed."""
         until = min(time.monotonic() + seconds, deadline)
         with self._changed:
             while not self.over and (left := until - time.monotonic()) > 0:
@@ -131,7 +133,7 @@ class WorkQueue:
             return not self.over and time.monotonic() < deadline
 
     def servable(self) -> bool:
-        """Returns whether each waiting job has a living donor; if not, only another donor's manifest can help."""
+        """Returns whether each waiting job has a living donor that holds its bytes."""
         with self._changed:
             living = self.stats.keys()
             tasks = [*self._spare, *(task for queue in self._queues.values() for task in queue)]
@@ -145,15 +147,15 @@ class WorkQueue:
             return sorted((task.job for task in [*waiting, *flying]), key=lambda job: job.start)
 
     def everybody(self) -> dict[str, SourceStats]:
-        """Returns the statistics of all donors that delivered, or were about to."""
+        """Returns the statistics of all donors, including those that are gone."""
         with self._changed:
             return {**self.gone, **self.stats}
 
     # --- from the donors' threads ---------------------------------------------------------------------------------
 
     def take(self, source: str, *, depth: int, wait: bool, deadline: float) -> Request | None:
-        """Returns the next request for this donor; None if there is none now (`wait` False), or none will come any
-        more.
+        """Returns the next request for this donor to make; None if there is none now (`wait` False) or no more will
+        come.
 
         Args:
             source: Who has room.
@@ -185,14 +187,12 @@ class WorkQueue:
                 self._idle.discard(source)
 
     def arrived(self, request: Request, nbytes: int) -> None:
-        """Notes that so many bytes of a request have come; called often by the thread that receives them, so without a
-        lock.
-        """
+        """Notes that these bytes of a request have come; takes no lock, because it is called often."""
         request.got += nbytes
         self.stats[request.source].arrived(nbytes, self.clock())
 
     def done(self, request: Request, buffers: list[memoryview]) -> None:
-        """Notes that all of a request arrived and is verified; an owner's bytes are in place."""
+        """Notes that all bytes of a request arrived and were verified."""
         with self._changed:
             self._forget(request)
             task, stats = request.task, self.stats[request.source]
@@ -212,9 +212,7 @@ class WorkQueue:
             self._account(request.source, request.job.nbytes)
 
     def wrong(self, request: Request, bad: Sequence[Piece]) -> None:
-        """Notes that these pieces arrived corrupted (none named: all); the rest is verified, and in place if it is an
-        owner's.
-        """
+        """Notes that these pieces of a request arrived corrupted (all, if none is named), and queues them again."""
         with self._changed:
             self._forget(request)
             task, source = request.task, request.source
@@ -259,8 +257,8 @@ class WorkQueue:
             request.task.owner = None
 
     def _place_held(self, task: Task) -> None:
-        """Copies a held copy to its place: the task's owner has ended without delivering, so nothing else writes
-        there.
+        """Copies a duplicate's verified bytes to their final place, after the first request for them ended without
+        delivering.
         """
         if task.held is not None:
             self.place(task.job, task.held)
@@ -369,7 +367,7 @@ class WorkQueue:
 
 
 def _joins(job: Job, following: Job, size: int) -> bool:
-    """Returns whether both jobs can be asked for at once."""
+    """Returns whether two jobs can be joined in one request."""
     return (
         following.start == job.stop
         and following.stop - job.start <= size
@@ -379,7 +377,7 @@ def _joins(job: Job, following: Job, size: int) -> bool:
 
 
 def _spread(job: Job, bad: Sequence[Piece]) -> Iterable[Job]:
-    """Yields a job for each corrupted piece."""
+    """Yields a job for each corrupted piece of a job."""
     position = job.start
     for piece in job.pieces:
         if piece in bad:

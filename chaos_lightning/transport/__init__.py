@@ -1,1 +1,3 @@
-"""Links between members: frames, integrity, authenticated dialling and the one epoll loop that serves them."""
+"""Implements links between members: frames, checksums and encryption, authenticated dialling, and the epoll loop that
+serves them.
+"""

@@ -62,8 +62,8 @@ _TYPES = {int(t): t for t in FrameType}
 
 @dataclass(slots=True)
 class Frame:
-    """Header of a frame. `length` is that of the payload in bytes; `start` is the byte offset of a chunk in the
-    gradient layout, or the number that tells a border tensor from others.
+    """Header of a frame. `length` is the payload's size in bytes; `start` is a chunk's byte offset in the gradient
+    layout, or the number of a border tensor.
     """
 
     type: FrameType
@@ -81,7 +81,7 @@ class Frame:
 
 
 def payload_checksum(pieces: Sequence[memoryview]) -> int:
-    """Returns the xxh3-64 of the pieces' bytes, one after the other."""
+    """Returns the xxh3-64 checksum of these pieces' bytes joined."""
     if len(pieces) == 1:
         return xxhash.xxh3_64_intdigest(pieces[0])
     digest = xxhash.xxh3_64()
@@ -104,14 +104,14 @@ def pack(
     summed: bool = True,
     pieces: int = 0,
 ) -> bytes:
-    """Returns the header's bytes; with `pieces` it announces references, and `checksum` does not count."""
+    """Encodes a frame header; with `pieces` the frame carries references instead of a payload, and no checksum."""
     flags, last = (_REFERRED, pieces) if pieces else (int(summed), checksum)
     head = _LAYOUT.pack(MAGIC, frame_type, flags, view.term, view.number, seq, start, length, last)
     return head + _SUM.pack(xxhash.xxh32_intdigest(head))
 
 
 def unpack(data: bytearray | memoryview) -> Frame:
-    """Parses and checks a header.
+    """Decodes and checks a frame header.
 
     Raises:
         WireError: Magic, header checksum, type or length is not ours.

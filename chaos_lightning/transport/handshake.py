@@ -1,4 +1,4 @@
-"""Exchanges an authenticated hello on every new connection between members.
+"""Performs the authenticated handshake on every new connection between members.
 
 Theory of operation. Both ends prove by an HMAC over everything that was said, both nonces included, that they know what
 the two of them share: the cluster token and, where the scheduler hands out keys (control/link_keys.py), one of this
@@ -47,7 +47,7 @@ BUFFER_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Greeting of the dialling side; `purpose` is one of PURPOSES."""
+    """Facts that the dialling side states about a connection; `purpose` is one of PURPOSES."""
 
     job: str
     me: str
@@ -59,26 +59,26 @@ class Greeting:
 
 
 class LinkKeyring(Protocol):
-    """Keys that this member knows; methods may wait for a moment, and are called by any thread."""
+    """Keys of this member's links; methods may be called by any thread, and may wait for a moment."""
 
     def level(self, *, local: bool) -> Level:
-        """Returns the least protection of a connection within this machine, or to another one."""
+        """Returns the least protection required of a connection, within this machine (`local`) or to another one."""
 
     def known(self, peer: str) -> Sequence[tuple[str, bytes]]:
-        """Returns (name, key) of the keys that this member shares with a peer, newest first; (("", b""),) where links
-        have no keys.
+        """Returns (name, key) of all keys shared with this peer, newest first; a pair of empty values if links have no
+        keys.
 
         Raises:
             RefusedError: There should be one, and there is none.
         """
 
     def find(self, peer: str, names: Sequence[str]) -> tuple[str, bytes] | None:
-        """Returns the first of these keys that is known here; None if none is."""
+        """Returns the first of the named keys that this member has, as (name, key); None if it has none of them."""
 
 
 def tune(sock: socket.socket, *, user_timeout_ms: int = 10_000) -> None:
-    """Sets a socket's options: no Nagle, large buffers, cubic (BBR halves loopback), and a dead path noticed by the
-    sender.
+    """Sets a socket's options: no Nagle delay, large buffers, congestion control cubic (BBR halves loopback's rate),
+    and a timeout for unacknowledged bytes.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -92,8 +92,8 @@ def tune(sock: socket.socket, *, user_timeout_ms: int = 10_000) -> None:
 
 
 def keep_alive(sock: socket.socket, *, idle_s: int, patience_s: int) -> None:
-    """Sets a socket so that the kernel asks an idle peer every `idle_s` whether it is there, and ends the connection
-    `patience_s` later if no answer came.
+    """Enables TCP keep-alive: the kernel probes a peer that was silent for `idle_s`, and ends the connection after
+    `patience_s` without an answer.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wanted = {"KEEPIDLE": idle_s, "KEEPINTVL": 1, "KEEPCNT": patience_s, "USER_TIMEOUT": 1000 * (idle_s + patience_s)}
@@ -105,7 +105,7 @@ def keep_alive(sock: socket.socket, *, idle_s: int, patience_s: int) -> None:
 
 
 def stands(sock: socket.socket) -> bool:
-    """Returns whether the other end of an idle connection has neither closed it nor said anything."""
+    """Returns whether an idle connection is still usable: the peer has neither closed it nor sent anything."""
     try:
         sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -150,7 +150,9 @@ def _receive(sock: socket.socket, deadline: float) -> tuple[dict[str, object], b
 
 
 def _fields(body: bytes) -> dict[str, object]:
-    """Returns the object in a message, whose texts can be written as UTF-8; anything else is a ValueError."""
+    """Decodes a handshake message to a dict; raises ValueError for anything else, and for text that is not valid
+    UTF-8.
+    """
     try:
         fields = json.loads(body)
         json.dumps(fields, ensure_ascii=False).encode()  # a lone surrogate is valid JSON, and no text
@@ -162,7 +164,7 @@ def _fields(body: bytes) -> dict[str, object]:
 
 
 def _all(token: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
-    """Returns the tokens to prove or to believe; b"" alone if there is no token."""
+    """Returns the tokens as a tuple; a single empty one if there is no token."""
     return (token,) if isinstance(token, bytes) else tuple(token) or (b"",)
 
 
@@ -186,7 +188,7 @@ def dial(
     deadline_s: float = 5.0,
     keys: LinkKeyring | None = None,
 ) -> socket.socket:
-    """Connects, proves token and key both ways and returns a blocking, tuned socket, protected as `keys` says.
+    """Connects to a member, authenticates both sides, and returns a blocking socket, protected as `keys` requires.
 
     Raises:
         OSError: Nobody listens there.
@@ -227,7 +229,7 @@ def dial(
 
 @dataclass(slots=True)
 class _Claim:
-    """Claims of a stranger, none of which is believed before it is proved."""
+    """Claims of a dialler that has not proved anything yet."""
 
     greeting: Greeting
     level: Level
@@ -257,7 +259,8 @@ def accept(
     keys: LinkKeyring | None = None,
     objection: Callable[[Greeting], str] = lambda greeting: "",
 ) -> Greeting:
-    """Carries out the listening side's half. On refusal the reason is sent, the socket closed and RefusedError raised.
+    """Performs the listening side of the handshake. On refusal sends the reason, closes the socket and raises
+    RefusedError.
 
     Args:
         sock: Connected; tuned here.
@@ -310,14 +313,16 @@ def accept(
 
 
 def _given(answer: dict[str, object], name: str) -> list[object]:
-    """Returns the proofs of this key: with one token, or with both while they are rotated."""
+    """Returns the dialler's proofs for the key of this name; two while the cluster token is rotated."""
     proofs = answer.get("proofs")
     given = proofs.get(name) if isinstance(proofs, dict) else None
     return given[:2] if isinstance(given, list) else []
 
 
 def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: LinkKeyring | None) -> str:
-    """Returns why a peer that has proved to know what members know is not let in all the same; "" if it is let in."""
+    """Returns the reason why an authenticated peer is refused (version, job, id, purpose, protection); "" if it is
+    not.
+    """
     greeting = claim.greeting
     if words := other_version(greeting.version):
         return f"the dialler {words}"
@@ -336,7 +341,7 @@ def _mismatch(claim: _Claim, sock: socket.socket, job: str, me: str, keys: LinkK
 
 
 def _cut(name: str) -> str:
-    """Returns a name that a stranger claims, as it is written to logs."""
+    """Returns a name that a stranger claims, quoted and shortened for logs."""
     return repr(name if len(name) <= _MAX_NAME else name[:_MAX_NAME] + "...")
 
 

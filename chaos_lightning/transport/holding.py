@@ -1,4 +1,4 @@
-"""Bounds how much of what a link has to send lies in the kernel's buffer, where nothing can overtake it.
+"""Limits how many unsent bytes of a link lie in the kernel's send buffer, where later frames cannot overtake them.
 
 Theory of operation. Several trees share a link: results that others wait for are queued behind partial sums that nobody
 needs yet, unless they may overtake them (`Link.send`). What the kernel has taken cannot be overtaken, and its buffer of
@@ -22,15 +22,15 @@ _AHEAD_S = 0.01
 
 
 class Holding:
-    """Limit of one link; pure bookkeeping."""
+    """Limit on the unsent bytes of one link in the kernel's buffer; computes the limit, and does no I/O."""
 
     def __init__(self, limit_nbytes: int) -> None:
         self.limit_nbytes = limit_nbytes
         """Number of unsent bytes that the kernel may hold; 0: no limit."""
 
     def woken(self, unsent_nbytes: int) -> bool:
-        """Adapts the limit, as the kernel asked for more and held `unsent_nbytes` when the process came; returns
-        whether the limit changed.
+        """Adapts the limit to how many unsent bytes the kernel still had when it asked for more; returns whether the
+        limit changed.
         """
         before = self.limit_nbytes
         if not before:
@@ -42,6 +42,6 @@ class Holding:
         return self.limit_nbytes != before
 
     def told(self, rate_bps: float | None) -> None:
-        """Sets the limit for a link that was paced to this rate; None: it is as fast as it is."""
+        """Sets the limit for a link that is paced to this rate; no limit if the rate is None."""
         limit = 0 if rate_bps is None else max(LEAST_NBYTES, round(rate_bps / 8 * _AHEAD_S))
         self.limit_nbytes = limit if limit <= MOST_NBYTES else 0

@@ -1,4 +1,4 @@
-"""Sends and receives frames over one non-blocking TCP socket, a link, served by the loop.
+"""Sends and receives frames over a link: one non-blocking TCP socket, served by the I/O loop.
 
 Theory of operation. Received payloads go where the owner says before they arrive (`target`): straight into result
 memory, into a scratch buffer, or - when their view is over - into a bin. Sent payloads are not copied: the owner
@@ -63,18 +63,18 @@ _BUDGET_NBYTES = 4 << 20
 
 
 class Chunks(Protocol):
-    """Taker of chunks of gradients, or of border tensors."""
+    """Receiver of chunks of gradients, or of border tensors."""
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Returns memory for the payload, or None to divert it: exactly frame.length bytes, but none for an UP by
-        reference.
+        """Returns memory for the payload: frame.length bytes, or 0 bytes for an UP frame by reference; None discards
+        the payload.
         """
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None: ...
 
 
 class Owner(Chunks, Protocol):
-    """Owner of a link, which decides where the bytes of all frames go, and what they mean."""
+    """Owner of a link: decides where all frames' payloads go, handles them, and is told when the link breaks."""
 
     def broken(self, peer: str, link: Link, evidence: str) -> None: ...
 
@@ -87,7 +87,7 @@ Background = Callable[[], "list[memoryview] | None"]
 
 
 class Link:
-    """Link to `peer`, on which frames are sent and received. All methods belong to the loop's thread.
+    """Link to the member `peer`, for frames in both directions. All methods belong to the loop's thread.
 
     Args:
         loop: Serves the socket.
@@ -158,7 +158,7 @@ class Link:
         start: int = 0,
         payload: Sequence[memoryview] = (),
     ) -> None:
-        """Queues a frame; tries to write at once. Frames of an attempt can be purged later, messages cannot."""
+        """Queues a frame and tries to send it at once. Frames of an attempt can be purged later, messages cannot."""
         if not self.open or self._finishing:
             return
         data = frame_type in ATTEMPTS
@@ -190,7 +190,8 @@ class Link:
             self._write()
 
     def fill(self, background: Background) -> None:
-        """Sends the frames that `background` gives whenever nothing else is to be sent; replaces an earlier one.
+        """Sends frames from the function `background` whenever nothing else is queued; replaces an earlier such
+        function.
 
         Meanwhile the kernel holds little that is not on its way, so that a chunk which comes does not wait behind it.
         """
@@ -200,26 +201,24 @@ class Link:
             self._write()
 
     def quiet(self, now: float, quiet_s: float) -> bool:
-        """Returns whether this link has been without chunks and messages for `quiet_s` seconds, and all that was queued
-        has left.
-        """
+        """Returns whether no chunk or message was sent here for `quiet_s` seconds and all bytes are acknowledged."""
         still = now - self.traffic_at >= quiet_s and not self._queue and self._frame is None
         return still and self._unacknowledged_nbytes() == 0
 
     def pace(self, rate_bps: float | None) -> None:
-        """Bounds what is sent here, in bits per second; None takes the bound away."""
+        """Limits the rate at which this link sends, in bits per second; None removes the limit."""
         pace(self._sock, rate_bps)
         self._holding.told(rate_bps)
         self._hold_little(self._holding.limit_nbytes)
 
     @property
     def sock(self) -> socket.socket:
-        """Socket of the link, for reading its counters only."""
+        """Socket of the link; only for reading its counters."""
         return self._sock
 
     @property
     def delivered_nbytes(self) -> int:
-        """Number of bytes that have reached the other end's kernel (or a relay's)."""
+        """Number of bytes that the other end's kernel (or a relay's) has acknowledged."""
         return self.sent_nbytes - self._unacknowledged_nbytes()
 
     def _unacknowledged_nbytes(self) -> int:
@@ -237,13 +236,11 @@ class Link:
         return sum(part.nbytes for parts in (self._sealed, *(e[2] for e in self._queue)) for part in parts)
 
     def routed(self) -> list[memoryview]:
-        """Returns payloads of routed messages that have not left, or not whole, for a sender that takes over from a
-        broken link.
-        """
+        """Returns the payloads of queued routed messages, for sending over another link after this one broke."""
         return [entry[3] for entry in self._queue if entry[3] is not None]
 
     def purge(self, older_or_equal: ViewId) -> None:
-        """Forgets queued chunks and borders of this and older views, but for one that is already half on the wire.
+        """Drops queued chunks and borders of this and older views, except for one that is partly sent already.
 
         The rest of that one is copied: the memory that it was sent from may change from now on.
         """
@@ -255,7 +252,7 @@ class Link:
         self._sealed = self._sealer.kept(self._sealed) if self._sealer is not None else []
 
     def divert(self, older_or_equal: ViewId) -> None:
-        """Lets the rest of a chunk of this or an older view that is being received run into a bin."""
+        """Discards the rest of a chunk that is being received, if it belongs to this or an older view."""
         frame = self._frame
         if frame is not None and frame.type in ATTEMPTS and frame.view <= older_or_equal:
             if self._opener is not None and not frame.pieces:
@@ -300,7 +297,9 @@ class Link:
                 self._sock.shutdown(socket.SHUT_WR)
 
     def _seal(self, parts: list[memoryview]) -> list[memoryview]:
-        """Returns the bytes to send now of the first frame in the queue; nothing overtakes it from here on."""
+        """Returns the sealed bytes of the first queued frame that are to be sent now; no other frame may overtake it
+        any more.
+        """
         assert self._sealer is not None
         if not self._sealed:
             begins, self._started = not self._started, True
@@ -351,7 +350,9 @@ class Link:
         self.heard_at = time.monotonic()
 
     def _receive(self) -> int:
-        """Takes some bytes in, and deals with what they complete; 0 once the peer sends no more."""
+        """Receives some bytes, and handles the header or payload that they complete; returns their number, 0 at the end
+        of the stream.
+        """
         if self._frame is None:
             count = self._sock.recv_into(self._head_view[self._got :])
             self._got += count
@@ -374,7 +375,7 @@ class Link:
         return count
 
     def _receive_sealed(self) -> int:
-        """Takes some bytes in as `_receive` does, record by record."""
+        """Receives some bytes as `_receive` does, on a protected connection, record by record."""
         opener = self._opener
         assert opener is not None
         came = count = self._sock.recvmsg_into(opener.room())[0]
@@ -393,7 +394,7 @@ class Link:
         return count
 
     def _expect(self) -> None:
-        """Sets where the next record goes."""
+        """Sets the memory into which the next record is received."""
         assert self._opener is not None
         if self._frame is None:
             self._opener.expect(self._head_view, HEADER_NBYTES)
@@ -465,7 +466,7 @@ class Link:
         self.send(FrameType.ACCEPT)
 
     def _fetch(self, frame: Frame, references: memoryview) -> None:
-        """Fetches a chunk that the peer points at."""
+        """Copies a chunk, to which the peer sent references, out of the peer's memory."""
         pieces = pieces_of(references)
         if self._neighbour is None or sum(nbytes for _, nbytes in pieces) != frame.length:
             raise WireError(f"references to {pieces} for a chunk of {frame.length} bytes")
@@ -486,7 +487,7 @@ class Link:
     # ------------------------------------------------------------------ ending
 
     def finish(self) -> None:
-        """Ends this link in good order: queued frames go, then a BYE, then this end sends no more.
+        """Ends this link in an orderly way: sends what is queued, then BYE, then nothing more.
 
         It still takes what the peer sends, until the peer closes or `close` is called.
         """
@@ -503,8 +504,8 @@ class Link:
             self._owner.broken(self.peer, self, evidence)
 
     def close(self, *, bye: bool = False) -> None:
-        """Closes the link at once; with `bye` the peer is told first that this is no failure, if the socket takes
-        it.
+        """Closes the link at once; with `bye` sends BYE before, if the socket takes it, so that the peer does not count
+        it as a failure.
         """
         if not self.open:
             return

@@ -1,4 +1,4 @@
-"""Measures what links really carry, from the job's own bytes: all-reduces and state transfers.
+"""Measures the rates of links from the job's own traffic: all-reduces and state transfers.
 
 Theory of operation. The kernel counts, per TCP connection, bytes that the other end has acknowledged, bytes that wait
 to be sent, and the time in which there were any (TCP_INFO). `Meter.tick` reads these counters of every watched
@@ -49,7 +49,7 @@ _INFO = struct.Struct("=16xI100xQ16xI20xQ")
 
 
 class Reading(NamedTuple):
-    """Counters of one connection, as read at one time."""
+    """Counters of one TCP connection at one moment."""
 
     at_s: float
     acked_nbytes: int
@@ -58,7 +58,7 @@ class Reading(NamedTuple):
 
 
 def read_counters(sock: socket.socket) -> Reading | None:
-    """Returns the counters of a TCP connection; None if it is none, is closed, or the kernel does not tell."""
+    """Returns the counters of a TCP connection; None if it is closed or no TCP, or the kernel does not report them."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
@@ -73,7 +73,7 @@ def read_counters(sock: socket.socket) -> Reading | None:
 
 @dataclass(slots=True)
 class Estimate:
-    """Estimate of the rate towards one peer, in bits per second."""
+    """Estimate of the rate to one peer, in bits per second."""
 
     rate_bps: float = 0.0
     """Rate in bits per second; 0.0: nothing yet."""
@@ -88,13 +88,15 @@ class Estimate:
     """Rate of a last sample that was off by more than CHANGE; its sign says to which side."""
 
     def known(self, rate_bps: float, now: float) -> None:
-        """Sets the rate that a probe has measured, and that was told."""
+        """Sets the estimate to a rate that a probe has measured and reported."""
         self.rate_bps = self.told_bps = rate_bps
         self.at_s = now
         self._nbytes, self._seconds, self._odd = 0, 0.0, 0.0
 
     def fold(self, nbytes: int, seconds: float, now: float) -> float | None:
-        """Adds that the filled link carried `nbytes` in `seconds`; returns the rate if it is to be told."""
+        """Adds a measurement: the link was saturated and carried `nbytes` in `seconds`; returns the estimate if it is
+        to be reported.
+        """
         self._nbytes += nbytes
         self._seconds += seconds
         enough = self._nbytes >= SAMPLE_NBYTES and self._seconds >= SAMPLE_S
@@ -131,7 +133,7 @@ def _near(rate: float, other: float) -> bool:
 
 
 class ReprobeSchedule:
-    """Schedule of how long a link may go unheard of before it is probed; pure bookkeeping for one link.
+    """Schedule by which one link is probed again when its rate is not known from traffic; does no I/O.
 
     Args:
         usual_s: For links that carry what they did.
@@ -145,11 +147,11 @@ class ReprobeSchedule:
         self._fell_at: float | None = None
 
     def made(self, now: float) -> None:
-        """Notes that the link was made. It is behind until it is heard of, for its first probe may come to nothing."""
+        """Notes that the link was made, so that it is probed soon until its rate is known."""
         self._fell_at = now
 
     def heard(self, rate_bps: float, now: float) -> None:
-        """Notes the rate that the link carries now."""
+        """Notes the link's present rate, from traffic or a probe."""
         changed = not _near(rate_bps, self._rate_bps)
         self._rate_bps = rate_bps
         if rate_bps >= (1 - CHANGE) * self.best_bps:
@@ -158,7 +160,7 @@ class ReprobeSchedule:
             self._fell_at = now  # it fell, or rose in part: it may go on doing so
 
     def pause_s(self, now: float) -> float:
-        """Returns the seconds, as of now, for which the link may go unheard of."""
+        """Returns the seconds without news of the link's rate after which it is to be probed."""
         if self._fell_at is None:
             return self.usual_s
         pause_s = max(SOONEST_S, PART_OF_OUTAGE * (now - self._fell_at))
@@ -169,7 +171,7 @@ class ReprobeSchedule:
 
     @property
     def behind(self) -> bool:
-        """Whether the link carries clearly less than it did not long ago."""
+        """Whether the link carries clearly less than it did shortly before."""
         return self._fell_at is not None
 
 
@@ -180,7 +182,7 @@ class _Peer:
 
 
 class LinkMeter:
-    """Meter of all links of one member. All methods belong to one thread.
+    """Meter of the rates of all links of one member. All methods belong to one thread.
 
     Args:
         tell: Told (peer, bits per second) when an estimate has changed enough.
@@ -197,7 +199,7 @@ class LinkMeter:
         self._peers: dict[str, _Peer] = {}
 
     def watch(self, peer: str, sock: socket.socket) -> None:
-        """Reads this connection from now on."""
+        """Starts to read the counters of this connection."""
         self._peers.setdefault(peer, _Peer()).socks[sock] = None
 
     def unwatch(self, peer: str, sock: socket.socket) -> None:
@@ -205,19 +207,19 @@ class LinkMeter:
             self._peers[peer].socks.pop(sock, None)
 
     def forget(self, peer: str) -> None:
-        """Forgets a peer that is gone, or will be another one."""
+        """Forgets all about a peer that is gone or gets another id."""
         self._peers.pop(peer, None)
 
     def known(self, peer: str, rate_bps: float, now: float) -> None:
-        """Sets the rate that a probe has measured, and told."""
+        """Sets the rate to a peer as a probe has measured and reported it."""
         self._peers.setdefault(peer, _Peer()).estimate.known(rate_bps, now)
 
     def rate(self, peer: str) -> float:
-        """Returns bits per second as far as is known; 0.0 if nothing is, or the link carries nothing."""
+        """Returns the estimated rate to a peer in bits per second; 0.0 if unknown or nothing gets through."""
         return self._peers[peer].estimate.rate_bps if peer in self._peers else 0.0
 
     def stale(self, peer: str, now: float, age_s: float) -> bool:
-        """Returns whether neither a probe nor traffic has said anything about this peer's link for `age_s` seconds."""
+        """Returns whether neither a probe nor traffic has measured the link to this peer for `age_s` seconds."""
         return peer in self._peers and now - self._peers[peer].estimate.at_s > age_s
 
     def waiting(self, peer: str) -> list[socket.socket]:
@@ -227,13 +229,15 @@ class LinkMeter:
         return [sock for sock, r in self._peers[peer].socks.items() if r is not None and r.unsent_nbytes > 0]
 
     def _carried(self, peer: str, nbytes: int, seconds: float, now: float) -> None:
-        """Adds that the filled link to a peer carried `nbytes` in `seconds`."""
+        """Adds a measurement of a saturated link to the peer's estimate, and reports the estimate if it has changed
+        enough.
+        """
         rate = self._peers.setdefault(peer, _Peer()).estimate.fold(nbytes, seconds, now)
         if rate is not None:
             self._tell(peer, rate)
 
     def tick(self, now: float, skip: Callable[[str], bool] = lambda peer: False) -> bool:
-        """Reads the counters of all watched connections.
+        """Reads the counters of all watched connections, and measures those that were saturated since the last reading.
 
         Args:
             now: Monotonic seconds.
@@ -259,7 +263,7 @@ class LinkMeter:
 
 
 def _filled(before: Reading, after: Reading) -> bool:
-    """Returns whether the connection had bytes waiting all the time between two readings."""
+    """Returns whether the connection was saturated: it had bytes to send all the time between two readings."""
     seconds = after.at_s - before.at_s
     busy = after.busy_s - before.busy_s >= seconds - _BUSY_SLACK_S - seconds / 20
     return busy and seconds > 0 and before.unsent_nbytes > 0 and after.unsent_nbytes > 0

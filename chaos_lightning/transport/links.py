@@ -1,4 +1,4 @@
-"""Keeps the member's side of the network: one listener, one link per neighbour, and who dials whom.
+"""Keeps a member's connections to its neighbours: one listener, one link per neighbour, and dialling.
 
 Theory of operation. Whom to dial, when again, and who may dial this member, membership/dialling.py decides. Attempts
 and handshakes run in short-lived threads, so that a slow stranger never holds up the loop. A link that is not wanted
@@ -71,24 +71,24 @@ _FULL_PAUSE_S = 0.2
 
 
 class Host(Protocol):
-    """Owner of the links: takes messages, and hears what became of links."""
+    """Owner of a member's links: handles messages, and is told which links come up and go down."""
 
     def message(self, peer: str, payload: memoryview) -> None:
-        """Takes an encoded PeerMessage of this peer, over whatever links it came."""
+        """Handles an encoded PeerMessage from this peer, whether it came directly or over several links."""
 
     def link_changed(self, peer: str, up: bool, evidence: str) -> None:
-        """Takes the news that a link stands, or no more, or could not be made."""
+        """Called when a link has come up, went down or could not be made."""
 
     def measured(self, report: LinkReport) -> None:
-        """Takes a link's latency and rate, or that it carries nothing."""
+        """Called with a new measurement of a link: latency and rate, or rate 0."""
 
     def undelivered(self, to: str, source: str, reason: str) -> None:
-        """Takes the news that a message was dropped on its way; a recovery has it sent again."""
+        """Called when a message was dropped on its way; a recovery makes members send it again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Takers:
-    """Receivers of what comes over links.
+    """Receivers of what arrives over links, by kind.
 
     Attributes:
         host: Messages, and what becomes of links.
@@ -104,7 +104,7 @@ class Takers:
 
 
 class Links:
-    """All links of this member. Methods belong to the loop's thread unless said otherwise.
+    """All links of this member. Methods belong to the I/O loop's thread unless noted otherwise.
 
     Args:
         loop: The loop that serves the links.
@@ -161,7 +161,7 @@ class Links:
         self._pinged_at = time.monotonic()
 
     def listen(self, bind: str, takers: Takers, ports: Sequence[int] = (0,)) -> None:
-        """Listens from now on, so that others can make links with this member. Before the loop runs.
+        """Starts to listen for connections from other members. To be called before the loop runs.
 
         Args:
             bind: Address to listen on.
@@ -186,7 +186,7 @@ class Links:
 
     @property
     def me(self) -> str:
-        """Id of this member."""
+        """Id of this member; "" before it has one."""
         return self._dialling.me
 
     @me.setter
@@ -196,7 +196,7 @@ class Links:
             self._told.notify_all()
 
     def want(self, peers: tuple[Member, ...]) -> None:
-        """Keeps links to exactly these members."""
+        """Sets the members to which links are wanted: dials new ones, and finishes links to all others."""
         self._send_bundles()  # also over links that are not wanted any more
         before = set(self._wanted)
         self._make_room(len(peers))
@@ -220,14 +220,14 @@ class Links:
             )
 
     def rule(self, view: View | None) -> None:
-        """Sets the view that rules from now on, so messages go by its links; None: this member is in none."""
+        """Sets the view along whose links messages are routed; None: this member is in no view."""
         self._ruling = view
         steps = self._router.rule(view)
         self._expect()
         self._carry_out(steps)
 
     def foresee(self, view: View) -> None:
-        """Takes a view that is coming: its links say how its newcomers are reached."""
+        """Notes a coming view, along whose links its newcomers are reached already."""
         steps = self._router.foresee(view)
         self._expect()
         self._carry_out(steps)
@@ -238,8 +238,8 @@ class Links:
             self._told.notify_all()
 
     def opened(self, seq: int) -> None:
-        """Notes that slot `seq` is open: results of the slot before the last are overwritten from now on (protocol.md
-        3).
+        """Notes that slot `seq` is open: result buffers are reused from now on, so that old links that still send from
+        them are closed (protocol.md 3).
         """
         for link, (peer, since, first) in list(self._finishing.items()):
             if first < 0:
@@ -249,7 +249,7 @@ class Links:
                 del self._finishing[link]
 
     def abandon(self) -> None:
-        """Forgets all peers and closes all links at once: this member begins anew (protocol.md 11)."""
+        """Forgets all peers and closes all links at once, because this member joins again (protocol.md 11)."""
         for link in [*self._links.values(), *self._finishing]:
             link.close(bye=True)
         for peer, link in self._links.items():
@@ -310,8 +310,8 @@ class Links:
             self._watch(self._wanted[peer], me)
 
     def _watch(self, member: Member, me: str) -> None:
-        """Makes a second connection, for the watchers at both ends; without it silence is all that there is to judge
-        by.
+        """Makes a second connection to a neighbour, for the watchers at both ends, which report whether the processes
+        live.
         """
 
         def work() -> None:
@@ -330,7 +330,9 @@ class Links:
         threading.Thread(target=work, name=f"chaos-watch-{member.id}", daemon=True).start()
 
     def _watch_broke(self, peer: str) -> None:
-        """Makes the dialling end make another connection while the link stands; a new link brings one anyway."""
+        """Renews a broken connection between watchers, if this member is the one that dials and the link still
+        exists.
+        """
 
         def again() -> None:
             if not self._closed and peer in self._links and peer in self._wanted:
@@ -439,7 +441,7 @@ class Links:
             self._measuring.added(peer, link)
 
     def broken(self, peer: str, link: Link, evidence: str) -> None:
-        """Removes a link that has broken; dials again if its peer is still wanted."""
+        """Removes a link that broke; dials again if a link to its peer is still wanted."""
         self._finishing.pop(link, None)
         if self._links.get(peer) is not link:
             return
@@ -454,34 +456,36 @@ class Links:
         return peer in self._links
 
     def near(self) -> frozenset[str]:
-        """Returns the members that this one has a link to. Any thread."""
+        """Returns the members to which there is a link now. Any thread."""
         return frozenset(self._links.copy())
 
     def severed(self) -> tuple[str, ...]:
-        """Returns the members to which the ruling view has a link of this one that does not stand. Any thread."""
+        """Returns the members to which the ruling view has a link that is down now. Any thread."""
         view = self._ruling
         return tuple(m for m in neighbours(view, self.me) if m not in self._links) if view is not None else ()
 
     def wanted(self, peer: str) -> Member | None:
-        """Returns the member of this id if a link to it is wanted; None: it is not."""
+        """Returns the member with this id if a link to it is wanted; else None."""
         return self._wanted.get(peer)
 
     def reads(self, peer: str) -> bool:
-        """Returns whether this peer reads what it needs out of this process's memory. Any thread."""
+        """Returns whether this peer can read this process's memory. Any thread."""
         link = self._links.get(peer)
         return link is not None and link.by_reference
 
     def silence_s(self, peer: str, now: float) -> float:
-        """Returns seconds since anything was heard from this peer; infinite without a link."""
+        """Returns the seconds since anything came from this peer; infinity without a link."""
         link = self._links.get(peer)
         return float("inf") if link is None else now - link.heard_at
 
     def sight(self, peer: str) -> Sight:
-        """Returns the word of this peer's machine about the peer's process, if there is any."""
+        """Returns what the watcher on this peer's machine reports about the peer's process, if anything."""
         return self._watching.sight(peer)
 
     def message(self, peer: str, payload: bytes, view: ViewId = NO_VIEW) -> None:
-        """Sends an encoded PeerMessage, over one link or several (by the ways of `view`), now or when it can."""
+        """Sends an encoded PeerMessage over one link, or over several along the links of `view`; queues it while no
+        path exists.
+        """
         self._carry_out(self._router.send(peer, payload, view))
 
     def _carry_out(self, steps: Sequence[RouteStep]) -> None:
@@ -509,7 +513,7 @@ class Links:
                     self._bundles.setdefault(peer, []).append(data)
 
     def _send_bundles(self) -> None:
-        """Sends each neighbour in few frames, unread, all that was handed on in this turn of the loop."""
+        """Sends the routed messages of this turn of the loop, bundled in few frames for each neighbour."""
         bundles, self._bundles = self._bundles, {}
         for peer, messages in bundles.items():
             frames: list[list[bytes]] = []
@@ -528,14 +532,14 @@ class Links:
                     self._return(data)
 
     def _return(self, data: memoryview) -> None:
-        """Looks for another way for routed messages that have not left."""
+        """Routes messages anew that were queued on a link that broke."""
         for routed in unpacked(data):
             self._carry_out(self._router.returned(routed))
 
     # ------------------------------------------------------------------ frames (owner of links)
 
     def target(self, peer: str, frame: Frame) -> memoryview | None:
-        """Returns memory for a frame's payload; None diverts it."""
+        """Returns memory for a frame's payload; None: the payload is discarded."""
         if frame.type in CHUNKS:
             return self._to.chunks.target(peer, frame)
         if frame.type in BORDERS:
@@ -546,7 +550,7 @@ class Links:
         return memoryview(bytearray(frame.length))
 
     def arrived(self, peer: str, frame: Frame, payload: memoryview | PartialSum) -> None:
-        """Passes a frame to its receiver."""
+        """Passes a received frame to its receiver."""
         if frame.type in CHUNKS:
             self._to.chunks.arrived(peer, frame, payload)
         elif frame.type in BORDERS:
@@ -574,13 +578,15 @@ class Links:
     def chunk(
         self, peer: str, kind: FrameType, view: ViewId, seq: int, start: int, payload: Sequence[memoryview]
     ) -> None:
-        """Sends a frame of an attempt: a chunk, or a border. Without a link it is lost, and a recovery follows."""
+        """Sends a frame of an attempt (a chunk or a border tensor). If there is no link it is lost, and a recovery
+        follows.
+        """
         link = self._links.get(peer)
         if link is not None:
             link.send(kind, view, seq, start, payload)
 
     def ping(self) -> None:
-        """Shows each peer that this end lives, and gives up links of which nothing was heard for too long."""
+        """Sends a ping over each link, and closes links over which nothing came for too long."""
         now = time.monotonic()
         gap, self._pinged_at = now - self._pinged_at, now
         for peer, link in list(self._links.items()):
@@ -604,7 +610,7 @@ class Links:
         self._measuring.tick(now)
 
     def drop(self, view: ViewId) -> None:
-        """Diverts and forgets chunks and borders of this and older views on every link."""
+        """Purges queued chunks and borders of this and older views on every link, and discards those being received."""
         for link in [*self._links.values(), *self._finishing]:
             link.purge(view)
             link.divert(view)
@@ -612,22 +618,22 @@ class Links:
     # ------------------------------------------------------------------ measuring
 
     def reports(self) -> list[LinkReport]:
-        """Returns the last report of each link that stands, for a scheduler that does not know it yet. Any thread."""
+        """Returns the latest report on each link that is up, for a scheduler that has none. Any thread."""
         return list(self._measuring.reports.values())
 
     def estimates(self) -> dict[str, tuple[float, float]]:
-        """Returns what was measured of links that stand: {member: (latency in s, rate in bits per second)}. Any
+        """Returns the measurements of links that are up: {member: (latency in s, rate in bits per second)}. Any
         thread.
         """
         return {r.peer: (r.latency_s, r.rate_bps) for r in self.reports() if r.rate_bps > 0}
 
     def unmeasured(self) -> set[str]:
-        """Returns the peers whose link is being measured for the first time. Any thread."""
+        """Returns the peers whose links have no measurement yet. Any thread."""
         return self._measuring.unmeasured()
 
     def facts(self) -> dict[str, object]:
-        """Returns bytes and rates per link, the latter since the last call, and routed messages that passed here or
-        wait.
+        """Returns bytes and rates of each link (rates since the last call), and the number of routed messages that were
+        relayed and that wait.
         """
         links = self._measuring.facts(time.monotonic())
         return {"links": links, "relayed": self.relayed, "waiting": self._router.waiting}
@@ -651,6 +657,6 @@ class Links:
         self._listener.close()
 
     def wait_closed(self, timeout_s: float = 2.0) -> None:
-        """Waits, after `close` and in another thread, until no connection is accepted any more."""
+        """Waits, after `close` and in another thread, until the listener's thread has ended."""
         if self._acceptor is not None:
             self._acceptor.join(timeout_s)

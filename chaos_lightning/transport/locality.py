@@ -1,4 +1,4 @@
-"""Tells whether a connection leaves this machine, as far as its addresses show."""
+"""Determines from addresses whether a connection stays within this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def on_this_machine(sock: socket.socket) -> bool:
-    """Returns whether both ends are this machine: then bytes cross no medium, and chunks go without a checksum.
+    """Returns whether both ends of a connection are on this machine, so that chunks need no checksum.
 
     Summing every chunk twice costs 15 to 35 % of an all-reduce over loopback (docs/LOG.md); messages are always summed.
     A connection that the other end has reset already has no addresses any more, and counts as one that leaves: whoever

@@ -22,8 +22,8 @@ from typing import cast
 
 
 def _waker() -> Callable[[int, int], object]:
-    """Returns a function that writes to an eventfd and keeps the GIL, where the C library has it; an ended loop's
-    descriptor is ignored.
+    """Returns a function that wakes the loop by writing to its eventfd without releasing the GIL (if the C library has
+    one).
     """
     write = getattr(ctypes.PyDLL(None), "eventfd_write", None)
     if write is None:
@@ -36,7 +36,7 @@ _wake_up = _waker()
 
 
 class IoLoop:
-    """Loop in a thread of its own. `start()` runs it in a daemon thread; `stop()` ends and joins it."""
+    """Epoll loop in a daemon thread of its own, between `start()` and `stop()`."""
 
     def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
         self._epoll = select.epoll()
@@ -55,11 +55,11 @@ class IoLoop:
         self._thread.start()
 
     def inside(self) -> bool:
-        """Returns whether the caller runs in the loop's thread."""
+        """Returns whether the caller is the loop's own thread."""
         return threading.current_thread() is self._thread
 
     def call(self, function: Callable[[], None]) -> None:
-        """Runs `function` in the loop's thread, soon; callable from any thread."""
+        """Has the loop's thread run `function` soon; callable from any thread."""
         self._calls.append(function)
         if not self._awake:
             self._awake = True
@@ -69,7 +69,9 @@ class IoLoop:
                 self._awake = False
 
     def call_and_wait(self, function: Callable[[], None], timeout_s: float) -> bool:
-        """Runs `function` as `call` does, from any other thread; returns whether it was done within this time."""
+        """Has the loop's thread run `function`, and waits; returns whether it was done within the timeout. Not for the
+        loop's own thread.
+        """
         done = threading.Event()
 
         def run() -> None:
@@ -80,7 +82,7 @@ class IoLoop:
         return done.wait(timeout_s)
 
     def later(self, delay_s: float, function: Callable[[], None]) -> None:
-        """Runs `function` once after `delay_s`; only from the loop's thread."""
+        """Has the loop run `function` once, after `delay_s`; only callable from the loop's thread."""
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._ids), function))
 
     def register(self, fd: int, events: int, handler: Callable[[int], None]) -> None:

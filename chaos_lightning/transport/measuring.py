@@ -1,4 +1,4 @@
-"""Measures this member's links: latency and rate for the scheduler, bytes and rates for the event log.
+"""Measures a member's links: latency and rate for the scheduler, bytes and rates for the event log.
 
 Theory of operation. Rates come from two sources. A probe measures a link when it is made, and when nothing was heard of
 its rate for `RENEW_S`, or for much less if it fell behind or its first probe came to nothing (`ReprobeSchedule`); the
@@ -33,7 +33,7 @@ _SOON_S = 0.025
 
 @dataclass(slots=True)
 class _Flow:
-    """Bytes to and from one peer, over all its links."""
+    """Byte counts to and from one peer, over all links to it, one after another."""
 
     sent_before: int = 0
     received_before: int = 0
@@ -41,7 +41,7 @@ class _Flow:
     """Time of the last reading (monotonic, s), and the bytes then."""
 
     def rates(self, now: float, sent: int, received: int) -> tuple[float, float]:
-        """Returns bits per second, sent and received, since the last reading; 0.0 at the first one."""
+        """Returns the rates sent and received since the last call, in bits per second; zeros at the first call."""
         at, sent_then, received_then = self.read or (now, sent, received)
         self.read = (now, sent, received)
         seconds = now - at
@@ -51,7 +51,7 @@ class _Flow:
 
 
 class Measuring:
-    """Measurements of one member's links. Methods belong to the loop's thread unless said otherwise.
+    """Measurements of one member's links. Methods belong to the I/O loop's thread unless noted otherwise.
 
     Args:
         later: Calls a function after so many seconds, in the loop's thread.
@@ -79,13 +79,13 @@ class Measuring:
         """Last report of each link that stands."""
 
     def emulated(self, peer: str) -> bool:
-        """Returns whether bytes to this peer go through an emulated medium. Any thread."""
+        """Returns whether the link to this peer is emulated by a lab. Any thread."""
         return self._pacer.emulates(peer)
 
     # ------------------------------------------------------------------ links
 
     def added(self, peer: str, link: Link) -> None:
-        """Starts to measure a link that was made."""
+        """Starts to measure a new link."""
         self._links[peer] = link
         self._pacer.join(peer, link.sock, link.pace, time.monotonic())
         if self._measured(peer, link):
@@ -94,7 +94,7 @@ class Measuring:
             self._probe(peer, link, "link made")
 
     def lost(self, peer: str, link: Link) -> None:
-        """Stops to measure a link that has broken or is not wanted any more."""
+        """Stops measuring a link that broke or is not wanted any more."""
         if self._links.get(peer) is link:
             del self._links[peer]
             self.reports.pop(peer, None)
@@ -106,7 +106,7 @@ class Measuring:
         self._pacer.leave(peer, link.sock, time.monotonic())
 
     def forget(self, peer: str) -> None:
-        """Forgets a peer that is not wanted any more."""
+        """Forgets a peer to which no link is wanted any more."""
         self._meter.forget(peer)
         self._flows.pop(peer, None)
         self._asked_at.pop(peer, None)
@@ -116,7 +116,7 @@ class Measuring:
         return not link.local or self.emulated(peer)
 
     def unmeasured(self) -> set[str]:
-        """Returns the peers whose link is being measured for the first time. Any thread."""
+        """Returns the peers whose links have no measurement yet. Any thread."""
         return {p for p, link in list(self._links.items()) if p not in self.reports and self._measured(p, link)}
 
     def _probe(self, peer: str, link: Link, why: str) -> None:
@@ -124,17 +124,19 @@ class Measuring:
         self._probes.measure(peer, link, why)
 
     def target(self, link: Link, frame: Frame) -> memoryview:
-        """Returns memory for a PROBE frame."""
+        """Returns memory for a PROBE frame's payload."""
         return self._probes.target(link, frame)
 
     def arrived(self, peer: str, link: Link, frame: Frame, payload: memoryview) -> None:
-        """Takes a PROBE frame."""
+        """Handles a received PROBE frame."""
         self._probes.arrived(peer, link, frame, payload)
 
     # ------------------------------------------------------------------ transfers beside the links
 
     def begin_bulk(self, peer: str, sock: socket.socket) -> bool:
-        """Paces a bulk connection on which this member sends; says whether to `watch_bulk` it. Any thread."""
+        """Paces a bulk connection on which this member is about to send; returns whether to call `watch_bulk` for it.
+        Any thread.
+        """
         self._pacer.begin(peer, sock)
         return not on_this_machine(sock) or self.emulated(peer)
 
@@ -151,7 +153,9 @@ class Measuring:
     # ------------------------------------------------------------------ time
 
     def tick(self, now: float) -> None:
-        """Reads the counters, and probes what was not heard of for too long; call it several times a second."""
+        """Reads the counters, and probes links without recent news of their rates; to be called several times a
+        second.
+        """
         self._read(now)
         for peer, link in list(self._links.items()):
             reprobe = self._reprobes.get(peer)
@@ -167,7 +171,7 @@ class Measuring:
                 self._probe(peer, link, why)
 
     def facts(self, now: float) -> list[dict[str, object]]:
-        """Returns by link: bytes so far, bits per second since the last call, and what was measured."""
+        """Returns a dict for each link: total bytes, rates since the last call, and the latest measurement."""
         rows: list[dict[str, object]] = []
         for peer, link in self._links.items():
             flow = self._flows.setdefault(peer, _Flow())

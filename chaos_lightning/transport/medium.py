@@ -1,4 +1,4 @@
-"""Names the network between members: the real one, unless a lab has put an emulated one in its place.
+"""Represents the network between members: the real one, unless a lab has installed an emulated one.
 
 Theory of operation. Every connection from member to member (links, transfers of state, watchers) is made by
 `installed().connect`, and what is sent on them may be bounded by a `Pacer`. The network as it is dials, and bounds
@@ -15,18 +15,18 @@ from typing import Protocol
 
 
 class Pacer(Protocol):
-    """Bounds of what one member sends to others. All methods but `emulates` and `begin` belong to one thread."""
+    """Limiter of the rates at which one member sends. All methods but `emulates` and `begin` belong to one thread."""
 
     def emulates(self, peer: str) -> bool:
-        """Returns whether bytes to this peer go through an emulated medium, so that they are measured. Any thread."""
-
-    def begin(self, peer: str, sock: socket.socket) -> None:
-        """Takes the news that a connection beside the link is about to send to this peer; `join` follows. Any
+        """Returns whether the link to this peer is emulated, so that it is measured even within a machine. Any
         thread.
         """
 
+    def begin(self, peer: str, sock: socket.socket) -> None:
+        """Called before a bulk connection begins to send to this peer; `join` follows. Any thread."""
+
     def join(self, peer: str, sock: socket.socket, bound: Callable[[float | None], None], now: float) -> None:
-        """Takes a connection to this peer, to be bounded.
+        """Adds a connection to this peer whose rate is to be limited.
 
         Args:
             peer: Whose.
@@ -36,16 +36,16 @@ class Pacer(Protocol):
         """
 
     def leave(self, peer: str, sock: socket.socket, now: float) -> None:
-        """Drops a connection that is over; unknown ones are ignored."""
+        """Removes a connection that has ended; ignores unknown ones."""
 
     def settle(self, now: float, waiting: Callable[[str], Collection[socket.socket]]) -> None:
-        """Sets the bounds anew; called several times a second. `waiting` names the connections to a peer that have
-        bytes to send.
+        """Sets all rate limits anew; called several times a second. `waiting` returns the connections to a peer that
+        have bytes to send.
         """
 
 
 class Medium(Protocol):
-    """Network, as members see it."""
+    """Network through which members connect."""
 
     def connect(self, address: str, port: int, *, me: str, peer: str, timeout_s: float) -> socket.socket:
         """Returns a TCP connection from member `me` to member `peer`, who listens at this address.
@@ -55,30 +55,30 @@ class Medium(Protocol):
         """
 
     def pacer(self) -> Pacer:
-        """Returns a new pacer, for one member's connections."""
+        """Returns a new pacer, for all connections of one member."""
 
 
 class Unpaced:
-    """Pacer that bounds nothing."""
+    """Pacer that limits nothing."""
 
     def emulates(self, peer: str) -> bool:
         return False
 
     def begin(self, peer: str, sock: socket.socket) -> None:
-        """Ignores the connection: nothing is bounded."""
+        """Does nothing, since no rate is limited."""
 
     def join(self, peer: str, sock: socket.socket, bound: Callable[[float | None], None], now: float) -> None:
-        """Ignores the connection: nothing is bounded."""
+        """Does nothing, since no rate is limited."""
 
     def leave(self, peer: str, sock: socket.socket, now: float) -> None:
-        """Ignores the connection: nothing was bounded."""
+        """Does nothing, since no rate is limited."""
 
     def settle(self, now: float, waiting: Callable[[str], Collection[socket.socket]]) -> None:
-        """Changes no bound: there is none."""
+        """Does nothing, since no rate is limited."""
 
 
 class Direct:
-    """Network as it is: dials, and bounds nothing."""
+    """Real network: dials directly, and limits no rate."""
 
     def connect(self, address: str, port: int, *, me: str, peer: str, timeout_s: float) -> socket.socket:
         return socket.create_connection((address, port), timeout=timeout_s)
@@ -91,12 +91,12 @@ _installed: Medium = Direct()
 
 
 def installed() -> Medium:
-    """Returns this process's network."""
+    """Returns the network that this process uses."""
     return _installed
 
 
 def install(medium: Medium) -> Medium:
-    """Installs a network through which connections are made from now on; returns the former one."""
+    """Sets the network through which this process connects from now on; returns the former one."""
     global _installed
     before, _installed = _installed, medium
     return before

@@ -1,4 +1,4 @@
-"""Bounds what one TCP socket sends: the kernel paces it, no privilege needed.
+"""Limits the sending rate of one TCP socket, by the kernel's pacing, which needs no privilege.
 
 Theory of operation. SO_MAX_PACING_RATE bounds what one TCP socket sends; it is exact to a few percent from 100 to 1000
 Mbit/s, costs no CPU and can be changed while bytes flow. It bounds one socket in one direction, so each end of a link
@@ -16,7 +16,9 @@ _UNLIMITED = (1 << 64) - 1
 
 
 def pace(sock: socket.socket, rate_bps: float | None) -> None:
-    """Bounds what `sock` sends to `rate_bps` bits per second; None takes the bound away. Other than TCP: no effect."""
+    """Limits the rate at which `sock` sends to `rate_bps` bits per second; None removes the limit. No effect on sockets
+    other than TCP.
+    """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     bytes_per_s = _UNLIMITED if rate_bps is None else max(1, min(_UNLIMITED - 1, round(rate_bps / 8)))

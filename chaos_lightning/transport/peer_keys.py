@@ -1,4 +1,6 @@
-"""Keeps keys that one process shares with others, the last few of each; handshakes wait for one that is on its way."""
+"""Keeps the latest few keys that a process shares with each of its peers; handshakes wait for a key that is about to
+come.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ Key = tuple[str, bytes]
 
 
 class PeerKeys:
-    """Keys by peer. Any thread.
+    """Keys of each peer. Any thread.
 
     Args:
         kept: So many keys of each peer; the oldest goes.
@@ -27,7 +29,7 @@ class PeerKeys:
         self._keys: dict[str, deque[Key]] = {}
 
     def learn(self, keys: Iterable[tuple[str, Key]], void: Iterable[str] = ()) -> None:
-        """Forgets all keys of the peers in `void`, and then takes these, by peer."""
+        """Forgets all keys of the peers in `void`, then adds these keys, given as (peer, key)."""
         with self._changed:
             for peer in void:
                 self._keys.pop(peer, None)
@@ -45,13 +47,15 @@ class PeerKeys:
             self._keys.clear()
 
     def of(self, peer: str, patience_s: float) -> tuple[Key, ...]:
-        """Returns the keys of a peer, the newest first; waits for one if there is none, and returns () if none
+        """Returns the keys of a peer, newest first; waits for one if there is none yet, and returns () if none
         comes.
         """
         return self._wait(lambda: tuple(self._keys.get(peer, ())), patience_s) or ()
 
     def find(self, peer: str, names: Iterable[str], patience_s: float) -> Key | None:
-        """Returns the first of these keys that is known; waits for one if there is none; None if none comes."""
+        """Returns the first of the named keys of a peer that is known; waits for one if none is yet, and returns None
+        if none comes.
+        """
         wanted = tuple(names)
 
         def first() -> Key | None:

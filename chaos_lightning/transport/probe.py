@@ -1,4 +1,4 @@
-"""Measures links by probes: how long a link takes, and how much it carries towards the other end.
+"""Measures the latency and rate of links by probe frames.
 
 Theory of operation. A measurement (`Probes.measure`) has two parts, both in PROBE frames of the link itself:
 
@@ -52,7 +52,7 @@ _GOES_ON_NBYTES = 4 << 10
 
 
 class Op(enum.IntEnum):
-    """Kind of a PROBE frame: the frame's `start`; `seq` is the number that the sender gave."""
+    """Kind of a PROBE frame, sent in the frame's field `start`; the field `seq` has the sender's number."""
 
     ECHO = 1
     ECHOED = 2
@@ -73,7 +73,7 @@ _OPS = {int(op): op for op in Op}
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """Sizes and waits of a measurement."""
+    """Sizes and timeouts of a measurement."""
 
     echoes: int = 5
     target_s: float = 0.075
@@ -93,7 +93,7 @@ class ProbeConfig:
 
 @dataclass(slots=True)
 class _Run:
-    """Measurement of one link, at the sending end."""
+    """Measurement of one link under way, at the sending end."""
 
     peer: str
     link: Link
@@ -118,7 +118,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Coming:
-    """Train of PROBE frames that comes in from a peer."""
+    """Train of PROBE frames that is being received from a peer."""
 
     peer: str
     link: Link
@@ -133,7 +133,7 @@ class _Coming:
     """
 
     def piece(self, now: float, nbytes: int) -> None:
-        """Counts a piece that has come."""
+        """Counts a frame of the train that has come."""
         self.heard_at = now
         self.began_at = self.began_at or now
         t, middle = now - self.began_at, self.nbytes + nbytes / 2
@@ -144,12 +144,13 @@ class _Coming:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the train's first piece to its last one; what the job sent before its end does not count."""
+        """Seconds from the first to the last frame of the train."""
         return self.heard_at - (self.began_at or self.heard_at)
 
     @property
     def rate_bps(self) -> float:
-        """Slope of the straight line through bytes over time, bits per second; 0.0 where all came at once.
+        """Rate of the train in bits per second: slope of the regression line of bytes over time; 0.0 if all frames came
+        at once.
 
         Pacers and tunnels pass bytes in bursts. The line is not shifted by a first burst for which nobody had to wait.
         """
@@ -166,7 +167,7 @@ def _filler() -> memoryview:
 
 
 class Probes:
-    """Probes of one member's links.
+    """Probes on all of one member's links.
 
     Args:
         later: Calls a function after so many seconds, in the loop's thread.
@@ -195,7 +196,7 @@ class Probes:
         self._scratch = memoryview(bytearray(PIECE_NBYTES))
 
     def measure(self, peer: str, link: Link, why: str) -> None:
-        """Measures this link towards `peer`, soon; one measurement at a time, a second wish meanwhile is dropped."""
+        """Starts to measure the link to `peer` soon; does nothing if that link is being measured already."""
         run = self._runs.get(peer)
         if run is not None and run.link is link:
             return
@@ -209,7 +210,7 @@ class Probes:
         return peer in self._runs
 
     def lost(self, peer: str, link: Link) -> None:
-        """Ends the measurements on a link that has broken, or is not wanted any more."""
+        """Ends measurements on a link that broke or is not wanted any more."""
         run = self._runs.get(peer)
         if run is not None and run.link is link:
             self._end(run)
@@ -232,7 +233,7 @@ class Probes:
         raise WireError(f"a PROBE frame {op.name if op else frame.start} with {frame.length} bytes")
 
     def arrived(self, peer: str, link: Link, frame: Frame, payload: memoryview) -> None:
-        """Takes a PROBE frame."""
+        """Handles a received PROBE frame."""
         match _OPS.get(frame.start):
             case Op.ECHO:
                 self._say(link, Op.ECHOED, frame.seq)
@@ -322,8 +323,8 @@ class Probes:
         run.link.fill(partial(self._piece, run, run.number))
 
     def _piece(self, run: _Run, number: int) -> list[memoryview] | None:
-        """Returns the next frame of a train: parts of it while nothing else wants the link, then its end; None behind
-        it.
+        """Returns the next frame of a train: filler frames until it is long enough or other traffic waits, then its END
+        frame, then None.
         """
         if run.number != number or run.ended:
             return None

@@ -61,39 +61,39 @@ if _LOAD is not None:
 
 
 def address_of(memory: memoryview) -> int:
-    """Returns the address at which a writable, contiguous buffer begins in this process."""
+    """Returns the memory address of a writable, contiguous buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def refer(pieces: Sequence[memoryview]) -> bytes:
-    """Returns a chunk's pieces as (address, length) pairs."""
+    """Encodes the memory addresses and lengths of a chunk's pieces."""
     return b"".join(PIECE.pack(address_of(piece), piece.nbytes) for piece in pieces)
 
 
 def pieces_of(references: memoryview) -> list[tuple[int, int]]:
-    """Returns the (address, length) pairs that `refer` wrote."""
+    """Decodes the (address, length) pairs that `refer` encoded."""
     return list(PIECE.iter_unpack(references))
 
 
 class Generation:
-    """Attempt that this process has open, where its neighbours can read it."""
+    """Record of the attempt that this process has open, in memory that its neighbours can read."""
 
     def __init__(self) -> None:
         self._words = _Words((ctypes.c_ubyte * 16)(*os.urandom(16)), 0, 0, 0)
 
     def set(self, view: ViewId, seq: int) -> None:
-        """Sets the open attempt, before any byte of this attempt overwrites one of an older attempt."""
+        """Sets the open attempt; to be called before any of its bytes overwrite those of an older attempt."""
         words = self._words
         words.seq, words.term, words.number = seq, view.term, view.number
 
     def offer(self) -> bytes:
-        """Returns what a neighbour needs to read this process's memory: pid, address of the generation, its nonce."""
+        """Returns what a neighbour needs to read this process's memory: pid, address of this record, and its nonce."""
         return _OFFER.pack(os.getpid(), ctypes.addressof(self._words), bytes(self._words.nonce))
 
 
 def intact(up: bool, view: ViewId, seq: int, now: tuple[ViewId, int]) -> bool:
-    """Returns whether what the sender's memory held for a chunk of (view, seq) was still there when its generation was
-    `now`.
+    """Returns whether a chunk of (view, seq), read out of its sender's memory, is valid, if the sender's generation was
+    `now` after the read.
 
     Args:
         up: A partial sum (own gradient or what was added to it, still while its attempt is open), not a result (still
@@ -108,7 +108,7 @@ def intact(up: bool, view: ViewId, seq: int, now: tuple[ViewId, int]) -> bool:
 
 
 class NeighbourMemory:
-    """Memory of another process of this machine, which this one may read.
+    """Memory of another process on this machine that this process may read.
 
     Args:
         offer: What `Generation.offer` gave there.
@@ -126,11 +126,11 @@ class NeighbourMemory:
         self.generation()
 
     def generation(self) -> tuple[ViewId, int]:
-        """Returns the attempt that the neighbour has open."""
+        """Returns the attempt (view, slot) that the neighbour has open."""
         return self.read([], None)
 
     def read(self, pieces: Sequence[tuple[int, int]], into: memoryview | None) -> tuple[ViewId, int]:
-        """Fills `into` from the neighbour's memory; returns the generation as it was after that.
+        """Copies pieces of the neighbour's memory into `into`; returns the neighbour's generation after the copy.
 
         Raises:
             ProcessLookupError: The process is gone.
@@ -139,7 +139,8 @@ class NeighbourMemory:
         return self.scatter(pieces, () if into is None else (into,))
 
     def scatter(self, pieces: Sequence[tuple[int, int]], into: Sequence[memoryview]) -> tuple[ViewId, int]:
-        """Fills several buffers, one after the other, as `read` fills one; at most `MAX_PIECES` of either, none empty.
+        """Copies pieces of the neighbour's memory into several buffers, filled one after the other; returns the
+        generation after the copy. At most `MAX_PIECES` of either.
 
         Raises:
             ProcessLookupError: The process is gone.
@@ -165,14 +166,12 @@ class NeighbourMemory:
 
 
 class UnreadableError(ChaosError):
-    """Error that the target of a reference is gone. Its link is broken by then, or this member is out of the view it is
-    from.
-    """
+    """Error that memory to which a reference points cannot be read any more: the link broke, or the view is over."""
 
 
 @dataclass(slots=True)
 class PartialSum:
-    """Partial sum that still lies in its sender's memory.
+    """Partial sum of a reduction that is still in its sender's memory.
 
     Attributes:
         neighbour: The sender's process.
@@ -190,7 +189,7 @@ class PartialSum:
     lost: Callable[[OSError], None]
 
     def read(self, start: int, stop: int, into: memoryview) -> None:
-        """Copies bytes [start, stop) of the chunk.
+        """Copies bytes [start, stop) of the chunk out of the sender's memory.
 
         Raises:
             UnreadableError: They are not there any more.

@@ -1,4 +1,4 @@
-"""Protects a connection between members: with nothing but checksums, a tag for each record, or encryption.
+"""Protects a connection between members by checksums only, by an authentication tag for each record, or by encryption.
 
 Theory of operation. After the handshake (transport/handshake.py) both ends hold two traffic keys, one per direction,
 derived from the link's key and both ends' nonces, so that no connection ever shares a key with another one. Each
@@ -45,7 +45,7 @@ _HEADS_NBYTES = 1024
 
 
 class Level(enum.StrEnum):
-    """Protection of a connection; later ones protect against more."""
+    """Protection of a connection, from weakest to strongest."""
 
     CHECKSUM = "checksum"
     AUTHENTICATED = "authenticated"
@@ -61,12 +61,12 @@ RULES = ("auto", *(str(level) for level in Level))
 
 
 def segment_nbytes(level: Level) -> int:
-    """Returns the bytes of a frame's payload that go into one record."""
+    """Returns the largest number of a frame's payload bytes that go into one record."""
     return CLEAR_SEGMENT_NBYTES if level is Level.AUTHENTICATED else SEGMENT_NBYTES
 
 
 def require_library() -> None:
-    """Raises ConfigurationError where the package that protects connections is not installed."""
+    """Raises ConfigurationError if the package `cryptography`, which protects connections, is not installed."""
     try:
         import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
     except ImportError as error:
@@ -77,7 +77,7 @@ def require_library() -> None:
 
 
 def mixed(token: bytes, key: bytes) -> bytes:
-    """Returns the secret that both ends of a connection must know: the token and, if there is one, the link's key."""
+    """Combines the cluster token and the link's key, if there is one, to the secret that both ends must know."""
     return hmac.digest(token, key, "sha256") if key else token
 
 
@@ -88,7 +88,7 @@ def _nonce(nbytes: int, count: int) -> bytes:
 
 
 class Sealer:
-    """Sending end of one direction. Records leave in the order in which they are sealed.
+    """Sending end of one direction of a connection: encrypts or tags records, which must be sent in that order.
 
     Args:
         level: AUTHENTICATED or ENCRYPTED.
@@ -104,8 +104,8 @@ class Sealer:
         self._joined = memoryview(bytearray(0))
 
     def frame(self, parts: list[memoryview], *, begins: bool) -> list[memoryview]:
-        """Seals the next records of a frame, taken off `parts`, and returns their bytes; to be sent before anything
-        else is sealed.
+        """Seals the next one or two records of a frame, removed from `parts`, and returns the bytes to send before
+        anything else is sealed.
 
         Args:
             parts: What is left of it.
@@ -120,7 +120,7 @@ class Sealer:
         return sealed
 
     def record(self, parts: list[memoryview]) -> tuple[int, list[memoryview]]:
-        """Seals the next record of a stream, taken off `parts`; returns its length in the clear, and the bytes to
+        """Seals the next record of a stream, removed from `parts`; returns its length before sealing, and the bytes to
         send.
         """
         self._make_room()
@@ -130,7 +130,7 @@ class Sealer:
         return segment.nbytes, sealed
 
     def kept(self, sealed: list[memoryview]) -> list[memoryview]:
-        """Returns the same bytes, copied if their memory is about to be overwritten: their tag is made already."""
+        """Copies sealed bytes whose memory is about to be overwritten, since their tag is computed already."""
         return [memoryview(bytes(part)) for part in sealed] if self._clear else sealed
 
     def _make_room(self) -> None:
@@ -138,7 +138,9 @@ class Sealer:
             self._out = memoryview(bytearray(_HEADS_NBYTES + SEGMENT_NBYTES + 2 * TAG_NBYTES))
 
     def _segment(self, parts: list[memoryview], most: int) -> memoryview:
-        """Returns up to `most` bytes off the front; copied only where they lie in pieces."""
+        """Removes up to `most` bytes from the front of `parts` and returns them; copies only if they lie in several
+        pieces.
+        """
         first = parts[0]
         if first.nbytes >= most or len(parts) == 1:
             taken = first[:most]
@@ -161,7 +163,7 @@ class Sealer:
         return self._joined[:at]
 
     def _seal(self, data: memoryview, sealed: list[memoryview], at: int) -> int:
-        """Appends one record; returns where the next one goes in the buffer of ciphertext."""
+        """Seals one record and appends its bytes; returns the next free position in the buffer of ciphertext."""
         nonce = _nonce(data.nbytes, self._count)
         self._count += 1
         if self._clear:
@@ -174,7 +176,8 @@ class Sealer:
 
 
 class Opener:
-    """Receiving end of one direction: one record after the other, each placed where `expect` says once it has opened.
+    """Receiving end of one direction of a connection: verifies or decrypts records, each into the memory that `expect`
+    names.
 
     What is only authenticated is received at its place, so it lies there before it is believed.
 
@@ -204,7 +207,7 @@ class Opener:
         self._spare = memoryview(bytearray(0))
 
     def expect(self, into: memoryview | None, nbytes: int, *, ahead_nbytes: int = 0) -> None:
-        """Sets what the next record is, once the one before has opened.
+        """Sets size and destination of the next record, after the one before was opened.
 
         Args:
             into: Where its bytes go; None throws them away.
@@ -230,7 +233,9 @@ class Opener:
         self._ahead_nbytes = ahead_nbytes + TAG_NBYTES if ahead_nbytes and ends else 0
 
     def divert(self) -> None:
-        """Diverts the record to the bin, what came and what comes, as its place is needed for something else."""
+        """Redirects the record under way, with the bytes that have come, to a spare buffer, because its destination is
+        needed otherwise.
+        """
         if self._into is None:
             return
         if self._clear:
@@ -241,7 +246,9 @@ class Opener:
         self._into = None
 
     def room(self) -> list[memoryview]:
-        """Returns the buffers for the rest of the record, and for what comes behind it if that is known."""
+        """Returns the buffers into which to receive the rest of the record, and the next header if its size is
+        known.
+        """
         got = self._got
         if not self._clear:
             rooms = [self._body[got:]]
@@ -254,8 +261,8 @@ class Opener:
         return rooms
 
     def took(self, count: int) -> bool:
-        """Counts bytes that were received into `room`; 0: whatever came ahead. Returns True once the record is whole
-        and genuine.
+        """Counts bytes that were received into `room` (0: only those that came early); returns True once the record is
+        complete and verified.
 
         Raises:
             WireError: It does not open.
@@ -287,8 +294,7 @@ class Opener:
 
 
 class SealedStream:
-    """Stream of bytes without frames that this module would know, as records that each begin with their length (4
-    bytes).
+    """Plain byte stream over a protected connection, in records that each begin with their length (4 bytes).
 
     One thread may send while another one receives.
     """
@@ -303,7 +309,7 @@ class SealedStream:
         """Opened bytes of a record that have not been taken yet."""
 
     def records(self, parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-        """Yields the records to send for these bytes; send each before asking for the next one."""
+        """Yields the sealed records for these bytes; each must be sent before the next one is taken."""
         left = [part for part in parts if part.nbytes]
         while left:
             nbytes, sealed = self._sealer.record(left)
@@ -315,7 +321,8 @@ class SealedStream:
         parts: Sequence[memoryview],
         progress: Callable[[int], None] | None = None,
     ) -> int:
-        """Fills the front of `parts` (none is empty) with what has opened; waits for one record if nothing has.
+        """Copies opened bytes into the beginning of `parts`, none of which is empty; receives one record if there are
+        none.
 
         Args:
             receive: Receives into these buffers; 0 at the end of the stream.
@@ -351,7 +358,9 @@ class SealedStream:
         return placed
 
     def _next_length(self, receive: Callable[[list[memoryview]], int]) -> int:
-        """Returns the next record's length; 0 at a clean end. A wait that ends in between may be taken up again."""
+        """Receives the length of the next record; returns 0 if the stream ended before it. May be called again after a
+        timeout.
+        """
         while self._length_got < _LENGTH.size:
             count = receive([self._length[self._length_got :]])
             if not count:
@@ -385,7 +394,7 @@ class SealedStream:
 
 
 class SealedSession:
-    """Agreement of both ends of one protected connection.
+    """Keys and state of one protected connection, as both ends agreed on them.
 
     Args:
         level: AUTHENTICATED or ENCRYPTED.
@@ -414,13 +423,15 @@ class SealedSession:
 
 
 class ProtectedSocket(socket.socket):
-    """Connection whose records are sealed; senders and receivers on it use its session."""
+    """Socket of a protected connection; code that sends or receives on it must use its session."""
 
     session: SealedSession | None = None
 
     @classmethod
     def around(cls, sock: socket.socket, session: SealedSession | None) -> socket.socket:
-        """Returns the same connection, with this session; `sock` is used up. Without a session: `sock`."""
+        """Returns a socket of the same connection with this session, and detaches `sock`; returns `sock` itself if
+        there is no session.
+        """
         if session is None:
             return sock
         timeout = sock.gettimeout()
@@ -438,7 +449,7 @@ class ProtectedSocket(socket.socket):
 
 
 def session_of(sock: socket.socket) -> SealedSession | None:
-    """Returns the protection of this connection; None: nothing but checksums."""
+    """Returns the session that protects this connection; None if it has checksums only."""
     return sock.session if isinstance(sock, ProtectedSocket) else None
 
 

@@ -1,4 +1,4 @@
-"""Asks process tables of other machines about neighbours, by way of the watchers beside them (machine/watcher.py).
+"""Asks watcher processes on other machines (machine/watcher.py) whether this member's neighbours there are alive.
 
 Theory of operation. The own watcher is started with the first neighbour on another machine; on one machine the process
 table is at hand. Whoever greets hands the neighbour's connection over (`add`) and keeps none. When a link falls
@@ -32,7 +32,8 @@ _TOLD = {state: s._replace(evidence=f"its machine says that {s.evidence}") for s
 
 
 class Watching:
-    """Watcher of neighbours on other machines. `add` may be called by any thread, everything else by the loop's.
+    """Connection to this member's own watcher, which asks those of neighbours. `add` may be called by any thread, all
+    else by the loop's.
 
     Args:
         loop: Reads what the watcher tells.
@@ -55,7 +56,7 @@ class Watching:
         """State of each neighbour, and when (monotonic, s) it was told."""
 
     def add(self, peer: str, sock: socket.socket, key: bytes, *, dialled: bool) -> None:
-        """Hands a connection to the neighbour's watcher over to the own one; `sock` is used up.
+        """Hands a connection to a neighbour's watcher over to this member's own watcher; `sock` is closed here.
 
         Args:
             peer: The neighbour.
@@ -125,7 +126,7 @@ class Watching:
                     self._said[peer] = (watcher.STATES.get(message[:1], ""), time.monotonic())
 
     def _lost(self, control: socket.socket) -> None:
-        """Drops the watcher, which has ended; with the next connection there will be another one."""
+        """Forgets the own watcher process, which has ended; the next connection starts another one."""
         self._loop.unregister(control.fileno())
         with self._lock:
             control.close()
@@ -142,26 +143,24 @@ class Watching:
                 self._control.send(order)
 
     def ask(self, peer: str) -> None:
-        """Asks the neighbour's watcher; the answer is here soon, or never."""
+        """Asks a neighbour's watcher about the neighbour; the answer, if any, comes soon and is read by `sight`."""
         self._order(b"Q" + peer.encode())
 
     def drop(self, peer: str) -> None:
-        """Drops a neighbour that is none any more."""
+        """Forgets a neighbour that is not one any more."""
         self._said.pop(peer, None)
         self._handed.discard(peer)
         self._order(b"D" + peer.encode())
 
     def sight(self, peer: str) -> Sight:
-        """Returns the last word of the neighbour's machine about the neighbour; without evidence if that is too long
-        ago.
-        """
+        """Returns the latest report of a neighbour's watcher about the neighbour; an empty one if it is too old."""
         state, at = self._said.get(peer, ("", 0.0))
         if not state or time.monotonic() - at > FRESH_S:
             return Sight(False, "")
         return _TOLD[state]
 
     def close(self) -> None:
-        """Ends the watcher of this member."""
+        """Ends this member's own watcher process."""
         with self._lock:
             self._over, control, self._control = True, self._control, None
         if control is None:

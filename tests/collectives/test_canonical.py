@@ -1,4 +1,4 @@
-"""Canonical texts of hyperparameters of every kind, and of layers: equal where the values are, and only there."""
+"""Tests canonical texts of hyperparameters and layers: they are equal exactly if the values are."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_many_values_are_folded_and_too_many_named(monkeypatch: pytest.MonkeyPat
 
 
 class Scale(nn.Module):
-    """Layer of the user's."""
+    """Custom layer, as a user might write it."""
 
     def __init__(self, by: Any) -> None:
         super().__init__()

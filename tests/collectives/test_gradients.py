@@ -1,4 +1,4 @@
-"""Moves gradients from hooks to flat memory and back into `.grad`, without a network: the test plays the reducer."""
+"""Tests the way of gradients from hooks to flat memory and back into `.grad`, with a simulated reducer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from chaos_lightning.protocol.types import NO_VIEW, Header, Kind, equal_shares
 
 
 class Bench:
-    """Model with its gradients; `commit` sums this member's contribution `times` times, as equal members would."""
+    """Model with its gradients; `commit` commits `times` times its own contribution, as if equal members had sent
+    it.
+    """
 
     def __init__(self, model: nn.Module, *, overlap: bool = True, buffers=()) -> None:
         self.model = model
@@ -99,7 +101,7 @@ def test_a_step_in_which_nobody_had_samples_leaves_no_gradient() -> None:
 
 
 def test_a_step_in_which_nobody_had_samples_leaves_buffers_as_they_were() -> None:
-    """Members' stand-in batches differ: their effect on running statistics must not stay."""
+    """In a step without samples, stand-in batches must not change the running statistics."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     bench = Bench(net, buffers=list(net[1].named_buffers()))
     bench.gradients.arm(0, 1.0)
@@ -116,7 +118,9 @@ def test_a_step_in_which_nobody_had_samples_leaves_buffers_as_they_were() -> Non
 
 
 def add_to_what_the_last_step_left(bench: Bench, coefficient: float, zeroed: bool) -> None:
-    """Makes two steps, with `zero_grad(set_to_none=False)` or nothing between them."""
+    """Makes two steps, with gradients zeroed in place (`zeroed`) or kept in between, and checks the second one's
+    average.
+    """
     net, device = bench.model, next(bench.model.parameters()).device
     first, second = torch.randn(8, 16, device=device), torch.randn(8, 16, device=device)
     wanted = [expected(net, second)] if zeroed else [expected(net, first), expected(net, second)]
@@ -134,7 +138,9 @@ def add_to_what_the_last_step_left(bench: Bench, coefficient: float, zeroed: boo
 @pytest.mark.parametrize("zeroed", [True, False])
 @pytest.mark.parametrize("apart", [False, True], ids=["host", "as on a device"])
 def test_a_backward_pass_may_add_to_what_the_last_step_left(coefficient: float, zeroed: bool, apart: bool) -> None:
-    """All gradients then lie in one flat memory: the one that is sent, or another, as on an accelerator."""
+    """A backward pass adds to gradients that view the flat memory of the last average; the average is right, on the
+    host and as on a device.
+    """
     bench = Bench(model())
     if apart:
         bench.gradients._flat = torch.zeros_like(bench.memory.own)

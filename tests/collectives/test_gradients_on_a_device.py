@@ -1,4 +1,4 @@
-"""Moves gradients through an accelerator: asynchronous copies to pinned memory and back, without a network."""
+"""Tests the way of gradients through an accelerator, by asynchronous copies to pinned memory, without a network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.fixture
 def benches() -> Iterator[list[Bench]]:
-    """Benches that are closed when the test ends; the staging thread must have ended then."""
+    """List for benches, which are closed when the test ends; their staging threads must end then."""
     made: list[Bench] = []
     yield made
     for bench in made:
@@ -68,7 +68,7 @@ def test_a_backward_pass_may_add_to_what_the_last_step_left(
 
 
 def test_cells_are_reported_after_their_copies_have_landed(benches: list[Bench]) -> None:
-    """A cell must lie in host memory when the reducer is told that it is final."""
+    """A range of the gradient buffer is reported ready only after it was copied to host memory."""
     net = model(1024).to(device())
     bench = bench_of(benches, net)
     seen: dict[int, torch.Tensor] = {}
@@ -118,9 +118,7 @@ def test_buffers_are_averaged_and_counters_stay_whole(benches: list[Bench]) -> N
 
 
 def test_an_error_of_the_reducer_is_told_by_the_next_step(benches: list[Bench]) -> None:
-    """The staging thread has no caller to raise to; `flush` raises instead of waiting for copies that are never
-    reported.
-    """
+    """An error in the staging thread is raised by `flush`, instead of a wait for copies that are never reported."""
     net = model().to(device())
     bench = bench_of(benches, net)
 
@@ -135,7 +133,9 @@ def test_an_error_of_the_reducer_is_told_by_the_next_step(benches: list[Bench]) 
 
 
 def test_the_average_has_the_bits_that_the_host_would_compute(benches: list[Bench]) -> None:
-    """Members of one job may compute on different kinds of devices, and replay averages that another kind computed."""
+    """The average computed on a device has the same bits as one computed on the host, since members and replay may use
+    either.
+    """
     net = model(256).to(device())
     bench = bench_of(benches, net)
     weights = [0.3, 0.7, 1.1]

@@ -1,4 +1,4 @@
-"""Layouts by parts: the same for tensors without memory, and memory only for the owned parts."""
+"""Tests layouts by parts: equal at all members, with memory only for the owned parts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_all_members_have_two_results_where_there_are_no_parts():
 
 
 class Parts:
-    """Gradients of one member by parts; `commit` doubles its contribution."""
+    """Gradients of one member of a pipeline; `commit` doubles its own contribution."""
 
     def __init__(self, owned: list[str], model: nn.Module | None = None) -> None:
         self.model = model or net()
@@ -141,7 +141,7 @@ def test_a_part_is_launched_in_its_last_backward_pass():
 
 
 def test_an_accumulation_that_is_dropped_leaves_nothing():
-    """The dropped gradients were sent and grew; the next accumulation is not refused, and has its own sums alone."""
+    """After an accumulation is dropped whose gradients were sent, the next one succeeds and has its own sums only."""
     one = Parts(["layer.0", "layer.1", "layer.2"])
     one.model.eval()
     x = torch.randn(4, 6)
@@ -211,7 +211,7 @@ def test_without_parts_a_layout_needs_tensors_that_all_have_memory():
 
 
 class Event:
-    """Event of a device that has finished all its work."""
+    """Stand-in for a device event whose work is finished."""
 
     def __init__(self, *_: object) -> None:
         self.record = self.synchronize = lambda: None
@@ -227,7 +227,9 @@ class Stream(nullcontext):
 
 @pytest.mark.parametrize("by_part", [True, False])
 def test_copies_that_an_attempt_never_made_do_not_reach_the_next_one(monkeypatch, by_part):
-    """An attempt ended between two gradients of a cell; in the next attempt the first of them is absent."""
+    """An attempt ends with a gradient queued but not copied; the copy must not be made in the next attempt, which lacks
+    that gradient.
+    """
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch, "Stream", Stream)
     one = Parts(["layer.2"])

@@ -1,4 +1,4 @@
-"""The data plane alone: real sockets and loops in one process, no machine above it."""
+"""Tests the reducer by itself: real sockets and loops in one process, without state machines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 20.0
 
 
 class Node:
-    """Reducer with links, in its own loop.
+    """Member that consists of a reducer and links, with a loop of its own.
 
     Args:
         parts: By tensor: its part; none: there is one part.
@@ -88,7 +88,7 @@ class Node:
         self.reducer.open(view, seq)
 
     def wait_for_references(self, count: int) -> None:
-        """Waits until every link has agreed on sending references."""
+        """Waits until all links (`count`) have agreed to send chunks by reference."""
         agreed = threading.Event()
 
         def look() -> None:
@@ -153,9 +153,7 @@ def cluster():
 
 
 def summed(nodes: list[Node], plan: PlanSpec) -> None:
-    """Makes three steps and checks that sums are exact and bit-identical on all of these members, and own gradients
-    stay.
-    """
+    """Makes three steps; checks that sums are exact and bitwise equal at all members, and own gradients unchanged."""
     view = a_view([n.me for n in nodes], plan)
     for seq in (1, 2, 3):
         owns = [n.fill(seq + i / 10).view(torch.float64) for i, n in enumerate(nodes)]
@@ -210,7 +208,9 @@ def test_members_without_samples_add_nothing(cluster, kind, empty, by_reference)
 
 @pytest.mark.parametrize("by_reference", [False, True])
 def test_gradients_that_lie_in_several_places_are_added_where_they_belong(cluster, by_reference):
-    """Large gradients are read from autograd's own memory, between those in the member's memory."""
+    """Large gradients are read from autograd's own memory and small ones from the send buffer, and all are added at the
+    right place.
+    """
     nodes = cluster(3, chunk=1 << 20, by_reference=by_reference)
     view = a_view([n.me for n in nodes], PlanSpec("chain", 1 << 20))
     expected = torch.zeros_like(nodes[0].memory.own.view(torch.float32))
@@ -305,7 +305,9 @@ def test_held_ranges_name_exactly_what_is_complete(cluster):
 
 
 def test_a_sender_that_went_on_without_the_reader_is_noticed(cluster):
-    """A removed member may read late: the bytes are another attempt's by then, and must not be used."""
+    """A removed member that reads a chunk by reference too late, when the sender is in another attempt, does not use
+    it.
+    """
     late, gone_on = cluster(2, by_reference=True)
     view = a_view([late.me, gone_on.me], PlanSpec("chain", 1 << 20))
     late.fill(1)

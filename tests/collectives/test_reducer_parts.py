@@ -1,4 +1,6 @@
-"""All-reduce of parts among their owners, over real sockets: ownership, dropped attempts, and moves of parts."""
+"""Tests the all-reduce of parts among their owners over real sockets: dropped attempts, and parts that change
+owners.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ F64 = torch.float64
 
 
 def own(node) -> dict[str, torch.Tensor]:
-    """Returns the node's own gradients, by tensor that it owns."""
+    """Returns a node's own gradients, by name of the tensor."""
     return of(node, node.memory.own)
 
 
@@ -38,7 +40,7 @@ def sums(owns: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def begin(node, view, seq: int = 1, *, cells=None, opens: bool = True) -> None:
-    """Begins an attempt in this view, with these cells ready (all by default)."""
+    """Begins an attempt in this view, with gradients ready in these cells (by default in all)."""
     node.done.setdefault((view.id, seq), threading.Event())
     cells = [start for start, _ in node.memory.grid] if cells is None else cells
     if opens:
@@ -53,7 +55,7 @@ def cells_of(node, part: str) -> list[int]:
 
 
 def drop(node, view) -> None:
-    """Drops the attempt of this view, as an answer to Prepare does."""
+    """Drops the attempt of this view, as a member does when the scheduler sends Prepare."""
     node.loop.call(lambda: node.reducer.drop(view.id))
     node.loop.call(lambda: [link.purge(view.id) for link in node.links.values()])
     node.loop.call(lambda: [link.divert(view.id) for link in node.links.values()])
@@ -64,7 +66,7 @@ def settled(node) -> None:
 
 
 def check(nodes, owns, seq: int = 1) -> None:
-    """Checks that sums are exact up to the order of two summands, which changes no bit, and equal at all owners."""
+    """Checks that sums of each part are exact and equal at all its owners."""
     expected = sums(owns)
     for node in nodes:
         got = result(node, seq)
@@ -91,7 +93,9 @@ def test_each_part_is_summed_over_its_owners_alone(cluster, kind, by_reference):
 
 
 def test_a_part_is_done_while_others_still_compute(cluster):  # noqa: F811
-    """A part with a single owner is done at once, a shared part when its owners are ready, without the others."""
+    """A part with one owner is complete at once, and a shared part when its owners are ready, while other members still
+    compute.
+    """
     nodes = cluster(3, F64, parts=PARTS, owners=OWNERS)
     view = a_view([n.me for n in nodes], PlanSpec("rotating", 4096))
     for i, n in enumerate(nodes):
@@ -168,8 +172,8 @@ def test_an_attempt_that_is_dropped_halfway_leaves_nothing_in_the_next_one(clust
 
 
 def test_a_chunk_that_is_half_sent_when_its_attempt_is_dropped_is_no_damage(cluster):  # noqa: F811
-    """Memory changes for the next attempt before the rest of the chunk has left; the slower other end still
-    takes it.
+    """A chunk is half sent when its attempt is dropped and its memory is reused; the receiver must not take the rest
+    for damage.
     """
     nodes = cluster(3, F64, chunk=4 << 20, parts=PARTS, owners=OWNERS)
     for n in nodes:
@@ -211,7 +215,9 @@ def test_a_chunk_that_is_half_sent_when_its_attempt_is_dropped_is_no_damage(clus
 
 
 def test_a_part_moves_to_another_owner(cluster):  # noqa: F811
-    """Buffers are laid out anew; the next view reduces the moved part among its new owners."""
+    """After parts change owners, buffers are allocated anew and the next view reduces each part among its new
+    owners.
+    """
     nodes = cluster(3, F64, parts=PARTS, owners=OWNERS)
     names = [n.me for n in nodes]
     one, other = a_view(names, PlanSpec("rotating", 4096)), a_view(names, PlanSpec("rotating", 4096), number=2)
@@ -229,7 +235,9 @@ def test_a_part_moves_to_another_owner(cluster):  # noqa: F811
 
 
 def test_trees_of_the_view_serve_those_who_are_all_and_no_others(cluster):  # noqa: F811
-    """A tree drawn for all members does not fit some of them: these use one over the links that they have."""
+    """A part owned by all members is reduced along the view's tree; a part owned by some uses a tree over the links
+    between them.
+    """
     nodes = cluster(3, F64, parts=PARTS, owners={"a": ("n0", "n1", "n2"), "b": ("n0", "n2"), "c": ("n0",)})
     line = PlanSpec("trees", 4096, (TreeSpec(0, 0, ("n0", "n1", "n2"), ("", "n0", "n1"), 1.0),))
     used = set()

@@ -1,4 +1,4 @@
-"""All-reduce over several weighted trees at once: each byte by its own tree, the sum the same everywhere."""
+"""Tests the all-reduce over several weighted trees at once: each byte uses one tree, and sums are equal everywhere."""
 
 from __future__ import annotations
 

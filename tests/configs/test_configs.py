@@ -1,4 +1,4 @@
-"""The Hydra groups: every choice composes, fits the constructors it names, and is checked against its types."""
+"""Tests the Hydra config groups: every choice composes and fits the constructor that it names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def nodes(value: Any) -> list[dict[str, Any]]:
-    """Returns every mapping with a `_target_` in a plain container."""
+    """Returns all mappings in a plain config that have a `_target_`, nested ones included."""
     if isinstance(value, dict):
         inner = [n for item in value.values() for n in nodes(item)]
         return [value, *inner] if "_target_" in value else inner
@@ -86,7 +86,9 @@ def test_choice_composes_and_fits_what_it_names(choice: str) -> None:
     ids=lambda value: value.__name__,
 )
 def test_a_signature_has_the_arguments_that_are_declared(strategy: Any, schema: type) -> None:
-    """Type checkers, editors and LightningCLI's help need it, and the docstring, in the source."""
+    """Strategies' signatures and docstrings list the declared settings, as type checkers, editors and LightningCLI
+    need.
+    """
     found = parameters(strategy)
     hints = typing.get_type_hints(strategy.__init__ if inspect.isclass(strategy) else strategy)
     rows = {f.name: f for f in dataclasses.fields(schema)}
@@ -176,7 +178,7 @@ def test_mistake_is_refused_when_composing(override: str, words: str) -> None:
 
 
 def printed(folder: Path, *command: str) -> list[str]:
-    """Returns the lines that Python prints there; it sees the package and nothing else of the source."""
+    """Runs Python with these arguments in a folder, without the source tree in sight; returns the printed lines."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
@@ -316,7 +318,9 @@ except ValueError as error:
 
 @pytest.mark.slow
 def test_npu_trainer_is_made_of_the_right_parts(tmp_path: Path) -> None:
-    """Torch's third-party device is renamed to npu, in a process of its own, since that cannot be undone."""
+    """The NPU config makes a trainer with the right parts; runs in a process of its own, because it renames torch's
+    third-party device for good.
+    """
     assert printed(tmp_path, "-c", NPU)[-3:] == [
         "npu:1 npu bf16-mixed NPUAccelerator",
         "[0, 1] [0, 1] [0]",

@@ -1,4 +1,4 @@
-"""Every setting is declared once: each field is found in all places that are derived from it, and in the docs."""
+"""Tests that settings are declared once: each appears in all places derived from the declaration, and in the docs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OUTER, CLUSTERS = declared(OuterSettings), declared(ClusterOptions)
 
 
 def other(made: Setting) -> Any:
-    """Returns a value that is not the default."""
+    """Returns a valid value for a setting other than its default."""
     special = {
         "endpoint": "127.0.0.2:5",
         "plan": "tree:3",

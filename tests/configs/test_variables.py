@@ -1,4 +1,4 @@
-"""A mistyped setting in the environment is reported."""
+"""Tests that mistyped settings in the environment are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes elastic_job importable, whatever the import mode."""
+"""Makes elastic_job importable in every import mode of pytest."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A whole job in one process: real loaders over a commit root that only merges ledgers and changes views."""
+"""Simulated job in one process for tests of data: real loaders, and commits that only merge ledgers and change
+views.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from chaos_lightning.protocol.types import GENESIS, NO_VIEW, Header, Kind, Membe
 
 
 class Source:
-    """Accumulation of one member of the job."""
+    """Facts about the simulated job, as one member's loader asks for them."""
 
     def __init__(self, job: Job, member_id: str, name: str) -> None:
         self.job, self.member_id, self.name = job, member_id, name
@@ -31,7 +33,7 @@ class Source:
 
 
 class Job:
-    """Job of named members; each holds an ElasticLoader over the loader that `make` gives for its name."""
+    """Simulated job; each member has an ElasticLoader around the loader that `make` returns for its name."""
 
     def __init__(self, make, names, *, mode="shared", accumulate=1, seed=5, least=1):
         self.least = least
@@ -84,7 +86,7 @@ class Job:
         )
 
     def join(self, name: str) -> str:
-        """Lets a newcomer in at a BOUNDARY: it gets a donor's loader state and contributes from the next slot on."""
+        """Admits a newcomer at a boundary, with a donor's loader state; returns its id."""
         donor = self.loaders[self.members[0].id]
         member = self.enter(name)
         self.change([*self.members, member])
@@ -93,7 +95,7 @@ class Job:
         return member.id
 
     def draw(self, member_id: str):
-        """Returns the accumulation of one member as [(MicroBatch, batch)], or None if its epoch is over."""
+        """Returns one member's next accumulation as a list of (MicroBatch, batch); None if its epoch is over."""
         loader = self.loaders[member_id]
         if member_id not in self.passes:
             self.passes[member_id] = iter(loader)
@@ -111,7 +113,7 @@ class Job:
         return accumulation
 
     def step(self, *, dead=(), late=False, unpack=lambda batch: batch.tolist(), gather=False, meanwhile=None) -> bool:
-        """Makes one step of all members; returns False if all find the epoch over.
+        """Makes one step with all members; returns False if their epoch is over.
 
         `dead` (indices) die in it: after their contribution (`late`), else while the others begin their accumulations,
         some before and some after the new view is decided. `meanwhile` may change the view likewise.

@@ -1,4 +1,4 @@
-"""A whole job with pipelines in one process: loaders of steps over a commit root that only merges ledgers."""
+"""Simulated job with pipelines in one process: loaders of steps, and commits that only merge ledgers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from chaos_lightning.protocol.types import Member
 
 
 class StepJob(Job):
-    """Job in which each member holds a StepLoader. Micro-batch j runs its first layers on one member and its last ones
-    on another, by the present view alone.
+    """Simulated job in which each member has a StepLoader; two members run each micro-batch, its first and its last
+    layers.
     """
 
     def __init__(self, make, names, *, micro_batches, seed=5, least=1):
@@ -33,19 +33,19 @@ class StepJob(Job):
         return replace(member, quota=loader.quota)
 
     def route(self, j: int) -> tuple[str, str]:
-        """Returns the members that run the first and the last layers of a micro-batch in the present view."""
+        """Returns the members that run the first and the last layers of micro-batch `j`."""
         ids = [member.id for member in self.members]
         return ids[j % len(ids)], ids[(j + 1) % len(ids)]
 
     def begin(self, member_id: str):
-        """Returns the member's next step; None if the epoch is over."""
+        """Returns a member's next step; None if the epoch is over."""
         if member_id not in self.passes:
             self.passes[member_id] = iter(self.loaders[member_id])
         return next(self.passes[member_id], None)
 
     def run(self, steps, *, until: int | None = None) -> dict[int, list[int]]:
-        """Makes an attempt at a step: each member in it fetches the batches of its units, and changes them. Returns the
-        samples by micro-batch.
+        """Runs an attempt at a step: each member fetches the micro-batches that it needs, and overwrites them. Returns
+        the samples of each micro-batch.
 
         `until`: the attempt ends before this micro-batch.
         """
@@ -63,8 +63,8 @@ class StepJob(Job):
         return seen
 
     def step(self, *, dead=(), until=None) -> bool:
-        """Makes one step of all members; returns False if all find the epoch over. `dead` (indices) die in its first
-        attempt.
+        """Makes one step with all members; returns False if their epoch is over. Members with indices `dead` die in its
+        first attempt.
         """
         victims = {self.members[i % len(self.members)].id for i in dead}
         steps = {m.id: self.begin(m.id) for m in self.members}

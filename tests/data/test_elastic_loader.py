@@ -1,4 +1,4 @@
-"""Real DataLoaders deal every sample to exactly one committed step."""
+"""Tests that loaders assign each sample to exactly one committed step."""
 
 import random
 from collections import Counter
@@ -32,7 +32,7 @@ class Numbers(Dataset):
 
 
 def numbers(length, batch_sizes, **kwargs):
-    """Returns a function that makes a loader for each name: "a", "b", ... with its own batch size."""
+    """Returns a function from a member's name to its loader of `length` numbers, with the batch size for that name."""
     return lambda name: DataLoader(Numbers(length), batch_size=batch_sizes.get(name, 2), **kwargs)
 
 
@@ -51,7 +51,7 @@ histories = st.lists(
 
 
 def run_epoch(job, history, limit=500):
-    """Plays the history, then goes on to the epoch's end; returns the samples of committed steps."""
+    """Plays a history of events, then trains to the end of the epoch; returns the samples of committed steps."""
     names = iter("cdefghijklmnopqrstuvwxyz")
     steps = 0
     for event, *rest in history:
@@ -171,7 +171,9 @@ def test_share_that_was_not_committed_is_assigned_next_even_if_nobody_left():
 
 
 def test_epoch_that_seemed_over_goes_on_with_the_dead_members_share():
-    """The survivor's iterator has drawn all it foresaw and ended; its share grows and another iterator is opened."""
+    """A survivor whose iterator had drawn all its batches gets a dead member's share, and opens another iterator for
+    it.
+    """
     job = Job(numbers(8, {"a": 2, "b": 2}, num_workers=1), "ab")
     job.step()
     a = job.members[0].id
@@ -187,7 +189,7 @@ def test_epoch_that_seemed_over_goes_on_with_the_dead_members_share():
 
 
 def test_newcomer_of_a_recovery_takes_nothing_that_the_header_assigned_to_others():
-    """The newcomer's only view is not the one that the header names, whatever its source says."""
+    """A newcomer that knows only a later view than the header's is assigned nothing until the next header."""
     job = Job(numbers(20, {}), "ab")
     job.step()
     kept = job.draw("b~2")[0][0]
@@ -265,7 +267,9 @@ def test_drop_last_drops_fewer_than_the_smallest_quota():
 
 
 def test_a_model_with_batch_norm_gets_no_batch_of_one_where_its_step_has_more():
-    """Former bug: the last 17 samples were split into 16 and 1: the second member's BatchNorm ended it."""
+    """Former bug: the last 17 samples were split into batches of 16 and 1, and BatchNorm failed on the single
+    sample.
+    """
     job = Job(numbers(49, {"a": 16, "b": 16}), "ab", least=2)
     sizes = []
     while (accumulations := {m.id: job.draw(m.id) for m in job.members})["a~1"] is not None:
@@ -275,7 +279,9 @@ def test_a_model_with_batch_norm_gets_no_batch_of_one_where_its_step_has_more():
 
 
 def test_several_windows_per_step_are_assigned_on():
-    """Manual optimisation steps every third batch: no header comes in between, yet no sample is assigned twice."""
+    """With manual optimisation, which steps every third batch, no sample is assigned twice although no header comes in
+    between.
+    """
     job = Job(numbers(26, {"a": 2, "b": 3}), "ab")
     seen = []
     more = True
@@ -305,7 +311,7 @@ def test_second_step_on_the_same_batch_spends_nothing():
 
 
 def test_step_in_the_middle_of_a_window_ends_it():
-    """Lightning steps early at the end of a limited epoch: samples that were not handed out are unspent."""
+    """Lightning steps early at the end of a limited epoch; the samples that were not handed out are assigned again."""
     job = Job(numbers(16, {}), "a", accumulate=4)
     loader = job.loaders["a~1"]
     it = iter(loader)

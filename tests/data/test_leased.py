@@ -1,4 +1,4 @@
-"""Batches of leased positions: each once over all clusters, in one order, however claims are timed."""
+"""Tests batches of leased positions: each is trained once over all clusters, in one order, however claims are timed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ LENGTH = 22
 
 
 class Dealer:
-    """Source that deals epochs to any number of clusters; the next one once all of the last is used.
+    """Stand-in for the lease server, which deals out an epoch's positions, and the next epoch's once all of them are
+    used.
 
     Attributes:
         free: Positions of the present epoch that nobody has.
@@ -67,7 +68,9 @@ class Dealer:
 def test_a_loader_says_what_its_cluster_trains_at_once(
     *, drop_last: bool, least: int, ranks: int, batches: Batches
 ) -> None:
-    """With drop_last an epoch has whole batches alone, as in one process."""
+    """A loader reports the numbers of positions that its cluster trains together; with drop_last only whole batches
+    count.
+    """
     loader = LeasedLoader(data(drop_last=drop_last), seed=0, source=Dealer(), part=(0, ranks), least=least)
     assert loader.batches(accumulate=2) == batches
     assert len(loader) == (LENGTH // (4 * ranks) if drop_last else -(-LENGTH // (4 * ranks)))
@@ -80,7 +83,7 @@ def test_an_epoch_without_a_batch_is_refused() -> None:
 
 
 def test_without_a_shuffle_clusters_share_no_mix_and_are_told(recwarn: pytest.WarningsRecorder) -> None:
-    """Former bug: without a shuffle each cluster silently trained on neighbouring samples."""
+    """Former bug: without a shuffle each cluster silently trained on neighbouring samples; there is a warning now."""
     rows = TensorDataset(torch.arange(LENGTH))
     for shuffle in (True, False):
         assert not recwarn.list
@@ -90,7 +93,9 @@ def test_without_a_shuffle_clusters_share_no_mix_and_are_told(recwarn: pytest.Wa
 
 @pytest.mark.parametrize("size", [6, 5, 1])
 def test_ranks_of_a_cluster_share_each_batch_out(size: int) -> None:
-    """All positions are loaded; if there are fewer than ranks, several ranks load the same one."""
+    """The ranks of a cluster load all positions of a batch; if there are more ranks than positions, some load the same
+    one.
+    """
     dealers = [Dealer(length=LENGTH, epochs=1) for _ in range(3)]
     for dealer in dealers:
         dealer.free = [(0, 12), (12, 12 + size)]
@@ -119,8 +124,8 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 
 def walk(loader: LeasedLoader, dealer: Dealer, every: int = 1) -> list[list[list[int]]]:
-    """Trains until nothing is left; returns rows by pass and batch. A step takes `every` batches, or the remaining
-    ones.
+    """Trains until no positions are left; returns the rows by pass and batch. A step takes `every` batches, or the
+    rest.
     """
     passes = []
     while iter(loader).more():
@@ -172,7 +177,7 @@ def test_two_clusters_of_other_batch_sizes_share_an_epoch() -> None:
 
 
 def test_a_pass_goes_on_where_more_of_its_epoch_is_dealt_again() -> None:
-    """The other cluster had the second half of the epoch, and died."""
+    """A pass continues with the half of its epoch that another cluster had leased before it died."""
     dealer = Dealer(epochs=1)
     dealer.free = [(0, 12)]
     dealer.when_dry = lambda: dealer.free.append((12, LENGTH)) if count(dealer.used[0]) == 12 else None
@@ -239,7 +244,7 @@ def test_an_epoch_that_a_rollback_opened_again_belongs_to_the_present_pass() -> 
 
 
 def test_the_first_epoch_may_have_a_number() -> None:
-    """A job goes on from a checkpoint of epoch 5."""
+    """A job that resumes from a checkpoint of epoch 5 gets the order of epoch 5."""
     dealer = Dealer(epochs=1)
     (batches,) = walk(LeasedLoader(data(), seed=3, source=dealer, first=5), dealer)
     assert flat(batches) == Orders(data(), seed=3, stream="").keys(5, ((0, LENGTH),))
@@ -257,7 +262,7 @@ def test_batches_of_a_sampler_are_positions() -> None:
 
 
 class Own:
-    """Batch sampler of the user's."""
+    """Custom batch sampler, as a user might write it."""
 
     def __init__(self, batches: BatchSampler) -> None:
         self.batches = batches
@@ -275,7 +280,7 @@ class Endless(IterableDataset):
 
 
 class Longer(RandomSampler):
-    """Sampler with one sample more each epoch."""
+    """Sampler that yields one sample more in each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -15,7 +15,7 @@ from chaos_lightning.protocol.types import Kind
 
 
 class Stream(IterableDataset):
-    """Numbers, shared out among the loader's own workers."""
+    """Iterable data set of numbers, divided among the loader's workers."""
 
     def __init__(self, length):
         self.length = length
@@ -103,7 +103,9 @@ def test_an_epoch_is_not_over_before_everybody_said_so():
 
 
 def test_uncommitted_batches_of_an_iterable_are_kept():
-    """A generator cannot be drawn twice; the batches that a fenced member had in hand come again after its rejoin."""
+    """A fenced member's uncommitted batches are yielded again after it rejoins, since an iterable cannot be drawn
+    twice.
+    """
     job = Job(lambda name: DataLoader(Stream(9), batch_size=3), "a", mode="local")
     loader = job.loaders["a~1"]
     job.step()

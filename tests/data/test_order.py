@@ -1,4 +1,4 @@
-"""Derives the order of each epoch from a user's loader."""
+"""Tests the order of each epoch, which is derived from a user's loader."""
 
 import random
 
@@ -104,7 +104,7 @@ class ByEpoch(Sampler):
     ],
 )
 def test_samplers_are_drawn_alike_everywhere(make):
-    """A member that joins in epoch 3 never drew the epochs before, and yet finds the same order."""
+    """A member that joins in epoch 3 gets the same order as one that has drawn all epochs before."""
     old, new = orders(sampler=make()), orders(sampler=make())
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -122,7 +122,7 @@ def test_samplers_are_drawn_alike_everywhere(make):
 
 
 class Told(Sampler):
-    """Batch sampler that passes no epoch on."""
+    """Batch sampler that records the epochs it is told, and does not pass them on."""
 
     def __init__(self, sampler):
         self.sampler, self.epochs = sampler, []
@@ -136,7 +136,7 @@ class Told(Sampler):
 
 @pytest.mark.parametrize("as_lightning", [True, False])
 def test_who_is_told_the_epoch(as_lightning):
-    """Without Lightning all samplers get set_epoch from the loader; with it, those that Lightning calls."""
+    """`set_epoch` is called on all samplers, or with Lightning only on those that Lightning would call it on."""
     batches = Told(ByEpoch())
     one = Orders(DataLoader(Numbers(10), batch_sampler=batches), seed=3, stream="", as_lightning=as_lightning)
     whole(one, 7)
@@ -145,7 +145,9 @@ def test_who_is_told_the_epoch(as_lightning):
 
 
 def test_what_a_script_tells_its_sampler_before_a_pass_counts_in_it():
-    """The length is asked for before the pass; within the epoch, in which a pass may begin again, the order stays."""
+    """Settings that the script makes on its sampler before an epoch's first pass determine the order, which stays in
+    later passes.
+    """
     sampler = ByLoss()
     mine = orders(sampler=sampler)
     mine.length(1)
@@ -158,7 +160,7 @@ def test_what_a_script_tells_its_sampler_before_a_pass_counts_in_it():
 
 
 class Buckets(Sampler):
-    """Sampler of batches of unequal size."""
+    """Batch sampler whose batches differ in size."""
 
     def __init__(self, sizes=(3, 1, 4, 1, 5)):
         self.sizes = sizes
@@ -191,7 +193,7 @@ def test_without_automatic_batching_the_item_is_the_unit():
 
 
 class Drifting(Sampler):
-    """Sampler with a private generator that no other code can reach."""
+    """Sampler with a private random generator, so that its order cannot be reproduced."""
 
     def __init__(self):
         self.hidden = np.random.default_rng(0)
@@ -255,7 +257,7 @@ def test_fingerprint_tells_orders_apart():
 
 
 class ByLoss(Sampler):
-    """Sampler of hard mining: the order follows the losses of this member's training."""
+    """Sampler whose order depends on the losses of this member's training (hard mining)."""
 
     def __init__(self):
         self.loss = torch.ones(10)
@@ -268,8 +270,8 @@ class ByLoss(Sampler):
 
 
 def test_an_epochs_order_is_drawn_once():
-    """An epoch's order stays though others are asked for in between: a checkpoint asks for the first epoch's, the
-    length for the next one's.
+    """An epoch's order is drawn once and stays, although a checkpoint or the length asks for other epochs in
+    between.
     """
     sampler = ByLoss()
     mine = orders(sampler=sampler)

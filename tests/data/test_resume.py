@@ -1,4 +1,4 @@
-"""Joiners and whole jobs go on at the ledger's position, exactly once."""
+"""Tests that joiners and whole jobs resume at the ledger's position, so that each sample is used once."""
 
 import json
 
@@ -27,7 +27,9 @@ def finish(job):
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=4),
 )
 def test_stopped_job_resumes_exactly_once_with_any_number_of_members(length, runs):
-    """Each run has its own number of members and accumulation, and is stopped after some steps."""
+    """A job is stopped and resumed several times with other numbers of members and micro-batches; each sample is used
+    once.
+    """
     used, state = [], None
     for members, accumulate, steps in runs:
         job = Job(numbers(length, {}, shuffle=True), NAMES[:members], accumulate=accumulate)

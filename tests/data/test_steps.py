@@ -1,4 +1,4 @@
-"""Steps of numbered micro-batches: equal at all members, every sample once, as plain torch would have them."""
+"""Tests loaders of numbered micro-batches: steps are equal at all members, and each sample is used once."""
 
 import json
 import random
@@ -28,9 +28,7 @@ events = st.one_of(
 
 
 def rejoin(job, index):
-    """Fences a member in the middle of a step, its state void, and brings it back in the same process under a
-    new id.
-    """
+    """Fences a member in the middle of a step, and lets it join again in the same process under a new id."""
     gone = job.members[index % len(job.members)]
     loader = job.loaders.pop(gone.id)
     job.passes.pop(gone.id, None)
@@ -282,7 +280,7 @@ def test_a_sample_that_cannot_be_read_can_be_asked_for_again():
 
 
 class Noisy(Numbers):
-    """Data set that draws from all generators, an uneven number of times."""
+    """Data set that draws from all random generators, differently often for different samples."""
 
     def __getitem__(self, i):
         for _ in range(i % 3):
@@ -365,7 +363,7 @@ def test_augmentation_of_a_sample_does_not_depend_on_its_micro_batch():
 
 
 class Opened(Numbers):
-    """Data set as of a file that each worker opens for itself."""
+    """Data set that needs a file which each worker opens in its worker_init_fn."""
 
     file = None
 
@@ -423,7 +421,9 @@ def test_a_sample_of_too_little_data_is_refused():
     st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4),
 )
 def test_a_job_goes_on_with_pipelines_and_without_exactly_once(length, runs):
-    """Each run has pipelines or not, a number of members and of micro-batches, and stops after some steps."""
+    """A job is resumed several times, with or without pipelines and with other numbers of members and micro-batches;
+    each sample is used once.
+    """
     used, state = [], None
     for pipelines, members, micro_batches, steps in [*runs, (True, 2, 3, 100)]:
         make = numbers(length, {}, shuffle=True)
@@ -470,7 +470,9 @@ def test_loaders_of_other_orders_refuse_the_state():
 
 
 def test_a_rest_that_makes_no_micro_batch_ends_the_epoch():
-    """A job without pipelines whose members had other batch sizes left three samples; drop_last drops them."""
+    """With drop_last, an epoch ends when the remaining samples (here three, from a job without pipelines) do not fill a
+    micro-batch.
+    """
     job = StepJob(numbers(11, {"a": 4}, drop_last=True), "a", micro_batches=2)
     one = Job(numbers(11, {"a": 4}, drop_last=True), "a")
     one.step(), one.step()
@@ -524,7 +526,7 @@ class Stream(IterableDataset):
 
 
 class Combined:
-    """Loader of several others, as Lightning's CombinedLoader."""
+    """Stand-in for a loader that combines several, such as Lightning's CombinedLoader."""
 
     flattened = ()
 

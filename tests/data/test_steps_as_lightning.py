@@ -1,4 +1,4 @@
-"""Micro-batches of a step are those of plain Lightning with `accumulate_grad_batches`, also at the end of an epoch."""
+"""Tests that a step's micro-batches are those of plain Lightning with `accumulate_grad_batches`."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class EachEpochsOwn(Sampler):
 
 
 class Records(LightningModule):
-    """Module that records the samples of each batch, by optimizer step."""
+    """LightningModule that records the samples of each batch, grouped by optimizer step."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Worker processes: settings of the user's loader are kept, seeds are keyed, none outlives the training process."""
+"""Tests a DataLoader's workers: they keep the user's settings, have keyed seeds, and end with the training process."""
 
 import copy
 import os
@@ -102,7 +102,7 @@ signal.pause()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 def test_killed_process_closes_its_links_although_its_workers_hold_them():
-    """Torch's workers look for their parent every 5 s; a neighbour must see the closed socket at once."""
+    """When the training process is killed, its workers die at once, so that neighbours see its sockets close."""
     here = os.path.dirname(__file__)
     mine, theirs = socket.socketpair()
     with mine, theirs:
@@ -132,8 +132,9 @@ def workers_of(batch):
 
 @pytest.mark.parametrize("user", ["shared", "local", "validation"])
 def test_workers_let_signals_pass_that_ask_the_training_process_to_end(user):
-    """systemd and Slurm send SIGTERM to all processes, a terminal Ctrl+C and SIGHUP to its group: an open step needs
-    its batches, and torch raises in the training process's main thread where a worker dies."""
+    """Workers survive SIGTERM, Ctrl+C and SIGHUP, which systemd, Slurm and terminals send to them too, since the open
+    step needs their batches.
+    """
     came = []
     signals = ExitSignals(lambda number, frame: came.append(number), again=lambda number, frame: came.append(number))
     signals.install()

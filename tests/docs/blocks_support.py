@@ -1,4 +1,4 @@
-"""The code blocks of the pages that users copy from, and their rows in blocks.toml.
+"""Helpers to read the code blocks of documentation pages, and their rows in blocks.toml.
 
 Theory of operation. A block is known by its page and by what it begins with. blocks.toml has one row for each: `run`, a
 text that is to be printed when the block is run by itself; or `test`, the test that runs it, which asks for it by
@@ -47,7 +47,7 @@ OUTPUT = ("text", "mermaid")
 
 @dataclass(frozen=True)
 class Row:
-    """Row of blocks.toml about one block."""
+    """Row of blocks.toml: how one code block is tested, or why it cannot be."""
 
     page: str
     starts: str
@@ -67,13 +67,13 @@ def rows() -> tuple[Row, ...]:
 
 @cache
 def blocks(page: str) -> tuple[str, ...]:
-    """Returns the code blocks of a page, each once, fenced or indented."""
+    """Returns the code blocks of a page, fenced or indented, without repetitions."""
     tokens = MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text())
     found = [t.content for t in tokens if t.type == "code_block" or (t.type == "fence" and t.info not in OUTPUT)]
     return tuple(dict.fromkeys(found))
 
 
 def block(page: str, starts: str) -> str:
-    """Returns the one block of this page that begins so."""
+    """Returns the only code block of a page that begins with `starts`."""
     (found,) = [text for text in blocks(page) if text.startswith(starts)]
     return found

@@ -1,4 +1,4 @@
-"""Fixtures: the pages' commands run in an environment that has the wheel, made once."""
+"""Fixtures for tests of the docs: an environment in which the wheel is installed, made once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from chaos_lightning.control.sqlite_store import FileLock
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Environment with the wheel, installed by the commands of docs/install.md; the first of the test processes makes
-    it for all.
-    """
+    """Environment with the wheel, installed by the commands of docs/install.md; one test process makes it for all."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "installed"
     told = folder.with_suffix(".json")

@@ -1,4 +1,4 @@
-"""An environment with the wheel, made by the commands of docs/install.md, and its commands run as users do."""
+"""Helpers to install the wheel by the commands of docs/install.md, and to run its commands as a user would."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OURS = ("chaos_lightning", "strategies", "callbacks", "configs", "pyproject.toml
 
 
 def bash(script: str, folder: Path, env: dict[str, str]) -> str:
-    """Returns the output of a script; fails if the script does. The last word keeps bash there, which completion looks
-    for.
+    """Runs a bash script and returns its output; fails if the script does. A final `:` keeps bash alive, for completion
+    to find it.
     """
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"{script}\n:"], cwd=folder, env=env, text=True, timeout=LIMIT_S,
@@ -36,7 +36,7 @@ def bash(script: str, folder: Path, env: dict[str, str]) -> str:
 
 
 def _needed(project: str, extras: Iterable[str], found: set[str]) -> set[str]:
-    """Returns the projects that this one needs with these extras, and those that they need."""
+    """Returns the projects that a project needs with these extras, directly or indirectly."""
     for line in metadata.requires(project) or ():
         need = Requirement(line)
         wanted = need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
@@ -47,7 +47,9 @@ def _needed(project: str, extras: Iterable[str], found: set[str]) -> set[str]:
 
 
 def _downloaded(folder: Path, extras: Iterable[str]) -> Path:
-    """Returns from this environment the projects that pip would have downloaded for the project with these extras."""
+    """Makes a folder with links to the packages that pip would download for these extras, taken from this
+    environment.
+    """
     folder.mkdir()
     source = Path(sysconfig.get_paths()["purelib"])
     for name in {key.partition("[")[0] for key in _needed("chaos-lightning", extras, set())}:
@@ -59,7 +61,7 @@ def _downloaded(folder: Path, extras: Iterable[str]) -> Path:
 
 @dataclass
 class Installed:
-    """Environment of its own with the wheel.
+    """Separate environment with the wheel installed.
 
     Attributes:
         bin: Its folder of programs.
@@ -73,8 +75,8 @@ class Installed:
     used: dict[Path, str] = field(default_factory=dict)
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Returns the environment of a user in this folder: no setting of the project, a home and an endpoint of
-        its own.
+        """Returns environment variables for a user in this folder: a home and an endpoint of its own, and no
+        settings.
         """
         env = {key: value for key, value in os.environ.items() if not key.startswith(("CHAOS_", "PYTHON"))}
         endpoint = self.used.setdefault(folder, f"127.0.0.1:{free_port()}")
@@ -87,12 +89,12 @@ class Installed:
         }  # fmt: skip
 
     def run(self, script: str, folder: Path, **more: str) -> str:
-        """Returns the output of a script, run in a folder of its own."""
+        """Runs a script in a folder and returns its output."""
         return bash(script, folder, self.environment(folder) | more)
 
 
 def install(folder: Path) -> Installed:
-    """Runs the commands of docs/install.md, line by line; only the downloads are prepared."""
+    """Runs the commands of docs/install.md in a folder, with downloads replaced by packages from this environment."""
     source = folder / "source"
     source.mkdir()
     for name in OURS:

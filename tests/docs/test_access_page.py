@@ -1,4 +1,4 @@
-"""The commands of docs/access.md; each machine is an address of loopback and a folder, and rsync copies into that."""
+"""Tests the commands of docs/access.md, with loopback addresses and folders in place of machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["terminals"]
 
 
 def with_rsync(installed: Installed, folder: Path) -> dict[str, str]:
-    """Returns the PATH of a machine with an rsync that copies into folders."""
+    """Makes a stand-in for rsync that copies into folders; returns a PATH that finds it first."""
     tools = folder / "tools"
     tools.mkdir()
     (tools / "rsync").write_text(RSYNC)

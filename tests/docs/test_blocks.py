@@ -1,4 +1,4 @@
-"""Every block that a reader may copy is run by a test, or blocks.toml says why it cannot be."""
+"""Tests that every code block a reader may copy is run by a test, or that blocks.toml says why it cannot be."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_test_that_is_named_asks_for_the_block(row: Row) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in rows() if row.run], ids=lambda row: f"{row.page} {row.starts}")
 def test_a_block_prints_what_it_should(row: Row, installed: Installed, tmp_path: Path) -> None:
-    """Each block runs in an empty folder, by the commands that a wheel has installed."""
+    """Each block with expected output is run in an empty folder, with commands installed from the wheel."""
     assert row.run in installed.run(block(row.page, row.starts), tmp_path)
 
 

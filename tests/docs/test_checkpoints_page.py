@@ -1,4 +1,4 @@
-"""The scripts of docs/checkpoints.md: a training that is resumed, and a plain loop that saves."""
+"""Tests the scripts of docs/checkpoints.md: a training that is resumed, and a plain loop that saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from installed_support import Installed
 
 @pytest.mark.slow
 def test_a_training_is_resumed(installed: Installed, tmp_path: Path) -> None:
-    """The script makes some steps, and some more from its checkpoint."""
+    """The page's script trains 100 steps, then resumes from its checkpoint to step 200."""
     (tmp_path / "train.py").write_text(block("docs/tutorial.md", "import lightning"))
     script = block("docs/checkpoints.md", "import sys\n\nimport lightning")
     assert "max_epochs=1" in script

@@ -1,4 +1,4 @@
-"""Pages that are generated from the code agree with it: the commands' help and the events of logs.
+"""Tests that pages generated from the code are up to date: the commands' help and the events of logs.
 
 `CHAOS_REWRITE=1 pytest tests/docs/test_generated_pages.py` writes them again.
 """

@@ -1,4 +1,4 @@
-"""The project of docs/hydra.md: overrides, a sweep that two machines train together, and one that is interrupted."""
+"""Tests the project of docs/hydra.md: overrides, a sweep on two machines, and an interrupted sweep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = " epochs=120"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Folder with the page's project."""
+    """Folder with the files of the page's project."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text(block(PAGE, "defaults:\n"))
     (tmp_path / "train.py").write_text(block(PAGE, "import hydra"))
@@ -29,7 +29,7 @@ def project(tmp_path: Path) -> Path:
 
 
 class Started:
-    """Running command. A thread reads its output, since a full pipe would stop it."""
+    """Command that runs in the background; a thread reads its output, so that a full pipe cannot block it."""
 
     def __init__(self, installed: Installed, folder: Path, command: str) -> None:
         self.text = ""
@@ -61,7 +61,9 @@ class Started:
 
 @pytest.fixture
 def start(installed: Installed, project: Path):
-    """Function that starts commands of the page in the project; those that still run at the end are ended."""
+    """Function that starts a command of the page in the project; commands still running are killed when the test
+    ends.
+    """
     made: list[Started] = []
 
     def start(command: str) -> Started:
@@ -86,7 +88,7 @@ def test_overrides_and_what_is_misspelt(installed: Installed, project: Path) -> 
 
 
 def test_a_sweep_is_trained_by_whoever_comes(project: Path, start) -> None:
-    """Two machines that train a sweep from the start have the same losses."""
+    """Two machines train the same sweep together from its start, and report the same losses."""
     sweep = block(PAGE, "CHAOS_ENDPOINT=10.0.0.5:29400 python train.py -m lr=0.01,0.05").strip() + LONG
     a, b = start(sweep), start(sweep)
     first, second = a.end(), b.end()

@@ -1,4 +1,4 @@
-"""The commands of docs/install.md, from a copy of the source to a program that runs."""
+"""Tests the commands of docs/install.md, from a copy of the source to a program that runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from installed_support import Installed
 
 @pytest.mark.slow
 def test_the_wheel_is_made_installed_and_runs(installed: Installed) -> None:
-    """The fixture `installed` ran block(..., "pip wheel") and block(..., "python3 -m venv venv")."""
+    """The wheel that the fixture `installed` has made and installed, by the page's commands, has the page's name, size
+    and version.
+    """
     assert block("docs/install.md", "pip wheel")
     assert block("docs/install.md", "python3 -m venv venv").splitlines()[-1] == "venv/bin/chaos-lightning --version"
     assert installed.wheel.name in block("docs/install.md", "python3 -m venv venv")

@@ -1,4 +1,4 @@
-"""Pipelines in docs/pipelines.md: commands as a wheel has installed them, and the contents of the tables."""
+"""Tests docs/pipelines.md: its commands, run from an installed wheel, and its tables."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_each_row_of_what_works_changes_and_is_refused_has_a_test() -> None:
 
 
 def test_the_page_shows_what_the_command_prints(installed: Installed, tmp_path: Path) -> None:
-    """The command runs in a terminal of 100 columns. CHAOS_REWRITE=1 writes the page again."""
+    """The page has the output of its command in a terminal of 100 columns; CHAOS_REWRITE=1 updates the page."""
     shutil.copytree(ROOT / "examples" / "plans", tmp_path / "examples" / "plans")
     path = ROOT / "docs" / "pipelines.md"
     command = block("docs/pipelines.md", "chaos-lightning plan examples/plans/llama7b.yaml")
@@ -152,7 +152,7 @@ def test_a_script_is_profiled_and_planned_for(installed: Installed, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_model_in_stages_is_trained(installed: Installed, tmp_path: Path) -> None:
-    """Each of three processes has memory for half of the model; two found the job, and one speaks of the plan."""
+    """Three processes with memory for half of the model each train it; only one of them prints the plan."""
     (tmp_path / "train.py").write_text(block("docs/pipelines.md", "import lightning as L"))
     said = installed.run(block("docs/pipelines.md", "CHAOS_DRY_RUN=1 python train.py"), tmp_path)
     assert "min_nodes=2 assumed" in said

@@ -1,4 +1,4 @@
-"""Tests the README's first commands, with the wheel."""
+"""Tests the README's first commands, run from an installed wheel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_line_that_changes(installed: Installed, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_from_the_wheel(terminals: Terminals) -> None:
-    """Two terminals run two nodes of one job. Members take their names from their nodes'."""
+    """Two terminals run torchrun as two nodes of one job; members are named after their nodes."""
     endpoint = terminals.installed.environment(terminals.folder)["CHAOS_ENDPOINT"]
     command = block("README.md", "torchrun").replace("HOST:29400", endpoint)
     terminals.type("one", command, node="one-0")
@@ -32,7 +32,7 @@ def test_torchrun_from_the_wheel(terminals: Terminals) -> None:
 
 @pytest.mark.slow
 def test_the_demo_runs_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
-    """Pip makes the wheel that `installed` has made by the lines of docs/install.md, and installs it."""
+    """The README's demo runs from the installed wheel, and all its checks hold."""
     install, demo = (line.partition("  #")[0].strip() for line in block("README.md", "pip install").splitlines())
     assert install == 'pip install ".[lightning]"'
     said = installed.run(demo, tmp_path)

@@ -1,4 +1,4 @@
-"""The recipes, as far as they can be run here: Dockerfile, systemd's units, Kubernetes' manifests, a job of Slurm."""
+"""Tests the deployment recipes as far as possible here: Dockerfile, systemd units, Kubernetes manifests, Slurm job."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
 
 
 def dockerfile() -> list[tuple[str, str]]:
-    """Returns the instructions of the Dockerfile, in order, with their arguments."""
+    """Returns the instructions of the recipe's Dockerfile, in order, as (word, arguments)."""
     lines = block("docs/recipes/docker.md", "FROM python").splitlines()
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if not line.startswith("#"))]
 
 
 @pytest.mark.slow
 def test_the_dockerfile_does_what_docker_would_do(installed: Installed, tmp_path: Path) -> None:
-    """The Dockerfile's instructions are carried out in a folder: no daemon is needed for them."""
+    """The Dockerfile's instructions are carried out in a folder, without Docker."""
     shutil.copy(installed.wheel, tmp_path)
     (tmp_path / "train.py").write_text(block("docs/tutorial.md", "import lightning"))
     image = tmp_path / "image"
@@ -70,7 +70,7 @@ def test_the_dockerfile_does_what_docker_would_do(installed: Installed, tmp_path
 
 
 def options_of(command: list[str]) -> list[str]:
-    """Returns the long options of a command line before its first word that is none, as docker reads them."""
+    """Returns the long options of a command line that come before its first other word."""
     return [word.partition("=")[0] for word in command if word.startswith("-")]
 
 
@@ -93,14 +93,14 @@ def test_dockers_options_exist() -> None:
 
 
 def units() -> dict[str, str]:
-    """Returns the recipe's unit files by name."""
+    """Returns the texts of the recipe's systemd unit files, by file name."""
     starts = ("# /etc/systemd/system/chaos-scheduler.service", "# /etc/systemd/system/chaos-member.service")
     texts = [block("docs/recipes/systemd.md", start) for start in starts]
     return {text.splitlines()[0].rpartition("/")[2]: text for text in texts}
 
 
 def service(text: str) -> dict[str, list[str]]:
-    """Returns the [Service] part of a unit: keys may come several times."""
+    """Returns the [Service] section of a systemd unit: lists of values by key."""
     found: dict[str, list[str]] = {}
     for line in text.partition("[Service]")[2].partition("[Install]")[0].split("\n"):
         if "=" in line:
@@ -126,7 +126,7 @@ def test_systemd_takes_the_units(installed: Installed, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_units_programs_run_and_stop_politely(terminals: Terminals) -> None:
-    """The test starts all that systemd would start, with its environment, and stops it by SIGTERM, as systemd would."""
+    """The programs of both systemd units are started with the units' environment, and end properly on SIGTERM."""
     folder, installed = terminals.folder, terminals.installed
     (folder / "venv").symlink_to(installed.bin.parent)
     port = free_port()
@@ -151,7 +151,7 @@ def test_the_units_programs_run_and_stop_politely(terminals: Terminals) -> None:
 
 
 def manifests() -> list[dict[str, Any]]:
-    """Returns the manifests that `kubectl apply` would get."""
+    """Returns the Kubernetes manifests of the recipe."""
     return list(yaml.safe_load_all(block("docs/recipes/kubernetes.md", "apiVersion")))
 
 
@@ -199,7 +199,9 @@ def test_manifests_agree_with_each_other_and_with_the_commands(installed: Instal
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Cluster of this machine: munged, slurmctld and slurmd with a configuration of their own. Gives SLURM_CONF."""
+    """Runs a Slurm cluster on this machine (munged, slurmctld, slurmd); yields environment variables with
+    SLURM_CONF.
+    """
     if missing := [name for name in SLURM if shutil.which(name) is None]:
         pytest.skip(f"{', '.join(missing)} not installed (apt-get install slurmctld slurmd munge)")
     if os.getuid():
@@ -275,7 +277,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_slurm_runs_the_batch_script(slurm: dict[str, str], terminals: Terminals) -> None:
-    """One node with two tasks replaces two nodes with one; a second batch job joins the first."""
+    """The batch script runs with two tasks on one node instead of two nodes, and a second batch job joins the first."""
     folder, installed, port = terminals.folder, terminals.installed, free_port()
     script = block("docs/recipes/slurm.md", "#!/bin/bash")
     assert "--nodes=2\n#SBATCH --ntasks-per-node=1" in script

@@ -1,4 +1,4 @@
-"""The page on troubleshooting quotes the package's messages, and none that it no longer prints."""
+"""Tests that the troubleshooting page quotes only messages that the package still prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GAP = "\0"
 
 
 def _words(node: ast.expr) -> str:
-    """Returns a text in the code, with a gap for each part that differs."""
+    """Returns a text in the code, with a mark for each part that is filled in at run time."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%[sdr]|%\.\d+f", GAP, node.value)
     if isinstance(node, ast.JoinedStr):
@@ -34,7 +34,7 @@ def _texts() -> frozenset[str]:
 
 
 def _said(quote: str) -> bool:
-    """Returns whether one text of the code has the quote's parts, in their order, each between two gaps or more."""
+    """Returns whether some text in the code contains the quote; "..." in it stands for parts filled in at run time."""
     parts = [re.escape(part) for part in quote.split("...") if part.strip()]
     pattern = re.compile(f"[^{GAP}]*{GAP}[{GAP}]*".join(parts) if len(parts) > 1 else parts[0])
     return any(pattern.search(text) for text in _texts())

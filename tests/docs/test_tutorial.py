@@ -1,4 +1,4 @@
-"""The tutorial, step by step: its commands in as many processes as it has terminals, with the wheel."""
+"""Tests the tutorial's commands, with a process for each of its terminals, from an installed wheel."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ to="${3%%:*}/${3#*:}"; mkdir -p "$to"; cp -a "${2/%\\//\\/.}" "$to"
 
 
 def here(text: str, port: int) -> str:
-    """Returns the text with addresses of loopback, and a free port."""
+    """Returns the text with loopback addresses and a free port in place of the page's."""
     return text.replace("10.0.0.", "127.0.0.").replace(":29400", f":{port}")
 
 
 class Terminals:
-    """Terminals of a reader: a folder with train.py, and a process for each terminal."""
+    """Terminals of a reader of the tutorial: a folder with train.py, and a process for each terminal."""
 
     def __init__(self, installed: Installed, folder: Path) -> None:
         self.installed, self.folder = installed, folder
@@ -37,26 +37,26 @@ class Terminals:
         self.harness = Harness(folder / "seen", env=env, deadline_s=DEADLINE_S)
 
     def type(self, name: str, script: str, folder: Path | None = None, *, node: str = "") -> None:
-        """Starts a terminal's command, and waits until it (or this node) is in the job."""
+        """Starts a command in a terminal, and waits until its member has joined the job."""
         named = f"CHAOS_NODE={name}" if node else f"CHAOS_NAME={name}"
         command = f"cd {folder or self.folder}; exec env {named} {script}"
         self.harness.start(name, ["bash", "-euo", "pipefail", "-c", command])
         self.harness.wait_for("joined", node=node or name)
 
     def goes_on(self, name: str) -> None:
-        """Waits until this member has committed a step beyond the present ones."""
+        """Waits until this member has committed a further step."""
         step = max((int(r["step"]) for r in self.harness.records if r.name == "committed"), default=0)
         self.harness.wait_step(step + 1, node=name)
 
     def end_schedulers(self) -> None:
-        """Ends the schedulers that members or agents have started: they would wait for others for some minutes."""
+        """Kills schedulers that members have started, which would otherwise wait for minutes."""
         for process in psutil.process_iter(["cmdline"]):
             words = " ".join(process.info["cmdline"] or ())
             if "scheduler_main" in words and str(self.folder) in words:
                 process.kill()
 
     def interrupt(self, name: str) -> str:
-        """Sends Ctrl+C; returns the output until the end, which is no success (docs/ends.md)."""
+        """Sends Ctrl+C to a terminal's process; returns its output, and checks the exit code (docs/ends.md)."""
         self.harness.declare(name)
         self.harness.terminate(name, number=signal.SIGINT)
         assert self.harness.wait_exit(name) == 128 + signal.SIGINT
@@ -113,7 +113,9 @@ def test_all_leave_and_come_back(terminals: Terminals) -> None:
 
 @pytest.mark.slow
 def test_three_machines_with_keys_and_the_proof(terminals: Terminals) -> None:
-    """Each machine is an address of loopback and a folder, and rsync copies into that."""
+    """Three machines, here loopback addresses and folders, train with keys that were copied to them, and the audit
+    holds.
+    """
     folder, run = terminals.folder, terminals.installed.run
     port = free_port()
     tools = folder / "tools"

@@ -33,7 +33,7 @@ def sources() -> tuple[Path, ...]:
 
 
 def words_of(source: str) -> Iterator[tuple[int, str]]:
-    """Yields each docstring and comment, with its line; lines of comments that follow each other are one."""
+    """Yields the line and text of each docstring and comment in a source; consecutive comment lines count as one."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value.strip()
@@ -99,7 +99,7 @@ def test_no_opening_is_without_a_head() -> None:
 
 @cache
 def rules() -> frozenset[str]:
-    """Returns the names of all rules: O1a, P9, 12a."""
+    """Returns the names of all protocol rules in the docs, such as O1a, P9 and 12a."""
     outer, protocol = ((ROOT / "docs" / name).read_text("utf-8") for name in ("outer.md", "protocol.md"))
     found = {m[1] for m in re.finditer(r"^\*\*(O\d+[a-z]?)\.\*\*", outer, re.MULTILINE)}
     return frozenset(found | {m[1] for m in re.finditer(r"^ *(P?\d+[a-z]?)\. ", protocol, re.MULTILINE)})
@@ -131,7 +131,7 @@ def test_files_that_are_cited_are_there() -> None:
 
 
 def parameters(node: ast.AST) -> set[str] | None:
-    """Returns the names that the "Args" of a docstring may have; None if the function takes any."""
+    """Returns the names that a docstring's "Args" may list for a function or class; None if any name may be listed."""
     if isinstance(node, ast.ClassDef):
         made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
         if not made:
@@ -143,7 +143,7 @@ def parameters(node: ast.AST) -> set[str] | None:
 
 
 def told(docstring: str) -> list[str]:
-    """Returns the names below "Args:"."""
+    """Returns the names that a docstring lists below "Args:"."""
     part = re.search(r"^ *Args:\n(.*?)(?:\n *\n|\Z)", docstring, re.MULTILINE | re.DOTALL)
     if part is None:
         return []

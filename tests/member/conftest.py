@@ -1,4 +1,4 @@
-"""Fixtures: every test keeps its chains, tokens and settings to itself."""
+"""Fixtures for tests of members: every test has its own chains, tokens and settings."""
 
 from environment_support import own_environment
 

@@ -1,4 +1,4 @@
-"""Transfer policies get the facts from which they plan."""
+"""Tests that transfer policies get the facts from which they plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a member that cannot work are refused by name."""
+"""Tests that settings of a member that cannot work are refused by name."""
 
 import math
 import re

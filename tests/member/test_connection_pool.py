@@ -1,4 +1,4 @@
-"""Connections that are made in advance: used if they still stand, closed when no longer needed."""
+"""Tests connections made in advance: used if they are still open, closed when no longer needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT_S = 30.0
 
 
 class Far:
-    """Far side of pooled connections: keeps the other ends."""
+    """Listener for pooled connections, which keeps their other ends."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The comparison of states: which tensors are named, and the refusals."""
+"""Tests the comparison of members' states: the tensors that it names, and its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chaos_lightning.protocol.types import GENESIS, DriftedPart, Header, Kind, V
 
 
 class Held:
-    """State of three tensors, one of which has another value."""
+    """State of three tensors, of which the one named `odd` has another value."""
 
     def __init__(self, odd: str = "") -> None:
         self.odd = odd
@@ -27,7 +27,7 @@ class Held:
 
 
 class Meeting:
-    """Collective of the members of one view: the contribution of each, by name."""
+    """Stand-in for a job's gather: collects each member's payload."""
 
     def __init__(self, *members: str) -> None:
         self.members = members
@@ -97,7 +97,7 @@ def test_both_sides_name_the_tensors_and_the_others_bring_nothing(caplog: pytest
 
 
 def taken_digests(odd: str) -> bytes:
-    """Returns the contribution of a drifted member."""
+    """Returns the digests that a member sends whose tensor `odd` has drifted."""
     meeting = Meeting("a", "c")
     meeting.brought["a"] = b""
     with pytest.raises(FencedError, match=r"at step 5$"):

@@ -1,4 +1,4 @@
-"""Tests a member's offer for a slot that is handed on: its ranges of that very slot, and of no other."""
+"""Tests which byte ranges of a handed-on slot a member offers to others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BASE = replace(GENESIS, kind=Kind.STEP, seq=7, view=ViewId(1, 2))
 
 
 def offering(held: dict[tuple[ViewId, int] | None, tuple[Span, ...]]) -> tuple[Shell, list[tuple[Any, ...]]]:
-    """Returns a shell whose reducer holds these ranges of an attempt (None: of the open one), and the list of its
-    publications.
+    """Returns a shell whose reducer has these byte ranges, by attempt (None: the open one), and the list of what it
+    publishes.
     """
     published: list[tuple[Any, ...]] = []
     shell = Shell.__new__(Shell)

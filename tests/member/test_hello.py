@@ -88,7 +88,9 @@ def test_a_long_reason_against_replay_is_cut_off() -> None:
 
 
 def test_each_hello_says_what_is_asked_of_pipelines_and_the_newest_checkpoint() -> None:
-    """A scheduler that was started anew knows neither the request for pipelines nor the checkpoint."""
+    """Every hello contains the request for pipelines and the newest checkpoint, since a restarted scheduler knows
+    neither.
+    """
     engine = Engine(EngineConfig(endpoint="127.0.0.1:1", log_dir="none"))
     try:
         engine.prepare(sections=[Section("all", [("w", torch.nn.Parameter(torch.zeros(2)))])])

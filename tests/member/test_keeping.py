@@ -1,4 +1,4 @@
-"""The state that a last member keeps in a file; founders with a damaged file; and full disks."""
+"""Tests the state that a last member keeps in a file, with damaged files and full disks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_kept_state_is_gone_on_from() -> None:
 
 
 def test_states_of_several_chains_are_not_compared_by_their_views() -> None:
-    """Each chain numbers its views anew: the state of the run before, in view 1.9, is not the newer one."""
+    """From two chains' states the one written last is offered, although the other has a higher view number."""
     before = keep(state(1), chain="day1", member="a~9", view=9)
     now = keep(state(2), chain="day2", view=1)
     assert keeping().offer(said()) == now, "the one written last"
@@ -124,7 +124,7 @@ def test_a_kept_state_counts_before_a_checkpoint_that_it_goes_on_from(caplog: py
 def test_a_kept_state_belongs_to_one_run_of_a_sweep(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Runs of a sweep come one after another at one endpoint, and a sweep that is started anew begins anew."""
+    """A state kept in one run of a sweep is offered to that run only, not to other runs at the same endpoint."""
 
     def run(folder: str) -> None:
         monkeypatch.setattr("chaos_lightning.member.keeping.sweep_run", lambda: folder)
@@ -158,7 +158,7 @@ def test_a_job_remembers_so_many_checkpoints_and_each_once() -> None:
 
 
 def test_a_checkpoint_of_an_unknown_step_counts(caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint without a step may be older or newer than the kept state."""
+    """A loaded checkpoint that does not state its step takes precedence over the kept state, with a warning."""
     kept = keep(state(1), checkpoints=["", "h40"])
     with caplog.at_level(logging.WARNING):
         assert keeping().offer(said(), LoadedCheckpoint()) is None
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_an_unknown_step_counts(caplog: pytest.LogCaptureFixture
 
 
 def test_a_kept_states_step_is_the_one_that_the_script_counts(caplog: pytest.LogCaptureFixture) -> None:
-    """A job that began from a checkpoint of step 40 counts its own steps from 0."""
+    """Messages on a kept state count the steps before the checkpoint from which the job began."""
     stood = View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain="chain")
     with caplog.at_level(logging.WARNING):
         kept = keeping().keep(replace(GENESIS, step=3), stood, "a~1", said(), state(1), ["h40"], counted=43)
@@ -225,7 +225,7 @@ def test_half_of_a_state_is_none(caplog: pytest.LogCaptureFixture, what: str) ->
 
 @contextmanager
 def no_room(nbytes: int) -> Iterator[None]:
-    """Limits the size of files while the block runs."""
+    """Limits the size of files in the block, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -263,7 +263,7 @@ CLOSING = replace(GENESIS, kind=Kind.CLOSING, seq=9, step=7, view=ViewId(1, 1))
 
 
 def end(what: StateAccess, chain: str = "chain") -> Keeping:
-    """Closes the job as a member with this state."""
+    """Keeps this final state, as a member that closes the job does; returns the object that did."""
     made, stood = keeping(), View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain=chain)
     lock = made.final_lock()
     assert lock is not None
@@ -321,7 +321,7 @@ IN_PARTS = View(ViewId(1, 1), NO_VIEW, (MEMBER,), chain="chain", pipelines=LAYER
 
 
 class Held:
-    """Two layers, of which the second one has no tensors."""
+    """Model of two layers, of which the second one has no tensors, as a pipeline's member holds it."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -350,7 +350,9 @@ def keep_parts(seed: int = 0, member: str = "a~1", *, seq: int = 4, held: tuple[
 
 
 def test_parts_are_gone_on_from_and_those_of_an_older_parting_go_then() -> None:
-    """Older files are not deleted before: those of the newer parting may be incomplete."""
+    """The job resumes from the newest parts, and only then older files are removed, since the newer set might have been
+    incomplete.
+    """
     keep_parts(1, "b~1", seq=3)
     kept, rest = keep_parts(2, "a~2"), state(9)
     assert kept is not None
@@ -388,7 +390,7 @@ def test_who_keeps_some_layers_says_which_and_which_files_a_start_needs(caplog: 
 
 
 def test_whoever_cannot_write_its_parts_tells_so(caplog: pytest.LogCaptureFixture) -> None:
-    """The others wait until each member has reported."""
+    """A member that cannot write its parts reports that it has none, because other members wait for its report."""
     with caplog.at_level(logging.ERROR), no_room(100):
         kept = keep_parts()
     assert kept is not None

@@ -1,4 +1,4 @@
-"""The loss of a step, reported now and then."""
+"""Tests the log of losses, which has a step's loss now and then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Footings of a member's participation, and what its host is told."""
+"""Tests a member's footing in its job, and what its host is called for."""
 
 from __future__ import annotations
 

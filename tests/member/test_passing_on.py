@@ -1,4 +1,4 @@
-"""Bulk connections that one member makes for another."""
+"""Tests bulk connections that one member dials on behalf of another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chaos_lightning.replication.source import Endpoint
 
 
 class Passing:
-    """Parts of a shell that passing on needs; its thread of views is the test."""
+    """Stand-in for the parts of a shell that dialling for others needs."""
 
     def __init__(self) -> None:
         self.machine = SimpleNamespace(view=None, member_id="b~2")

@@ -1,4 +1,4 @@
-"""User code that asks torch.distributed for its rank is told which call to use in a job."""
+"""Tests that user code which asks torch.distributed for its rank is told what to call instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = (
 
 
 def asks() -> bool:
-    """Returns whether this is rank 0, as scripts that were written for ddp ask."""
+    """Returns whether this is rank 0, by the test that scripts written for DDP use."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 

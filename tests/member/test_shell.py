@@ -1,4 +1,4 @@
-"""A member's shell: its reactions when the scheduler gives it an id."""
+"""Tests a member's shell: what it does when the scheduler gives it an id, and what it logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chaos_lightning.protocol.types import GENESIS, Heartbeat, Member, ViewId, W
 
 
 def test_a_newcomer_that_gets_another_id_closes_the_links_of_the_one_it_was() -> None:
-    """The links' other ends know the newcomer by the id before; once dialled again, they know it by the new one."""
+    """A newcomer that gets another id closes all links, whose other ends know it by the old id."""
     called: list[str] = []
     links = SimpleNamespace(
         me="",

@@ -13,7 +13,7 @@ def member(name: str) -> Member:
 
 
 def view(members: str, *links: str) -> View:
-    """Returns a view with links given as pairs of letters."""
+    """Returns a view of one-letter members, with links given as pairs of letters."""
     specs = tuple(LinkSpec(f"{a}~1", f"{b}~1") for a, b in links)
     return View(ViewId(1, 1), NO_VIEW, tuple(member(m) for m in members), links=specs)
 

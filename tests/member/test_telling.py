@@ -1,4 +1,4 @@
-"""Tests a member's lines on its console when others come and go."""
+"""Tests the lines that a member prints on its console when other members come and go."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_process_without_stderr_goes_on() -> None:
 
 
 def test_a_terminal_of_40_columns_gets_text_alone() -> None:
-    """The text has no colours, and overwrites the remains of a progress bar in the line."""
+    """On a plain terminal the lines have no colours, and overwrite what a progress bar left in the line."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     command = [sys.executable, "-c", TELLING, "sys.stderr.write('#' * 38)", ""]

@@ -1,4 +1,4 @@
-"""The loop over a step's attempts and other slots' waits, where parts move: when data are dropped, served, and pulled.
+"""Tests how a step's attempts and other slots run while parts of the state move between members.
 
 The training thread is this one; what the I/O thread says is posted before, or by what the loop calls.
 """
@@ -45,7 +45,9 @@ ME = "a~1"
 
 
 def view_of(number: int, *rows: tuple[str, ...], layers: int = 4) -> View:
-    """Returns a view with pipelines of these members, whose stages have equally many layers."""
+    """Returns a view with pipelines: each row names the members of one pipeline, whose stages have equal numbers of
+    layers.
+    """
     plan = tuple(
         Pipeline(
             tuple(PlanStage(m, i * layers // len(row), (i + 1) * layers // len(row)) for i, m in enumerate(row)), 1
@@ -66,7 +68,7 @@ MISSING = ((2, 3),)
 
 
 class Step:
-    """Stand-in of `UnitStep` that records its calls."""
+    """Stand-in for `UnitStep` that records the names of its methods as they are called."""
 
     def __init__(self) -> None:
         self.did: list[str] = []
@@ -76,7 +78,7 @@ class Step:
 
 
 class Moves:
-    """Stand-in for moves of parts that writes into a step's record, too; a pull ends as `pulled` says."""
+    """Stand-in for moves of parts that adds to a step's record; `pulled` decides how a pull ends."""
 
     def __init__(self, step: Step, mail: Mailbox, pulled: Callable[[], bool] | None = None) -> None:
         self.step, self.mail, self.pulled = step, mail, pulled
@@ -135,7 +137,9 @@ def test_who_is_put_out_while_it_pulls_parts_is_told_so() -> None:
 
 
 def test_an_attempt_that_was_finished_is_dropped_before_parts_are_served_and_pulled() -> None:
-    """The attempt's forward passes moved buffers, which may not be served as the header's, nor remembered as such."""
+    """A finished attempt that is superseded is undone before parts are served, since its forward passes changed
+    buffers.
+    """
     mail, step = posted(attempt=(FIRST, 4)), Step()
 
     def attempt(view: View, seq: int) -> UnitsDone:
@@ -184,7 +188,9 @@ PARTED = replace(SECOND, members=(), leaving=SECOND.members)
 
 
 def test_who_is_let_go_by_a_decision_serves_and_may_be_taken_back() -> None:
-    """The leaver's slot takes longer than a step may: it waits as long as a scheduler is there, without units."""
+    """A member that a decision lets go serves its parts without running units, waits longer than a step's timeout, and
+    runs units again when it is taken back.
+    """
     mail, step = posted(attempt=(FIRST, 4)), Step()
     moves, tries = Moves(step, mail), 0
 
@@ -237,7 +243,9 @@ def test_a_decision_that_lets_all_members_go_ends_the_slot(units: bool) -> None:
 
 
 def test_parts_that_have_come_are_of_the_base_though_others_do_not_come() -> None:
-    """Otherwise the drop would give the pulled parts' buffers the values of the state before."""
+    """If one part cannot be pulled, parts pulled before it are remembered as the base state first, so that undoing the
+    attempt keeps them.
+    """
     mail, step = posted(parts=wanted()), Step()
 
     def pulled() -> bool:
@@ -249,7 +257,7 @@ def test_parts_that_have_come_are_of_the_base_though_others_do_not_come() -> Non
 
 
 def test_whatever_ends_an_attempt_it_is_dropped() -> None:
-    """Otherwise buffers of an attempt would be kept in a file for those of the header."""
+    """An attempt that ends by any exception is undone, so that no file gets its changed buffers."""
     mail, step = posted(attempt=(FIRST, 4)), Step()
 
     def attempt(view: View, seq: int) -> UnitsDone:
@@ -285,7 +293,9 @@ def test_an_engine_moves_parts_in_every_slot_and_serves_them_when_it_is_let_go(m
 
 
 def test_a_leaver_waits_for_its_release_as_long_as_a_scheduler_serves_it() -> None:
-    """Others may need parts that the leaver alone has (P9)."""
+    """A leaving member, whose parts others may need, waits beyond its timeout for the release, but only while a
+    scheduler is there (P9).
+    """
     engine, mail = an_engine(), Mailbox("a")
     step = Step()
     engine._moves, engine._mail = cast(Any, Moves(step, mail)), mail
@@ -305,7 +315,7 @@ def test_a_leaver_waits_for_its_release_as_long_as_a_scheduler_serves_it() -> No
 
 
 class Held:
-    """Parts by name, with a record of the forgotten ones."""
+    """Stand-in for a process's parts, which records for which names memory was made or freed."""
 
     def __init__(self) -> None:
         self.forgotten: list[str] = []
@@ -344,7 +354,7 @@ def moving(mail: Mailbox, holds: tuple[tuple[int, int], ...] = ()) -> tuple[Part
 
 
 def test_what_this_member_lacks_is_not_served() -> None:
-    """The member has just come and owns layers 0 and 1, of which the second one has drifted."""
+    """A member owns two layers and has only one of them; it serves only that one."""
     moves, _, server, _ = moving(posted(parts=wanted()), ((0, 1),))
     moves.serve(HEAD, FIRST)
     assert server.names == ["layer.0"]
@@ -367,7 +377,7 @@ def test_who_joins_again_serves_in_a_view_of_the_same_number() -> None:
 
 
 def test_a_newcomer_does_not_wait_for_members_that_are_about_to_get_the_part_themselves() -> None:
-    """Owners in its view are likely to have it, unless they come in with it; others may, and are asked along."""
+    """A newcomer asks owners that are not newcomers first, and asks other members as well without waiting for them."""
     view = replace(view_of(2, (ME, "b~2"), ("c~3",), ("d~4",)), joiners=(ME, "c~3"))
     moves, *_ = moving(posted())
     ways, others = moves._donors(view, 0, first=False)
@@ -377,7 +387,7 @@ def test_a_newcomer_does_not_wait_for_members_that_are_about_to_get_the_part_the
 
 
 def test_the_rest_is_served_and_pulled_like_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest may have drifted; no memory is made for it, and none is freed."""
+    """The part `rest` is served and pulled like others, but no memory is made or freed for it."""
     mail = posted(parts=(asked := replace(wanted(), parts=((2, 3), (4, 5)))))
     moves, held, server, told = moving(mail, ((0, 1), (4, 5)))
     moves.rest = cast(Any, SimpleNamespace(tensors=list, manifest=dict))
@@ -416,7 +426,7 @@ def test_a_pull_that_is_withdrawn_tells_of_nothing_and_keeps_no_memory(monkeypat
 
 
 def test_a_part_is_read_from_its_owners_and_if_they_fail_from_whoever_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The view changes during the pull, as after a death."""
+    """Reading a part fails at its owner; after a change of view the other members are asked as well."""
     mail = posted(attempt=(FIRST, 4))
     moves, _, _, _ = moving(mail)
     moves.committed(FIRST)
@@ -476,7 +486,7 @@ def shell_of(mail: Mailbox, units: Any = None) -> Shell:
 
 @pytest.mark.parametrize("view", [SECOND, THIRD])
 def test_parts_of_an_older_view_are_wanted_no_more(view: View) -> None:
-    """The part's donor died, and the newer view gives the part to another member: nothing else would end the pull."""
+    """A newer view cancels an order to pull parts for an older one, whose donor may have died."""
     mail = posted(parts=wanted(SECOND))
     shell_of(mail)._apply(fx.OpenAttempt(view, 4))
     assert (mail.parts is None) == (view is THIRD)
@@ -551,8 +561,8 @@ JOINING = replace(SECOND, joiners=(ME,))
 
 
 def test_a_newcomer_whose_file_is_of_its_header_has_loaded_it_before_it_pulls_the_rest() -> None:
-    """The job is founded on the contents of files, and a decision before slot 1 brings the newcomer in: its machine
-    counts on its file's parts.
+    """A newcomer that offered a kept file of the founding header loads the parts in it, and pulls only what it
+    lacks.
     """
     base = replace(HEAD, seq=2)
     mail, step = posted(pull=fx.PullState(base, JOINING, ((1, 2),)), view=JOINING), Step()
@@ -568,7 +578,9 @@ def test_a_newcomer_whose_file_is_of_its_header_has_loaded_it_before_it_pulls_th
 
 @pytest.mark.parametrize("lacks", [True, False])
 def test_a_newcomer_that_a_decision_has_go_on_in_the_midst_of_its_pull_pulls_what_it_lacks(lacks: bool) -> None:
-    """The decision is at the newcomer's header, and names it as a member like others (P10)."""
+    """A decision makes a newcomer a full member during its pull; it pulls what the new view requires, and has joined
+    then (P10).
+    """
     mail, step = posted(pull=replace(PULL, view=JOINING), view=JOINING), Step()
     more = fx.PullParts(HEAD, THIRD, ((3, 4),))
 

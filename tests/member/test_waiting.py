@@ -1,4 +1,4 @@
-"""Tests that a member that waits while no scheduler serves it says so itself: once, and only if there is a reason."""
+"""Tests when a member tells the user what it waits for while no scheduler serves it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def member(severed: Sequence[str] = ()) -> tuple[Mailbox, Waiting]:
 
 
 def wait(mail: Mailbox, seconds: float = 0.05) -> str:
-    """Waits in vain; returns the words with which the wait ends."""
+    """Waits for something that never comes; returns the text of the DeadlineError."""
     with mail.changed, pytest.raises(DeadlineError) as caught:
         mail.wait(lambda: False, "the commit of slot 5 (step)", time.monotonic() + seconds)
     return str(caught.value)
@@ -33,7 +33,7 @@ def wait(mail: Mailbox, seconds: float = 0.05) -> str:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a link that is down reported at once, and a slot slow after 30 s."""
+    """Makes members report links that are down at once, and slow slots only after 30 s."""
     monkeypatch.setattr(waiting, "SEVERED_S", 0.0)
     monkeypatch.setattr(waiting, "SLOW_S", 30.0)
 
@@ -113,7 +113,7 @@ def test_a_member_that_a_foreign_scheduler_has_refused_says_that_it_is_cut_off(
 
 @pytest.mark.usefixtures("hasty")
 def test_what_happens_while_it_is_said_is_not_missed() -> None:
-    """Others may write into the mailbox while a terminal is slow."""
+    """Other threads can write into the mailbox while a slow terminal delays the message, and the wait sees it."""
     mail, speaker = member()
     speaker.stream(LOST)
     said: list[bool] = []
@@ -133,7 +133,7 @@ def test_what_happens_while_it_is_said_is_not_missed() -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_nothing_is_said_while_the_scheduler_is_there_or_all_links_stand(caplog: pytest.LogCaptureFixture) -> None:
-    """Training needs no scheduler, and a step may take its time."""
+    """A waiting member says nothing while it has a scheduler, or while all its links are up."""
     mail, speaker = member(["a~1"])
     speaker.stream("connected")
     wait(mail)
@@ -147,7 +147,9 @@ def test_nothing_is_said_while_the_scheduler_is_there_or_all_links_stand(caplog:
 def test_a_slow_slot_is_told_of_though_all_links_of_this_member_stand(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two other members may have lost their link."""
+    """A slot that is slow without a scheduler is reported even if all of this member's links are up, since others' may
+    be down.
+    """
     monkeypatch.setattr(waiting, "SLOW_S", 0.0)
     mail, speaker = member()
     speaker.stream(LOST)

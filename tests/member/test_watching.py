@@ -1,5 +1,5 @@
-"""Tests that changes which a training step may not make on its own member alone are noticed, in whatever way it makes
-them.
+"""Tests that changes of tensors in a training step, which would make members differ, are detected in all their
+forms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from chaos_lightning.member.watching import Watch
 
 
 class Model(nn.Module):
-    """Parameter in a child, and buffers: one that is averaged, one that is not, one that is not there yet."""
+    """Model with a parameter in a child, and three buffers: averaged, not averaged, and None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 
 def watched(model: Model, change: Callable[[Model], object], batches: int = 1, *, parameters: bool = True) -> Watch:
-    """Returns a watch whose last batch changed something."""
+    """Returns a watch that has seen `change` applied to the model in its last batch."""
     watch = Watch(model, [("mean", model.mean)], named_by="chaos_buffers", parameters=parameters)
     for _ in range(batches - 1):
         watch.begin()

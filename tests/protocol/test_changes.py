@@ -1,4 +1,4 @@
-"""A view encoded as its changes to the one before it."""
+"""Tests views that are encoded as changes of the view before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chaos_lightning.protocol.types import LinkSpec, PlanSpec, TreeSpec, View, V
 
 
 def without(view: View, *gone: str, trees: bool = True) -> View:
-    """Returns the view after these have died; their children in a tree are hung below its root."""
+    """Returns the view after these members have died; in trees their children become the root's."""
     members = tuple(m for m in view.members if m.id not in gone)
     links = tuple(link for link in view.links if link.a not in gone and link.b not in gone)
     made = []
@@ -36,7 +36,7 @@ def without(view: View, *gone: str, trees: bool = True) -> View:
 
 
 def told(before: View, view: View) -> PackedChange:
-    """Returns the change as a store gives it back."""
+    """Encodes the change from `before` to `view`, checks that it can be decoded and applied, and returns it."""
     change = change_to(before, view, "0")
     assert change is not None
     back = codec.decode(PackedChange, codec.encode(change))

@@ -139,7 +139,9 @@ def test_a_header_keeps_its_hash(header: Header) -> None:
 
 
 def test_headers_of_version_4_are_read_and_keep_their_hash() -> None:
-    """Checkpoints name headers by their hash, and stores have views: both outlive the release that wrote them."""
+    """Headers written by protocol version 4 can be read and keep their hash, by which checkpoints and stores name
+    them.
+    """
     old = (
         "0803100118032204080110022a02303032040801100252060a041a0210049a011a0a04080110031204080110021a003208726f746174696e"
         "674801a20114080111000000000000104019000000000000f03f"
@@ -311,7 +313,7 @@ def test_a_drifted_enum_or_union_is_found_at_import() -> None:
 
 @dataclass(frozen=True)
 class Push:
-    """Message of another service than the job's scheduler."""
+    """Message of a service other than the job's scheduler, for a second vocabulary."""
 
     view: ViewId
     spans: tuple[tuple[int, int], ...]
@@ -324,7 +326,7 @@ class Applied:
 
 
 def other_stubs() -> SimpleNamespace:
-    """Returns the stubs that protoc would make of a second proto file, which imports the job's."""
+    """Makes protobuf classes of a second proto file, which imports the job's."""
     file = descriptor_pb2.FileDescriptorProto(
         name="elsewhere/other.proto", package="other", syntax="proto3", dependency=[chaos_pb2.DESCRIPTOR.name]
     )
@@ -383,7 +385,7 @@ def test_an_absent_header_stays_absent() -> None:
 
 
 def test_the_committed_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
-    """The stubs may come from another protoc; only their descriptor must agree."""
+    """The generated stubs in the repository have the same descriptor as stubs generated now."""
     if importlib.util.find_spec("grpc_tools") is None:
         pytest.skip("grpcio-tools is not installed")
     generate.generate(tmp_path)
@@ -399,7 +401,9 @@ def test_the_committed_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
 
 
 def test_the_stubs_demand_no_more_than_the_package_does() -> None:
-    """Generated code refuses older runtimes than its own; pyproject.toml's lower bounds must not promise those."""
+    """The lower bounds in pyproject.toml are no older than the protobuf and gRPC versions that the generated stubs
+    require.
+    """
     import re
     import tomllib
 

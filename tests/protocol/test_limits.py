@@ -1,4 +1,4 @@
-"""Texts, lists and numbers of peers are refused beyond one table's limits, where bytes become messages."""
+"""Tests that texts, lists and numbers from peers are refused beyond the table of limits when messages are decoded."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_a_leader_of_outer_sync_has_the_same_limits() -> None:
 
 
 def test_numbers_of_layers_are_limited_and_numbers_of_pushes_are_not() -> None:
-    """A chain stores the pushes of clusters that join for ever; both messages have a field of the same name."""
+    """A field `first` of outer sync, which counts pushes without bound, is not limited like the field of that name for
+    layers.
+    """
     joined = outer_types.Joined(outer_types.IncarnationId("c", 1), "host", 1 << 40)
     assert OUTER.decode(outer_types.Joined, body_bytes(joined)) == joined
 
@@ -115,7 +117,9 @@ def test_pipelines_that_can_be_written_can_be_read() -> None:
 
 
 def test_what_is_made_of_a_clusters_name_fits_into_its_own_limit() -> None:
-    """The chain stores derived names for good: one that could be written and not be read would end the job."""
+    """Texts derived from the longest cluster name can be decoded, since a chain with one that cannot be read would end
+    the job.
+    """
     name, place = "c" * PROCESS_NBYTES, "p" * PLACE_NBYTES
     opened = outer_types.JobOpened(Agreement(()), f"{name} at {place}", "n")
     assert OUTER.decode(outer_types.JobOpened, body_bytes(opened)) == opened
@@ -126,7 +130,7 @@ def test_what_is_made_of_a_clusters_name_fits_into_its_own_limit() -> None:
 
 
 def test_each_limit_is_of_a_field_that_there_is() -> None:
-    """A renamed field would lose its limit without notice."""
+    """Each limit names an existing field, so that renaming a field does not silently remove its limit."""
     fields = {"NamedText.name", "NamedText.value"}
     for cls in codec.JOB.classes | OUTER.classes:
         hints = typing.get_type_hints(cls)

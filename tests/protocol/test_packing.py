@@ -1,4 +1,4 @@
-"""A view's packed form: one for each view, small, and no other bytes are unpacked."""
+"""Tests a view's packed form: unique for each view and small, and anything else is refused."""
 
 from __future__ import annotations
 

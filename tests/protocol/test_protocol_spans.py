@@ -1,4 +1,4 @@
-"""Intervals of positions and bytes; tests/planning/test_ledger.py tests their use in ledgers."""
+"""Tests arithmetic on intervals of positions and bytes; tests/planning/test_ledger.py tests their use in ledgers."""
 
 from __future__ import annotations
 

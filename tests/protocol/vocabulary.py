@@ -1,4 +1,4 @@
-"""Hypothesis strategies for every message, and an independent account of how proto and dataclasses must agree."""
+"""Hypothesis strategies for all messages, and an independent comparison of the proto file with the dataclasses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PARTS = st.sets(st.integers(0, vocabulary.MAX_PARTS - 1), max_size=9).map(lambd
 
 @functools.cache
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Returns a strategy for any value of a type that appears in protocol/types.py."""
+    """Returns a strategy for values of a type that appears in protocol/types.py."""
     if hint in _SIMPLE:
         return _SIMPLE[hint]
     arguments = typing.get_args(hint)
@@ -60,7 +60,9 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def _views(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
-    """Draws views whose members have ids of their own; links and trees name members or anything."""
+    """Returns a strategy for views whose members have distinct ids; their links and trees name members or anything
+    else.
+    """
     all_named = st.lists(values(Member), max_size=5, unique_by=lambda m: m.id)
     all_named = all_named.filter(lambda found: all(m.id for m in found))
 
@@ -76,7 +78,7 @@ PACKED = [packing.PackedMembers, packing.PackedTree, packing.PackedView, packing
 
 
 def messages() -> list[type]:
-    """Returns every dataclass of the vocabulary but Settings, which never travels."""
+    """Returns all dataclasses in protocol/types.py except Settings, which is never sent."""
     return [
         cls
         for cls in vars(vocabulary).values()

@@ -1,4 +1,6 @@
-"""Members that train and keep the log of their steps, newcomers that replay it, and optimizers of all kinds."""
+"""Helpers for tests of replay: a member that trains and logs its steps, a newcomer that replays them, and many
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ Clip = Callable[[Optimizer], Any]
 
 
 class Net(nn.Module):
-    """Model with two branches, so that a parameter may have no gradient, and BatchNorm, whose statistics are
-    reduced.
+    """Model with two alternative branches, so that parameters may lack a gradient, and with BatchNorm, whose statistics
+    are averaged.
     """
 
     def __init__(self, seed: int = 0, norm: bool = True) -> None:
@@ -53,7 +55,7 @@ class Net(nn.Module):
 
 
 class Matrices(nn.Module):
-    """Model of matrices alone, as Muon takes them."""
+    """Model whose parameters are all matrices, as the optimizer Muon requires."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class Matrices(nn.Module):
 
 
 class Side:
-    """One process: model, optimizers by section, and their gradients' memory."""
+    """Model and optimizers of one process, with the memory of their gradients."""
 
     def __init__(self, net: nn.Module, optimizers: list[Optimizer]) -> None:
         self.net, self.optimizers = net, optimizers
@@ -84,7 +86,7 @@ class Side:
 
 
 class Member(Side):
-    """Member that trains and keeps each step's log entry: the header and the raw sums."""
+    """Member that trains and logs each step: its header and the summed gradients."""
 
     log: list[tuple[Header, bytes]]
 
@@ -95,7 +97,7 @@ class Member(Side):
         self._data = torch.Generator().manual_seed(1)
 
     def step(self, section: int = 0, branch: int = 0) -> None:
-        """Makes one step of two members' batches, 5 and 8 samples."""
+        """Makes one training step with two batches, of 5 and 8 samples, as from two members."""
         seq = len(self.log) + 1
         dtype = next(self.net.parameters()).dtype
         total = bytearray(self.layout.nbytes)
@@ -118,7 +120,7 @@ class Member(Side):
         self.log.append((header, raw))
 
     def empty(self) -> None:
-        """Makes a step without any samples."""
+        """Makes a step in which no member has samples."""
         seq = len(self.log) + 1
         header = Header(seq, Kind.STEP, seq, NO_VIEW, "", NO_VIEW, "section 0", equal_shares([(0.0, 0.0)]))
         self.gradients.arm(0, 0.0)
@@ -141,7 +143,7 @@ class Newcomer(Side):
         self.replay: Replay = OptimizerReplay(optimizers, clip)
 
     def receive(self, member: Side) -> None:
-        """Takes over a member's state as a pull leaves it."""
+        """Copies a member's state, as a pull would."""
         self.state.prepare(member.state.manifest(), None)  # type: ignore[arg-type]
         theirs = dict(member.tensors())
         with torch.no_grad():
@@ -176,7 +178,7 @@ def clipped(kind: str) -> Clip | None:
 
 
 def two_groups(make: Callable[[Any], Optimizer]) -> Callable[[nn.Module], Optimizer]:
-    """Returns parameter groups with rates of their own, which schedulers move apart."""
+    """Returns a function that makes an optimizer with two parameter groups, whose learning rates may differ."""
 
     def made(net: nn.Module) -> Optimizer:
         params = list(net.parameters())

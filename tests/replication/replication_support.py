@@ -1,4 +1,4 @@
-"""Donors and links for the tests of replication: servers on loopback, proxies that misbehave, processes to kill."""
+"""Helpers for tests of replication: donors on loopback, and proxies that damage what they forward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMIT_S = 60.0
 
 
 class Plain:
-    """StateAccess of tensors and a dict, without any logic."""
+    """State access to given tensors and a dict as the manifest."""
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]], manifest: Mapping[str, object] | None = None) -> None:
         self.named = list(tensors)
@@ -70,7 +70,7 @@ def dial(endpoint: Endpoint) -> socket.socket:
 
 @dataclass
 class Acceptor:
-    """Listener that gives each connection to `handle` in a thread of its own."""
+    """Listener that calls `handle` for each connection, in a thread of its own."""
 
     handle: Callable[[socket.socket], object]
     listener: socket.socket = field(default_factory=listen)
@@ -108,7 +108,7 @@ class Acceptor:
 
 @dataclass
 class ThreadDonor:
-    """StateServer of this process behind a listening socket."""
+    """Donor in this process: a StateServer behind a listening socket."""
 
     member: str
     server: StateServer
@@ -143,7 +143,7 @@ def donors(*members: str, config: StateServerConfig | None = None) -> Iterator[l
 
 @contextlib.contextmanager
 def publishing(state: Any, *members: str, config: StateServerConfig | None = None) -> Iterator[list[ThreadDonor]]:
-    """Yields running donors that all serve this very state at HEAD."""
+    """Yields running donors that all serve the given state at the header HEAD."""
     with donors(*members, config=config) as started:
         for donor in started:
             donor.server.publish(HEAD, SEQ, state.tensors(), state.manifest())
@@ -154,7 +154,9 @@ Damage = Callable[[bytearray, int], None]
 
 
 class Proxy:
-    """Forwarder in both directions; `damage(data, position)` may change the donor's bytes, or raise to cut the line."""
+    """Proxy in front of a donor; `damage(data, position)` may change the donor's bytes, or raise an error to cut the
+    connection.
+    """
 
     def __init__(self, target: Endpoint, damage: Damage) -> None:
         self._target = target
@@ -194,12 +196,12 @@ class _CutError(Exception):
 
 
 def cut() -> None:
-    """Breaks the connection; for use within `damage`."""
+    """Raises the error that makes a proxy cut its connection; to be called within `damage`."""
     raise _CutError
 
 
 class Network(nn.Module):
-    """Model with parameters (two tied), a batch norm and a buffer that is not persistent."""
+    """Model with two tied parameters, a batch norm and a buffer that is not persistent."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -215,7 +217,7 @@ class Network(nn.Module):
 
 
 def train(state: ModuleState, steps: int, *, seed: int = 0) -> None:
-    """Makes some optimizer steps on random data that depend on the seed alone."""
+    """Makes some optimizer steps on random data, which depend on the seed only."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for optimizer in state.optimizers:
@@ -233,7 +235,7 @@ PATIENT = PullConfig(deadline_s=LIMIT_S, stall_timeout_s=LIMIT_S, request_nbytes
 
 
 class First(TransferPolicy):
-    """Policy that gives all work to one donor as long as it lives, so that planned harm does hit it."""
+    """Policy that gives all work to one donor as long as it lives, so that a planned failure is sure to hit it."""
 
     def __init__(self, member: str) -> None:
         self.member = member

@@ -1,4 +1,4 @@
-"""Reads state and reduced bytes out of a donor's memory, and notices bytes that changed meanwhile."""
+"""Tests reading state and reduced bytes out of a donor's memory, and that changes of these bytes are noticed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ READER = "joiner"
 
 
 def lend(server: StateServer, *, to: str = READER, nbytes: int = 4096) -> list[memoryview]:
-    """Makes a server lend its memory to one member; returns its result buffers."""
+    """Makes a donor's server lend its memory to the member `to`; returns the server's result buffers."""
     results = [memoryview(bytearray(nbytes)) for _ in range(2)]
     server.memory_export = MemoryExport(lambda peer: peer == to, Generation(), results)
     return results
 
 
 def hurried(server: StateServer, hold_s: float = LIMIT_S) -> None:
-    """Makes the server believe that it has taken steps before: it waits for readers for so many seconds."""
+    """Makes the donor's server wait about `hold_s` for readers before it copies a snapshot, by pretending earlier
+    steps.
+    """
     for _ in range(10):
         server.pace.step(hold_s / 0.6, 0.0)
 
@@ -53,7 +55,7 @@ def snapshot(donor: ThreadDonor, state: Any, learners: Sequence[str] = (READER,)
 
 
 class Reading:
-    """Reader and the connections that it gave back."""
+    """Reader of donors' memory, with the connections that it handed back."""
 
     def __init__(self, started: Sequence[ThreadDonor], state: Any, abandoned: Callable[[], bool] = lambda: False):
         self.spares: dict[str, BulkSocket] = {}
@@ -75,7 +77,7 @@ class Reading:
             self.kept.notify_all()
 
     def run(self, spares: int) -> PullReport | None:
-        """Reads; waits for so many connections, and closes them."""
+        """Runs the reader, waits until it has handed back so many connections, and closes them."""
         report = self.reader.run()
         with self.kept:
             assert self.kept.wait_for(lambda: len(self.spares) == spares, LIMIT_S)

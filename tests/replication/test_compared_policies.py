@@ -1,4 +1,4 @@
-"""Policies of benchmarks/transfer: each carries its plan out over real connections, relays or a file."""
+"""Tests the policies of benchmarks/transfer: each carries out its plan over real connections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Save = Callable[[str], Path]
 
 @contextlib.contextmanager
 def overlaid(state: Any) -> Iterator[dict[str, ThreadDonor]]:
-    """Returns an overlay in which a and b are the newcomer's neighbours; c lies behind b, d behind c."""
+    """Yields donors in an overlay: a and b are the newcomer's neighbours, c is reached through b, and d through c."""
     with publishing(state, "a", "b", "c", "d") as started:
         by_name = {d.member: d for d in started}
         for donor in started:
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_the_disk_damaged_is_not_believed(tmp_path: Path) -> N
 
 
 def situation(members: str, near: str, *links: str) -> PolicyOptions:
-    """Returns a situation with member j as the newcomer; links as pairs of letters."""
+    """Returns the facts for a policy, with `j` as the newcomer, one-letter members, and links as pairs of letters."""
     sources = [Member(m, m, "host", f"{m}.example", 7000) for m in members]
     view = View(ViewId(1, 1), NO_VIEW, tuple(sources), links=tuple(LinkSpec(*pair) for pair in links))
     return PolicyOptions(
@@ -169,7 +169,9 @@ def test_overlay_of_a_complete_graph_is_this_members_own_links() -> None:
 
 
 def test_overlay_of_a_sparse_graph_leads_on_and_leaves_out_where_no_link_leads() -> None:
-    """e and f are joined to each other only."""
+    """No links connect members e and f to the newcomer, so the overlay leaves them out; a and b are reached through
+    c.
+    """
     job = situation("abcef", "c", "ab", "bc", "ef")
     assert set(overlay({"c": (0.01, 8e6)}, job)) == {("j", "c"), ("a", "b"), ("b", "c")}
     near = [Endpoint("c", "127.0.0.1", 1)]

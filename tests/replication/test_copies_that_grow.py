@@ -1,4 +1,4 @@
-"""A joiner reports the growth of its copy to the scheduler and to members that wait for the copy, over real sockets."""
+"""Tests that a joiner reports its copy's progress to the scheduler and to members that wait for the copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FRESH_MS = 1000.0 * LIMIT_S
 
 
 class Joiner(Transfer):
-    """Member that gets the state, and serves it to others behind a socket of this process."""
+    """Member that fetches the state, and serves it to others through a socket of this process."""
 
     def __init__(self, told: list[Progress]) -> None:
         none: set[str] = set()
@@ -55,7 +55,7 @@ class Joiner(Transfer):
 
 
 def says_that_something_came(joiner: Joiner, header: Header) -> bool:
-    """Returns whether the joiner, asked for the state that it lacks, says that it got some of it of late."""
+    """Returns whether the joiner, asked for a state that it still fetches, reports that it got some of it recently."""
     channel = BulkSocket(dial(joiner.acceptor.endpoint("m1")), stall_timeout_s=LIMIT_S)
     channel.send(BulkFrame(Type.GET_DIGEST, header.hash, header.seq))
     try:
@@ -81,7 +81,9 @@ def test_growth_of_a_copy_is_told_to_the_scheduler_and_to_those_who_wait(monkeyp
 
 
 def test_growth_of_a_donors_own_copy_is_passed_on() -> None:
-    """The donor of this joiner gets the state itself, and says that it got some of it."""
+    """The joiner's donor still fetches the state itself; when the donor reports progress, the joiner reports progress
+    to members that wait for it.
+    """
     state, mine = numbered(2, 1000, seed=3), numbered(2, 1000, seed=9)
     joiner = Joiner([])
     with donors("m0", config=OFTEN) as (donor,):

@@ -1,4 +1,4 @@
-"""Bytes of a state in a file: whole, whoever else writes them, and nothing beside."""
+"""Tests that a state's file is complete even with several writers at once, and that failures leave no other files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = 3
 
 
 class State:
-    """Some MiB; whoever reads its second part waits for all of `together`."""
+    """State of some MiB of random bytes; readers of its second part wait for each other at the barrier `together`."""
 
     nbytes = PARTS * PART_NBYTES
 

@@ -1,4 +1,4 @@
-"""The log of committed slots: kept by members, read by learners; and either of them may fail to keep up."""
+"""Tests the log of committed slots: how members keep it and learners read it, when either side is slow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NBYTES = 4096
 
 @pytest.fixture(autouse=True, params=[0, 1 << 16], ids=["apart", "inline"])
 def inline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Limit in bytes by which slots count as large, or as they are."""
+    """Sets the largest size of reduced bytes that travel with their header: 0, or more than a slot has."""
     nbytes = int(request.param)
     monkeypatch.setattr(log_reader, "INLINE_NBYTES", nbytes)
     return nbytes
@@ -39,7 +39,7 @@ WHOLE: tuple[Span, ...] = ((0, NBYTES),)
 
 
 def chain(length: int) -> list[Header]:
-    """Returns headers: a step, another step, a gather, and so on."""
+    """Returns a chain of headers: two steps, a gather, two steps, and so on."""
     headers, prev = [], GENESIS
     for number in range(1, length + 1):
         kind = Kind.GATHER if number % 3 == 0 else Kind.STEP
@@ -81,7 +81,7 @@ def three() -> Iterator[list[ThreadDonor]]:
 
 
 def read(reader: LogReader, count: int) -> list[Header]:
-    """Returns so many entries' headers, each entry checked against the reduced bytes."""
+    """Reads `count` entries, checks their reduced bytes, and returns their headers."""
     found = []
     for _ in range(count):
         entry = reader.take(LIMIT_S)
@@ -109,7 +109,9 @@ def test_entries_come_in_order_with_their_bytes(three: list[ThreadDonor], inline
 
 
 def test_what_was_told_about_the_members_grows_old(three: list[ThreadDonor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader asks for nothing while no buffer is free: members go on meanwhile, at the pace that they had."""
+    """While no buffer is free, the reader asks for nothing; it must estimate how far the members went on meanwhile,
+    from their pace before.
+    """
     now = 100.0
     monkeypatch.setattr(log_reader, "time", SimpleNamespace(monotonic=lambda: now))
     for header in chain(4):
@@ -268,7 +270,7 @@ def test_shares_cover_everything_once(lengths: list[int], rates: list[float]) ->
 
 
 class Lending:
-    """Donor whose result buffers can be read, as an engine keeps them: each slot in one of two."""
+    """Donor whose two result buffers, used by slots in turn, can be read by the learner."""
 
     def __init__(self, donor: ThreadDonor) -> None:
         self.log = donor.server.log
@@ -278,7 +280,7 @@ class Lending:
         donor.server.memory_export = MemoryExport(lambda peer: peer == "joiner", self.generation, self.results)
 
     def commit(self, header: Header, hold_s: float = LIMIT_S) -> None:
-        """Reduces a slot and keeps it."""
+        """Reduces a slot and keeps it in the log."""
         self.begin(header.seq)
         raw = self.results[header.seq % 2]
         step = header.kind is Kind.STEP
@@ -295,27 +297,29 @@ class Lending:
         )
 
     def begin(self, seq: int) -> None:
-        """Opens the attempt of this slot."""
+        """Opens the attempt at this slot, so that the readers see another generation."""
         self.open = seq
         self.generation.set(NO_VIEW, seq)
 
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes slots of this size count as large."""
+    """Makes even small slots count as large, so that their bytes are neither copied at once nor sent with the
+    header.
+    """
     monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)
     monkeypatch.setattr(log_reader, "INLINE_NBYTES", 0)
 
 
 def no_copy(log: SlotLog, seq: int) -> bool:
-    """Returns whether this entry has no bytes of its own, and its turn to be copied is over."""
+    """Returns whether the log has the entry of this slot without a copy of its bytes."""
     with log._changed:
         entry = log._entries.get(seq)
         return entry is not None and entry.raw is None
 
 
 def copied(log: SlotLog, header: Header) -> bool:
-    """Returns whether this slot's bytes, if it has any, are kept beside its buffer."""
+    """Returns whether the log has a copy of this slot's bytes, if the slot has any."""
     return header.kind is not Kind.STEP or log._entries[header.seq].raw is not None
 
 

@@ -1,4 +1,4 @@
-"""Entries of the log are damaged on their way: none is applied, other donors give them, or the reading ends with an
+"""Tests that log entries damaged in transit are never applied: other donors provide them, or reading ends with an
 error.
 """
 
@@ -16,7 +16,7 @@ AT = 600
 
 
 class Damage:
-    """Damage that flips a bit of the stream, once."""
+    """Proxy's damage that flips one bit of the stream, once."""
 
     def __init__(self) -> None:
         self.done = False

@@ -1,4 +1,4 @@
-"""Tests the answers to a learner about an entry that a member could not copy in time, and about a log that was
+"""Tests what a learner is told about a log entry that a member could not copy in time, and about a log that was
 ended.
 """
 
@@ -17,7 +17,9 @@ from chaos_lightning.replication.server import StateServerConfig
 
 @pytest.mark.parametrize("last", [4, 2])
 def test_whoever_asks_for_an_entry_that_was_left_out_hears_why(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even for the last entry, no learner waits for the next commit to learn that this entry will not come."""
+    """A learner that asks for an entry that was not copied in time is refused at once, even if it is the log's last
+    one.
+    """
     monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)  # as if slots were large
     with donors("a", config=StateServerConfig(pending_interval_s=0.01)) as started:
         for header in chain(last):
@@ -35,7 +37,7 @@ def test_whoever_asks_for_an_entry_that_was_left_out_hears_why(last: int, monkey
 def test_who_settles_has_the_last_slot_copied_at_once(
     readers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slot is copied even if a reader in place has all the time of a step for it."""
+    """`settle` makes the log copy a slot's bytes although a reader that has not come could still be waited for."""
     monkeypatch.setattr(log_module, "AT_ONCE_NBYTES", 0)  # as if slots were large
     log = SlotLog(threading.Condition())
     header, used_again = chain(1)[-1], threading.Event()

@@ -1,4 +1,4 @@
-"""States beside the member's own: several versions of several, by name; and a donor that no member can dial."""
+"""Tests serving named states, in several versions, beside a member's own; and a donor that cannot be dialled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def pulled(endpoint: Endpoint, name: str, version: int) -> Plain:
 
 
 def test_several_versions_of_several_states_are_served_side_by_side() -> None:
-    """A parameter server would serve outer parameters of two models, while slower clusters still pull older ones."""
+    """Two named states, in two versions each, can be pulled until they are dropped, as slower clusters need from a
+    parameter server.
+    """
     states = {(name, v): numbered(3, 20_000, seed=10 * v + len(name)) for name in ("outer", "teacher") for v in (0, 1)}
     donor = start_donor("server", StateServerConfig(publish_timeout_s=0.3))
     with closing(donor):
@@ -60,7 +62,7 @@ def test_it_is_known_when_a_version_was_asked_for_last() -> None:
 
 
 def test_who_is_being_sent_a_long_answer_is_still_asking() -> None:
-    """Over a slow link one answer takes longer than the limit for a peer that asks for nothing."""
+    """A peer that is being sent a long answer over a slow link counts as asking until the answer is complete."""
     server, (near, far) = StateServer(), socket.socketpair()
     server.hold("outer", 0, [("w", torch.zeros(4_000_000))], {})
     serving = threading.Thread(target=server.serve, args=(near, "peer"))
@@ -99,7 +101,7 @@ def pulled_weights(endpoint: Endpoint, version: int) -> Plain:
 
 
 def test_a_donor_that_cannot_be_dialled_serves_over_a_connection_that_it_made_itself() -> None:
-    """A donor behind a firewall dials the puller, which parks the connection until it needs it."""
+    """A donor behind a firewall dials the puller, which keeps the connection and later pulls over it."""
     theirs, mine = numbered(3, 20_000), numbered(3, 20_000, seed=1)
     server, behind = StateServer(), Endpoint("donor", "192.0.2.1", 9)  # TEST-NET-1: nobody's
     server.hold("outer", 4, theirs.tensors(), theirs.manifest())

@@ -1,4 +1,4 @@
-"""The rate at which a snapshot is sent follows the donor's own steps."""
+"""Tests that the rate at which a donor sends a snapshot follows the duration of its own steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NBYTES = 100_000_000
 
 
 def calm(pace: Pace, step_s: float = 0.1, steps: int = 10) -> float:
-    """Makes steps without a newcomer; returns the time after them."""
+    """Feeds a pace with steps of equal duration while no snapshot is sent; returns the time after them."""
     for number in range(steps):
         pace.step(step_s, number * step_s)
     return steps * step_s

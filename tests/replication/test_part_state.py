@@ -1,4 +1,6 @@
-"""The training state by parts: their contents, how they are served, pulled and proved, and kept in files."""
+"""Tests the parts of a pipeline's training state: their contents, and how they are served, pulled, verified and kept in
+files.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ SEED = 5
 
 
 class Model(nn.Module):
-    """Two layers, a weight that both use (by two names), and a buffer that no step changes."""
+    """Model of two layers, a weight that both use under different names, and a buffer that no step changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ PARTS["layer.0"] += ("norm.num_batches_tracked",)
 
 
 class Member:
-    """Model of which some parts are owned, with an optimizer of all parameters."""
+    """Member of a pipeline that owns some parts of a model, with an optimizer of all parameters."""
 
     def __init__(self, owned=tuple(PARTS), kind: str = "adamw") -> None:
         self.model = Model()
@@ -78,7 +80,7 @@ class Member:
 
 
 def trained(steps: int = 3, kind: str = "adamw") -> Member:
-    """Returns a member that owns all, after some steps."""
+    """Returns a member that owns all parts, after some training steps."""
     torch.manual_seed(0)
     member = Member((), kind)
     fresh = Model()
@@ -105,7 +107,7 @@ def whole(member: Member) -> str:
 
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "lbfgs"])
 def test_the_parts_together_are_the_state(kind):
-    """After each part was taken over by itself, training goes on alike."""
+    """A member that has taken over every part separately trains on exactly like the first one."""
     theirs, mine = trained(kind=kind), Member(kind=kind)
     for a, b in zip(theirs.parts(), mine.parts(), strict=True):
         carry(a, b)
@@ -135,7 +137,9 @@ def test_each_tensor_is_of_one_part_and_tied_ones_have_their_first_name():
 
 
 def test_a_part_is_pulled_from_those_that_have_it_and_others_stay():
-    """The donors' forward passes go on meanwhile: the buffers that these change were copied."""
+    """One part is pulled while the donor's buffers change; it arrives as it was at the header, and other parts stay as
+    they are.
+    """
     theirs = trained()
     mine = Member(("layer.1",))
     carry(theirs.part("layer.1"), mine.part("layer.1"))
@@ -155,7 +159,7 @@ def test_a_part_is_pulled_from_those_that_have_it_and_others_stay():
 
 
 def test_only_pieces_that_differ_are_sent():
-    """A part has drifted in one tensor, as in P12."""
+    """After one weight of a part drifted, pulling that part sends only the piece that differs."""
     theirs, mine = trained(), Member()
     for a, b in zip(theirs.parts(), mine.parts(), strict=True):
         carry(a, b)
@@ -239,7 +243,7 @@ def test_a_part_that_went_to_another_member_leaves_nothing_behind():
 
 
 def test_the_rest_has_no_copies_of_the_model():
-    """Each member has some layers of the model only, so no member has an average of the whole."""
+    """An averaged copy of the model is refused in a pipeline, because each member has only some layers."""
     with pytest.raises(StateError, match="'ema' is a copy of the model"):
         ModuleState(Model(), (), {"ema": Model()}, rest=PARTS["rest"])
 
@@ -325,7 +329,9 @@ def test_a_record_without_parts_is_as_before(tmp_path):
 
 
 def test_a_record_with_parts_has_a_version_of_its_own(tmp_path):
-    """A release that does not know of parts would take the rest for the whole state."""
+    """Records with parts have another version, so that an older release refuses them instead of taking the part `rest`
+    for the whole state.
+    """
     theirs = trained()
     found = {}
     for name, parts in (("whole", {}), ("parts", {p.part: p for p in theirs.parts("layer.0")})):

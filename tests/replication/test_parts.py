@@ -1,4 +1,4 @@
-"""Temporary parts of files that dead writers left behind, and those of living writers."""
+"""Tests that temporary files of dead writers are removed and those of living ones kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Source:
 
 @pytest.mark.parametrize("reaped", [True, False])
 def test_the_part_of_a_dead_writer_goes_and_that_of_a_living_one_stays(tmp_path: Path, reaped: bool) -> None:
-    """A dead process has a place in the process table until its parent asks how it ended, which may be never."""
+    """A dead writer's temporary file is removed, even while the process is a zombie; a living writer's file stays."""
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", WRITE, str(tmp_path / "model.ckpt")],

@@ -1,4 +1,4 @@
-"""Tests that a pull's progress can be sent, from its first report on."""
+"""Tests that a pull's progress reports can be encoded from the first one on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from chaos_lightning.replication.session import PullMeter
 
 
 def test_progress_before_anything_was_measured() -> None:
-    """Former bug: the sum of no rates was a whole number, which the codec refuses: every pull with a listener ended
-    there.
+    """Former bug: the sum of an empty list of rates was an int, which the codec refuses, so that every pull with
+    progress reports failed.
     """
     said: list[Progress] = []
     meter = PullMeter(100, 0, said.append)

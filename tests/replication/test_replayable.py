@@ -1,4 +1,4 @@
-"""Tests that optimizers which cannot be replayed are known beforehand, and reported."""
+"""Tests that optimizers whose steps cannot be replayed are detected in advance, with the reason."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from chaos_lightning.replication.replay import ModuleReplay, OptimizerReplay, Re
 
 
 class Own(Adam):
-    """Subclass of an optimizer, which may do anything."""
+    """Subclass of Adam, which could do anything in its steps."""
 
 
 class ClosureFirst(Optimizer):
-    """Optimizer that requires its closure, as third-party ones may."""
+    """Optimizer whose step requires a closure."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -80,7 +80,7 @@ def test_hooks_of_all_optimizers_count() -> None:
 
 
 def test_a_hook_that_only_looks_does_not_count() -> None:
-    """A profile's hook only looks, and stays in its process."""
+    """An optimizer hook that declares `only_looks`, as the profiler's does, does not prevent replay."""
 
     def looks(*_: object) -> None:
         pass

@@ -1,4 +1,6 @@
-"""The pull that lets in a newcomer after its replay: as a rule it only proves, and it notices any difference."""
+"""Tests the pull that admits a newcomer after its replay: it usually only verifies the state, and repairs any
+difference.
+"""
 
 from __future__ import annotations
 

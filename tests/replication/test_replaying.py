@@ -1,4 +1,4 @@
-"""Steps replayed from their averages alone give every bit of the state that training gave."""
+"""Tests that replaying steps from their averages gives bitwise the same state as training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_every_optimizer_that_counts_as_pure_is_tried_here() -> None:
 @pytest.mark.parametrize(("clip", "start"), [("none", 0), ("norm", 3), ("value", 3)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replayed_steps_are_those_that_were_trained(name: str, clip: str, start: int) -> None:
-    """Replay follows rates that a scheduler moves, and steps in which parameters have no gradient."""
+    """Replay gives the trained state although a scheduler changes learning rates and some steps leave parameters
+    without a gradient.
+    """
     kind = Matrices if name == "Muon" else Net
     make = two_groups(OPTIMIZERS[name])
     nets = kind(), kind(seed=9)
@@ -56,7 +58,9 @@ def test_replayed_steps_are_those_that_were_trained(name: str, clip: str, start:
 
 
 def test_rates_of_the_header_decide() -> None:
-    """A replay without the header's rates ends elsewhere: the test above would notice a rate that was not followed."""
+    """Replay without the hyperparameters in the headers gives another state, so the test of replayed steps would notice
+    if they were ignored.
+    """
     nets = Net(), Net()
     member = Member(nets[0], [SGD(nets[0].parameters(), 0.1, momentum=0.9)])
     newcomer = Newcomer(nets[1], [SGD(nets[1].parameters(), 0.1, momentum=0.9)])

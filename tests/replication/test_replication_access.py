@@ -1,4 +1,4 @@
-"""Tests the contents of the training state of a plain PyTorch loop, and how a joiner takes it over."""
+"""Tests the contents of a plain PyTorch loop's training state, and how a joiner takes it over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def carry(source: StateAccess, target: StateAccess) -> None:
-    """Does the work of a pull, without a network: encode, prepare, copy, adopt."""
+    """Copies a state to another process's as a pull would, without a network."""
     encoded = encode_manifest(source.manifest(), source.tensors())
     table = build_table(source.tensors(), encoded.tensors)
     shapes = {e.name: torch.empty(e.shape, device="meta") for e in table.entries}
@@ -100,7 +100,9 @@ def test_a_donor_without_optimizer_state_clears_the_joiners() -> None:
 
 
 def test_tensors_of_the_joiner_stay_the_same_objects() -> None:
-    """References that hooks, schedulers or compiled code hold must stay good."""
+    """The joiner's tensors are filled in place, so that references in hooks, schedulers and compiled code stay
+    valid.
+    """
     theirs, mine = build("adamw_tensor_lr", 1), build("adamw_tensor_lr", 2)
     step(theirs, 0)
     step(mine, 0)
@@ -154,7 +156,7 @@ def test_state_under_other_keys_travels() -> None:
 
 
 class Counting(nn.Module):
-    """Module that keeps a count beside its tensors."""
+    """Module that keeps a count in its extra state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Frames on a bulk socket: no odd value is believed, allocated for, or waited for without end."""
+"""Tests frames on a bulk socket: malformed ones are refused before memory is allocated, and no wait is endless."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FRAMES = st.builds(
 def forge(
     *, magic: bytes = b"CLRB", version: int = 1, kind: int = 20, flags: int = 0, length: int = 0, offset: int = 0
 ):  # type: ignore[no-untyped-def]
-    """Returns a header with a right checksum and anything else wrong."""
+    """Returns a frame header with a right checksum, and other fields as given, right or wrong."""
     fields = struct.pack("!4sBBHQ8sQQQ", magic, version, kind, flags, 0, b"12345678", offset, length, 0)
     return fields + xxhash.xxh3_64_digest(fields)
 
@@ -215,7 +215,9 @@ def answering(script: Callable[[socket.socket], object]) -> Acceptor:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(NONSENSE, st.integers(0, 3))
 def test_a_joiner_survives_a_donor_that_speaks_nonsense(data: bytes, honest: int) -> None:
-    """The donor answers some requests of the protocol, then with random bytes and the end of the stream."""
+    """A donor answers some requests properly, then sends random bytes; the joiner ends with an error or a right
+    state.
+    """
     theirs, mine = numbered(2, 10), numbered(2, 10, seed=1)
     with publishing(theirs, "real") as started:
 
@@ -280,7 +282,7 @@ def test_a_malformed_digest(text: bytes) -> None:
 
 
 def ask(server: StateServer, *requests: BulkFrame) -> list[tuple[BulkFrame, bytes]]:
-    """Sends all requests at once, returns all replies."""
+    """Sends requests to a server all at once; returns all replies."""
     near, far = socket.socketpair()
     with near:
         thread = threading.Thread(target=server.serve, args=(far, "peer"))

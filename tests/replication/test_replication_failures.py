@@ -1,4 +1,4 @@
-"""Pulling from donors that die, stall or send wrong bytes."""
+"""Tests pulling from donors that die, stall, or send wrong bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from chaos_lightning.replication import (
 
 
 def _doomed(pipe: Connection) -> None:
-    """Runs a process that serves a state and is killed by SIGKILL in the middle of its third range."""
+    """Runs a donor process that is killed by SIGKILL in the middle of the third range that it sends."""
     donor = start_donor("doomed")
     state = numbered(20, 100_000)
     donor.server.publish(HEAD, SEQ, state.tensors(), state.manifest())
@@ -247,9 +247,7 @@ def test_an_abandoned_pull_ends() -> None:
 
 
 def flip_payload(every: int | None = None) -> object:
-    """Returns a damage that flips a bit at the middle of the stream's range payloads: once, or in each `every`
-    bytes.
-    """
+    """Returns a proxy's damage that flips one bit, or one bit in each `every` bytes, of the ranges' payloads."""
     flipped = []
 
     def damage(data: bytearray, position: int) -> None:
@@ -338,7 +336,7 @@ def test_corrupted_reduced_bytes_are_pulled_again() -> None:
 
 @pytest.mark.parametrize("manifest", [None, [1], "text", 3])
 def test_a_donor_whose_manifest_is_no_values_by_name_is_out(manifest: object) -> None:
-    """A hostile donor may send such a manifest; the joiner ended with a TypeError."""
+    """Former bug: a manifest that is not a mapping made the joiner end with a TypeError; the donor is dropped now."""
     with donors("a") as (donor,):
         state = numbered(2, 1000)
         donor.server.publish(HEAD, SEQ, state.tensors(), cast(Any, manifest))
@@ -348,7 +346,7 @@ def test_a_donor_whose_manifest_is_no_values_by_name_is_out(manifest: object) ->
 
 @pytest.mark.parametrize("manifest", [{}, {"optimizers": 3}, {"optimizers": [], "extra": [1], "modules": {}}])
 def test_a_manifest_that_does_not_fit_the_state_is_an_error_in_words(manifest: dict[str, object]) -> None:
-    """Former bug: a joiner ended with a KeyError out of its own state when the manifest did not fit."""
+    """Former bug: a manifest without expected keys made the joiner end with a KeyError; it is a StateError now."""
     module = torch.nn.Linear(2, 2)
     with donors("a") as (donor,):
         donor.server.publish(HEAD, SEQ, ModuleState(module).tensors(), manifest)

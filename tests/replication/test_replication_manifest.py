@@ -1,4 +1,4 @@
-"""The typed codec: values come back as they went in, values that cannot travel are named, odd bytes are refused."""
+"""Tests the typed codec: values survive encoding, unsupported values are named, and malformed bytes are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pulling a state and reduced bytes from donors that behave."""
+"""Tests pulling a state and reduced bytes from donors that behave well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pulling from donors whose state is another one, and states that do not fit."""
+"""Tests pulling when donors' states differ from each other, or do not fit the joiner."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def test_adopting_must_not_change_the_state() -> None:
 
 
 def test_losing_the_lead_before_its_manifests_tensors_arrived() -> None:
-    """Each donor's callbacks hold other values: the state is shared, but the lead's own values are lost with it."""
+    """The donor whose manifest was adopted is lost before the tensors that only this manifest has arrived; another
+    donor's manifest is adopted instead.
+    """
     theirs, mine = numbered(10, 100_000), numbered(10, 100_000, seed=1)
     lost = threading.Event()
 

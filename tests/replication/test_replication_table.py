@@ -1,4 +1,4 @@
-"""The state as byte ranges: hashes, layouts, tables on the wire, and tensor memory of any kind."""
+"""Tests the description of a state as byte ranges: hashes, layouts, encoded tables, and all kinds of tensor memory."""
 
 from __future__ import annotations
 
@@ -169,7 +169,9 @@ KINDS = [
 @pytest.mark.parametrize("kind", [region, lambda name, tensor: DeviceRegion(tensor)])
 @pytest.mark.parametrize("source", KINDS, ids=str)
 def test_bytes_go_in_and_out(kind: Any, source: Tensor) -> None:
-    """The accelerator's way (staged in host memory) works on host tensors as well: the same bytes."""
+    """A tensor's bytes are read and written unchanged through each kind of region; the accelerator's kind is tried on
+    host tensors.
+    """
     target = torch.zeros_like(source)
     reader: Region = kind("x", source)
     writer: Region = kind("x", target)

@@ -1,4 +1,4 @@
-"""Copies of the state that are made while training goes on, and served under the header they belong to."""
+"""Tests copies of the state that are made while training continues, and are served at their header."""
 
 from __future__ import annotations
 
@@ -150,7 +150,9 @@ def test_members_of_one_machine_share_what_is_free(monkeypatch: pytest.MonkeyPat
 
 
 def test_limits_of_containers_count(tmp_path: Path) -> None:
-    """The group has 500 bytes of files that it can give back; those above it have no limit, or a wider one."""
+    """The memory left to a process follows its control group's limits, and counts file pages, which the group can give
+    back.
+    """
     group = tmp_path / "pods" / "mine"
     group.mkdir(parents=True)
     for folder, most in ((group, "4000"), (group.parent, "max"), (tmp_path, "9000")):
@@ -164,7 +166,9 @@ def test_limits_of_containers_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["/batch/job7", "/host/folder/that/is/not/mounted"])
 def test_limits_of_control_groups_of_version_1_count(tmp_path: Path, place: str) -> None:
-    """A container may see only its own group, as the root. A group without a limit shows one beyond all memory."""
+    """The memory left follows limits of control groups of version 1, even if a container sees only its own group, as
+    the root.
+    """
     root = tmp_path / "memory"
     group = root / "batch" / "job7"
     group.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A link that falls to a hundredth of its rate while the state is on its way, over real sockets."""
+"""Tests a link whose rate falls to a hundredth during a pull, over real sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ NEW = "new"
 
 @pytest.mark.parametrize("estimates", [{"a": (0.0, RATE_BPS), "b": (0.0, RATE_BPS)}, None], ids=["planned", "unknown"])
 def test_a_link_that_falls_to_one_percent_is_relieved(estimates: dict[str, tuple[float, float]] | None) -> None:
-    """The link was to bring one half, and another half minute would go by if it still had to."""
+    """Another source takes over the work of a link that falls to one percent of its rate; else the pull would take half
+    a minute longer.
+    """
     theirs, mine = numbered(40, 100_000), numbered(40, 100_000, seed=1)
     fell_at: list[int] = []
     with LinkRelay() as relay, publishing(theirs, "a", "b") as donors:

@@ -1,4 +1,4 @@
-"""Transfer policies: their decisions, and that each really moves a state, also when sources fail."""
+"""Tests transfer policies: their decisions, and that each moves a state even when sources fail."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_progress_tells_bytes_rate_time_and_sources() -> None:
 
 
 def test_a_source_that_stalls_is_robbed_duplicated_and_not_waited_for() -> None:
-    """Nothing times out here: only others that take over its work can end this pull."""
+    """A source stalls and no timeout ends that; the pull ends because the other source takes over its work."""
     theirs, mine = numbered(40, 100_000), numbered(40, 100_000, seed=1)
     release = threading.Event()
 
@@ -326,7 +326,7 @@ def test_odd_settings_are_refused_by_name(name: str, estimates: Any, more: Any, 
 
 
 class Last(TransferPolicy):
-    """Everything comes from the newest donor."""
+    """Policy that takes everything from the newest donor."""
 
     name = "last"
 

@@ -1,4 +1,4 @@
-"""Requests that are forwarded to another member: routes, their limits, and a relay's reaction to nonsense."""
+"""Tests requests that members forward to another member: routes, their limits, and malformed requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reach(by_name: dict[str, ThreadDonor], member: str) -> socket.socket:
 
 @contextlib.contextmanager
 def line(*names: str) -> Iterator[dict[str, ThreadDonor]]:
-    """Yields donors that can dial each other; the last one serves a state."""
+    """Yields donors that can dial each other, of which the last one serves a state."""
     state = numbered(2, 1_000_000)
     with donors(*names) as started:
         by_name = {d.member: d for d in started}

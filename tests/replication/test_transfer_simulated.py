@@ -1,4 +1,4 @@
-"""The adaptive policy on links that change and die, in virtual time, against a bound that no transfer can beat.
+"""Tests the adaptive policy in virtual time, on links that change and die, against a lower bound on the duration.
 
 The work queue and the policy are the real ones; links are arithmetic. A link sends the requests that it was given in
 order, at its rate of the moment; a request and its bytes each take the link's latency.
@@ -24,7 +24,7 @@ GRAIN = 1 << 20
 
 @dataclass
 class Link:
-    """Rate in bytes per second by time; 0 from some moment on means that the link is dead, and known to be so."""
+    """Simulated link; `rate` gives its bytes per second at any time, and the sources know at once when it has died."""
 
     rate: Callable[[float], float]
     latency_s: float = 0.001
@@ -33,7 +33,7 @@ class Link:
 
 
 class Race:
-    """One pull of `nbytes` over these links."""
+    """Simulated pull of `nbytes` bytes over these links."""
 
     def __init__(self, nbytes: int, links: dict[str, Link], policy: TransferPolicy, depth: int = 2) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ class Race:
         self.nbytes = nbytes
 
     def run(self) -> float:
-        """Runs the pull; returns the seconds until everything is there."""
+        """Runs the simulated pull; returns the seconds until it is complete."""
         while not self.work_queue.over:
             assert self.now < 1000, "it does not end"
             for name in [n for n, link in self.links.items() if self.now >= link.dies_at]:
@@ -77,9 +77,7 @@ class Race:
 
 
 def optimum(nbytes: int, links: dict[str, Link]) -> float:
-    """Returns the seconds of a pull with all links busy from their first byte to the last of all, knowing everything
-    beforehand.
-    """
+    """Returns the seconds that a pull takes at least: all links are busy until the end, with perfect foresight."""
     now, left = 0.0, float(nbytes)
     while left > 0:
         now += TICK_S
@@ -157,8 +155,8 @@ def test_a_source_that_dies_in_mid_transfer(victim: str) -> None:
 
 
 def test_long_links_are_kept_busy() -> None:
-    """A link takes 50 ms there and 50 ms back: two small requests at a time would leave the fast link idle most of the
-    time.
+    """A fast link with 50 ms latency carries its share, although two small requests at a time would leave it mostly
+    idle.
     """
     links = {"near": Link(constant(200), 0.001), "far": Link(constant(800), 0.05)}
     assert race(SIZE, links, exact(links))[0] <= 1.05
@@ -168,8 +166,8 @@ def test_long_links_are_kept_busy() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_links_that_are_never_what_they_seem(seed: int) -> None:
-    """A pull has 2 to 8 links of 100 to 1000 Mbps, estimates wrong by up to half, and each link changes once in
-    mid-transfer.
+    """With 2 to 8 links, estimates wrong by up to half, and a change of each link's rate during the pull, the policy
+    stays near the bound.
     """
     chance = random.Random(seed)
     links = {}
@@ -185,7 +183,9 @@ def test_links_that_are_never_what_they_seem(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "optimal", "even", "single"])
 def test_fixed_shares_pay_for_a_collapse(name: str) -> None:
-    """The same collapse, for which the adaptive policy is made, costs fixed shares several times the bound."""
+    """A link's collapse, which the adaptive policy hardly notices, makes policies with fixed shares more than twice as
+    slow as the bound.
+    """
     links = three()
     links["c"].rate = falling(600, 2.0, 0.1)
     bound = optimum(SIZE, links)

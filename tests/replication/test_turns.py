@@ -1,4 +1,6 @@
-"""A donor sends its state to a few at a time; the others wait, and are served by any that has loaded meanwhile."""
+"""Tests that a donor sends its state to a few peers at a time, and that others wait or are served by peers that have
+it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_a_turn_is_over_when_its_connection_is_idle_or_ends(ends: list[socket.so
 
 
 def test_peers_that_take_their_bytes_slowly_hold_no_turns(ends: list[socket.socket]) -> None:
-    """Four peers trickle, from the first answer on; the usual time of an answer is not known yet."""
+    """Four peers that receive slowly lose their turns to others, even before the usual time of an answer is known."""
     turns, slow, (quick, other) = Turns(), ends[:4], ends[4:6]
     for sock in slow:
         assert turns.take(sock, NBYTES, 4, 0.0)
@@ -64,7 +66,7 @@ def test_peers_that_take_their_bytes_slowly_hold_no_turns(ends: list[socket.sock
 
 
 def test_where_the_donor_is_what_is_slow_few_more_than_usual_are_served(ends: list[socket.socket]) -> None:
-    """Each answer takes 30 s, and a dozen peers ask."""
+    """If each answer takes 30 s because the donor is slow, it serves only a few of a dozen peers more than usual."""
     turns, now, served = Turns(), 0.0, set(ends[:4])
     for sock in served:
         assert turns.take(sock, NBYTES, 4, now)
@@ -79,7 +81,7 @@ def test_where_the_donor_is_what_is_slow_few_more_than_usual_are_served(ends: li
 
 
 def test_a_pause_of_the_donor_itself_is_not_all_its_peers_slowness(ends: list[socket.socket]) -> None:
-    """The donor stood still for 3 s while it sent four answers that take a moment."""
+    """A donor that was paused for 3 s while it answered four peers does not count all four as slow."""
     turns, (a, b, c, d, other, *_), now = Turns(), ends, 0.0
     for _ in range(20):
         for sock in (a, b, c, d):
@@ -135,7 +137,9 @@ def test_a_range_that_is_none_leaves_no_answer_behind() -> None:
 
 
 def test_copies_spread_although_the_first_one_serves_one_at_a_time() -> None:
-    """Each of three newcomers asks those before it, which refuse nobody: they answer once they have loaded."""
+    """Three newcomers each ask the members before them, which answer once they have loaded the state themselves; all
+    get it.
+    """
     state = numbered(4, 1 << 16, seed=3)
     copies = [numbered(4, 1 << 16, seed=9) for _ in range(3)]
     config = StateServerConfig(pulls=1, pending_interval_s=0.02)
@@ -164,7 +168,7 @@ def test_copies_spread_although_the_first_one_serves_one_at_a_time() -> None:
 
 
 def test_an_answer_of_one_that_holds_the_state_is_enough() -> None:
-    """Members that still load are not waited for: `m1` never publishes."""
+    """A pull does not wait for a member that is still loading the state; `m1` never publishes it."""
     state, mine = numbered(2, 1000, seed=3), numbered(2, 1000, seed=9)
     with publishing(state, "m0") as (first,), donors("m1") as (other,):
         report = pull_state(
@@ -176,7 +180,9 @@ def test_an_answer_of_one_that_holds_the_state_is_enough() -> None:
 
 
 def test_a_member_that_begins_anew_is_waited_for_at_an_older_slot() -> None:
-    """Slots withdrawn before it began anew do not count: the job was founded again from its beginning."""
+    """After a job is founded again, a donor that had served later slots before is asked for an earlier one, and the
+    request waits.
+    """
     state, mine = numbered(2, 1000, seed=3), numbered(2, 1000, seed=9)
     with donors("m0") as (donor,):
         donor.server.publish("ff" * 8, SEQ + 100, state.tensors(), state.manifest())

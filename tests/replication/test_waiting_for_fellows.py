@@ -1,4 +1,4 @@
-"""Founders that get the state from other loading founders are refused only if none loads any more."""
+"""Tests that newcomers that wait for each other's copies of the state are refused only once no copy grows any more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = StateServerConfig(publish_timeout_s=TIMEOUT_S, pending_interval_s=0.0
 
 
 class Clock:
-    """Time that state servers see: it runs as usual, and jumps when told to."""
+    """Clock that the state servers read: it runs as usual, and can be moved ahead."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -44,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Founders:
-    """Founders of a job, each with a state server and a thread that gets the first one's state."""
+    """Founders of a job, each with a state server, and with a thread that fetches the first founder's state."""
 
     def __init__(self, started: list[ThreadDonor], clock: Clock) -> None:
         self._clock = clock
@@ -61,7 +61,7 @@ class Founders:
         self.servers[name].publish(HEAD, SEQ, state.tensors(), state.manifest())
 
     def load(self, name: str, asked: list[Endpoint]) -> None:
-        """Begins to get the state from these, and serves it then."""
+        """Starts to fetch the state from the donors `asked`, and to serve it once it is complete."""
         holders = {"m0"}
 
         def grew(idle_s: float = 0.0) -> None:
@@ -90,13 +90,13 @@ class Founders:
         return self._clock.monotonic() - self.servers[name]._grew_at
 
     def until(self, idle_s: float) -> None:
-        """Waits until all know that one of them got bytes so many seconds ago at most."""
+        """Waits until each founder knows that bytes came, there or elsewhere, at most `idle_s` ago."""
         waiting = [n for n in self.servers if n != "m0"]
         with self._heard:
             assert self._heard.wait_for(lambda: all(self.idle_s(n) < idle_s for n in waiting), LIMIT_S)
 
     def hear(self) -> None:
-        """Waits until each has heard a further message, or one was refused."""
+        """Waits until each founder has got another message, or one was refused."""
         with self._heard:
             before = dict(self._words)
             assert self._heard.wait_for(
@@ -122,8 +122,8 @@ def sparse(*links: tuple[int, int], count: int) -> View:
 
 
 def test_eleven_founders_behind_a_slow_one_wait_for_it_and_for_each_other(clock: Clock) -> None:
-    """The slow founder takes four times as long as a silent one would be waited for. Some see its progress only through
-    others.
+    """A founder takes four timeouts to fetch the state but makes progress; eleven others, some of which learn of it
+    only through others, wait for it.
     """
     count = 12
     links = [(0, 1), *((1, i) for i in range(2, 6)), *((i, i + 4) for i in range(2, 8))]
@@ -135,7 +135,7 @@ def test_eleven_founders_behind_a_slow_one_wait_for_it_and_for_each_other(clock:
         all_of_them.publish("m0")
 
         def slowly(data: bytearray, position: int) -> None:
-            """Lets two seconds pass for each 64 KiB, and all founders hear of these bytes."""
+            """Moves the clock ahead by 2 s for each 64 KiB, and waits until all founders know of these bytes."""
             nonlocal passed
             while position + len(data) > passed << 16:
                 passed += 1
@@ -158,7 +158,7 @@ def test_eleven_founders_behind_a_slow_one_wait_for_it_and_for_each_other(clock:
 
 
 def test_founders_that_can_only_ask_each_other_are_refused(clock: Clock) -> None:
-    """Each says that bytes came when the other one says so; none came."""
+    """Two founders that report progress only because the other one does are refused in the end, since no bytes came."""
     with founders(3, clock) as three:
         three.servers["m1"].grew()
         three.load("m1", [three.ways["m2"]])

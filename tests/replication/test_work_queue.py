@@ -1,4 +1,4 @@
-"""The work queue: which source owns which bytes, and that no source writes into verified memory again."""
+"""Tests the work queue: which source sends which bytes, and that no source writes into verified memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SIZE = 8
 
 
 class Eager(TransferPolicy):
-    """Policy that gives everything to the first source; others steal one job at a time, and duplicate whatever is under
-    way.
+    """Policy that gives all jobs to the first source; other sources steal one job at a time, and duplicate requests
+    under way.
     """
 
     def assign(self, jobs: Sequence[Job], sources: Sequence[str]) -> Shares:
@@ -41,7 +41,7 @@ class Eager(TransferPolicy):
 
 
 class Memory:
-    """Memory of the joiner: `place` writes held copies, owners write in place."""
+    """Joiner's memory: `place` writes copies from duplicate requests, other requests write directly."""
 
     def __init__(self, count: int) -> None:
         self.cells = [""] * count
@@ -220,7 +220,9 @@ def test_a_policy_that_leaves_everybody_idle_does_not_stop_the_pull() -> None:
 
 
 class Trial:
-    """Sources that deliver, fail, lie and die at random; owners leave garbage in memory until they are done."""
+    """Random sequence of events: sources deliver, fail, send wrong bytes and die; memory holds garbage while a request
+    is under way.
+    """
 
     def __init__(self, seed: int, count: int, sources: int) -> None:
         self.random = random.Random(seed)
@@ -314,7 +316,9 @@ def test_an_estimate_counts_until_something_is_measured() -> None:
 
 @pytest.mark.parametrize("kind", [HostRegion, StridedRegion, DeviceRegion])
 def test_a_held_copy_gets_to_its_place_in_any_memory(kind: type[HostRegion | StridedRegion | DeviceRegion]) -> None:
-    """The accelerator's regions work on host tensors as well."""
+    """A duplicate's bytes are copied to their final place in every kind of region; the accelerator's kind is tried on
+    host tensors.
+    """
     tensor = torch.zeros(4, 6).t() if kind is StridedRegion else torch.zeros(6, 4)
     place = kind(tensor)
     sink = StateSink([place])

@@ -1,4 +1,6 @@
-"""Fixtures: every test keeps its chains, tokens and settings to itself; and members that have only links."""
+"""Fixtures for tests of transport: every test has its own chains, tokens and settings, and members that consist of
+links only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ __all__ = ["own_environment"]
 
 @pytest.fixture
 def build() -> Iterator[Build]:
-    """Function that makes a member of each letter; they end with the test."""
+    """Function that makes a member for each letter of a text; they are closed when the test ends."""
     made: dict[str, Node] = {}
 
     def build(names: str) -> dict[str, Node]:

@@ -1,4 +1,4 @@
-"""Several members' links in one process: real listeners and sockets, a loop each, and no machine above them."""
+"""Helpers for tests with several members' links in one process: real listeners and sockets, but no state machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DEADLINE_S = 30.0
 
 
 def pacing_of(sock: socket.socket) -> float:
-    """Returns the rate to which the kernel limits this connection, in bits per second (struct tcp_info)."""
+    """Returns the rate to which the kernel paces this socket, in bits per second (struct tcp_info)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 120)
     return 8.0 * struct.unpack_from("=Q", info, 112)[0]
 
 
 class Node:
-    """Member with only links, whose events are kept here.
+    """Member with links but no state machine, which records what its links report.
 
     Attributes:
         messages: (source, payload) in the order in which they came.
@@ -88,7 +88,7 @@ class Node:
     # for tests ---------------------------------------------------------------
 
     def do(self, function: Callable[[], T]) -> T:
-        """Runs a function in the loop's thread; returns its result."""
+        """Runs a function in the loop's thread and returns its result."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -101,7 +101,7 @@ class Node:
         return future.result(DEADLINE_S)
 
     def wait(self, condition: Callable[[], object], what: str = "") -> None:
-        """Waits until an event of the links makes this true."""
+        """Waits until the condition holds, checked after each event of the links."""
         with self._happened:
             ended = self._happened.wait_for(lambda: self._crash or condition(), DEADLINE_S)
         assert not self._crash, self._crash
@@ -111,7 +111,7 @@ class Node:
         self.wait(lambda: all(self.is_up(p) for p in peers), f"links to {peers}")
 
     def is_up(self, peer: str) -> bool:
-        """Returns whether the link to this peer is up, by its last event."""
+        """Returns whether the link to this peer is up, according to its latest event."""
         return bool([up for p, up, _ in self.changes if p == peer][-1:] == [True])
 
     def say(self, to: str, payload: bytes) -> None:
@@ -121,7 +121,7 @@ class Node:
         self.do(lambda: self.links.rule(view))
 
     def expect(self, *ids: str) -> None:
-        """Lets these younger members dial, so that this one does not dial them, whatever it wants besides."""
+        """Makes this member expect links from these younger members, which are the ones to dial."""
         more = tuple(Member(i, i[0], "host", "127.0.0.1", 1) for i in ids)
         self.do(lambda: self.links.want((*self.links._wanted.values(), *more)))
 
@@ -135,7 +135,7 @@ Build = Callable[[str], dict[str, Node]]
 
 
 def connect(nodes: dict[str, Node], pairs: str) -> None:
-    """Opens exactly these links, such as "ab bc", by the first letters of ids, and waits for them."""
+    """Opens exactly these links, given as pairs of members' letters such as "ab bc", and waits until they are up."""
     beside: dict[str, list[str]] = {name: [] for name in nodes}
     for pair in pairs.split():
         for one, other in (pair, pair[::-1]):
@@ -148,7 +148,7 @@ def connect(nodes: dict[str, Node], pairs: str) -> None:
 
 
 def a_view(number: int, nodes: Iterable[Node], pairs: str) -> View:
-    """Returns a view of these members, in this order, with these links."""
+    """Returns a view of these members, in this order, with links given as pairs of letters."""
     members = tuple(node.member for node in nodes)
     ids = {m.id[0]: m.id for m in members}
     links = tuple(LinkSpec(ids[pair[0]], ids[pair[1]]) for pair in pairs.split())

@@ -1,4 +1,4 @@
-"""Handshakes with right and wrong tokens, and damaged frames."""
+"""Tests handshakes with right and wrong tokens, and damaged frame headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chaos_lightning.transport.handshake import Greeting, accept, dial
 
 
 def meet(greeting: Greeting, *, dial_token=b"", accept_token=b"", job="j", me="b~2"):
-    """Runs both halves of a handshake; returns the results of each."""
+    """Runs both sides of a handshake; returns the outcome of each."""
     server = socket.create_server(("127.0.0.1", 0))
     outcome: dict[str, object] = {}
 
@@ -94,7 +94,7 @@ def said_by_a_stranger(proof: object) -> bytes:
 
 
 def answered(said: bytes, error: type[ChaosError], words: str) -> None:
-    """Accepts a stranger that says this, and expects that error."""
+    """Sends these bytes as a stranger's hello, and checks that `accept` raises this error with these words."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname(), timeout=5) as theirs,
@@ -106,7 +106,7 @@ def answered(said: bytes, error: type[ChaosError], words: str) -> None:
 
 @pytest.mark.parametrize("proof", ["\u00e9", "", 3, None, ["x"], {"\u00e9": "\u4e2d"}])
 def test_a_proof_that_is_no_ascii_is_refused(proof: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof that cannot be compared in constant time as text is compared like any other, without an exception."""
+    """A dialler's proof that is no ASCII text, or no text at all, is compared and refused without an exception."""
     compared: list[object] = []
     same = handshake._same
 
@@ -163,7 +163,9 @@ def test_a_frame_beyond_the_limit_is_refused_before_anything_is_allocated():
 
 
 def heard(hello: Callable[[bytes], bytes]) -> Exception | None:
-    """Returns the result of `accept` for a stranger that answers its first message with these bytes."""
+    """Runs `accept` against a stranger whose answer `hello` makes from the opening message; returns the error, or
+    None.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())
         near, _ = server.accept()
@@ -200,14 +202,14 @@ def heard(hello: Callable[[bytes], bytes]) -> Exception | None:
     ],
 )
 def test_a_stranger_that_says_odd_things_is_refused_and_nothing_else_happens(text):
-    """Messages are nested until the parser gives up, have halves of characters, or fields that are missing or of
-    another type.
+    """Hellos that are nested too deeply, have broken characters, or lack fields, are refused and cause no other
+    error.
     """
     assert isinstance(heard(lambda _: text.encode()), RefusedError | WireError)
 
 
 def test_a_hello_that_was_recorded_lets_nobody_in():
-    """The recorded hello proves knowledge of its own nonce alone, and each connection has another one."""
+    """A recorded hello that is replayed on another connection is refused, because its proof is for another nonce."""
     said: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 

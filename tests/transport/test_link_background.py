@@ -1,4 +1,4 @@
-"""Tests the background bytes that a link sends when it has no others, and that all others go first."""
+"""Tests the background frames that a link sends only when no other frames are queued."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VIEW = ViewId(1, 1)
 
 
 class End:
-    """One end of a link, with the frames that arrived at it."""
+    """One end of a link, which records the frames that arrive."""
 
     def __init__(self, loop: IoLoop, sock: socket.socket) -> None:
         self.frames: list[Frame] = []
@@ -94,7 +94,9 @@ def test_a_background_is_sent_to_its_end(pair: Pair) -> None:
 
 
 def test_a_chunk_goes_before_what_is_left_of_the_background(pair: Pair) -> None:
-    """Only bytes that the kernel has taken go before the chunk; these are few while there is a background."""
+    """A chunk that is sent while background frames remain overtakes all of them but the few that the kernel has taken
+    already.
+    """
     source = pieces(500)  # 32 MiB: more than any buffer
     chunk = bytes(1000)
 

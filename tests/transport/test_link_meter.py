@@ -1,5 +1,5 @@
-"""Tests measurements of a link from its traffic: estimates from samples, samples from the kernel's counters, and a real
-paced link.
+"""Tests how a link's rate is measured from its traffic: estimates from samples, samples from counters, and a real paced
+link.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MBIT = 1e6
 
 
 def fold(estimate: Estimate, *rates_bps: float) -> list[float]:
-    """Feeds samples of 200 ms each; returns the reported rates."""
+    """Feeds an estimate with samples of these rates, of 200 ms or more each; returns the rates that it reports."""
     told = [
         estimate.fold(max(SAMPLE_NBYTES, round(r * 0.2 / 8)), max(0.2, SAMPLE_NBYTES * 8 / r), 1.0) for r in rates_bps
     ]
@@ -108,7 +108,7 @@ def test_what_was_told_is_never_far_from_what_is_known(pieces: list[tuple[int, f
 
 
 class Counters:
-    """Connections as the kernel would show them: each carries `rate_bps` while anything waits."""
+    """Simulated kernel counters of connections, and a meter that reads them."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -203,7 +203,7 @@ def test_who_has_bytes_to_send_is_known() -> None:
 
 
 def watch(reprobe: ReprobeSchedule, from_s: float, until_s: float, rate_bps: float) -> list[float]:
-    """Returns the times at which a link of this rate is probed, by a member that looks ten times a second."""
+    """Returns the times at which a link of this rate is probed if it is checked ten times a second."""
     probed, heard_at = [], from_s
     for tick in range(round(10 * from_s), round(10 * until_s)):
         if tick / 10 - heard_at > reprobe.pause_s(tick / 10):
@@ -268,9 +268,7 @@ def test_a_link_that_recovers_in_part_is_watched_closely_again() -> None:
 
 
 def test_the_kernel_counts_what_a_real_connection_carries() -> None:
-    """A connection is paced at 40 Mbit/s: no more than that gets through, and the meter finds the rate without knowing
-    it.
-    """
+    """The meter finds the rate of a real connection that the kernel paces at 40 Mbit/s."""
     total = 3 << 20
     told: list[tuple[str, float]] = []
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:

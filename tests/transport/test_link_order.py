@@ -1,4 +1,4 @@
-"""Chunks of several trees on one link keep step, and the kernel gets few bytes that others could not overtake."""
+"""Tests the order in which a link sends chunks of several trees, and how few bytes it leaves in the kernel's buffer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Sent = list[tuple[FrameType, ViewId, int, int]]
 
 
 def order_of(sent: Sent) -> list[tuple[FrameType, int]]:
-    """Returns the order of arrival if all is sent while the first frame is half on the wire."""
+    """Returns the order in which frames arrive that are sent while another frame is half sent."""
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
     one, other = socket.socketpair()
@@ -103,8 +103,8 @@ def test_a_border_passes_chunks_and_no_border_and_no_message() -> None:
 
 
 def keep_busy(holding: Holding, rate_bps: float, late_s: float, wakes: int = 500) -> int:
-    """Simulates a link of this rate with work all the time, whose process comes so late. Returns how often the link
-    stood idle.
+    """Simulates a link of this rate that always has work, but whose process wakes this late; returns how often it ran
+    idle.
     """
     idle = 0
     for _ in range(wakes):
@@ -121,7 +121,9 @@ def test_a_slow_link_gets_little() -> None:
 
 
 def test_a_link_is_given_what_it_sends_before_the_process_comes() -> None:
-    """With a lower limit the link would stand idle each time; it does so now and then, to see whether it must."""
+    """The limit settles at about the bytes that the link sends while the process is late, so that it runs idle only now
+    and then.
+    """
     holding = Holding(AT_FIRST_NBYTES)
     assert keep_busy(holding, 1e9, 0.005) < 50
     assert 2 * 1e9 / 8 * 0.005 < holding.limit_nbytes < MOST_NBYTES

@@ -1,4 +1,4 @@
-"""Links and bulk connections over sealed records: bytes arrive as they were sent, or the connection is cut."""
+"""Tests protected links and bulk connections: bytes arrive as they were sent, or the connection is cut."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sockets(level: str) -> tuple[socket.socket, socket.socket]:
 
 
 class End:
-    """End of a link that keeps arriving frames; chunks go into `memory`, the rest into buffers of their own."""
+    """End of a link that records arriving frames; chunks are received into `memory`, other frames into new buffers."""
 
     def __init__(self, loop: IoLoop, sock: socket.socket) -> None:
         self.memory = memoryview(bytearray(4 * CLEAR_SEGMENT_NBYTES))
@@ -77,7 +77,9 @@ class End:
 
 @levels
 def test_frames_of_every_size_and_in_pieces_arrive(level: str) -> None:
-    """Frames are empty, of one byte, around a segment, of several segments, or have payloads in many pieces."""
+    """Frames of all sizes, from empty to several segments, arrive on a protected link, even if their payloads have many
+    pieces.
+    """
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
     loop.start()
@@ -117,7 +119,9 @@ def test_frames_of_every_size_and_in_pieces_arrive(level: str) -> None:
 @pytest.mark.parametrize("level", ["checksum", "authenticated", "encrypted"])
 @pytest.mark.parametrize("sent", [FrameType.UP, FrameType.FORWARD, FrameType.BACKWARD])
 def test_what_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(level: str, sent: FrameType) -> None:
-    """The frame's tag or checksum was made of the former bytes; a healthy link must not be cut for it."""
+    """A half-sent frame's memory is overwritten after a purge; the rest of the frame is sent from a copy, so that its
+    tag or checksum still fits.
+    """
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
     loop.start()
@@ -158,7 +162,9 @@ def test_what_is_half_on_the_wire_may_be_overwritten_once_it_is_purged(level: st
 
 
 def altered(stream: bytes, how: str, segment: int) -> bytes:
-    """Returns the bytes of a header, a payload of two segments and another header with its payload, after some harm."""
+    """Returns the bytes of a stream of frames after one kind of damage (`how`): bits flipped, or records replayed,
+    swapped or left out.
+    """
     header = HEADER_NBYTES + TAG_NBYTES
     middle = header + segment + TAG_NBYTES
     if how == "header":
@@ -180,7 +186,9 @@ def altered(stream: bytes, how: str, segment: int) -> bytes:
 @levels
 @pytest.mark.parametrize("how", ["header", "length", "payload", "tag", "replay", "segments", "left out"])
 def test_harm_is_found_before_anything_is_believed(level: str, how: str) -> None:
-    """The link is cut with words, nothing of the frame arrives, and no length that was altered is allocated."""
+    """Damage to a protected stream cuts the link; nothing of the damaged frame arrives, and no memory is allocated for
+    an altered length.
+    """
     segment = segment_nbytes(Level(level))
     crashes: list[BaseException] = []
     loop = IoLoop("pair", crashes.append)
@@ -230,7 +238,7 @@ def test_harm_is_found_before_anything_is_believed(level: str, how: str) -> None
 
 @levels
 def test_requests_and_replies_pass_a_bulk_connection(level: str) -> None:
-    """Replies go into buffers of any sizes, with the progress reported as bytes come."""
+    """Replies on a protected bulk connection fill buffers of any sizes, and progress is reported as bytes come."""
     near, far = sockets(level)
     data = random.Random(2).randbytes(700_000)
     with near, far:
@@ -261,7 +269,9 @@ def test_requests_and_replies_pass_a_bulk_connection(level: str) -> None:
 
 @levels
 def test_a_relay_seals_each_hop_anew(level: str) -> None:
-    """The hops are joiner - relay - donor: the relay opens what one hop sealed and seals it for the other one."""
+    """A relay opens the records of one hop and seals them with the other hop's key; the joiner gets the donor's
+    bytes.
+    """
     near, at_relay = sockets(level)
     onwards, far = sockets(level)
     data = random.Random(3).randbytes(600_001)
@@ -301,7 +311,7 @@ def test_a_relay_seals_each_hop_anew(level: str) -> None:
 @levels
 @pytest.mark.parametrize("where", [0, 3, 10, 60, 75, 1000])
 def test_a_bulk_connection_on_which_a_bit_flipped_is_given_up(level: str, where: int) -> None:
-    """The bit flips in a length, a header or a payload; the time limit ends it if the flip makes a record longer."""
+    """A flipped bit in a length, header or payload ends a protected bulk connection with an error or a timeout."""
     one, wire = socket.socketpair()
     far, near = socket.socketpair()
     donor = BulkSocket(protect(one, level, dialled=True), stall_timeout_s=5)

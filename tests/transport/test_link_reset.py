@@ -1,4 +1,4 @@
-"""A connection that is reset between its handshake and its first use ends a link, and nothing else."""
+"""Tests that a connection reset between its handshake and its first use ends only its own link."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE_S = 20.0
 
 
 def reset_pair() -> socket.socket:
-    """Returns one end of a TCP connection whose other end has reset it."""
+    """Returns one end of a TCP connection that the other end has reset."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         other = socket.create_connection(listener.getsockname())
         here, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""Links that are let go while bytes are queued, and measurements of links: real sockets, loops and listeners."""
+"""Tests links that are let go while bytes are queued, and measurements of links, with real sockets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _emulated() -> Iterator[None]:
 
 
 def let_go(node: Node) -> None:
-    """Gives this node a view without links."""
+    """Makes this member want no links any more."""
     node.do(lambda: node.links.want(()))
 
 
@@ -41,7 +41,7 @@ def send_chunk(node: Node, to: str, payload: bytes) -> None:
 
 
 def test_what_was_queued_on_a_link_still_arrives_when_it_is_let_go(build: Build) -> None:
-    """The link may still hold sums and header of the slot whose header removes it (disconnect-link)."""
+    """A link that is no longer wanted still delivers what was queued, and then ends without counting as a failure."""
     nodes = build("ab")
     connect(nodes, "ab")
     a, b = nodes.values()
@@ -85,7 +85,9 @@ def test_a_link_that_was_let_go_still_takes_what_the_peer_had_sent(build: Build)
 
 
 def test_a_link_that_was_let_go_ends_when_its_bytes_are_overwritten(build: Build) -> None:
-    """A member that leaves does not hold up the others: the buffer is used again two slots later (protocol.md 3)."""
+    """A link that was let go but cannot send its bytes is closed two slots later, when their buffer is reused
+    (protocol.md 3).
+    """
     nodes = build("a")
     a = nodes["a"]
     a.expect("x~9")
@@ -162,7 +164,7 @@ def emulate(nodes: dict[str, Node], rate_bps: float) -> None:
 
 
 def measured(build: Build, rate_bps: float) -> dict[str, Node]:
-    """Returns two members on a network of this rate, both of which have measured their link."""
+    """Returns two members on an emulated network of this rate, after both have measured their link."""
     nodes = build("ab")
     emulate(nodes, rate_bps)
     connect(nodes, "ab")
@@ -172,7 +174,7 @@ def measured(build: Build, rate_bps: float) -> dict[str, Node]:
 
 
 def beat(nodes: dict[str, Node]) -> None:
-    """Pings and reads counters, as a member's shell does."""
+    """Makes members ping and read counters regularly, as a member's shell does."""
     for node in nodes.values():
         node.do(partial(_beat, node))
 
@@ -199,7 +201,9 @@ def test_a_link_is_measured_by_both_ends_when_it_is_made(build: Build) -> None:
 def test_a_link_whose_first_probe_came_to_nothing_is_probed_again_soon(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job kept the link busy, say, during the first probe; the link stayed unmeasured for a minute."""
+    """Former bug: a link whose first probe gave no result stayed unmeasured for a minute; it is probed again soon
+    now.
+    """
     measure = Probes.measure
 
     def all_but_the_first(self: Probes, peer: str, link: Link, why: str) -> None:
@@ -227,7 +231,7 @@ def test_links_within_a_machine_are_not_measured(build: Build) -> None:
 
 
 def test_a_link_that_fell_behind_is_probed_until_it_has_recovered(build: Build) -> None:
-    """The link is probed though the job sends nothing on it: trees go round it (docs/LOG.md)."""
+    """A link that became slow is probed until it has recovered, although the job sends nothing over it."""
     nodes = measured(build, 200e6)
     a, b = nodes.values()
     emulate(nodes, 10e6)
@@ -248,8 +252,8 @@ def test_a_link_that_fell_behind_is_probed_until_it_has_recovered(build: Build) 
 
 
 def test_a_link_and_the_transfers_beside_it_share_one_rate(build: Build) -> None:
-    """The bounds that the kernel gets for all connections to one peer add up to the rate, whichever of them has bytes
-    to send.
+    """The paced rates of a link and of bulk transfers to the same peer add up to the emulated rate, whichever of them
+    has bytes to send.
     """
     nodes = measured(build, 80e6)
     a, b = nodes.values()
@@ -266,7 +270,7 @@ def test_a_link_and_the_transfers_beside_it_share_one_rate(build: Build) -> None
     seen: list[list[float]] = []
 
     def bounds() -> tuple[float, float]:
-        """Returns the bounds of the link and of the transfer, which goes on meanwhile."""
+        """Returns the paced rates of the link and of the transfer, after receiving some of the transfer's bytes."""
         sock.recv(1 << 16)
         seen.append(b.do(lambda: [pacing_of(s) for s in (b.links._links[a.id].sock, *served)]))
         return seen[-1][0], sum(seen[-1][1:])
@@ -346,7 +350,7 @@ def test_a_bulk_transfer_beside_the_link_counts_as_well(build: Build) -> None:
 
 @pytest.mark.parametrize("how", ["rates", "relay"])
 def test_emulated_links_send_nothing_by_reference(build: Build, how: str) -> None:
-    """Bytes sent by reference would bypass the emulated network."""
+    """An emulated link sends no chunks by reference, because those bytes would bypass the emulation."""
     with emulating(relay="127.0.0.1:1" if how == "relay" else ""):
         nodes = build("ab")
     if how == "rates":

@@ -1,4 +1,4 @@
-"""Tests greetings at a member's data port: the member that a caller looked for, and the log lines about strangers."""
+"""Tests which connections a member accepts at its data port, and that strangers cannot fill its log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chaos_lightning.transport.handshake import Greeting, dial
 
 
 def test_who_greeted_the_member_that_this_one_was_before_gets_no_link() -> None:
-    """The member begins anew, under another id, between the end of the handshake and the loop's turn."""
+    """A member gets another id between the end of a handshake and the link's making; the connection is closed."""
     node = Node("b~2")
     go = threading.Event()
 
@@ -45,7 +45,7 @@ def test_who_greeted_the_member_that_this_one_was_before_gets_no_link() -> None:
 
 
 def test_who_begins_anew_while_it_dials_dials_again_under_its_new_id() -> None:
-    """The old id's connection is made only when no member has that id any more."""
+    """A member gets another id while it dials; the connection made under the old id is dropped, and it dials again."""
     node, peer = Node("c~3"), Node("a~1")
 
     def dial_and_begin_anew() -> None:
@@ -65,7 +65,7 @@ def test_who_begins_anew_while_it_dials_dials_again_under_its_new_id() -> None:
 
 
 def test_a_member_parks_no_connections() -> None:
-    """Followers of outer sync do, on ports of their own."""
+    """A member refuses connections with the purpose "park", which only followers of outer sync accept."""
     node = Node("b~2")
     try:
         node.expect("c~3")
@@ -77,13 +77,13 @@ def test_a_member_parks_no_connections() -> None:
 
 
 def greet(node: Node, me: str) -> socket.socket:
-    """Dials as a peer that knows the token; its bytes on the link are a ping."""
+    """Dials a member as a peer that knows the token; returns the connection."""
     greeting = Greeting("job", me, node.id, "link")
     return dial("127.0.0.1", node.links.port, greeting, token=b"token", deadline_s=DEADLINE_S)
 
 
 def test_who_does_not_know_yet_who_it_is_lets_others_wait_a_moment() -> None:
-    """Others may have heard of a newcomer before it has heard its own id."""
+    """A newcomer that has no id yet makes diallers wait until it has one, instead of refusing them."""
     node = Node("")
     met: list[socket.socket] = []
 
@@ -146,7 +146,7 @@ def lowest_free_descriptor() -> int:
 
 
 def test_who_is_not_expected_gets_no_link_though_it_knows_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller may be a member that was put out, or one that no scheduler ever let in."""
+    """A peer that knows the token but is in no view, or was excluded, is refused."""
     monkeypatch.setattr(links, "EXPECT_S", 0.05)
     node, others = Node("b~2"), [Member(f"{n}~{i}", n, "host", "127.0.0.1", 1) for n, i in (("a", 1), ("d", 7))]
     try:
@@ -189,7 +189,7 @@ def test_a_link_that_comes_before_the_telling_is_waited_for(told: str) -> None:
 
 
 def test_a_neighbour_of_others_is_none_of_this_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The view has both members, and no link between them."""
+    """A peer in the same view is refused if the view has no link between the two."""
     monkeypatch.setattr(links, "EXPECT_S", 0.05)
     node, a, c = Node("b~2"), *(Member(i, i[0], "host", "127.0.0.1", 1) for i in ("a~1", "c~9"))
     try:
@@ -225,7 +225,7 @@ def test_who_is_expected_no_more_when_its_handshake_ends_gets_no_link() -> None:
 
 
 def test_strangers_at_the_data_port_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log takes a few lines a second, and a hundred characters of the names that strangers claim."""
+    """Refused strangers cause at most five log lines a second, with their claimed names cut short."""
     now = [1000.0]
     monkeypatch.setattr("chaos_lightning.machine.few_lines.time.monotonic", lambda: now[0])
     few = FewLines()

@@ -1,4 +1,4 @@
-"""The loop's wake-up: no call may wait for another event."""
+"""Tests the wake-up of the I/O loop: no call may be left waiting for another event."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DEADLINE_S = 20.0
 
 
 def test_a_call_that_comes_while_the_loop_wakes_up_does_not_end_all_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Former bug: the flag that saves wake-ups stayed set if a call came between its reset and the reading of the
-    eventfd.
+    """Former bug: a call between the reset of the loop's awake flag and the reading of its eventfd left the flag set,
+    so that no later call woke the loop.
     """
     crashes: list[BaseException] = []
     loop = IoLoop("test", crashes.append)

@@ -1,4 +1,4 @@
-"""The kernel takes a bound on the rate at which a socket sends."""
+"""Tests that the kernel accepts a limit on a socket's sending rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chaos_lightning.transport.pacing import pace
 
 
 def pacing_of(sock: socket.socket) -> int:
-    """Returns the bytes per second that the kernel allows, from struct tcp_info."""
+    """Returns the rate to which the kernel paces this socket, in bytes per second (struct tcp_info)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 120)
     return int(struct.unpack_from("=Q", info, 112)[0])
 

@@ -1,4 +1,4 @@
-"""Probes over simulated links, in virtual time: their results, their waits, and their report of a dead link."""
+"""Tests probes over simulated links in virtual time: results, waits, and reports of dead links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = memoryview(b"")
 
 
 class World:
-    """Virtual time."""
+    """Virtual clock with timers."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -54,7 +54,7 @@ class Node:
 
 
 class Pipe:
-    """Pipe that bytes go through one after the other."""
+    """Bottleneck of a given rate, which bytes pass one after the other."""
 
     def __init__(self, rate_bps: float) -> None:
         self.rate_bps = rate_bps
@@ -66,7 +66,7 @@ class Pipe:
 
 
 class SimLink:
-    """One end of a link: a pipe and a delay towards the other end."""
+    """Simulated end of a link: a bottleneck and a delay towards the other end."""
 
     def __init__(self, node: Node, rate_bps: float, delay_s: float) -> None:
         self.node, self.world = node, node.world
@@ -93,7 +93,7 @@ class SimLink:
         return round(self.queued_nbytes - waiting) if not self.dead else 0
 
     def chunk(self, nbytes: int) -> None:
-        """Sends bytes of the job."""
+        """Sends bytes of the job, which are not part of a probe."""
         self.traffic += 1
         self.traffic_at = self.world.now
         self.queued_nbytes += nbytes
@@ -165,7 +165,7 @@ def test_latency_and_rate_of_a_quiet_link_are_found(world: World, rate_bps: floa
 
 @pytest.mark.parametrize("rate_bps", [1e5, 1e6, 10e6, 100e6])
 def test_a_slow_link_is_not_filled_for_long(world: World, rate_bps: float) -> None:
-    """The probe sends three trains of 75 ms each at the very most, and the first one's 16 KiB."""
+    """A probe of a slow link sends little: the first train's 16 KiB twice, and three trains of 75 ms."""
     a, b = Node(world, "a"), Node(world, "b")
     link, _ = joined(a, b, rate_bps, 0.001)
     a.probes.measure("b", link, "link made")
@@ -185,7 +185,7 @@ def test_a_fast_link_is_measured_with_a_bounded_number_of_bytes(world: World) ->
 
 @pytest.mark.parametrize("lateness_s", [[0.015], [0.015, 0.006], [0.006, 0.015, 0.01]])
 def test_a_busy_receiver_does_not_make_a_link_slow(world: World, lateness_s: list[float]) -> None:
-    """A first train of 16 KiB that takes 60 ms looks like 2 Mbit/s. Those that follow tell better."""
+    """A receiver that is late for the first trains does not lower the measured rate, since later trains are better."""
     a, b = Node(world, "a"), Node(world, "b")
     link, _ = joined(a, b, 400e6, 0.001)
     link.lateness_s = lateness_s
@@ -205,7 +205,9 @@ def test_each_direction_is_measured_by_its_sender(world: World) -> None:
 
 
 def test_links_of_one_member_are_measured_one_after_the_other(world: World) -> None:
-    """Six neighbours measure towards a newcomer whose access is as fast as one link: each finds its link's rate."""
+    """Six neighbours probe a newcomer whose access is hardly faster than one link; they take turns, and each finds its
+    link's rate.
+    """
     newcomer = Node(world, "j")
     newcomer.shared = Pipe(110e6)
     neighbours = [Node(world, name) for name in "abcdef"]
@@ -322,7 +324,7 @@ def test_a_link_that_dies_in_a_train_is_reported_with_rate_zero(world: World) ->
 
 
 def test_what_the_job_sends_before_it_does_not_make_a_link_dead(world: World) -> None:
-    """The echo waits behind 20 s of chunks that were queued right after it was decided to send it."""
+    """An echo that waits behind 20 s of the job's chunks does not make the link count as dead."""
     a, b = Node(world, "a"), Node(world, "b")
     link, _ = joined(a, b, 1e6, 0.001)
     a.probes.measure("b", link, "asked")

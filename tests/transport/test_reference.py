@@ -1,4 +1,4 @@
-"""Reads another process's memory: permissions, bytes that changed meanwhile, and processes that are gone."""
+"""Tests reading another process's memory: permissions, bytes that changed, and processes that have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between members without a link: their receivers, the members that pass them on, and those that cannot go."""
+"""Tests messages between members that have no link: relays, receivers, and messages that cannot be delivered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chaos_lightning.transport.handshake import Greeting, dial
 
 
 def settled(*nodes: Node) -> None:
-    """Waits until all calls that were queued in these loops are done."""
+    """Waits until these members' loops have done all calls queued so far."""
     for node in nodes:
         node.do(lambda: None)
 
@@ -50,7 +50,9 @@ def test_a_large_message_passes_a_relay_whole(build: Build) -> None:
 
 
 def test_a_direct_link_that_the_view_lacks_is_not_used(build: Build) -> None:
-    """If this link breaks there is no recovery, so a message on it would be lost for good."""
+    """A link that is not in the view is not used for messages: its break would cause no recovery, so they would be
+    lost.
+    """
     nodes = build("abc")
     connect(nodes, "ab bc ac")
     view = a_view(1, nodes.values(), "ab bc")
@@ -105,7 +107,7 @@ def test_members_of_different_views_do_not_send_a_routed_message_to_and_fro(buil
 
 
 def test_routed_messages_in_a_ring_of_contradictory_views_come_to_an_end(build: Build) -> None:
-    """Member a sends by b, b by c, c by a: none gives a message back, and yet it must end."""
+    """Three members' views route a message in a ring; it is dropped after a bounded number of hops."""
     nodes = build("abcd")
     connect(nodes, "ab bc ac")
     a, b, c, d = nodes.values()
@@ -144,7 +146,7 @@ def test_when_the_next_hop_is_gone_routed_messages_take_the_way_of_the_next_view
 
 
 class Stuck:
-    """Neighbour of `node` that takes part in the handshake and then reads nothing."""
+    """Neighbour of `node` that completes the handshake and then reads nothing."""
 
     def __init__(self, node: Node, name: str) -> None:
         self.id = f"{name}~9"
@@ -161,7 +163,7 @@ class Stuck:
 
 
 def test_routed_messages_queued_to_a_dead_relay_are_taken_over_by_another(build: Build) -> None:
-    """The other relay takes whole messages, and the one that was half on its way."""
+    """Messages queued to a relay that dies are sent through another relay, the half-sent one included."""
     nodes = build("acd")
     connect(nodes, "ac cd")
     a, c, d = nodes.values()
@@ -187,7 +189,7 @@ def test_routed_messages_queued_to_a_dead_relay_are_taken_over_by_another(build:
 
 
 def test_a_newcomer_is_reached_through_its_neighbour(build: Build) -> None:
-    """The commit root has no link to the joiner; the view in its header shows which member has one."""
+    """The commit root reaches a joiner without a direct link, through the member that has one in the coming view."""
     nodes = build("abj")
     connect(nodes, "ab bj")
     a, b, j = nodes.values()

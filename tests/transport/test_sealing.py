@@ -1,4 +1,4 @@
-"""Sealed records: a record opens as it was sent, in its place in the order, and no other bytes open."""
+"""Tests sealed records: each opens as it was sent and only in its place in the order."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ levels = pytest.mark.parametrize("level", PROTECTED)
 
 
 def ends(level: Level, secret: bytes = b"secret", transcript: bytes = b"said") -> tuple[SealedSession, SealedSession]:
-    """Returns the dialler's session and the other one."""
+    """Returns the dialler's session and the accepter's, for one connection."""
     return SealedSession(level, secret, transcript, dialled=True), SealedSession(
         level, secret, transcript, dialled=False
     )
 
 
 def wire(sealer: Sealer, parts: list[bytes], *, header: bool = True) -> list[bytes]:
-    """Returns a frame as it travels, record by record."""
+    """Returns the sealed records of a frame."""
     left, records, begins = [memoryview(part) for part in parts], [], header
     while left:
         sealed = sealer.frame(left, begins=begins)
@@ -47,7 +47,7 @@ def wire(sealer: Sealer, parts: list[bytes], *, header: bool = True) -> list[byt
 
 
 def open_one(opener: Opener, record: bytes, nbytes: int) -> bytes:
-    """Feeds the arriving bytes of one record, in two parts; returns the opened bytes."""
+    """Feeds one record's bytes to an opener in two parts; returns the opened bytes."""
     into = memoryview(bytearray(nbytes))
     opener.expect(into, nbytes)
     for part in (record[:7], record[7:]):
@@ -68,7 +68,7 @@ def open_one(opener: Opener, record: bytes, nbytes: int) -> bytes:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.binary(max_size=300), min_size=1, max_size=5), st.integers(0, 2))
 def test_what_was_sealed_opens(level: Level, pieces: list[bytes], big: int) -> None:
-    """Payloads come in any pieces, up to several segments long."""
+    """Payloads in pieces of any sizes, up to several segments, open as they were sealed."""
     one, other = ends(level)
     segment = segment_nbytes(level)
     payload = [*pieces, b"\xa5" * (big * segment)]
@@ -100,7 +100,7 @@ def test_any_bit_that_flips_is_noticed(level: Level, data: bytes, more: st.DataO
 @settings(deadline=None, max_examples=80)
 @given(st.lists(st.binary(min_size=9, max_size=9), min_size=2, max_size=6), st.data())
 def test_only_the_order_in_which_records_were_sent_opens(level: Level, texts: list[bytes], more: st.DataObject) -> None:
-    """Records are replayed, reordered and left out: each is another sequence than the one that was sent."""
+    """Records that are replayed, reordered or left out do not open."""
     one, other = ends(level)
     records = [wire(one.sealer, [text], header=False)[0] for text in texts]
     order = more.draw(st.lists(st.integers(0, len(records) - 1), min_size=1, max_size=8))
@@ -153,7 +153,7 @@ def test_a_key_is_not_used_for_ever(level: Level, monkeypatch: pytest.MonkeyPatc
 
 
 class Reader:
-    """Reader of frames like a link: headers of 44 bytes that begin with the payload's length, then the payload.
+    """Reader of frames, as a link reads them: headers of 44 bytes that begin with the payload's length, then payloads.
 
     Attributes:
         frames: Payloads that are whole; None where they were diverted.
@@ -178,7 +178,7 @@ class Reader:
         self.opener.expect(None if self.into is None else self.into[at:], self.left, ahead_nbytes=44)
 
     def receive(self, data: bytes) -> bytes:
-        """Takes the bytes that fit into one call; returns the rest."""
+        """Receives as many bytes as fit into the opener's buffers; returns the rest."""
         self.calls += 1
         at = 0
         for room in self.opener.room():
@@ -220,9 +220,7 @@ def frame_of(sealer: Sealer, payload: bytes) -> bytes:
 def test_frames_open_however_the_network_cuts_them(
     level: Level, sizes: list[int], cuts: list[int], diverted: set[int]
 ) -> None:
-    """A frame opens even if a header comes along with the payload before it, whole or in part, or if a payload is
-    diverted.
-    """
+    """Frames open however the stream is cut into received parts, even if a payload is diverted."""
     one, other = ends(level)
     payloads = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
     stream = b"".join(frame_of(one.sealer, payload) for payload in payloads)
@@ -251,7 +249,7 @@ def test_a_payload_and_the_next_header_take_one_call(level: Level) -> None:
 
 @levels
 def test_a_header_that_came_along_has_to_open_as_any_other(level: Level) -> None:
-    """The payload before the header is good; nothing of the frame after it is believed."""
+    """A damaged header that was received together with the payload before it is noticed; that payload is delivered."""
     for flipped in (5000 + 16, 5000 + 16 + 43, 5000 + 16 + 44, 5000 + 16 + 59):
         one, other = ends(level)
         reader = Reader(other.opener)
@@ -266,7 +264,7 @@ def test_a_header_that_came_along_has_to_open_as_any_other(level: Level) -> None
 
 @levels
 def test_a_record_that_is_diverted_still_has_to_open(level: Level) -> None:
-    """The record's place is needed for other bytes in the middle of it: not a byte more is written there."""
+    """A record is diverted halfway: nothing more is written to its first destination, and it still must open."""
     one, other = ends(level)
     records = [wire(one.sealer, [text], header=False)[0] for text in (b"a" * 64, b"b" * 64)]
     into = memoryview(bytearray(64))

@@ -1,4 +1,4 @@
-"""A watcher tells other watchers its machine's process table's view of a member, and believes only watchers."""
+"""Tests watchers, which report to each other whether their machines' members are alive, and believe no one else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S = 20.0
 
 
 class Beside:
-    """Watcher of this process, and the member's end of its channel."""
+    """Watcher process beside this process, with the member's end of the channel to it."""
 
     def __init__(self, pid: int) -> None:
         self.control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -41,7 +41,7 @@ class Beside:
             socket.send_fds(self.control, [order], [sock.fileno()])
 
     def asks(self, peer: str) -> tuple[str, str]:
-        """Returns (state, of whom) as the neighbour's watcher answers."""
+        """Asks the watcher about a neighbour; returns the state reported, and of whom."""
         self.control.send(b"Q" + peer.encode())
         told = self.control.recv(4096)
         return watcher.STATES[told[:1]], told[1:].decode()
@@ -158,7 +158,9 @@ def test_a_signal_to_the_members_terminal_does_not_end_it(mine: Beside) -> None:
 
 
 def test_a_connection_that_breaks_is_told_to_the_member_and_an_idle_one_is_kept_alive(mine: Beside) -> None:
-    """The connection carries nothing for hours: a firewall that forgot it would be noticed when it is needed."""
+    """A watcher enables TCP keep-alive on its connection, which a firewall might forget, and reports to the member when
+    it breaks.
+    """
     dialled, accepted = connection()
     mine.add("b~1", dialled.dup(), dialled=True)
     mine.control.send(b"Qb~1")
@@ -172,7 +174,7 @@ def test_a_connection_that_breaks_is_told_to_the_member_and_an_idle_one_is_kept_
 
 @pytest.mark.parametrize("whose", ["a~1", "b~2"])
 def test_a_watcher_that_died_is_replaced_while_the_link_stands(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a watcher a busy process would be taken for a dead one from then on."""
+    """A watcher that is killed is replaced while the link is up, so that a busy process is not taken for a dead one."""
     monkeypatch.setattr(links, "WATCH_AGAIN_S", 0.05)
     a, b = Node("a~1"), Node("b~2")
     try:
