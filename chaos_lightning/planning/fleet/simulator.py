@@ -41,7 +41,7 @@ since a checkpoint that was lost, waiting for devices.
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """State of a run from one moment on."""
+    """State of a simulated run that lasts from one moment to the next sample."""
 
     hours: float
     devices: int
@@ -93,7 +93,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Rules by which a policy's candidates are weighed."""
+    """Rules by which a policy compares its candidates."""
 
     with_risk: bool = True
     threshold: float = THRESHOLD
@@ -158,7 +158,7 @@ class FleetRun:
     # ------------------------------------------------------------------------------------------------ time
 
     def _advance(self) -> None:
-        """Charges the time since the last call."""
+        """Accounts for the virtual time since the last call: as training, or under the cause of the pause."""
         at, now = self._since, self.kernel.now
         self.learnt.watched(len(self.there), now - at)
         for cause, until in self.pauses:
@@ -272,7 +272,7 @@ class FleetRun:
             self._begin(chosen, why)
 
     def _begin(self, chosen: PlanCandidate, why: str) -> None:
-        """Ends a pause: the chosen plan is in force from now on."""
+        """Switches to the chosen plan at the end of a pause."""
         self._advance()
         self.seats.follow(chosen, self.there, self.slow)
         self.throughput, self.step_s = chosen.throughput, chosen.step_s
