@@ -68,7 +68,9 @@ def removable(near: Mapping[Node, Sequence[Node]], leaving: Sequence[Node]) -> l
 
 
 def _united(groups: Mapping[Node, Node], more: Iterable[Node], near: Mapping[Node, Sequence[Node]]) -> dict[Node, Node]:
-    """Returns a union-find forest extended by `more` members, as the parent of each member; a root is its own parent."""
+    """Returns a union-find forest extended by `more` members, as the parent of each member; a root is its own
+    parent.
+    """
     found = dict(groups)
     for member in more:
         found[member] = member

@@ -28,7 +28,9 @@ _LENGTH = "/length"
 
 
 def union(one: Ledger, other: Ledger) -> Ledger:
-    """Returns the union of two ledgers of spent positions; for each stream, the later epoch replaces the earlier one."""
+    """Returns the union of two ledgers of spent positions; for each stream, the later epoch replaces the
+    earlier one.
+    """
     mine = {entry.stream: entry for entry in one.streams}
     for entry in other.streams:
         have = mine.get(entry.stream)

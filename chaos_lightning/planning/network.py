@@ -175,7 +175,9 @@ class Network:
         ]
 
     def rooted(self, edges: Iterable[Edge], chunk_nbytes: int) -> tuple[int, ...]:
-        """Returns the parent of each rank (-1 at the root) in the tree with these edges, rooted in the tree's middle."""
+        """Returns the parent of each rank (-1 at the root) in the tree with these edges, rooted in the tree's
+        middle.
+        """
         trees = centred(len(self), edges, lambda i, j: sum(self.hop_s(i, j, chunk_nbytes)))
         return min(trees, key=lambda parents: (self.fill_s(parents, chunk_nbytes), parents.index(-1)))
 

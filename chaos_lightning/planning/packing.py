@@ -48,7 +48,9 @@ class Packing:
 
 
 def spanning(size: int, edges: Iterable[Edge]) -> EdgeTree:
-    """Returns the spanning tree that takes edges in the given order and skips those that would close a cycle (Kruskal)."""
+    """Returns the spanning tree that takes edges in the given order and skips those that would close a cycle
+    (Kruskal).
+    """
     part = list(range(size))
 
     def find(i: int) -> int:

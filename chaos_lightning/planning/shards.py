@@ -162,7 +162,9 @@ def _whole(nbytes: int, exact: Sequence[float], neighbours: Sequence[Neighbour])
 
 
 def predict_s(shares: Mapping[str, int], neighbours: Sequence[Neighbour], *, ingress_s_per_byte: float = 0.0) -> float:
-    """Returns the predicted seconds of a transfer with these shares; a full access link is shared fairly, as TCP does."""
+    """Returns the predicted seconds of a transfer with these shares; a full access link is shared fairly, as
+    TCP does.
+    """
     known = {n.member: n for n in neighbours}
     unknown = next((member for member in shares if member not in known), None)
     if unknown is not None:

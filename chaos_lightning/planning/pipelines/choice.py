@@ -199,7 +199,9 @@ def _order(c: PlanCandidate) -> tuple[float, int]:
 
 
 def _seats_more(c: PlanCandidate, kept: PlanCandidate) -> bool:
-    """Returns whether the candidate gives places to more devices without lowering the value of the plan that is kept."""
+    """Returns whether the candidate gives places to more devices without lowering the value of the plan that is
+    kept.
+    """
     return c.kind == FILL and c.devices > kept.devices and c.value >= kept.value
 
 

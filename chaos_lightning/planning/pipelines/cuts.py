@@ -377,7 +377,9 @@ class DeviceRow:
 
     @cached_property
     def _longest_s(self) -> tuple[float, float]:
-        """Lower bounds of the longest stage's seconds, forward and backward, and of its backward seconds, for any cut."""
+        """Lower bounds of the longest stage's seconds, forward and backward, and of its backward seconds, for
+        any cut.
+        """
         both = evenest_s(self.fastest.both, self.stages)
         return both, both * min(x.backward_s / (x.forward_s + x.backward_s) for x in self.job.layers)
 

@@ -407,7 +407,9 @@ class Shapes:
         return least
 
     def _counted(self, steps: Steps, devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
-        """Returns the best set of pipelines, by a knapsack with their number as a dimension, so that times are exact."""
+        """Returns the best set of pipelines, by a knapsack with their number as a dimension, so that times are
+        exact.
+        """
         for pipelines in range(1, min(devices, self.total) + 1):
             limit = best.time_s * (1 - 10 * CLOSE)
             some, _ = self._filled(steps, lengths, limit, pipelines, lambda caps: _fill(caps, devices, self.total))

@@ -89,7 +89,9 @@ class Formation:
         return found
 
     def filled(self, newcomers: int) -> Formation:
-        """Returns the formation after newcomers have taken vacant places, at the stages with most vacant places first."""
+        """Returns the formation after newcomers have taken vacant places, at the stages with most vacant places
+        first.
+        """
         by_stage: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place in sorted(self.vacant, reverse=True):
             row, _, stage = self.seat(place)
@@ -176,7 +178,9 @@ class EqualFleet:
 
     @cached_property
     def shadowed(self) -> Shapes:
-        """Shapes for devices that also hold the next stage and run its forward passes, as Bamboo's redundant ones do."""
+        """Shapes for devices that also hold the next stage and run its forward passes, as Bamboo's redundant
+        ones do.
+        """
 
         def twice(x: Layer) -> Layer:
             return replace(

@@ -263,7 +263,9 @@ class Planner:
                 yield self.seated(replace(shape, devices=count), names)
 
     def _bound_s(self, devices: int, near_s: float) -> float:
-        """Returns a lower bound of a step's seconds, commit included; values above `near_s` are not computed exactly."""
+        """Returns a lower bound of a step's seconds, commit included; values above `near_s` are not computed
+        exactly.
+        """
         o = self.job.overheads
         several_s = self._bounds.bound_s(devices, near_s) + 2 * (self._fast.latency_s + o.hop_s)
         alone_s = self._bounds.cutter.row(1).bound_s(self.job.micro_batches, 1)

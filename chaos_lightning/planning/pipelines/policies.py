@@ -39,7 +39,9 @@ layer.
 
 
 class Options(Protocol):
-    """Interface to the ways in which a job can go on at some moment; a method returns None if its way is not possible."""
+    """Interface to the ways in which a job can go on at some moment; a method returns None if its way is not
+    possible.
+    """
 
     @property
     def whole(self) -> bool:
@@ -84,7 +86,9 @@ def reroute(options: Options) -> Iterator[PlanCandidate | None]:
 
 
 def _anew(kind: str) -> Policy:
-    """Returns a policy that makes a new plan of the given kind after each loss, and without a loss only if that pays."""
+    """Returns a policy that makes a new plan of the given kind after each loss, and without a loss only if that
+    pays.
+    """
 
     def policy(options: Options) -> Iterator[PlanCandidate | None]:
         if options.whole:
@@ -126,7 +130,9 @@ POLICIES: dict[str, Policy] = {
 
 @cache
 def installed() -> dict[str, Policy]:
-    """Returns the policies that users have installed; a policy that fails to load raises its error when it is called."""
+    """Returns the policies that users have installed; a policy that fails to load raises its error when it is
+    called.
+    """
     found: dict[str, Policy] = {}
     for entry in entry_points(group=GROUP):
         if entry.name in POLICIES or entry.name in found:

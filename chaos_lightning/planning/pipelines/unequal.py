@@ -86,7 +86,9 @@ class Mixed:
         self._quick: dict[tuple[int, int, int], float] = {}
 
     def _effort(self) -> tuple[int, int]:
-        """Returns the effort of the search: number of starts of each kind to improve, and of plans to look at for each."""
+        """Returns the effort of the search: number of starts of each kind to improve, and of plans to look at
+        for each.
+        """
         return next(((starts, looks) for most, starts, looks in EFFORT if len(self.order) <= most), LEAST)
 
     # ------------------------------------------------------------------------------------------------ rows
