@@ -1,4 +1,4 @@
-"""Describes the user's model to the planner before training: the costs of each layer on this device.
+"""Describes the user's model for the planner before training: times and bytes of each layer on this device.
 
 Theory of operation. Bytes of parameters, gradients and optimizer state are counted. Times and the bytes of activations
 are measured: the user's step runs a micro-batch forward and backward, several times. It runs as a whole if the state
@@ -122,7 +122,7 @@ def _rows(chain: LayerChain, parts: ModelParts, costs: OptimizerCosts) -> Iterat
 
 
 def _check(profile: TrainingJob, chain: LayerChain, state: StateBytes, rest_nbytes: int) -> None:
-    """Refuses a profile of another model."""
+    """Refuses a profile that was measured on another model."""
     advice = "Measure this model (chaos-lightning profile -- python train.py), or give no profile"
     if len(profile.layers) != len(chain):
         raise ConfigurationError(
@@ -143,7 +143,7 @@ _Sent = tuple[tuple[Tensor, ...], str]
 
 
 class _NoRoomError(Exception):
-    """Error that a stretch cannot run here; says why."""
+    """Error that some layers cannot run in this device's memory; gives the reason."""
 
 
 class _Measurement:
@@ -185,7 +185,7 @@ class _Measurement:
         """Tensors that the last layer has sent and keeps itself; the next layer keeps the same memory."""
 
     def run(self) -> None:
-        """Measures as many layers as can run here."""
+        """Measures as many of the layers as fit into this device's memory."""
         count = len(self._chain)
         self._timer.attach()
         try:
@@ -218,7 +218,7 @@ class _Measurement:
             self._progress(f"{self._measured} of {count} layers are measured, one by one")
 
     def _stretch(self, layers: range, received: Sequence[Tensor], specs: str, budget_s: float) -> _Sent:
-        """Runs a stretch several times; returns the border that it sends on.
+        """Measures some consecutive layers by running them several times; returns the tensors that they pass on.
 
         Args:
             layers: Of the stretch.
@@ -251,7 +251,7 @@ class _Measurement:
     def _passes(
         self, layers: range, most_nbytes: int, received: Sequence[Tensor], specs: str, budget_s: float
     ) -> _Sent:
-        """Runs a stretch: once to see that it keeps no more than `most_nbytes`, once to count bytes, and then for
+        """Runs some layers repeatedly: first within a limit on kept bytes, then to count bytes, then to measure
         times.
         """
         state = [*self._tensors.values(), *(t for t in received if any(t is x for x in self._sent_kept))]
@@ -284,7 +284,7 @@ class _Measurement:
         watching: PassBytes | None,
         counts: bool | None,
     ) -> _Sent:
-        """Runs a stretch forward and backward; returns the border that it sends on.
+        """Runs some layers forward and backward once; returns the tensors that they pass on.
 
         Args:
             layers: Of the stretch.

@@ -1,5 +1,5 @@
-"""Encodes the values that pipeline members send beside a step's gradients, and computes what follows from those of all
-(protocol.md P11).
+"""Encodes the values that pipeline members send beside a step's gradients, and computes the step's outcome from those
+of all (protocol.md P11).
 
 Theory of operation. A member says the squared norm of each part whose oldest owner it is, the losses of micro-batches
 whose last layers it ran, and for each of these bytes that its strategy gives (logged values). This is the payload of
@@ -41,7 +41,7 @@ _NORM, _LOSS, _EXTRA = struct.Struct("<IdB"), struct.Struct("<Idd"), struct.Stru
 
 @dataclass(frozen=True)
 class ToldStep:
-    """Values that one member sends beside its gradients.
+    """Values that one member sends beside its gradients: norms, losses, bytes of the strategy, number of samples.
 
     Attributes:
         norms: By number of a part whose oldest owner it is: of the reduced sum of its gradients.
@@ -56,7 +56,7 @@ class ToldStep:
     samples: int = 0
 
     def encode(self) -> bytes:
-        """Returns the payload; empty if there are no values."""
+        """Returns the values as bytes; no bytes if there are none."""
         if not (self.norms or self.losses or self.extra or self.samples):
             return b""
         extra = sorted(self.extra.items())
@@ -72,7 +72,7 @@ class ToldStep:
 
     @staticmethod
     def decode(data: bytes) -> ToldStep:
-        """Reads a payload that `encode` wrote.
+        """Reads the bytes that `encode` wrote.
 
         Raises:
             WireError: Somebody else wrote it; says what is wrong.
@@ -116,7 +116,7 @@ def _check_numbers(numbers: Iterable[int], most: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Facts about a committed step that all members know, equal to the last bit.
+    """Outcome of a committed step (norm, loss, samples), equal at all members to the last bit.
 
     Attributes:
         squared_norm: Square of the norm of the averaged gradients of the whole model.
@@ -225,7 +225,7 @@ def clip_coefficient(outcome: StepOutcome, max_norm: float, norm_type: float = 2
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], coefficient: float) -> None:
-    """Multiplies `.grad` of those parameters that have one here."""
+    """Multiplies the gradients of those parameters that have one at this member."""
     if coefficient == 1.0:
         return
     for parameter in parameters:
