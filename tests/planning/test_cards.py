@@ -96,8 +96,8 @@ def test_auto_is_never_worse_for_knowing_of_cards(size: int, slowest_bps: float)
 
 @pytest.mark.parametrize("size", [24, 64])
 def test_slow_cards_are_leaves_and_slow_links_are_left_out(size: int) -> None:
-    """Slow members do not slow down more than themselves: with every second member at a tenth of the rate, a step takes
-    what their own rate allows, within 30%.
+    """With every second member at a tenth of the rate, an all-reduce takes at most 1.3 times what the slow rate
+    requires.
     """
     slow = set(names(size)[1::2])
     links = {pair: (LATENCY_S, *[BPS if slow.isdisjoint(pair) else BPS / 10] * 2) for pair in regular(size)}

@@ -554,8 +554,8 @@ def test_costs_beside_layers_are_found_again_in_the_steps_that_they_make_longer(
 
 
 def test_units_that_would_run_in_another_order_if_they_cost_nothing_cost_no_less_than_nothing() -> None:
-    """Passes without overhead end at the same moment, and a tie put them in another order (1.2 s a step) than any
-    overhead would (1.14 s); measured overheads must not come out negative for that.
+    """Measured overheads are not negative, although passes without any overhead tie and run in another order (1.2 s a
+    step) than with the least overhead (1.14 s).
     """
     thirty_ms = {"forward_s": 0.03, "backward_s": 0.06}
     layers = tuple(replace(layer, **thirty_ms) for layer in layers_of(6))

@@ -189,8 +189,8 @@ def test_a_device_that_is_a_little_slow_is_kept() -> None:
 
 
 def test_layers_that_are_handed_over_need_memory_until_the_first_step() -> None:
-    """A device with room for 300 bytes that swaps its two layers of 100 bytes for two others lacks 100, since it keeps
-    the old ones until the first step; after a restart it lacks nothing.
+    """A device with room for three layers that swaps its two layers for two others lacks memory for one, since it keeps
+    the old ones until the first step; after a restart it lacks none.
     """
     ways = options((), (("d0", "d1"), ("d2", "d3")), memory_nbytes=300)
     turned = PipelinePlan(

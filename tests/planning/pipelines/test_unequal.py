@@ -85,8 +85,8 @@ def test_numbers_of_rows_are_all_or_spread() -> None:
 
 
 def test_owners_on_two_hosts_where_all_slow_cards_are_on_one() -> None:
-    """Owners on two hosts are possible although one host has all slow cards, at most 8% slower, by a pipeline that goes
-    over the hosts in reverse.
+    """Each layer can have owners on two hosts, although all slow cards are on one host: a pipeline runs over the hosts
+    in reverse order, and a step takes at most 8% longer.
     """
     job = fleet(256)
     free = Planner(job).exact()
