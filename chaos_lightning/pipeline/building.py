@@ -95,7 +95,7 @@ class ModelMemory:
                 tensor.data = _empty(tensor, self._device)
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Frees the named tensors."""
+        """Frees the named tensors, which become stand-ins."""
         for name, tensor in self._named():
             if name in names and not is_absent(tensor):
                 tensor.data = stand_in(tensor, self._device)

@@ -102,7 +102,7 @@ def _needed_nbytes(costs: Costs, layers: range) -> int:
 def check_cut(
     chain: LayerChain, parts: ModelParts, batch: Any, cuts: Sequence[int] | None = None, *, at: _At = (0, 0)
 ) -> float | None:
-    """Compares the whole model with its stages; returns the loss.
+    """Compares a run of the whole model with one in stages; returns the loss.
 
     Args:
         chain: The layers. There is memory for all of them.

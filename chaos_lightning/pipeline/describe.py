@@ -63,7 +63,7 @@ def describe(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     say: Callable[[str], None] = lambda line: None,
 ) -> TrainingJob:
-    """Returns the planner's description of the model, with this member's device.
+    """Returns the description of the model for the planner, with measured layers and this member's device.
 
     Args:
         chain: The layers. Tensors may be absent, but none is on the meta device.
@@ -104,7 +104,7 @@ def describe(
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields each parameter and buffer once, with its first name."""
+    """Yields each parameter and buffer once, with the first of its names."""
     seen = set[int]()
     for name, _, _, tensor in named_tensors(root):
         if id(tensor) not in seen:
@@ -147,7 +147,7 @@ class _NoRoomError(Exception):
 
 
 class _Measurement:
-    """Measurement of the seconds and bytes of layers.
+    """Measurement of the seconds and bytes of the layers that fit into this device's memory.
 
     Args:
         chain: The layers.

@@ -13,7 +13,7 @@ from chaos_lightning.replication.snapshot import available_nbytes
 
 
 class DeviceMemory(NamedTuple):
-    """Memory that one member may use.
+    """Memory that one member may use on its device, and where the figure comes from.
 
     Attributes:
         nbytes: Bytes.

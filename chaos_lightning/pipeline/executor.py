@@ -224,7 +224,7 @@ class _Forward(NamedTuple):
 
 
 class PipelineExecutor:
-    """Executor that runs the units of one member in order (see the module).
+    """Executor that runs the units of one member in their order: takes tensors, computes, sends tensors on.
 
     Args:
         root: The model, whose parameters and buffers the units change.

@@ -27,7 +27,7 @@ def key(*names: object) -> int:
 
 
 class Randomness:
-    """Streams of random numbers of one job.
+    """Source of a job's random numbers: one stream for each list of names, equal at all members.
 
     Args:
         seed: The job's.

@@ -103,8 +103,8 @@ def _used_up(left: dict[str, set[int]], layers: Collection[int]) -> list[str]:
 
 
 class PipelineStep:
-    """Runs one member's units of each step and reduces their sums; used by the training thread for the member's whole
-    life.
+    """Runner of one member's units of each step, which also reduces their gradient sums; one object serves the training
+    thread for the member's whole life.
 
     Args:
         root: The model.

@@ -141,7 +141,7 @@ class StepOutcome:
 
 
 def agreed(header: Header, view: View) -> StepOutcome:
-    """Returns the outcome of a committed step, from the payloads of all members.
+    """Returns the outcome of a committed step, computed from the values that all members have sent.
 
     Args:
         header: The step's.
@@ -202,7 +202,7 @@ def _mean(losses: Iterable[tuple[float, float]]) -> float:
 
 
 def clip_coefficient(outcome: StepOutcome, max_norm: float, norm_type: float = 2.0) -> float:
-    """Returns the factor with which `torch.nn.utils.clip_grad_norm_` multiplies gradients: 1.0 at most.
+    """Returns the factor, at most 1.0, by which `torch.nn.utils.clip_grad_norm_` would multiply gradients.
 
     Of a norm that is NaN it is NaN, and of an infinite one 0.0, as there.
 

@@ -1,4 +1,4 @@
-"""Assigns samples of the next step to members (protocol.md 10, 25, 26).
+"""Assigns the samples of the next step to members (protocol.md 10, 25, 26).
 
 Theory of operation. The assignment of step s+1 is a function of header s alone: its ledger says what is unspent, the
 view that it names (`ruling_view`) says among whom to assign. The first unspent positions go out micro-batch by

@@ -32,7 +32,7 @@ class Batches:
         return there if steps and 0 < rest < self.least < self.batch else steps * self.step
 
     def rest(self, there: int) -> int:
-        """Returns how many positions to lease when fewer are available than a step needs."""
+        """Returns how many positions a cluster leases when fewer are available than its step needs."""
         usable = there - there % self.batch if self.least >= self.batch else there
         return usable if usable >= self.least else 0
 

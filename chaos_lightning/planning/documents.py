@@ -31,7 +31,7 @@ class Spot:
 
 
 def read_file(path: Path, source: str = "") -> Any:
-    """Returns the content of a file: `.json` is JSON, everything else YAML.
+    """Returns the content of a file, read as JSON if its name ends in `.json`, else as YAML.
 
     Args:
         path: The file.
@@ -79,7 +79,7 @@ def read_located(path: Path) -> tuple[Spot, dict[str, int]]:
 
 
 def read_json(text: str, source: str) -> Any:
-    """Returns the values of a JSON text as `json.loads` does.
+    """Returns the values of a JSON text, as `json.loads` does; refuses repeated keys.
 
     Args:
         text: The file's text.

@@ -162,7 +162,7 @@ class Network:
         return len(self.edges) == len(self.ids) * (len(self.ids) - 1) // 2
 
     def local(self, edge: Edge) -> bool:
-        """Returns whether both ends of the edge are on one machine."""
+        """Returns whether both ends of an edge are on one machine."""
         return self.hosts[edge[0]] == self.hosts[edge[1]]
 
     # ------------------------------------------------------------------ trees

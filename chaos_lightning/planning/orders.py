@@ -47,6 +47,6 @@ def order_key(seed: int, epoch: int, stream: str = SHARED) -> int:
 
 
 def permutation(length: int, seed: int, epoch: int, stream: str = SHARED) -> list[int]:
-    """Returns the samples 0..length-1 in the order of this epoch."""
+    """Returns the samples 0..length-1 in the order in which the epoch uses them."""
     start = order_key(seed, epoch, stream)
     return sorted(range(length), key=lambda i: mix(start + (i + 1) * GAMMA))

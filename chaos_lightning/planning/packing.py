@@ -138,7 +138,7 @@ def _sparing(network: Network) -> EdgeTree:
 
 
 def pack(network: Network) -> Packing:
-    """Returns trees that carry (nearly) as much as any set of trees can."""
+    """Returns a set of trees whose total rate is (nearly) the highest that any set of trees has on this network."""
     size = len(network)
     if size == 1:
         return Packing((), INFINITE)

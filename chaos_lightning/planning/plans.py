@@ -100,7 +100,8 @@ def check_bytes(text: str, spec: PlanSpec, nbytes: int, sections: Sequence[Span]
 
 
 def plan_from(given: object, what: str) -> PlanSpec:
-    """Returns a plan from a mapping with kind, chunk_nbytes and trees (of start, stop, members, parents).
+    """Returns a plan from a file's mapping with the keys kind, chunk_nbytes and trees (of start, stop, members,
+    parents).
 
     Raises:
         ConfigurationError: `what`, and what is wrong.

@@ -102,8 +102,8 @@ class _Growth:
         return found
 
     def _grown(self, root: int, limit: float) -> list[Edge]:
-        """Returns the edges of a tree in which no card and no link has more work than `limit` times its budget, where
-        possible.
+        """Returns the edges of a tree grown from `root`, whose network cards and links stay within `limit` times their
+        budgets where possible.
         """
         ways = [sorted(near, key=lambda way: -self._link_fullness(way[1])) for near in self._near]
         depths = {root: 0}
@@ -114,14 +114,18 @@ class _Growth:
             return max(0.0, self._card_fullness(i) - limit, self._link_fullness(link) - limit)
 
         def offer(i: int) -> None:
-            """Notes how well the next member would hang below member `i`, by the link of `i` with the least work."""
+            """Queues member `i` as a parent for its next neighbour, by how far its card and least used link are over
+            their budgets.
+            """
             while ways[i] and ways[i][-1][0] in depths:
                 ways[i].pop()
             if ways[i]:
                 heappush(offers, (excess(i, ways[i][-1][1]), depths[i], i))
 
         def enter(i: int) -> None:
-            """Lets member `i` offer places below it, after those on the same machine have been hung below it."""
+            """Attaches the members on the machine of member `i` below it, and queues all of them as parents for
+            others.
+            """
             inside = [i]
             for one in inside:
                 for other in self._inside[one]:

@@ -87,7 +87,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Reduction tree of the bytes [start, stop) of the gradient buffer."""
+    """Tree that reduces the bytes [start, stop) of the gradient buffer."""
 
     start: int
     stop: int
@@ -172,7 +172,7 @@ def expand_owned(
 
 
 def among(names: Sequence[str], links: Collection[Pair]) -> tuple[Pair, ...]:
-    """Returns the links between these members; none if every pair has one.
+    """Returns the links between these members; an empty result means that every pair has a link.
 
     Raises:
         PlanError: There are none, so that no links would mean every pair.

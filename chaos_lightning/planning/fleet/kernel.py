@@ -1,4 +1,4 @@
-"""Runs simulations in virtual time: an event queue, one seeded source of chance, and processes that can be stopped,
+"""Runs simulations in virtual time: an event queue, one seeded random generator, and processes that can be frozen,
 thawed and killed.
 
 Theory of operation. Everything that happens is a callable in one heap, ordered by virtual time and then by the order of
@@ -27,11 +27,11 @@ class Kernel:
         self._count = 0
 
     def after(self, delay: float, action: Action) -> None:
-        """Runs `action` `delay` seconds from now."""
+        """Schedules `action` to run `delay` seconds from now in virtual time."""
         self.at(self.now + delay, action)
 
     def at(self, time: float, action: Action) -> None:
-        """Runs `action` at `time`, or now if that has passed."""
+        """Schedules `action` to run at `time` in virtual time, or now if that time has passed."""
         self._count += 1
         heapq.heappush(self._heap, (max(time, self.now), self._count, action))
 

@@ -32,7 +32,7 @@ FOR_EQUAL = ("oobleck", "algorithm1", "restart", "redundant")
 
 @dataclass(frozen=True)
 class Now:
-    """State of a fleet at the moment of a decision."""
+    """State of a simulated fleet at the moment of a decision."""
 
     there: frozenset[int]
     slow: Mapping[int, float]
@@ -56,7 +56,7 @@ class EqualSeats:
 
     @property
     def active(self) -> int:
-        """Number of devices that have a place."""
+        """Number of devices that have a place in the plan."""
         return len(self.places)
 
     def lose(self, devices: Iterable[int], there: Collection[int]) -> bool:
@@ -206,7 +206,7 @@ class MixedOptions:
         return None if self.begun or kind != "best" else self._anew(MOVE, 0.0)
 
     def shadow(self) -> None:
-        """Returns None: no stage is redundant in a fleet of several kinds."""
+        """Returns None, since fleets of several kinds of devices have no redundant stages."""
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
         if not self.begun:

@@ -1,4 +1,5 @@
-"""Simulates a job on a fleet under one policy, and counts how much it trains and where its time goes.
+"""Simulates a job on a fleet under one policy; counts the samples that it trains, and its seconds by what they are
+spent on.
 
 Theory of operation. A `FleetRun` replays a `Trace` on the simulator's kernel. Between two changes the job is in one
 phase, to which all time is charged: it trains, at a throughput that follows from its formation; it pauses, for a
@@ -84,7 +85,7 @@ class Outcome:
         return self.samples / (self.hours * HOUR_S)
 
     def to_dict(self, *, history: bool = True) -> dict[str, Any]:
-        """Returns the outcome as a value for JSON."""
+        """Returns the result of the simulation as JSON values."""
         found = asdict(self) | {"throughput": self.throughput}
         if not history:
             del found["history"]

@@ -31,11 +31,11 @@ KINDS = "`milliseconds,add|remove,node` (such as 60000,remove,node-3) or `hours,
 
 
 class TraceError(ConfigurationError):
-    """Error in a history of a fleet; names file, line and field."""
+    """Error in a file with a fleet's history; names file, line and field."""
 
 
 class FleetChange(NamedTuple):
-    """Change of some devices at one moment."""
+    """Event of a fleet's history: some devices come, go or change speed at one moment."""
 
     at_s: float
     kind: str
@@ -47,7 +47,7 @@ class FleetChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """History of a fleet: devices at the start, and changes."""
+    """History of a fleet: the devices at the start, and all later changes."""
 
     first: tuple[int, ...]
     """Devices at the start."""
@@ -134,7 +134,7 @@ def begins_complete(path: Path) -> bool:
 def read(
     path: Path, *, seed: int = 0, hours: float = 0.0, devices: int | None = None, names: Sequence[str] = ()
 ) -> Trace:
-    """Returns the history of a fleet that a file holds.
+    """Reads the history of a fleet from a file.
 
     Args:
         path: Path of a file of either kind.

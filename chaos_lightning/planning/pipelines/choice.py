@@ -86,7 +86,7 @@ class PlanCandidate:
         return f"{self.policy}: {self.kind}, {self.about}: {fit}, value {self.value:.4g}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the candidate as a value for JSON."""
+        """Returns the candidate as JSON values."""
         return {
             "policy": self.policy,
             "kind": self.kind,
@@ -105,7 +105,7 @@ class PlanCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Choice among candidates, with its reason."""
+    """Decision: the candidates, the chosen one, and the reason in words."""
 
     candidates: tuple[PlanCandidate, ...]
     chosen: PlanCandidate | None
@@ -115,7 +115,7 @@ class Decision:
     """Policies that raised an error, with its text."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the decision as a value for JSON."""
+        """Returns the decision as JSON values."""
         return {
             "candidates": [c.to_dict() for c in self.candidates],
             "chosen": None if self.chosen is None else self.candidates.index(self.chosen),
@@ -146,7 +146,7 @@ class Outlook:
     """Fraction by which another candidate has to be better than to keep the plan."""
 
     def value(self, c: PlanCandidate) -> float:
-        """Returns a candidate's value: the samples per second that it trains until the next loss (see the module)."""
+        """Returns a candidate's value: the expected samples that it trains until the next loss, per second."""
         changes = self.rate + self.returns
         risk = c.risk * self.rate / changes if self.with_risk and changes else 0.0
         safe = 1 - risk * (1 - self.restart_worth)
@@ -161,7 +161,8 @@ def restart_worth(rate: float, lost_s: float) -> float:
 
 
 def choose(candidates: Iterable[PlanCandidate], outlook: Outlook, failed: tuple[tuple[str, str], ...] = ()) -> Decision:
-    """Returns the candidate of the greatest value; of equal ones the one with most devices, then the first.
+    """Returns the decision for the candidate of the greatest value; ties go to the one with most devices, then to the
+    first.
 
     Args:
         candidates: Candidates in the order in which ties are broken.

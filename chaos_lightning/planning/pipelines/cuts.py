@@ -95,7 +95,7 @@ def reduce_s(nbytes: float, owners: int, link: LinkRate, hop_s: float = 0.0) -> 
 
 
 def reduce_latency_s(link: LinkRate, hop_s: float) -> float:
-    """Returns the latency of an all-reduce, up the trees and down, in seconds."""
+    """Returns the latency of an all-reduce (s): once up the tree and once down."""
     return 2 * (link.latency_s + hop_s)
 
 
@@ -106,7 +106,7 @@ def byte_s(owners: int, link: LinkRate) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """Cut of one pipeline's layers into stages, and its costs."""
+    """Division of one pipeline's layers into stages, with the times of its stages."""
 
     at: tuple[int, ...]
     """First layer of each stage, and the number of layers."""
@@ -748,5 +748,5 @@ class Cutter:
         return found
 
     def best(self, stages: int, m: int, pipelines: int) -> LayerCut | None:
-        """Returns the best cut into `stages`; see `DeviceRow.best`."""
+        """Returns the best cut of the layers into `stages` stages."""
         return self.row(stages).best(m, pipelines)

@@ -38,7 +38,7 @@ GROWTH = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """A decoder model on cards of some speed."""
+    """Decoder model (GPT or Llama) on cards of a given speed."""
 
     __pydantic_config__ = CLOSED
 

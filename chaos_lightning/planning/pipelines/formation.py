@@ -40,7 +40,7 @@ FINE = 1000
 
 @dataclass(frozen=True)
 class Formation:
-    """Shape of a plan, with vacant places."""
+    """Plan for equal devices: a shape of pipelines, and the places that losses have left vacant."""
 
     shape: PlanShape
     cuts: tuple[tuple[int, ...], ...]
@@ -76,7 +76,7 @@ class Formation:
         return tuple(map(tuple, found))
 
     def without(self, places: Iterable[int]) -> Formation:
-        """Returns the formation after these places have lost their devices."""
+        """Returns the formation with these places vacant, after the loss of their devices."""
         more = frozenset(places) - self.vacant
         if not more:
             return self
@@ -112,7 +112,7 @@ class Formation:
         return {key: tuple(stages) for key, stages in found.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the formation as a value for JSON."""
+        """Returns the formation as JSON values."""
         return {
             "rows": [r._asdict() | {"cut": list(at)} for r, at in zip(self.shape.rows, self.cuts, strict=True)],
             "vacant": sorted(self.vacant),

@@ -105,7 +105,7 @@ class PlanOptions:
 
     @property
     def whole(self) -> bool:
-        """Whether no device of the plan is lost."""
+        """Whether the plan has lost no device."""
         return not self.before.vacant and not set(self.lost) & set(self.before.stages)
 
     @cached_property
@@ -213,7 +213,7 @@ class PlanOptions:
         return self._candidate(plan, MOVE, max(self.pauses.move_s, self.moves(plan).seconds))
 
     def shadow(self) -> None:
-        """Returns None: no stage is redundant in a job's own plans."""
+        """Returns None, since a real job's plans have no redundant stages."""
 
     def restart(self, kind: str = "best") -> PlanCandidate | None:
         """Returns the candidate that restarts from the newest checkpoint with a plan of the given kind; half a

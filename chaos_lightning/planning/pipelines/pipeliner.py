@@ -146,7 +146,7 @@ def _safe(copies: int, planned: Callable[[int], PlannedPipelines]) -> PlannedPip
 
 
 class Pipeliner:
-    """Chooses the pipelines of each view.
+    """Chooser of each view's pipelines, which knows the job's measured profile.
 
     Args:
         profile: Job with layers, links and micro-batches; members bring their own devices.

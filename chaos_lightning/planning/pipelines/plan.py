@@ -176,7 +176,7 @@ class PipelinePlan:
 
     @staticmethod
     def from_dict(about: Mapping[str, Any]) -> PipelinePlan:
-        """Returns the plan that `to_dict` wrote.
+        """Returns the plan from the JSON values that `to_dict` made.
 
         Raises:
             PlanError: The value is no plan.
@@ -208,7 +208,7 @@ class PipelinePlan:
 
     @staticmethod
     def from_json(text: str) -> PipelinePlan:
-        """Returns the plan that `to_json` wrote.
+        """Returns the plan from the JSON text that `to_json` made.
 
         Raises:
             PlanError: The text is no plan.

@@ -177,7 +177,7 @@ class Planner:
         )  # fmt: skip
 
     def exact(self, devices: Collection[str] | None = None) -> PlannedPipelines:
-        """Returns the best plan; for devices or links that are not alike, the best one that a longer search finds.
+        """Returns the best plan; for unequal devices or links, the best that a longer search finds.
 
         Args:
             devices: Names of the devices that are left; None: all.

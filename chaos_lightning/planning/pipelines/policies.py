@@ -154,7 +154,7 @@ def _raising(words: str) -> Policy:
 
 
 def policy(name: str) -> Policy:
-    """Returns the policy of this name.
+    """Returns the built-in or installed policy of this name.
 
     Raises:
         PlanError: There is no such policy; lists those there are.
@@ -213,7 +213,7 @@ def _checked(who: str, c: PlanCandidate, plans: list[Any]) -> PlanCandidate:
 
 
 def decide(name: str, options: Options, outlook: Outlook) -> Decision:
-    """Returns the decision of a policy.
+    """Asks a policy for candidates and returns the decision among them.
 
     Args:
         name: Name of the policy.

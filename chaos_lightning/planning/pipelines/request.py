@@ -120,7 +120,7 @@ class PipelineRequest:
     # ------------------------------------------------------------------------------------------------ as text
 
     def to_json(self) -> str:
-        """Returns the shortest JSON text; equal values have equal texts."""
+        """Returns the request as the shortest JSON text; equal requests have equal texts."""
         about: dict[str, Any] = {"job": to_dict(self.job), "policy": self.policy, "copies": self.copies}
         about["on_lost_parts"] = self.on_lost_parts
         if self.shared:
@@ -129,7 +129,7 @@ class PipelineRequest:
 
     @staticmethod
     def from_json(text: str) -> PipelineRequest:
-        """Reads what `to_json` wrote.
+        """Returns the request from the JSON text that `to_json` made.
 
         Raises:
             JobError: The text is no request; says which field, what was given and what was expected.

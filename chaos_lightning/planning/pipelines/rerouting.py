@@ -118,7 +118,7 @@ def _worth(job: TrainingJob, plan: PipelinePlan, caps: Sequence[int]) -> tuple[i
 
 
 def _owners(plan: PipelinePlan) -> dict[int, tuple[str, ...]]:
-    """Returns the owners of each group, by the group's first layer."""
+    """Returns the owners of each group of layers, by the group's first layer."""
     return {group.start: owners for group, owners in zip(plan.groups, plan.owners, strict=True)}
 
 

@@ -118,7 +118,7 @@ class ViewPipelines:
     # ------------------------------------------------------------------------------------------------ as text
 
     def to_json(self) -> str:
-        """Returns the shortest JSON text; equal values have equal texts."""
+        """Returns the pipelines of a view as the shortest JSON text; equal ones have equal texts."""
         about: dict[str, Any] = {"plan": self.plan.to_dict()}
         if self.lists:
             about["lists"] = {name: " ".join(map(str, row)) for name, row in self.lists.items()}
@@ -128,7 +128,7 @@ class ViewPipelines:
 
     @staticmethod
     def from_json(text: str) -> ViewPipelines:
-        """Reads what `to_json` wrote.
+        """Returns the pipelines of a view from the JSON text that `to_json` made.
 
         Raises:
             PlanError: The text is none of a plan with its lists, or its lists do not run the plan.

@@ -24,7 +24,7 @@ def row(micro_batches: int, *stages: tuple[str, int, int]) -> Pipeline:
 
 
 class Change(NamedTuple):
-    """Change from an old plan to a new one."""
+    """Change from an old plan to a new one, with the job of the surviving devices."""
 
     job: TrainingJob
     old: PipelinePlan

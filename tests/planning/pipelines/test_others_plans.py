@@ -1,4 +1,4 @@
-"""Tests the policies that plan as other systems do: their plans come from `paper` and `templates`."""
+"""Tests the policies that imitate other systems: each takes the plan that the imitation makes."""
 
 import pytest
 from paper_jobs import job_of
