@@ -38,7 +38,7 @@ class BorderExchange:
     Args:
         send: Queues a frame for a peer; one that has no link loses it, and a recovery follows.
         limit_nbytes: Most bytes of borders that wait here.
-        timeout_s: How long a border is waited for; a recovery ends the wait before, as a rule.
+        timeout_s: Seconds to wait for border tensors; as a rule a recovery ends the wait before.
     """
 
     def __init__(

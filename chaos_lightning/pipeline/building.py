@@ -37,7 +37,7 @@ class ModelMemory:
     Args:
         root: The model, as it was built.
         seed: The job's.
-        device: Where tensors go.
+        device: Device that tensors get memory on.
         recording: The record that it was built within.
     """
 

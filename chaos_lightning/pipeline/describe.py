@@ -69,14 +69,15 @@ def describe(
         chain: The layers. Tensors may be absent, but none is on the meta device.
         parts: Parts of the model.
         batch: A micro-batch, on the device.
-        optimizers: As the user has made them.
-        micro_batches: In one step.
-        device: Where the layers run.
+        optimizers: The user's optimizers.
+        micro_batches: Number of micro-batches in a step.
+        device: Device on which the layers run.
         device_memory_nbytes: Memory of the device.
-        samples: In one micro-batch.
-        profile: Its layers, rates of links, overheads and memory rules are taken, and nothing is measured.
-        around: Entered around each forward pass (autocast).
-        say: Called with lines about the progress, if it takes long.
+        samples: Number of samples in a micro-batch.
+        profile: Measured job whose layers, link rates, overheads and memory rules are taken instead of measuring; None:
+            measure.
+        around: Function that returns a context for each forward pass (autocast).
+        say: Function that gets lines about the progress, if measuring takes long.
 
     Raises:
         ConfigurationError: The profile is of another model, or what all members have needs more than the memory.
@@ -153,12 +154,12 @@ class _Measurement:
         chain: The layers.
         parts: Parts of the model.
         batch: A micro-batch.
-        costs: Of the optimizers.
+        costs: Costs of the optimizers.
         state: Bytes of the training state.
-        device: Where the layers run.
+        device: Device on which the layers run.
         memory_nbytes: Memory for layers.
-        around: Entered around each forward pass.
-        say: Called with lines about the progress.
+        around: Function that returns a context for each forward pass.
+        say: Function that gets lines about the progress.
     """
 
     def __init__(
@@ -221,10 +222,10 @@ class _Measurement:
         """Measures some consecutive layers by running them several times; returns the tensors that they pass on.
 
         Args:
-            layers: Of the stretch.
-            received: What it takes.
-            specs: Text that came with it.
-            budget_s: How long it may be timed.
+            layers: Layers to run.
+            received: Tensors that the first of these layers receives.
+            specs: Text that came with the received tensors.
+            budget_s: Seconds that may be spent on timing.
 
         Raises:
             _NoRoomError: It cannot run here; says why.
@@ -287,11 +288,11 @@ class _Measurement:
         """Runs some layers forward and backward once; returns the tensors that they pass on.
 
         Args:
-            layers: Of the stretch.
-            received: What it takes.
-            specs: Text that came with it.
-            watching: Hears what autograd keeps.
-            counts: Whether its times count; None: it is not timed.
+            layers: Layers to run.
+            received: Tensors that the first of these layers receives.
+            specs: Text that came with the received tensors.
+            watching: Counter of the bytes that autograd keeps.
+            counts: Whether the times of this pass count; None: it is not timed.
         """
         timed = None if counts is None else self._timer.begin(layers.start, layers.stop, counts=counts)
         try:
@@ -329,7 +330,7 @@ class _Measurement:
         """Yields the costs of each layer.
 
         Args:
-            samples: In one micro-batch.
+            samples: Number of samples in a micro-batch.
         """
         times, state, bytes_, optimizer_s = self._timer.medians(), self._state, self._bytes, self._optimizer_s()
         known = range(self._measured)

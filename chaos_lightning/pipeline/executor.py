@@ -143,9 +143,9 @@ class StepWork:
     Attributes:
         attempt: See `SlotAttempt`.
         step: Number of the optimizer step.
-        units: In order.
-        batch: Returns a micro-batch, by its number in the step.
-        weight: Returns the weight of a micro-batch, given its number; asked at the last stage.
+        units: Units in the order in which they run.
+        batch: Function that returns a micro-batch, given its number in the step.
+        weight: Function that returns the weight of a micro-batch, given its number; called at the last stage.
         call: A step of the user's for evaluation. The units are forward passes then, and nothing is kept of them.
     """
 
@@ -161,8 +161,8 @@ class UnitTime(NamedTuple):
     """Unit that has run, with the marks of its start and end on the device.
 
     Attributes:
-        began: Before the first operation, once its tensors and its micro-batch were there.
-        ended: Behind the last operation, before anything was sent.
+        began: Mark before the first operation, once the unit's tensors and micro-batch were there.
+        ended: Mark after the last operation, before anything was sent.
     """
 
     unit: StepUnit
@@ -176,9 +176,10 @@ class StepSums:
 
     Attributes:
         times: Units that ran, in order.
-        weights: By micro-batch whose last layers ran here.
-        losses: The same, unweighted; None where the user's step returned None.
-        results: What the user's step returned for them, without the graph.
+        weights: Weight of each micro-batch whose last layers ran here.
+        losses: Loss of each micro-batch whose last layers ran here, unweighted; None where the user's step returned
+            None.
+        results: Result of the user's step for each micro-batch whose last layers ran here, without the graph.
         peak_nbytes: Most bytes of tensors kept at once between units, if they are counted.
     """
 
@@ -198,7 +199,7 @@ class _Sent(NamedTuple):
     """Record of a sent tensor, without its memory, by which later writes to the tensor are detected.
 
     Attributes:
-        counter: Has no memory, and the tensor's count of writes.
+        counter: Tensor without memory that shares the sent tensor's count of writes.
         version: Count of writes when it was sent.
     """
 
@@ -228,11 +229,11 @@ class PipelineExecutor:
 
     Args:
         root: The model, whose parameters and buffers the units change.
-        layers: Its layers.
-        exchange: Takes and sends border tensors.
-        finishing: Hears of layers that are done.
-        around: Entered around each forward pass (autocast).
-        device: Where the layers are.
+        layers: The model's layers.
+        exchange: Exchange of border tensors with other members.
+        finishing: Listener that hears when layers have finished their backward passes.
+        around: Function that returns a context for each forward pass (autocast).
+        device: Device that the layers are on.
         counted: Tensors that units keep are counted. It costs time, and torch then overlooks writes to kept tensors.
     """
 

@@ -26,9 +26,9 @@ class HeldModel:
 
     Args:
         module: The model.
-        memory: Its memory.
-        parts: Its parts.
-        optimizers: Of the whole model.
+        memory: Memory of the model's tensors.
+        parts: Parts of the model.
+        optimizers: Optimizers of the whole model.
         loaded: A checkpoint that first values are taken from; if none was read, it has nothing.
     """
 

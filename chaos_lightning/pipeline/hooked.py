@@ -36,7 +36,7 @@ def prepare(folder: Path, settings: Mapping[str, Any], environ: Mapping[str, str
     with.
 
     Args:
-        folder: Empty; it has to stay until the script has ended.
+        folder: Empty folder, which has to stay until the script has ended.
         settings: Arguments of `ModelProfiler`.
         environ: The environment so far.
     """

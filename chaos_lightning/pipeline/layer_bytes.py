@@ -108,15 +108,15 @@ class PassBytes:
     """Measurement of one micro-batch's bytes by layer; a `LayerTimer` reports the blocks' calls to it.
 
     Attributes:
-        kept: Kept by autograd from the forward pass to the backward pass.
-        workspace: See the module.
+        kept: Bytes by layer that autograd keeps from the forward pass to the backward pass.
+        workspace: Bytes by layer of workspace (see the module).
         entered: Bytes of the tensors that enter each block.
-        used: By parameter: the layers whose part of the graph it is in; after `look`.
+        used: Layers whose part of the graph each parameter is in, by parameter; known after `look`.
         skips: Layers that also depend on earlier ones by other ways than the tensors that enter their block.
 
     Args:
         count: Number of layers.
-        gauge: Of the device's memory; None: the workspace is not measured.
+        gauge: Gauge of the device's memory; None: the workspace is not measured.
     """
 
     def __init__(self, count: int, gauge: TensorGauge | AllocatorGauge | None) -> None:
@@ -139,7 +139,7 @@ class PassBytes:
 
         Args:
             state: Parameters, buffers, and what others keep: these are no activations of this pass.
-            first: Its first layer.
+            first: First layer of the pass.
             most_nbytes: Bytes that it may keep; beyond them it ends with `TooMuchKept`.
         """
         self._seen = {tensor.untyped_storage().data_ptr() for tensor in state}
@@ -178,8 +178,8 @@ class PassBytes:
         self._borders.clear()
 
     def _walk(self, layer: int, above: Iterable[Node], earlier: set[Node]) -> None:
-        """Walks the part of the graph that belongs to a layer, back to the parts of earlier layers (`earlier`), and
-        adds it to those.
+        """Walks a layer's part of the autograd graph, back to the parts of earlier layers, and adds its nodes to
+        `earlier`.
         """
         entry, todo, own = set(self._borders.get(layer, ())), list(above), set[Node]()
         while todo:
@@ -254,7 +254,7 @@ class StateBytes:
         Args:
             rows: Each once.
             count: Number of layers.
-            name_of: Of a layer.
+            name_of: Function that returns the name of a layer.
         """
         found = StateBytes()
         for row in rows:
@@ -277,9 +277,9 @@ def state_rows(
 
     Args:
         root: The model.
-        blocks: Its chain.
-        used: See `PassBytes`.
-        optimizer: Its state counts at the layers of each parameter.
+        blocks: Blocks of the model's chain.
+        used: Layers that use each parameter (`PassBytes.used`).
+        optimizer: Optimizer whose state counts at the layers of each parameter.
     """
     last = len(blocks) - 1
     inside: dict[Tensor, list[int]] = defaultdict(list)

@@ -151,12 +151,12 @@ class LayerTimer:
 
     Args:
         blocks: The chain.
-        clock: Of the device that computes them.
-        path: Of the chain in the model, for errors.
-        watch: Called with (layer, tensors) when a block is called, and with (layer, None) when a layer's forward or
-            backward part ends.
-        refuse: Called with the error where blocks are not called as a chain; raises it by default. Such a pass does not
-            count.
+        clock: Clock of the device that computes the blocks.
+        path: Path of the chain in the model, for errors.
+        watch: Function called with (layer, tensors) when a block is called, and with (layer, None) when a layer's
+            forward or backward part ends.
+        refuse: Function called with the error if blocks are not called as a chain, in a pass that does not count;
+            raises it by default.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class LoadedParts:
         """Loads hyperparameters, and the optimizer state of the parameters that are here.
 
         Args:
-            optimizers: Of the whole model.
+            optimizers: Optimizers of the whole model.
             states: The checkpoint's, in the same order.
             place: Puts an optimizer's state where it belongs.
 
@@ -96,7 +96,7 @@ class LoadedParts:
         """Fills the named tensors, which have got memory since, with values from the checkpoint.
 
         Args:
-            names: Of parameters and buffers; of tied ones, any.
+            names: Names of parameters and buffers; of a tied one, any of its names.
 
         Returns:
             Those for which the checkpoint has none: they stay as they are.

@@ -36,7 +36,7 @@ class OptimizerCosts:
     """Predicted bytes of state and seconds per step of optimizers, found by trying them on small parameters.
 
     Args:
-        optimizers: As the user has made them; their state is neither needed nor changed.
+        optimizers: The user's optimizers; their state is neither needed nor changed.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

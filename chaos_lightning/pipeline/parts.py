@@ -37,8 +37,8 @@ class ModelParts:
 
     Attributes:
         layers: Number of layers.
-        part_of: By the name of a parameter or buffer; tied ones have several names.
-        users: By part: the layers that use it. All members own the rest.
+        part_of: Part of each parameter and buffer, by name; tied ones have several names.
+        users: Layers that use each part, by part. All members own the rest.
         unused: Names of parameters that nothing uses.
     """
 

@@ -33,7 +33,7 @@ def preview(job: TrainingJob, answer: PipelineAnswer, *, ends: bool, memory: boo
     Args:
         job: Layers and micro-batches; its devices are the members, by their ids.
         answer: The planner's, for these members.
-        ends: As for `risk`.
+        ends: Whether the job ends when the last owner of a layer is lost; else it waits.
         memory: Whether the memory of each device is known, and so told.
     """
     if answer.text is None:
@@ -52,8 +52,8 @@ def dry_run(request: PipelineRequest, config: EngineConfig) -> list[str]:
     members like this one.
 
     Args:
-        request: Of this process; each member's device is taken to be like its own.
-        config: Names endpoint and job.
+        request: Request of this process; each member's device is taken to be like this one's.
+        config: Settings that name endpoint and job.
     """
     facts: dict[str, object] = {}
     with contextlib.suppress(ChaosError):

@@ -47,11 +47,11 @@ class ModelProfiler:
     """Measurement of the model that this process trains; it begins with the optimizer steps reported to it.
 
     Args:
-        steps: How many are measured after the warm-up; half of them by layer.
+        steps: Number of steps to measure after the warm-up; half of them by layer.
         chain: Path of the chain; "": it is looked for.
         root: The model; None: it is looked for.
-        report: Called once with the profile, or with the error that ended the measurement.
-        say: Called with lines about the progress.
+        report: Function called once with the profile, or with the error that ended the measurement.
+        say: Function that gets lines about the progress.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class UnitSpeed:
 
     Args:
         foreseen: Layers with their times, and this member's device.
-        clock: Made the marks of units.
+        clock: Clock that made the marks of units.
     """
 
     def __init__(self, foreseen: TrainingJob, clock: LayerClock) -> None:

@@ -49,10 +49,10 @@ class StepContribution:
 
     Attributes:
         weight: Sum of the weights of micro-batches whose last layers ran here.
-        presence: Bit of each parameter that has a gradient here.
+        presence: Bits that say which parameters have a gradient here.
         coverage: Micro-batches in this member's own sums, by layers.
-        micro_batches: Those of the step that have samples.
-        norms: Of the reduced sums of the parts that this member owns.
+        micro_batches: Micro-batches of the step that have samples.
+        norms: Norms of the reduced gradient sums of the parts that this member owns.
         sums: Losses, results and times of the units.
     """
 
@@ -108,13 +108,14 @@ class PipelineStep:
 
     Args:
         root: The model.
-        layers: Its layers.
-        exchange: Border tensors over links.
-        accumulation: Of a layout of the whole model by these parts; its reducer is opened for an attempt before `open`.
+        layers: The model's layers.
+        exchange: Exchange of border tensors over links.
+        accumulation: Accumulation over a layout of the whole model by these parts; its reducer is opened for an attempt
+            before `open`.
         parts: Parts of the model.
-        around: Entered around each forward pass (autocast).
-        device: Where the layers are.
-        timeout_s: How long a reduction is waited for; a recovery ends the wait before, as a rule.
+        around: Function that returns a context for each forward pass (autocast).
+        device: Device that the layers are on.
+        timeout_s: Seconds to wait for a reduction; as a rule a recovery ends the wait before.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that tracks which placeholders each tensor depends on, by names.
 
     Args:
-        deep: It follows operations within modules that are real, too. They may then be other operations, with other
-            bits, than without a mode: modules are not compiled, and some are not taken apart.
+        deep: Whether operations within modules that really run are followed, too. These may then run as other
+            operations, with other bits: modules are not compiled, and some are not taken apart.
     """
 
     supports_higher_order_operators = True
@@ -65,7 +65,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset().union(*found)
 
     def through(self, given: Any, real: Callable[[], Any]) -> Any:
-        """Runs a real module, whose result gets the names of its inputs."""
+        """Runs a module for real, and puts the names of its inputs on its result."""
         names = self.names(given)
         aside = not self._deep and _get_current_dispatch_mode() is self
         with _pop_mode_temporarily() if aside else nullcontext():

@@ -71,7 +71,7 @@ def write(border: Border, most_nbytes: int = MAX_PAYLOAD_NBYTES) -> list[list[me
     """Returns the payloads of the frames for border tensors, each as a list of memory pieces.
 
     Args:
-        border: Its tensors lie anywhere; those of a device are copied to the machine's memory.
+        border: Border tensors, on any device; those of an accelerator are copied to the machine's memory.
         most_nbytes: Bytes that one frame may have.
 
     Raises:

@@ -44,10 +44,11 @@ class ToldStep:
     """Values that one member sends beside its gradients: norms, losses, bytes of the strategy, number of samples.
 
     Attributes:
-        norms: By number of a part whose oldest owner it is: of the reduced sum of its gradients.
-        losses: By micro-batch whose last layers it ran: the loss and its weight; none where the step gave no loss.
-        extra: By micro-batch: bytes that the strategy gives.
-        samples: Number of samples in micro-batches whose first layers it ran.
+        norms: Norm of the reduced gradient sum of each part whose oldest owner the member is, by the part's number.
+        losses: Loss and weight of each micro-batch whose last layers the member ran; absent where the step gave no
+            loss.
+        extra: Bytes that the strategy gives, by micro-batch.
+        samples: Number of samples in micro-batches whose first layers the member ran.
     """
 
     norms: Mapping[int, PartNorm] = field(default_factory=dict)
@@ -207,7 +208,7 @@ def clip_coefficient(outcome: StepOutcome, max_norm: float, norm_type: float = 2
     Of a norm that is NaN it is NaN, and of an infinite one 0.0, as there.
 
     Args:
-        outcome: Of the step.
+        outcome: Outcome of the step.
         max_norm: Bound of the norm.
         norm_type: 2.0.
 

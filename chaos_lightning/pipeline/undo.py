@@ -50,7 +50,7 @@ class _Saved:
         value: The object itself.
         copy: Values of a tensor or an array; items of a container.
         version: Count of writes to a tensor.
-        inner: By index or key: items that can change in place.
+        inner: Items that can change in place, by index or key.
     """
 
     value: Any
@@ -62,8 +62,8 @@ class _Saved:
         """Saves a new tensor in place of the earlier one, if they match; returns whether that was possible.
 
         Args:
-            value: Of the same type, shape and device.
-            batch: Takes the copy, whose values are still to be filled in, unless they are there.
+            value: Value that may take the place of the saved one, if type, shape and device are the same.
+            batch: List that gets the copy, unless its values are there already; they are filled in later.
         """
         copy, last = self.copy, self.value
         if type(value) is not Tensor or type(copy) is not Tensor:
@@ -99,7 +99,7 @@ def _save(value: Any, last: _Saved | None, depth: int = 0) -> _Saved | None:
     """Returns a mutable value with a copy of its content; None if it cannot change in place or is left out.
 
     Args:
-        value: Of an attribute or an item.
+        value: Value of an attribute or an item.
         last: What was returned for it before.
         depth: Number of containers around it.
     """
@@ -143,7 +143,7 @@ class _Attributes:
         """Saves the object's attributes; returns whether it may contain other modules than at the last call.
 
         Args:
-            batch: Takes copies whose values are still to be filled in.
+            batch: List that gets copies whose values are filled in later.
         """
         now, before, names, moved = vars(self._owner), self._before, [*vars(self._owner)], False
         if names == self._names:

@@ -67,8 +67,8 @@ class PartialModel:
 
     Attributes:
         root: The model, with stand-ins for what is absent.
-        parts: Its parts.
-        optimizers: Of the whole model.
+        parts: The model's parts.
+        optimizers: Optimizers of the whole model.
     """
 
     root: nn.Module
@@ -102,7 +102,8 @@ def write_whole(path: Path, checkpoint: Mapping[str, Any], model: PartialModel, 
 
     Args:
         path: The file, which is flushed to the disk; to be moved to its place by the caller.
-        checkpoint: As this member has made it. Optimizers' states are added to its "optimizer_states".
+        checkpoint: Checkpoint as this member has made it; states of other members' parameters are added to its
+            "optimizer_states".
         model: This member's part of the model.
         source: Gives the other parts.
 
@@ -393,7 +394,7 @@ class _NoValues(TorchFunctionMode):
     """Mode that refuses any use of the values of absent tensors.
 
     Args:
-        absent: From `PartialModel.absent`.
+        absent: Absent tensors, from `PartialModel.absent`.
     """
 
     def __init__(self, absent: Mapping[int, tuple[str, Tensor]]) -> None:

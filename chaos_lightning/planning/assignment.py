@@ -161,14 +161,14 @@ def assign_micro_batches(
     They are those of plain Lightning with `accumulate_grad_batches=micro_batches` in one process.
 
     Args:
-        ledger: See `assign_step`, as for the others.
+        ledger: Ledger of the last committed header.
         micro_batches: Micro-batches of a step; at the end of an epoch some may be short or empty.
         quota: Positions of a micro-batch.
-        epoch: See there.
-        length: See there.
-        ahead: See there.
-        drop_last: See there.
-        least: See there.
+        epoch: Pass over the data.
+        length: Number of positions in this epoch.
+        ahead: Number of further steps that are assumed to have committed as assigned.
+        drop_last: Whether short micro-batches are dropped.
+        least: Fewest positions of a micro-batch, unless the step has fewer.
 
     Raises:
         ValueError: See there.

@@ -155,8 +155,8 @@ def compose_yaml(text: str, source: str) -> Any:
 
 
 def _count(node: Any, source: str, known: dict[int, int]) -> int:
-    """Returns the number of values that a YAML node expands to; `known` has 0 for nodes under way, to find anchors that
-    contain themselves.
+    """Returns the number of values that a YAML node expands to, anchors included; refuses an anchor that contains
+    itself.
     """
     if node is None or isinstance(node.value, str):
         return 1

@@ -168,7 +168,7 @@ class Network:
     # ------------------------------------------------------------------ trees
 
     def hop_s(self, child: int, parent: int, chunk_nbytes: int) -> tuple[float, float]:
-        """Returns the seconds that a chunk takes from `child` to `parent`, and those of the way back."""
+        """Returns the seconds that a chunk takes from `child` up to `parent`, and back down."""
         latency = self.latency[min(child, parent), max(child, parent)]
         return latency + 8 * chunk_nbytes / self.rate[child, parent], latency + 8 * chunk_nbytes / self.rate[
             parent, child

@@ -527,8 +527,8 @@ def _expand_weighted(spec: PlanSpec, names: tuple[str, ...], sections: list[Span
 
 
 def _apportioned(owed: Sequence[int], cells: int, least: int) -> list[int]:
-    """Returns the number of cells (aligned units) of a part of the buffer for each tree, in proportion to what each is
-    owed; trees owed less than `least` get none.
+    """Returns the number of cells (aligned units) that each tree gets of a part of the buffer, in proportion to its
+    share `owed`; none below `least`.
     """
     top = max(owed)
     due = [o if o >= least or o == top else 0 for o in owed]

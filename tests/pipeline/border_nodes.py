@@ -19,8 +19,8 @@ class BorderNode:
     """Node of a test: a listener, links and a border exchange; events of the links are recorded.
 
     Attributes:
-        exchange: For an executor.
-        chunks: Takes chunks of gradients; None: there are none.
+        exchange: Exchange for an executor.
+        chunks: Receiver of chunks of gradients; None: there are none.
         broken: (peer, evidence) of links that stand no more.
     """
 

@@ -115,9 +115,9 @@ class StepJob:
 
     Args:
         net: The model.
-        names: Of the members, the oldest first.
+        names: Names of the members, the oldest first.
         layers_for: Makes the layers of a copy of the model.
-        parts: Of the model.
+        parts: Parts of the model.
         links: Pairs of names; none: each pair.
     """
 

@@ -40,7 +40,7 @@ def save(job, path, members=None, dies=None, meanwhile=lambda: None):
 
     Args:
         dies: Member that is gone before the first one reads.
-        meanwhile: Called once it is gone.
+        meanwhile: Function called once that member is gone.
     """
     members = members or job.members
     gone = threading.Event()

@@ -739,7 +739,7 @@ class Cutter:
         return Tables(self.job)
 
     def row(self, stages: int) -> DeviceRow:
-        """Returns the cut search for a pipeline of this many devices."""
+        """Returns the search for cuts of a pipeline of this many devices."""
         found = self._rows.get(stages)
         if found is None:
             each = self.per_host or stages

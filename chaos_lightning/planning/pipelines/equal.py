@@ -138,8 +138,8 @@ class Shapes:
     # ------------------------------------------------------------------------------------------------ times
 
     def time_s(self, stages: int, m: int, pipelines: int) -> float:
-        """Returns the seconds of a pipeline of a job with `pipelines` pipelines: T(p, m); infinity if no cut fits into
-        memory.
+        """Returns the seconds of one of `pipelines` pipelines, with `stages` stages and `m` micro-batches: T(p, m);
+        infinity if no cut fits into memory.
         """
         cut = self.cutter.best(stages, m, pipelines)
         return math.inf if cut is None else cut.charged_s
@@ -294,7 +294,7 @@ class Shapes:
         best: Filling[int] | None,
         close: float = CLOSE,
     ) -> Filling[int] | None:
-        """Returns the best set of pipelines, of any number, by times that hold for `pipelines` of them."""
+        """Returns the best set of pipelines, of any number, with all-reduces priced as among `pipelines` of them."""
 
         def filled(time_s: float) -> tuple[Pairs[int] | None, float]:
             return self._filled(steps, lengths, time_s, pipelines, lambda caps: _fill(caps, devices, self.total))
@@ -343,8 +343,8 @@ class Shapes:
         fill: Callable[[Caps], list[int] | None],
         asked: dict[int, int],
     ) -> tuple[list[int] | None, Caps, dict[int, int]]:
-        """Returns the lengths that `fill` chooses, with capacities that are computed exactly only for those it would
-        choose.
+        """Returns the lengths of pipelines that `fill` chooses; exact capacities are computed only for lengths that it
+        would choose.
 
         Args:
             most: Upper bound of the capacity of each length.
@@ -370,8 +370,8 @@ class Shapes:
                 asked[p] = taken[p]
 
     def _proved(self, steps: Steps, devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
-        """Returns the best set of pipelines with a lower bound: the least time with as few pipelines as a faster set
-        would need.
+        """Returns the given set of pipelines with a lower bound of all sets: the least time with as few pipelines as a
+        faster set would need.
         """
         limit = best.time_s * (1 - 10 * CLOSE)
         few = self._few(steps, devices, lengths, limit)
@@ -382,8 +382,8 @@ class Shapes:
         return replace(best, bound_s=low.bound_s if low.bound_s < limit else best.time_s)
 
     def _few(self, steps: Steps, devices: int, lengths: list[int], time_s: float) -> int:
-        """Returns the least number of pipelines that do all micro-batches within a time, by times that hold for that
-        number.
+        """Returns the least number of pipelines that do all micro-batches within a time, with all-reduces priced for
+        that number.
         """
         # Two pipelines of the longest kind do half of the micro-batches each, at least one stage in the mean time.
         mean_s = self.cutter.row(1).fastest.both[-1] / lengths[-1]
@@ -393,8 +393,8 @@ class Shapes:
         return few
 
     def _fewest(self, steps: Steps, lengths: list[int], time_s: float, pipelines: int, devices: int) -> int:
-        """Returns the least number of pipelines that do all micro-batches within a time; `devices` + 1 if no number
-        does.
+        """Returns the least number of pipelines that do all micro-batches within a time, with all-reduces priced for
+        `pipelines`; `devices` + 1 if no number does.
         """
         least = devices + 1
 
@@ -407,8 +407,8 @@ class Shapes:
         return least
 
     def _counted(self, steps: Steps, devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
-        """Returns the best set of pipelines, by a knapsack with their number as a dimension, so that times are
-        exact.
+        """Returns the best set of pipelines, by a knapsack over lengths and their number, in which all-reduces are
+        priced for the number used.
         """
         for pipelines in range(1, min(devices, self.total) + 1):
             limit = best.time_s * (1 - 10 * CLOSE)
@@ -449,8 +449,8 @@ def _useful(caps: Caps, devices: int) -> list[tuple[int, int]]:
 
 
 def _fill(caps: Caps, devices: int, total: int) -> list[int] | None:
-    """Returns lengths of pipelines, `devices` in all at most, that do at least `total` micro-batches; None if there are
-    none.
+    """Returns lengths of pipelines, with `devices` devices at most, that do at least `total` micro-batches; None if
+    there are none.
     """
     items = _useful(caps, devices)
     if not items:
@@ -485,8 +485,8 @@ def _fill(caps: Caps, devices: int, total: int) -> list[int] | None:
 
 
 def _fill_counted(caps: Caps, devices: int, total: int, most: int) -> list[int] | None:
-    """Returns at most `most` lengths of pipelines, `devices` in all at most, that do at least `total` micro-batches;
-    None if there are none.
+    """Returns at most `most` lengths of pipelines, with `devices` devices at most, that do at least `total`
+    micro-batches; None if there are none.
     """
     items = _useful(caps, devices)
     rows = [[0] * (devices + 1)]

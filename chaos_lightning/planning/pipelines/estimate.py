@@ -212,8 +212,8 @@ def _sent_s(job: TrainingJob, group: range, owners: Sequence[str], ready_s: Sequ
 
 
 def slowest_link(job: TrainingJob, owners: Sequence[str]) -> LinkRate:
-    """Returns the slowest link in a chain through these devices that keeps the devices of a host together, as the
-    slowest that an all-reduce must use.
+    """Returns the slowest link that an all-reduce among these devices must use: that of a chain which keeps the devices
+    of a host together.
     """
     if len(owners) < 2:
         return LinkRate()

@@ -342,7 +342,7 @@ def _number(value: Any, unit: str, path: str, problems: list[str]) -> Any:
 
 
 def _in_parts(tree: Any) -> Any:
-    """Returns the values of a file with the fields of each layer or device gathered in a mapping of their own."""
+    """Returns the values of a file with the fields of each layer or device moved into a mapping of their own."""
     if not isinstance(tree, dict):
         return tree
     found = dict(tree)
@@ -387,8 +387,8 @@ def _in_words(error: Mapping[str, Any]) -> str:
 
 
 def _below(path: str, problem: str, given: Any) -> str:
-    """Returns a dataclass's error text with its path in the file put in front; a first word that is a field there joins
-    the path.
+    """Returns a dataclass's error text with its path in the file in front; if the text begins with a field's name, that
+    becomes part of the path.
     """
     name = given.get("name") if isinstance(given, Mapping) else None
     for words in (f"layer {name!r}: ", f"device {name!r}: ", "a link's ", f"{path}: "):

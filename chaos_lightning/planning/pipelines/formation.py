@@ -178,9 +178,7 @@ class EqualFleet:
 
     @cached_property
     def shadowed(self) -> Shapes:
-        """Shapes for devices that also hold the next stage and run its forward passes, as Bamboo's redundant
-        ones do.
-        """
+        """Search for shapes on devices that also hold the next stage and run its forward passes, as in Bamboo."""
 
         def twice(x: Layer) -> Layer:
             return replace(
@@ -227,8 +225,8 @@ class EqualFleet:
         return found
 
     def guests(self, f: Formation) -> list[tuple[int, ...]]:
-        """Returns how many micro-batches of vacant places each device takes over, by group of equal pipelines and
-        stage; each layer must have an owner.
+        """Returns how many micro-batches of lost devices each remaining device takes over, by group of equal pipelines
+        and stage.
         """
         rows, both = f.shape.rows, self._both
         found = [[0.0] * r.stages for r in rows]
@@ -379,7 +377,7 @@ class EqualOptions:
 
     @property
     def _redo_s(self) -> float:
-        """Seconds of redone work: a loss has the open step run again, of which half is done on average."""
+        """Seconds of work that a loss makes run again: half of the open step on average."""
         if not self.lost or self.before is None:
             return 0.0
         return (self.before.shape.charged_s if self.running_s is None else self.running_s) / 2

@@ -177,7 +177,7 @@ class NamedLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Overheads in seconds that no file states; `calibration` fits them to measured steps."""
+    """Overheads of a step in seconds, beside layers and links; `calibration` fits them to measured steps."""
 
     __pydantic_config__ = CLOSED
 
@@ -300,8 +300,8 @@ class TrainingJob:
         return {pair: x.link() for x in self.links for pair in ((x.a, x.b), (x.b, x.a))}
 
     def link(self, a: str, b: str) -> LinkRate:
-        """Returns the link from device `a` to device `b`: named for the devices, named for their hosts, or the usual
-        one.
+        """Returns the link from device `a` to device `b`: the one named for these devices or their hosts, else the
+        usual one.
         """
         x, y = self.by_name[a], self.by_name[b]
         if self._special:

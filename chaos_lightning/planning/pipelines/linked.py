@@ -23,7 +23,7 @@ _STEPS = 2000
 
 
 def missing_link(plan: PipelinePlan, links: Links, shared: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns in words which link a plan needs that is missing; "" if none is.
+    """Returns in words the link that a plan needs and that does not exist; "" if it has all links.
 
     Args:
         plan: The plan.

@@ -126,7 +126,9 @@ class SharedStep:
 
     @cached_property
     def levels_s(self) -> dict[int, float]:
-        """Seconds of work up to which workers may take shared passes, by the passes' first layer."""
+        """Most seconds of work that a worker may have when it takes a pass that several may run, by the pass's first
+        layer.
+        """
         load = list(self.fixed_s)
         asked: dict[int, set[int]] = defaultdict(set)
         for way in self.ways:
@@ -193,8 +195,8 @@ def least_s(problem: SharedStep, *, split: bool = False) -> float:
 def best(
     problem: SharedStep, rules: Sequence[Rule] = RULES, caps: Sequence[int] = CAPS, *, split: bool = False
 ) -> Ran | None:
-    """Returns the shortest of the runs by the given rules and caps on micro-batches in flight; for large problems only
-    some combinations are tried.
+    """Returns the shortest run among those with the given rules and caps on micro-batches in flight; for large problems
+    only some combinations are tried.
 
     Args:
         problem: Step to be run.
@@ -224,7 +226,9 @@ def best(
 
 
 def run_greedily(problem: SharedStep, rule: Rule, extra: int, *, split: bool = False) -> Ran | None:
-    """Returns one greedy run; None if it deadlocks while some passes may run on several workers."""
+    """Returns one greedy run of the step; None if it deadlocks in a step in which several workers may run the same
+    pass.
+    """
     for booked in (False, True):
         run = _Run(problem, rule, extra, split=split, booked=booked)
         if run.run():
@@ -478,7 +482,7 @@ class Fleet:
         return way
 
     def _until(self, name: str, first: int, end: int, owners: Mapping[int, Sequence[str]]) -> int:
-        """Returns the layer at which the device's consecutive layers from `first` on end."""
+        """Returns the layer at which a run of consecutive layers that the device owns, starting with `first`, ends."""
         return next((b for b in self.plan.borders if first < b < end and name not in owners[b]), end)
 
     def unit(self, name: str, first: int, end: int) -> Unit:

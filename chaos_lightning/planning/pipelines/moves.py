@@ -432,8 +432,8 @@ def _cheapest(
 
 
 class _Seats:
-    """Assignment of devices to places from the number of pairs of their classes; keeps neighbours on one host where
-    possible.
+    """Assignment of devices to places, given how many devices of each class go to places of each class; prefers devices
+    on the host of the stage before.
     """
 
     def __init__(

@@ -286,7 +286,9 @@ class PlanOptions:
         return replace(self.before, pipelines=tuple(pipelines), detours=(), idle=tuple(idle))
 
     def _lacking(self, plan: PipelinePlan, kind: str) -> dict[str, int]:
-        """Returns the bytes that each device lacks for a plan, layers that it has yet to hand over included."""
+        """Returns the bytes that each device lacks for a plan, counting the layers that it still keeps until others
+        have them.
+        """
         c, use = self.left.costs, {name: x.nbytes for name, x in self.cost(plan).memory.items()}
         for name, layers in self._held.items() if kind != RESTART else ():
             if name in self.left.by_name:

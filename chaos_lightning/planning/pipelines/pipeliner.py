@@ -215,7 +215,7 @@ class Pipeliner:
         """Returns the pipelines for the members that found a job.
 
         Args:
-            members: Those who found the job.
+            members: Members that found the job.
             links: Pairs of them that have a link; None: all.
         """
         job = self._job(members)

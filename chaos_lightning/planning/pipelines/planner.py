@@ -222,8 +222,8 @@ class Planner:
         )
 
     def _best(self, names: Sequence[str]) -> PlannedPipelines | None:
-        """Returns the plan with the shortest simulated step, and how much shorter another's may be; None if no plan
-        fits into memory.
+        """Returns the plan with the shortest simulated step, and a bound on how much shorter any step can be; None if
+        no plan fits into memory.
         """
         shape = self.shapes.exact(len(names))
         best = self.seated(shape, names) if shape and math.isfinite(shape.charged_s) else None
@@ -252,7 +252,7 @@ class Planner:
 
     def _simpler(self, names: Sequence[str], than: PlanShape | None) -> Iterator[PlannedPipelines]:
         """Yields plans that may be faster than the search's costs predict: the first answer, single devices, and shapes
-        for a few devices less.
+        for a few devices fewer.
         """
         count, shapes = len(names), self.shapes
         fewer = range(max(1, count - FEWER), count) if count <= COUNTED else ()

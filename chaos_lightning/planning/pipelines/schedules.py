@@ -59,8 +59,8 @@ def in_flight(stages: int, stage: int, micro_batches: int, extra: int = 0) -> in
 
 
 def one_f_one_b(stages: int, micro_batches: int, extra: int = 0) -> list[list[Instruction]]:
-    """Returns the instruction lists of 1F1B: forward passes until the limit in flight is reached, then backward and
-    forward passes in turn.
+    """Returns the instruction lists of 1F1B: forward passes up to the limit in flight, then one backward and one
+    forward pass alternately.
 
     Args:
         stages: Number of stages.

@@ -113,8 +113,8 @@ class Splitter(Generic[Kind]):
         near_s: float = 0.0,
         close: float = CLOSE,
     ) -> Filling[Kind] | None:
-        """Returns the set of pipelines with the least time for which `filled` can place all micro-batches, by times
-        that hold for `pipelines` of them.
+        """Returns the set of pipelines that does all micro-batches in the least time, out of those that `filled`
+        proposes for a time, with all-reduces priced for `pipelines`.
 
         Args:
             kinds: All kinds that `filled` uses.

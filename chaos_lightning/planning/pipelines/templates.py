@@ -72,8 +72,8 @@ def oobleck(shapes: Shapes, devices: int, faults: int) -> PlanShape | None:
 
 
 def _best_of(shapes: Shapes, devices: int, sizes: Sequence[int], least: int, charged: int) -> PlanShape | None:
-    """Returns the best combination of template lengths, searched by times that hold for `charged` pipelines and charged
-    for its own number.
+    """Returns the best combination of template lengths, searched with all-reduces priced for `charged` pipelines; its
+    own time is for its real number.
     """
     total = shapes.total
     splitter = shapes.splitter

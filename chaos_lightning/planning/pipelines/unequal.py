@@ -105,8 +105,8 @@ class Mixed:
         return found
 
     def row(self, names: Names, reduce: LinkRate) -> DeviceRow:
-        """Returns the cut search for a pipeline of these devices; pipelines with the same kinds of devices and links
-        share one.
+        """Returns the search for cuts of a pipeline of these devices; pipelines with the same kinds of devices and
+        links share one.
         """
         found = self._rows_by_names.get((names, reduce.kind))
         if found is None:

@@ -256,7 +256,7 @@ def coverage(units: Iterable[StepUnit], kind: str = BACKWARD) -> tuple[LayersCov
     """Returns the micro-batches whose gradients a member's sums cover once these units have run, by runs of layers.
 
     Args:
-        units: Those of one member.
+        units: Units of one member.
         kind: The passes that count; FORWARD in a round of evaluation, which has no other (P17).
     """
     passes = [u for u in units if u.kind == kind]
@@ -279,7 +279,7 @@ def coverage_error(
 
     Args:
         layer_count: Layers of the model.
-        micro_batches: Those of the step that have samples.
+        micro_batches: Micro-batches of the step that have samples.
         given: Coverage that each member's contribution names.
     """
     most = 2 * layer_count + 1

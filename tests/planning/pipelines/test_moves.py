@@ -96,8 +96,8 @@ def test_places_stay_with_their_kind_of_device(change: Change) -> None:
 
 @given(changes(most_devices=5), st.sampled_from([2, 3, moves.LEVELS]))
 def test_among_the_cheapest_the_busiest_card_is_the_least(change: Change, levels: int) -> None:
-    """The search finds the least load of the busiest card if that card is a receiver; otherwise its result is an upper
-    bound.
+    """`assign` minimizes the load of the busiest card among the plans with fewest bytes, if that card receives; if it
+    sends, the load may be larger.
     """
 
     def busiest(plan: PipelinePlan) -> tuple[int, int]:

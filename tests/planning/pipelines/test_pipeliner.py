@@ -90,9 +90,9 @@ def check(pipeliner: Pipeliner, answer: PipelineAnswer, members: Collection[Devi
 
     Args:
         pipeliner: Whose answer it is.
-        answer: With pipelines.
-        members: Of the view.
-        held: By member, leavers among them: layers that it holds.
+        answer: Answer with pipelines.
+        members: Members of the view.
+        held: Layers that each member holds, leaving members included.
     """
     assert answer.text is not None
     job = pipeliner.profile
