@@ -246,7 +246,9 @@ def test_the_size_of_the_file_is_known_before(tmp_path: Path) -> None:
 
 
 class Watched(FromOwners):
-    """Source of parts that checks that the tensors of the part before have been freed."""
+    """Source of parts that, when asked for a part, checks that the tensors it returned for the previous part have been
+    freed.
+    """
 
     def tensors(self, part: str) -> list[tuple[str, Tensor]]:
         assert [ref for ref in self.given if ref() is not None] == []

@@ -370,8 +370,8 @@ class Shapes:
                 asked[p] = taken[p]
 
     def _proved(self, steps: Steps, devices: int, lengths: list[int], best: Filling[int]) -> Filling[int]:
-        """Returns the given set of pipelines with a lower bound of all sets: the least time with as few pipelines as a
-        faster set would need.
+        """Returns the set of pipelines `best` with a lower bound of any set's time, found with as few pipelines as a
+        faster set would have.
         """
         limit = best.time_s * (1 - 10 * CLOSE)
         few = self._few(steps, devices, lengths, limit)
